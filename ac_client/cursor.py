@@ -1,0 +1,131 @@
+"""Walks the decisions of a policy along the ops that run, and notices when they are other ops.
+
+No torch: ops and modules are names. NOTE [ Off the path ] (rule 10 of the design): as soon as an op is
+not the one that the policy has next, its module is lost: the ops up to the next module boundary are
+left to the default. At a boundary the cursor looks up where the policy continues for that module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autoac.planner.policy import Decision
+
+ROOT = "."
+
+
+@dataclass(frozen=True, slots=True)
+class OffPath:
+    """The first place at which a step left the policy."""
+
+    expected: str  # key in the policy, or "the end"
+    found: str  # module and op that ran
+
+    def __str__(self) -> str:
+        return f"expected {self.expected}, found {self.found}"
+
+
+class LeftThePath(RuntimeError):
+    """Strict mode: other ops ran than those of the policy."""
+
+    def __init__(self, off: OffPath) -> None:
+        self.off = off
+        super().__init__(
+            f"the model left its policy: {off}. Plan again for this batch, or pass strict=False to let such "
+            "ops be saved"
+        )
+
+
+class Route:
+    """The decisions of a policy, laid out for walking. Shared by all cursors of one policy."""
+
+    def __init__(self, decisions: Mapping[str, Decision]) -> None:
+        self.keys = list(decisions)
+        self.modules = [key.rpartition("/")[0] for key in self.keys]
+        self.ops = [key.rpartition("/")[2].rpartition("#")[0] for key in self.keys]
+        self.decisions = list(decisions.values())
+        self.runs = self._runs()
+
+    def _runs(self) -> dict[str, list[tuple[int, int]]]:
+        """For each module, the stretches [begin, end) in which it or a module inside it runs."""
+        runs: dict[str, list[tuple[int, int]]] = {}
+        open_at: dict[str, int] = {}
+        for i, module in enumerate([*self.modules, ROOT]):
+            around = set(_prefixes(module)) if i < len(self.modules) else set()
+            for path in [path for path in open_at if path not in around]:
+                runs.setdefault(path, []).append((open_at.pop(path), i))
+            for path in around:
+                open_at.setdefault(path, i)
+        return runs
+
+    def run_from(self, path: str, position: int) -> tuple[int, int] | None:
+        """The first stretch of `path` that ends beyond `position`, or its last one."""
+        stretches = self.runs.get(path)
+        if not stretches:
+            return None
+        return next((s for s in stretches if s[1] > position), stretches[-1])
+
+
+def _prefixes(module: str) -> list[str]:
+    if module == ROOT:
+        return []
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+class Cursor:
+    """One walk along a route: one forward pass."""
+
+    def __init__(
+        self, route: Route, *, strict: bool = False, report: Callable[[OffPath], None] | None = None
+    ) -> None:
+        self._route = route
+        self._strict = strict
+        self._report = report
+        self._position = 0
+        self._lost = False
+        self._stack: list[tuple[int, int] | None] = []
+        self.off: OffPath | None = None  # the first time that it was lost
+
+    def op(self, name: str) -> Decision | None:
+        """The decision for the op that runs now; None if the policy does not have it here.
+
+        Raises:
+            LeftThePath: it does not, and the cursor is strict.
+        """
+        route, i = self._route, self._position
+        if not self._lost and i < len(route.ops) and route.ops[i] == name:
+            self._position = i + 1
+            return route.decisions[i]
+        if not self._lost:
+            self._lost = True
+            self._left(name)
+        return None
+
+    def enter(self, path: str) -> None:
+        """A module's forward begins."""
+        stretch = self._route.run_from(path, self._position)
+        self._stack.append(stretch)
+        if stretch is None:
+            return
+        if self._lost or not stretch[0] <= self._position < stretch[1]:
+            self._position = stretch[0]
+            self._lost = False
+
+    def leave(self, path: str) -> None:
+        """A module's forward is over."""
+        stretch = self._stack.pop() if self._stack else None
+        if stretch is not None and self._lost:
+            self._position = stretch[1]
+            self._lost = False
+
+    def _left(self, name: str) -> None:
+        route, i = self._route, self._position
+        off = OffPath(route.keys[i] if i < len(route.keys) else "the end", name)
+        if self._strict:
+            raise LeftThePath(off)
+        if self.off is None:
+            self.off = off
+            if self._report is not None:
+                self._report(off)

@@ -1,0 +1,68 @@
+"""What people do today: `torch.utils.checkpoint` around every block, whole and selective.
+
+`wrap_blocks` does it, `replayed_ops` says which ops it runs again, from a profile of the plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # the parent process needs no torch
+    from autoac.planner.profile import Profile
+    from torch import nn
+
+Baseline = Literal["checkpoint", "selective"]
+
+SAVED_BY_SELECTIVE = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten.bmm.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+)
+"""Matmuls and attention. With dropout torch splits attention on CPU into two `bmm` and a softmax."""
+
+
+def wrap_blocks(blocks: Iterable[nn.Module], baseline: Baseline) -> None:
+    """Run every block's forward under torch's non-reentrant checkpoint from now on."""
+    import torch
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    options: dict[str, Any] = {"use_reentrant": False}
+    if baseline == "selective":
+        saved = [_overload(torch.ops, name) for name in SAVED_BY_SELECTIVE]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, **options)
+
+
+def _overload(ops: Any, name: str) -> Any:
+    for part in name.split("."):
+        ops = getattr(ops, part)
+    return ops
+
+
+def replayed_ops(profile: Profile, blocks: Iterable[str], baseline: Baseline) -> list[int]:
+    """Forward ops that torch's checkpoint around each of `blocks` runs again in backward.
+
+    It starts at the block's first op and stops where the last tensor that backward needs has been
+    packed again ("early stop"). A tensor packed after the block's last op counts as the next block's.
+    Selective checkpoint runs the same ops but for those whose outputs it has kept.
+    """
+    modules = [profile.modules[row] for row in profile.ops.module]
+    kept = set(SAVED_BY_SELECTIVE) if baseline == "selective" else set()
+    replayed = []
+    for block in blocks:
+        inside = [op for op, name in enumerate(modules) if name == block or name.startswith(block + ".")]
+        if not inside:
+            continue
+        first, last = inside[0], inside[-1]
+        stop = max((packed for packed in profile.saved.packed if first <= packed <= last), default=first)
+        replayed += [
+            op for op in inside if op < stop and profile.overloads[profile.ops.overload[op]] not in kept
+        ]
+    return replayed

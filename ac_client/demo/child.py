@@ -1,0 +1,253 @@
+"""Measures one row of the demo, in a process of its own: `python -m ac_client.demo.child ORDER`.
+
+ORDER and the result, the last line on stdout, are JSON (rows.py). Three stretches:
+
+1. *one line* (ours only): `ac_client.apply` on a new model; its first step is profiled, planned, and
+   runs planned.
+2. *memory*: a new model under PyTorch's own report of the allocator, from before it is built, so that the
+   report counts every byte. Ours carries out the policy of stretch 1: profiling needs torch's profiler
+   for itself, so the report cannot be on while `apply` profiles.
+3. *time*: a plain copy takes the same steps from the same seeds, then both take steps in turn. Gradients
+   are compared with the plain copy's at every step of all three stretches.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ac_client.demo import setting as demo_setting
+from ac_client.demo.baselines import wrap_blocks
+from ac_client.demo.rows import Measured, Row, policy_path, profile_path
+from ac_client.demo.setting import Setting
+from ac_client.measure import AllocatorTimeline, Change
+
+MEMORY_STEPS = 2  # one that warms up, one that is measured
+TIMELINE_POINTS = 700
+
+
+class Trainee:
+    """A model in training, with its optimizer, on the demo's batch."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.model = demo_setting.build_model(setting)
+        self.optimizer = demo_setting.build_optimizer(self.model)
+        self.ids = demo_setting.make_batch(setting)
+        self.seed = setting.seed
+        self.keep_gradients = setting.keep_gradients
+        if self.keep_gradients:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        self.steps = 0
+        self.loss = torch.zeros(())
+
+    def step(self) -> float:
+        """One step of training; returns its seconds. The gradients stay until `zero_grad`."""
+        self.steps += 1
+        torch.manual_seed(self.seed + self.steps)
+        start = time.perf_counter()
+        out = self.model(self.ids, labels=self.ids)
+        out.loss.backward()
+        self.optimizer.step()
+        seconds = time.perf_counter() - start
+        self.loss = out.loss.detach()
+        return seconds
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step computed, copied out of torch's allocator."""
+
+    loss: Any  # numpy arrays
+    gradients: list[Any]
+
+    @classmethod
+    def of(cls, trainee: Trainee) -> Outcome:
+        return cls(_copy(trainee.loss), [_copy(gradient) for gradient in _gradients(trainee.model)])
+
+    def equals(self, trainee: Trainee) -> bool:
+        """Bit for bit."""
+        theirs = [trainee.loss, *_gradients(trainee.model)]
+        ours = [torch.from_numpy(array) for array in (self.loss, *self.gradients)]
+        return all(_same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _copy(tensor: Tensor) -> Any:
+    return tensor.numpy(force=True).copy()
+
+
+def _gradients(model: nn.Module) -> Iterable[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))  # 0.0 and -0.0 differ, a NaN equals itself
+
+
+def measure(row: Row, setting: Setting, folder: Path) -> Measured:
+    """All that the demo wants to know of `row`."""
+    outcomes: list[tuple[int, Outcome]] = []  # (number of steps taken, what the last one computed)
+    policy = None
+    plan_s = gap = predicted = None
+    if row.method == "ours":
+        import ac_client
+
+        assert row.budget_bytes is not None
+        trainee = Trainee(setting)
+        ac_client.apply(trainee.model, row.budget_bytes / 2**30, optimizer=trainee.optimizer)
+        with _timed_planning() as planning:
+            trainee.step()
+        outcomes.append((1, Outcome.of(trainee)))
+        policy = ac_client.applied(trainee.model).policy
+        assert policy is not None
+        predicted, gap, plan_s = policy.predicted.peak_bytes, policy.predicted.gap, sum(planning)
+        policy_path(folder, row.name).write_text(policy.to_json())
+        del trainee
+
+    with AllocatorTimeline() as timeline:
+        trainee = Trainee(setting)
+        _prepare(row, trainee, policy)
+        for number in range(1, MEMORY_STEPS + 1):
+            timeline.mark(f"step {number}")
+            trainee.step()
+            outcomes.append((number, Outcome.of(trainee)))
+            trainee.zero_grad()
+
+    if row.method == "plain":
+        predicted = _profile(trainee, profile_path(folder))
+        seconds = [_timed(trainee) for _ in range(row.pairs)]
+        pairs = [(s, s) for s in seconds]
+        equal, compared = True, 0
+    else:
+        plain = Trainee(setting)
+        equal = _replay(plain, outcomes)
+        pairs, pairs_equal = _pairs(trainee, plain, row.pairs)
+        equal, compared = equal and pairs_equal, len(outcomes) + len(pairs)
+    return Measured(
+        peak_bytes=timeline.peak_since("step 2"),
+        first_step_peak_bytes=max(
+            event.live_bytes for event in timeline.events if event.time_ns < timeline.marks["step 2"].time_ns
+        ),
+        predicted_peak_bytes=predicted,
+        step_s=median(mine for mine, _ in pairs),
+        plain_step_s=median(plain for _, plain in pairs),
+        slowdown=median(mine / plain for mine, plain in pairs),
+        gradients_equal=equal,
+        compared_steps=compared,
+        plan_s=plan_s,
+        gap=gap,
+        timeline=thinned(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"], TIMELINE_POINTS),
+    )
+
+
+@contextmanager
+def _timed_planning() -> Iterator[list[float]]:
+    """The seconds of each call of the planner inside; the client itself keeps no such clock."""
+    module: Any = sys.modules["ac_client.applied"]
+    plan, seconds = module.plan, []
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return plan(*args, **kwargs)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    module.plan = timed
+    try:
+        yield seconds
+    finally:
+        module.plan = plan
+
+
+def _prepare(row: Row, trainee: Trainee, policy: Any) -> None:
+    match row.method:
+        case "plain":
+            pass
+        case "checkpoint" | "selective":
+            wrap_blocks(demo_setting.blocks(trainee.model).values(), row.method)
+        case "ours":
+            import ac_client
+
+            assert row.budget_bytes is not None
+            gb = row.budget_bytes / 2**30
+            ac_client.apply(trainee.model, gb, optimizer=trainee.optimizer, policy=policy)
+
+
+def _profile(trainee: Trainee, path: Path) -> int:
+    """Write the model's profile; returns the peak that it predicts with nothing recomputed."""
+    from autoac.planner.graph import build
+    from autoac.planner.simulate import peak_bytes
+    from autoac.profiler import observe
+
+    profile = observe(trainee.model, (trainee.ids,), {"labels": trainee.ids}, optimizer=trainee.optimizer)
+    path.write_text(profile.to_json())
+    graph = build(profile)
+    return peak_bytes(graph, graph.everything)
+
+
+def _replay(plain: Trainee, outcomes: list[tuple[int, Outcome]]) -> bool:
+    """Take the steps behind `outcomes` with the plain model; whether all were equal."""
+    equal = True
+    for number in range(1, max(number for number, _ in outcomes) + 1):
+        plain.step()
+        equal &= all(outcome.equals(plain) for at, outcome in outcomes if at == number)
+        plain.zero_grad()
+    return equal
+
+
+def _pairs(mine: Trainee, plain: Trainee, n: int) -> tuple[list[tuple[float, float]], bool]:
+    """Seconds of `n` pairs of steps, and whether their gradients were equal. Who goes first alternates."""
+    pairs, equal = [], True
+    for i in range(n):
+        seconds = {trainee: trainee.step() for trainee in ((mine, plain) if i % 2 else (plain, mine))}
+        pairs.append((seconds[mine], seconds[plain]))
+        both = zip(
+            [mine.loss, *_gradients(mine.model)], [plain.loss, *_gradients(plain.model)], strict=True
+        )
+        equal &= all(_same_bits(a, b) for a, b in both)
+        mine.zero_grad()
+        plain.zero_grad()
+    return pairs, equal
+
+
+def _timed(trainee: Trainee) -> float:
+    seconds = trainee.step()
+    trainee.zero_grad()
+    return seconds
+
+
+def thinned(events: Iterable[Change], start: Change, points: int) -> list[tuple[float, int]]:
+    """About `points` of the changes since `start`, as (ms, bytes): of each stretch the highest and the last."""
+    after = [event for event in events if event.time_ns >= start.time_ns]
+    kept = [replace(start)]
+    stretch = max(1, 2 * len(after) // points)
+    for i in range(0, len(after), stretch):
+        part = after[i : i + stretch]
+        highest = max(part, key=lambda event: event.live_bytes)
+        kept += [highest] if highest is part[-1] else [highest, part[-1]]
+    return [(round((event.time_ns - start.time_ns) / 1e6, 3), event.live_bytes) for event in kept]
+
+
+def main() -> None:
+    """Read the order, print the result."""
+    order = json.loads(sys.argv[1])
+    measured = measure(Row(**order["row"]), Setting(**order["setting"]), Path(order["folder"]))
+    print(json.dumps(asdict(measured)))
+
+
+if __name__ == "__main__":
+    main()

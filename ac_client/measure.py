@@ -1,0 +1,123 @@
+"""What PyTorch's allocator itself says about memory: bytes live on a device over a with-block.
+
+    with AllocatorTimeline() as timeline:
+        step()
+        timeline.mark("second step")
+        step()
+    timeline.peak_bytes, timeline.peak_since("second step")
+
+The numbers are the allocator's own: every allocation and every free of every kernel, as
+`torch.profiler` reports them, workspaces and temporaries included. Nothing of autoac is asked.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_MARK = "autoac.mark:"
+_NO_KINETO_BANNER = "6"  # kineto writes "USDT: ... profiler_start" to stderr at every lower level
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The allocator gave out memory or took it back."""
+
+    time_ns: int  # on the profiler's clock
+    live_bytes: int  # after the change
+
+
+class AllocatorTimeline:
+    """Bytes live on `device` during a with-block, after every allocation and free.
+
+    `events` and the peaks are there once the block has ended. On CUDA `peak_bytes` is
+    `torch.cuda.max_memory_allocated`, so the block resets that counter.
+
+    At most one torch profiler runs at a time, so a block cannot span `autoac.profiler.profile` or the step
+    that `ac_client.apply` profiles.
+
+    On CPU the counts start at `base`, and the profiler reports no free of memory that was allocated
+    before the block. They are absolute if the block begins before the first tensor is made, or if all that
+    was there at its beginning, which is then `base` bytes, outlives it.
+
+    Args:
+        device: whose memory.
+        base: bytes live at the beginning; on CUDA this is known and the argument is not read.
+
+    Raises:
+        RuntimeError: another torch profiler is running.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, base: int = 0) -> None:
+        self.device = torch.device(device)
+        self.events: tuple[Change, ...] = ()
+        self.marks: dict[str, Change] = {}
+        self._base = base
+        self._counted_peak: int | None = None
+        self._profiler: profile | None = None
+
+    def __enter__(self) -> Self:
+        if torch._C._autograd._profiler_enabled():
+            raise RuntimeError("another torch profiler is running on this thread; end it before measuring")
+        os.environ.setdefault("KINETO_LOG_LEVEL", _NO_KINETO_BANNER)  # read when kineto is first used
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._base = torch.cuda.memory_allocated(self.device)
+        self._profiler = profile(activities=activities, profile_memory=True)
+        self._profiler.start()
+        return self
+
+    def mark(self, name: str) -> None:
+        """Name this moment, for `marks` and `peak_since`. A name used again moves."""
+        with record_function(_MARK + name):
+            pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._profiler is not None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            self._counted_peak = torch.cuda.max_memory_allocated(self.device)
+        self._profiler.stop()
+        if kind is None:
+            self._read(self._profiler)
+        self._profiler = None
+
+    def _read(self, profiler: profile) -> None:
+        recorded = profiler.profiler
+        assert recorded is not None and recorded.kineto_results is not None
+        live, events = self._base, []
+        of_device = (self.device.type.upper(), self.device.index or 0)
+        all_events: list[Any] = sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns())
+        for event in all_events:
+            name: str = event.name()
+            if name == "[memory]" and (event.device_type().name, max(event.device_index(), 0)) == of_device:
+                live += event.nbytes()
+                events.append(Change(event.start_ns(), live))
+            elif name.startswith(_MARK):
+                self.marks[name.removeprefix(_MARK)] = Change(event.start_ns(), live)
+        self.events = tuple(events)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at once in the whole block."""
+        if self._counted_peak is not None:
+            return self._counted_peak
+        return max([self._base, *(event.live_bytes for event in self.events)])
+
+    def peak_since(self, mark: str) -> int:
+        """The most bytes live at once from `mark` to the end of the block."""
+        start = self.marks[mark]
+        return max([start.live_bytes, *(e.live_bytes for e in self.events if e.time_ns >= start.time_ns)])

@@ -1,0 +1,48 @@
+"""What was predicted of a planned model's step, and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoac.planner.units import format_bytes, format_us
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Predicted and measured. Prints as text. Bytes and microseconds; None: not known yet."""
+
+    model: str
+    budget_bytes: int | None
+    predicted_peak_bytes: int | None
+    measured_peak_bytes: int | None
+    save_all_peak_bytes: int | None  # predicted, with nothing recomputed
+    predicted_step_us: float | None  # forward and backward
+    measured_step_us: float | None  # median from one forward to the next: the optimizer and the loader too
+    recompute_us: float | None
+    gap: float | None
+    ops: int  # in the policy
+    recomputed: int  # of them
+    steps: int  # planned steps so far
+    off_path: str  # the first op that the policy did not have; "" if there was none
+
+    def __str__(self) -> str:
+        def size(nbytes: int | None) -> str:
+            return format_bytes(nbytes) if nbytes is not None else "not measured"
+
+        def time(us: float | None) -> str:
+            return format_us(us) if us is not None else "not measured"
+
+        if self.predicted_peak_bytes is None:
+            return f"{self.model}: budget {size(self.budget_bytes)}; planned at the first training step"
+        recompute = f"{time(self.recompute_us)} of recompute for {self.recomputed} of {self.ops} ops"
+        gap = f", within {self.gap:.1%} of the best plan" if self.gap is not None else ""
+        lines = [
+            f"{self.model}: budget {size(self.budget_bytes)}, {self.steps} planned steps",
+            f"  peak   predicted {size(self.predicted_peak_bytes)}, measured {size(self.measured_peak_bytes)}, "
+            f"save-all {size(self.save_all_peak_bytes)}",
+            f"  step   predicted {time(self.predicted_step_us)}, measured {time(self.measured_step_us)}",
+            f"  plan   {recompute}{gap}",
+        ]
+        if self.off_path:
+            lines.append(f"  off the path: {self.off_path}")
+        return "\n".join(lines)

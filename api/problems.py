@@ -1,0 +1,102 @@
+"""Errors as clients see them: RFC 9457 problem documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.json_schema import models_json_schema
+
+MEDIA_TYPE = "application/problem+json"
+URN = "urn:autoac:problem:"
+REF = "#/components/schemas/{model}"
+
+
+class Problem(BaseModel):
+    """What went wrong. `type` tells the kinds apart and does not change between releases."""
+
+    model_config = ConfigDict(frozen=True)
+
+    type: str = Field(examples=[URN + "not-json", "about:blank"])
+    title: str
+    status: int
+    detail: str
+
+
+class InvalidProblem(Problem):
+    """The body is not what it should be; `problems` has the first few things found."""
+
+    problems: list[str]
+
+
+class VersionProblem(Problem):
+    """A format of a version that this service does not read."""
+
+    format: str
+    known: int
+
+
+class LimitProblem(Problem):
+    """More bytes than the service takes."""
+
+    limit_bytes: int
+
+
+class OutOfTimeProblem(Problem):
+    """The time was over before any plan was found."""
+
+    time_limit_s: float
+
+
+class Held(BaseModel):
+    """Something that is live at a peak."""
+
+    nbytes: int
+    name: str
+    why: str
+
+
+class InfeasibleProblem(Problem):
+    """No plan fits in the budget. All in bytes."""
+
+    budget_bytes: int
+    proven_floor_bytes: int  # no plan has a smaller peak
+    smallest_found_bytes: int | None  # the smallest peak of any plan found
+    peak_at: str
+    live: list[Held]  # at that peak, largest first
+
+
+MODELS = (Problem, InvalidProblem, VersionProblem, LimitProblem, OutOfTimeProblem, InfeasibleProblem)
+
+
+class ProblemResponse(JSONResponse):
+    """A problem, sent with its status."""
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, problem: Problem, headers: dict[str, str] | None = None) -> None:
+        super().__init__(problem.model_dump(mode="json"), problem.status, headers)
+
+
+def documented(answers: dict[int, tuple[str, tuple[type[Problem], ...]]]) -> dict[int | str, dict[str, Any]]:
+    """`responses=` of a route: by status, a description and the models of its problems.
+
+    By hand, since FastAPI's own `model` entry would declare the route's media type, application/json.
+    """
+    return {
+        status: {
+            "description": description,
+            "content": {
+                MEDIA_TYPE: {"schema": {"anyOf": [{"$ref": REF.format(model=m.__name__)} for m in models]}}
+            },
+        }
+        for status, (description, models) in answers.items()
+    }
+
+
+def schemas(*models: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schemas of the problems and of `models`, for OpenAPI's components."""
+    every: tuple[type[BaseModel], ...] = (*MODELS, *models)
+    _, definitions = models_json_schema([(model, "validation") for model in every], ref_template=REF)
+    return dict(definitions["$defs"])

@@ -1,0 +1,96 @@
+"""Solves a request in a spawned child, under a time limit and a memory limit.
+
+NOTE [ Why not anyio.to_process ]
+
+One child is started for each request with `anyio.open_process`, because `anyio.to_process` (4.16)
+- leaves its worker alive and forgotten when it is cancelled while the worker starts (anyio#1337);
+- says that a worker died, and not of what;
+- speaks over file descriptor 1, so that a line printed by native code breaks the answer;
+- imports the parent's `__main__` into the child, here the whole command line.
+A fresh child costs 0.3 s and gives all its memory back. Never fork: HiGHS hangs in a forked child after
+a solve in the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import anyio
+from anyio.abc import ByteReceiveStream, ByteSendStream, Process
+
+from autoac.api.errors import SolverDied, SolveTimedOut
+
+Solve = Callable[[bytes], Awaitable[str]]
+"""A decoded request -> the policy's JSON; raises what `request.answer` does, SolveTimedOut, SolverDied."""
+
+PIECE = 1 << 20
+CHILD = (sys.executable, "-P", "-m", "autoac.api.child")
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnedSolver:
+    """A `Solve` that runs each request in a child of its own. Cancelling it kills the child."""
+
+    time_limit_s: float  # the most that the planner gets
+    grace_s: float  # beyond it, before the child is killed
+    memory_bytes: int  # of the child's address space
+    command: Sequence[str] = CHILD
+
+    async def __call__(self, body: bytes) -> str:
+        limit = self.time_limit_s + self.grace_s
+        arguments = [str(os.getpid()), str(self.memory_bytes), str(self.time_limit_s)]
+        with anyio.move_on_after(limit):
+            async with _child([*self.command, *arguments]) as process:
+                assert process.stdin is not None
+                assert process.stdout is not None
+                async with anyio.create_task_group() as group:
+                    group.start_soon(_feed, process.stdin, body)
+                    answer = await _drain(process.stdout)
+                    group.cancel_scope.cancel()  # a child that has answered reads no more
+                return _outcome(answer, await process.wait())
+        raise SolveTimedOut(limit)
+
+
+@asynccontextmanager
+async def _child(command: Sequence[str]) -> AsyncIterator[Process]:
+    """A running child, dead and reaped on the way out. Its stderr is ours: the service's log."""
+    # One thread: the solver uses one, and each thread of a BLAS reserves address space.
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = {k: v for k, v in os.environ.items() if k != "AUTOAC_TOKEN"} | threads
+    process = await anyio.open_process(command, stderr=None, env=environment)
+    try:
+        yield process
+    finally:
+        with anyio.CancelScope(shield=True):
+            with suppress(ProcessLookupError):  # it has ended
+                process.kill()
+            await process.aclose()
+
+
+async def _feed(stdin: ByteSendStream, body: bytes) -> None:
+    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it died: its exit status says more
+        for start in range(0, len(body), PIECE):  # at once, and asyncio would buffer a copy of it all
+            await stdin.send(body[start : start + PIECE])
+        await stdin.aclose()
+
+
+async def _drain(stdout: ByteReceiveStream) -> bytes:
+    return b"".join([chunk async for chunk in stdout])
+
+
+def _outcome(answer: bytes, status: int) -> str:
+    if status < 0:
+        raise SolverDied(f"the solver was ended by signal {-status} ({signal.strsignal(-status)})")
+    if status > 0 or not answer:
+        raise SolverDied(f"the solver failed with exit status {status}; the service's log says more")
+    outcome = pickle.loads(answer)  # noqa: S301  (from our own child, over a pipe)
+    if isinstance(outcome, Exception):
+        raise outcome
+    assert isinstance(outcome, str)
+    return outcome

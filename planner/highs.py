@@ -1,0 +1,234 @@
+"""Runs HiGHS and says why it stopped and, separately, what it left.
+
+The only module that knows HiGHS. PuLP's own HiGHS class adds columns and rows one by one and reports a
+time-out with an incumbent as "Optimal" (PuLP 3.3.2), so `_Highs` hands everything over as arrays and
+nothing of PuLP's status is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import highspy
+import numpy as np
+import numpy.typing as npt
+import pulp
+
+SEED = 20261121
+THREADS = 1  # one number for the whole process: HiGHS refuses a second one
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
+
+
+class Stopped(StrEnum):
+    """Why the solver stopped. It says nothing about whether it left a candidate."""
+
+    OPTIMAL = "optimal"  # proven, within the gap asked for
+    INFEASIBLE = "infeasible"  # proven
+    TIME_LIMIT = "time limit"
+    INTERRUPTED = "interrupted"  # the progress callback said so
+    FAILED = "failed"  # numerical trouble
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a solve is. `gap` is relative, infinite while there is no candidate."""
+
+    primal: float
+    dual: float
+    gap: float
+    seconds: float  # since this solve began
+
+
+OnProgress = Callable[[Progress], bool | None]
+"""Called while solving; returning True stops the solver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Linear rows `lower <= A x <= upper`, `A` in compressed sparse rows."""
+
+    starts: Ints
+    columns: Ints
+    coefficients: Floats
+    lower: Floats
+    upper: Floats
+
+    def __len__(self) -> int:
+        return len(self.lower)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A mixed-integer program: PuLP's variables and objective, and the rows as arrays."""
+
+    problem: pulp.LpProblem
+    variables: tuple[pulp.LpVariable, ...]  # in column order
+    costs: Floats
+    rows: Rows
+
+    def with_rows(self) -> pulp.LpProblem:
+        """The same problem with PuLP holding the rows as well. Slow: for other solvers and for tests."""
+        problem = self.problem.copy()
+        rows = self.rows
+        for i in range(len(rows)):
+            span = slice(rows.starts[i], rows.starts[i + 1])
+            expression = pulp.LpAffineExpression(
+                [
+                    (self.variables[j], float(a))
+                    for j, a in zip(rows.columns[span], rows.coefficients[span], strict=True)
+                ]
+            )
+            if np.isfinite(rows.lower[i]):
+                problem += expression >= float(rows.lower[i])
+            if np.isfinite(rows.upper[i]):
+                problem += expression <= float(rows.upper[i])
+        return problem
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Two answers: why the solver stopped, and what it left."""
+
+    stopped: Stopped
+    values: Floats | None  # of the candidate, by column; None if there is none
+    objective: float | None  # of the candidate
+    bound: float  # proven: no solution costs less. -inf if nothing is proven, +inf if infeasible
+    seconds: float  # HiGHS's own run time
+
+
+class _Highs(pulp.HiGHS):  # type: ignore[misc]
+    """pulp.HiGHS that hands columns and rows over as arrays."""
+
+    def __init__(self, program: Program, start: Floats | None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._program = program
+        self._start = start
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:  # noqa: N802 (PuLP's name)
+        model, rows = lp.solverModel, self._program.rows
+        variables = self._program.variables
+        nothing_int, nothing = np.empty(0, np.int32), np.empty(0, np.float64)
+        model.addCols(
+            len(variables),
+            self._program.costs,
+            np.array([_or(v.lowBound, -highspy.kHighsInf) for v in variables], np.float64),
+            np.array([_or(v.upBound, highspy.kHighsInf) for v in variables], np.float64),
+            0,
+            np.zeros(len(variables), np.int32),
+            nothing_int,
+            nothing,
+        )
+        integer = [i for i, v in enumerate(variables) if v.cat == pulp.LpInteger]
+        if self.mip and integer:
+            model.changeColsIntegrality(
+                len(integer),
+                np.array(integer, np.int32),
+                np.array([highspy.HighsVarType.kInteger] * len(integer)),
+            )
+        model.addRows(
+            len(rows),
+            rows.lower,
+            rows.upper,
+            len(rows.columns),
+            rows.starts[:-1],
+            rows.columns,
+            rows.coefficients,
+        )
+        if self._start is not None:
+            solution = highspy.HighsSolution()
+            solution.col_value = [float(x) for x in self._start]
+            solution.value_valid = True
+            model.setSolution(solution)
+
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802 (PuLP's name)
+        return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound  # read from HiGHS instead: see solve
+
+
+def solve(
+    program: Program,
+    *,
+    time_limit_s: float,
+    gap: float,
+    start: Floats | None = None,
+    progress: OnProgress | None = None,
+    relaxed: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Outcome:
+    """Minimise `program`, deterministically: one thread and a fixed seed.
+
+    Args:
+        program: what to solve.
+        time_limit_s: seconds of HiGHS's own clock.
+        gap: stop once the candidate is proven to be within this of the best, relative to the candidate.
+        start: a feasible assignment to start from.
+        progress: called now and then while solving; returning True stops the solver.
+        relaxed: forget that variables are integer.
+        options: further options of HiGHS, for experiments.
+    """
+    hooks: dict[str, Any] = {}
+    if progress is not None:
+        report = progress  # bound once, for the type checker
+
+        def on_callback(kind: Any, message: str, out: Any, into: Any, _data: Any) -> None:
+            now = Progress(out.mip_primal_bound, out.mip_dual_bound, out.mip_gap, out.running_time)
+            if report(now):
+                into.user_interrupt = True
+
+        hooks = {
+            "callbackTuple": (on_callback, None),
+            "callbacksToActivate": [highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
+        }
+    solver = _Highs(
+        program,
+        start,
+        mip=not relaxed,
+        msg=False,
+        threads=THREADS,
+        timeLimit=max(time_limit_s, 0.0),
+        gapRel=gap,
+        gapAbs=1e-9,
+        random_seed=SEED,
+        **hooks,
+        **(options or {}),
+    )
+    problem = program.problem
+    solver.createAndConfigureSolver(problem)
+    solver.buildSolverModel(problem)
+    solver.callSolver(problem)
+    model = problem.solverModel
+    problem.solverModel = None
+    return _outcome(model, relaxed or all(v.cat != pulp.LpInteger for v in program.variables))
+
+
+def _outcome(model: Any, linear: bool) -> Outcome:
+    status, info = model.getModelStatus(), model.getInfo()
+    kinds = highspy.HighsModelStatus
+    stopped = {
+        kinds.kOptimal: Stopped.OPTIMAL,
+        kinds.kModelEmpty: Stopped.OPTIMAL,
+        kinds.kInfeasible: Stopped.INFEASIBLE,
+        kinds.kUnboundedOrInfeasible: Stopped.INFEASIBLE,  # costs are not negative: never unbounded
+        kinds.kTimeLimit: Stopped.TIME_LIMIT,
+        kinds.kIterationLimit: Stopped.TIME_LIMIT,
+        kinds.kSolutionLimit: Stopped.TIME_LIMIT,
+        kinds.kInterrupt: Stopped.INTERRUPTED,
+    }.get(status, Stopped.FAILED)
+    feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    values = np.array(model.getSolution().col_value, np.float64) if feasible else None
+    objective = float(info.objective_function_value) if feasible else None
+    if stopped is Stopped.INFEASIBLE:
+        bound = np.inf
+    elif linear:
+        bound = objective if objective is not None and stopped is Stopped.OPTIMAL else -np.inf
+    else:
+        bound = float(info.mip_dual_bound)
+    return Outcome(stopped, values, objective, float(bound), float(model.getRunTime()))
+
+
+def _or(bound: float | None, otherwise: float) -> float:
+    return otherwise if bound is None else float(bound)

@@ -1,0 +1,94 @@
+"""What the runtime loads: a decision for each op, in execution order, as pure data.
+
+A Policy is JSON that a person can read and that shows small differences in a version control system:
+a header and one line for each op.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autoac.planner.errors import MalformedPolicy, UnknownVersion
+from autoac.planner.profile import Count, Microseconds, Name, Profile, describe
+
+FORMAT = "autoac.policy"
+VERSION = 1
+
+Decision = Literal["save", "recompute"]
+
+
+class Predicted(BaseModel):
+    """What the planner expects of a step under this policy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    peak_bytes: Count
+    peak_at: Name  # "layers.17.mlp/aten.mm.default#2, forward"
+    save_all_peak_bytes: Count  # the peak with nothing recomputed
+    static_bytes: Count
+    recompute_us: Microseconds
+    recompute_bound_us: Microseconds  # proven: no plan within the budget recomputes less
+    step_us: Microseconds  # forward and backward with nothing recomputed
+    gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # (recompute - bound) / recompute
+
+
+class Policy(BaseModel):
+    """A plan in the form that is stored, sent, and carried out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["autoac.policy"] = FORMAT
+    version: Literal[1] = VERSION
+    model: Name
+    fingerprint: Name  # of the profile: the same model, shapes and kind of device
+    profile_digest: Name
+    inputs: tuple[Name, ...]
+    device: Name
+    budget_bytes: Count
+    stopped: Name  # why the solver stopped
+    predicted: Predicted
+    tools: dict[str, Name]  # versions of what made it
+    decisions: dict[Name, Decision]  # by op key, in execution order
+
+    def to_json(self) -> str:
+        """The published form: one decision to a line, the same text for the same policy."""
+        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Policy:
+        """Read the published form. Safe on text from a stranger: it is data and nothing else.
+
+        Raises:
+            UnknownVersion: it is a Policy of a version that this release does not read.
+            MalformedPolicy: anything else is wrong with it.
+        """
+        try:
+            data: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MalformedPolicy([f"not JSON: {error}"]) from None
+        if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") != VERSION:
+            raise UnknownVersion(FORMAT, data.get("version"), VERSION)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise MalformedPolicy(describe(error)) from None
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of what makes a policy."""
+    versions = {}
+    for name in ("autoac", "pulp", "highspy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "unknown"
+    return versions
+
+
+def decisions(profile: Profile, save_set: frozenset[int]) -> dict[str, Decision]:
+    """The decisions of a save set, by op key, in execution order."""
+    return {key: "save" if op in save_set else "recompute" for op, key in enumerate(profile.keys())}

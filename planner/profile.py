@@ -1,0 +1,303 @@
+"""What was observed of one training step: the format that the service accepts.
+
+A Profile is data from one step of one model at one set of input shapes. It is columnar: a table is an
+object with one list for each field, and row `i` of a table is the `i`-th entry of each of its lists.
+Rows refer to other rows by position.
+
+Time is counted in *moments*. With `n` forward ops and `m` backward steps, moment `i < n` is forward op
+`i`, moment `n + j` is backward step `j`, and moment `n + m` is the end of the step. `released` and
+`dropped` columns hold the first moment at which something is no longer held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from enum import IntFlag
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autoac.planner.errors import MalformedProfile, UnknownVersion
+
+FORMAT = "autoac.profile"
+VERSION = 1
+MAX_INT = 2**53  # integers beyond this do not survive JSON readers that use doubles
+
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Index = Annotated[int, Field(ge=0, le=MAX_INT)]
+OptionalIndex = Annotated[int, Field(ge=-1, le=MAX_INT)]  # -1: none
+Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Name = Annotated[str, Field(max_length=4096)]
+
+
+class OpFlag(IntFlag):
+    """Facts about an op that are not sizes or times."""
+
+    RANDOM = 1  # draws from a generator
+    MUTATES = 2  # writes a storage that it did not make
+    COLLECTIVE = 4  # talks to other ranks
+
+
+class Table(BaseModel):
+    """Columns of equal length."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="after")
+    def _columns_have_one_length(self) -> Self:
+        lengths = {name: len(value) for name, value in self if not name.startswith("_")}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns differ in length: {lengths}")
+        return self
+
+    def __len__(self) -> int:
+        return next(len(value) for _, value in self)
+
+
+class Ragged(BaseModel):
+    """A column of lists: row `i` is `items[starts[i]:starts[i + 1]]`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    starts: tuple[Index, ...]
+    items: tuple[Index, ...]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Self:
+        """The column whose rows are `rows`."""
+        starts = (0, *itertools.accumulate(len(row) for row in rows))
+        return cls(starts=starts, items=tuple(itertools.chain.from_iterable(rows)))
+
+    @model_validator(mode="after")
+    def _starts_ascend(self) -> Self:
+        ascending = all(a <= b for a, b in itertools.pairwise(self.starts))
+        if not self.starts or self.starts[0] != 0 or self.starts[-1] != len(self.items) or not ascending:
+            raise ValueError("starts must ascend from 0 to the number of items")
+        return self
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def rows(self) -> list[tuple[int, ...]]:
+        """The lists, one for each row."""
+        return [self.items[a:b] for a, b in itertools.pairwise(self.starts)]
+
+
+class Environment(BaseModel):
+    """Where the step ran."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    torch: Name  # version
+    device_type: Name  # "cpu", "cuda"
+    device_name: Name
+    dtype: Name  # of the first parameter
+    autocast: Name  # "off", or the dtype
+    allocator_rounding: Annotated[int, Field(ge=1, le=1 << 30)]  # sizes are multiples of this
+    threads: Count  # intra-op threads; 0 where it does not matter
+
+
+class StaticBytes(BaseModel):
+    """What no plan can change, in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parameters: Count
+    buffers: Count
+    gradients: Count  # those that exist before the step
+    optimizer_state: Count
+    inputs: Count  # the batch
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.buffers + self.gradients + self.optimizer_state + self.inputs
+
+
+class Storages(Table):
+    """The memory that forward ops allocate."""
+
+    nbytes: tuple[Count, ...]  # as the allocator rounds it
+    released: tuple[Index, ...]  # moment from which neither Python nor forward holds it
+
+
+class Values(Table):
+    """The versions of the storages: a write in place makes a new one."""
+
+    storage: tuple[Index, ...]
+    op: tuple[Index, ...]  # the op that wrote this version
+    previous: tuple[OptionalIndex, ...]  # the version that it overwrote; -1 for a fresh storage
+
+
+class Ops(Table):
+    """Forward ops in execution order. An op that only makes a view is not listed."""
+
+    module: tuple[Index, ...]  # into Profile.modules
+    overload: tuple[Index, ...]  # into Profile.overloads
+    reads: Ragged  # values
+    runtime_us: tuple[Microseconds, ...]
+    spread_us: tuple[Microseconds, ...]  # median absolute deviation of the samples behind runtime_us
+    flops: tuple[Count, ...]  # 0 where not known
+    workspace_nbytes: tuple[Count, ...]  # most that the kernel holds beside its outputs
+    other_nbytes: tuple[Count, ...]  # live at the op and in no recorded storage
+    flags: tuple[Annotated[int, Field(ge=0, le=7)], ...]  # OpFlag
+    must_save: tuple[OptionalIndex, ...]  # into Profile.reasons; -1: the planner decides
+
+
+class SavedTensors(Table):
+    """What autograd kept for backward, in the order in which it was packed."""
+
+    value: tuple[Index, ...]
+    packed: tuple[Index, ...]  # ops that had started by then
+    dropped: tuple[Index, ...]  # moment from which autograd holds it no more
+
+
+class BackwardSteps(Table):
+    """Backward, cut so that within a step all unpacks come first, then work, then releases."""
+
+    name: tuple[Index, ...]  # into Profile.nodes: the autograd node that unpacked
+    unpacks: Ragged  # rows of SavedTensors
+    runtime_us: tuple[Microseconds, ...]
+    other_nbytes: tuple[Count, ...]  # gradients and temporaries live while it unpacks
+    peak_nbytes: tuple[Count, ...]  # the most of them, and of workspace, while it works
+
+
+class Profile(BaseModel):
+    """One training step, observed. See the module docstring for how to read the tables."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["autoac.profile"] = FORMAT
+    version: Literal[1] = VERSION
+    model: Name
+    inputs: tuple[Name, ...]  # "int64[4, 128]", in the order of the arguments
+    environment: Environment
+    static: StaticBytes
+    gradient_nbytes: Count  # gradients that the step leaves behind
+    optimizer_workspace_nbytes: Count  # most that optimizer.step() holds for itself
+    modules: tuple[Name, ...]
+    overloads: tuple[Name, ...]
+    nodes: tuple[Name, ...]
+    reasons: tuple[Name, ...]
+    storages: Storages
+    values: Values
+    ops: Ops
+    saved: SavedTensors
+    backward: BackwardSteps
+    notes: tuple[Name, ...] = ()  # what was estimated, and what could not be seen
+
+    @model_validator(mode="after")
+    def _references_exist(self) -> Self:
+        n, end = len(self.ops), len(self.ops) + len(self.backward)
+
+        def within(what: str, column: Sequence[int], bound: int) -> None:
+            if column and max(column) >= bound:
+                raise ValueError(f"{what} refers to row {max(column)} of {bound}")
+
+        within("ops.module", self.ops.module, len(self.modules))
+        within("ops.overload", self.ops.overload, len(self.overloads))
+        within("ops.must_save", self.ops.must_save, len(self.reasons))
+        within("ops.reads", self.ops.reads.items, len(self.values))
+        within("values.op", self.values.op, n)
+        within("values.storage", self.values.storage, len(self.storages))
+        within("saved.value", self.saved.value, len(self.values))
+        within("saved.packed", self.saved.packed, n + 1)
+        within("saved.dropped", self.saved.dropped, end + 1)
+        within("storages.released", self.storages.released, end + 1)
+        within("backward.name", self.backward.name, len(self.nodes))
+        within("backward.unpacks", self.backward.unpacks.items, len(self.saved))
+        for op, reads in enumerate(self.ops.reads.rows()):
+            late = [value for value in reads if self.values.op[value] >= op]
+            if late:
+                raise ValueError(f"op {op} reads value {late[0]}, which it or a later op writes")
+        current: dict[int, int] = {}  # the newest version of each storage so far
+        for value, (storage, previous) in enumerate(
+            zip(self.values.storage, self.values.previous, strict=True)
+        ):
+            if current.get(storage, -1) != previous:
+                raise ValueError(f"value {value} does not follow the version before it of storage {storage}")
+            current[storage] = value
+        if any(a > b for a, b in itertools.pairwise(self.values.op)):
+            raise ValueError("values must be listed in the order in which ops write them")
+        if len(set(self.keys())) != n:
+            raise ValueError("two ops have the same key")
+        return self
+
+    def keys(self) -> list[str]:
+        """The name of each op: module path, overload, and how often that pair came before.
+
+        `model.layers.3.mlp/aten.mm.default#1` is the second `mm` in that module.
+        """
+        seen: dict[tuple[int, int], int] = {}
+        names = []
+        for pair in zip(self.ops.module, self.ops.overload, strict=True):
+            ordinal = seen.get(pair, 0)
+            seen[pair] = ordinal + 1
+            names.append(f"{self.modules[pair[0]]}/{self.overloads[pair[1]]}#{ordinal}")
+        return names
+
+    @property
+    def digest(self) -> str:
+        """Identifies this content: SHA-256 of the JSON with sorted keys."""
+        return _sha256(self.model_dump(mode="json"))
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the same model at the same shapes on the same kind of device.
+
+        Left out is what differs from one measurement to the next: run times, workspaces and the bytes
+        of temporaries.
+        """
+        content = self.model_dump(
+            mode="json",
+            exclude={
+                "notes": True,
+                "ops": {"runtime_us", "spread_us", "workspace_nbytes", "other_nbytes"},
+                "backward": {"runtime_us", "other_nbytes", "peak_nbytes"},
+            },
+        )
+        return _sha256(content)
+
+    def to_json(self) -> str:
+        """The published form."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Profile:
+        """Read the published form.
+
+        Raises:
+            UnknownVersion: it is a Profile of a version that this release does not read.
+            MalformedProfile: anything else is wrong with it; names the first few places.
+        """
+        try:
+            head = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MalformedProfile([f"not JSON: {error}"]) from None
+        return cls.from_data(head)
+
+    @classmethod
+    def from_data(cls, data: Any) -> Profile:
+        """As `from_json`, from what a JSON reader returned."""
+        if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") != VERSION:
+            raise UnknownVersion(FORMAT, data.get("version"), VERSION)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise MalformedProfile(describe(error)) from None
+
+
+def describe(error: ValidationError, most: int = 5) -> list[str]:
+    """The first `most` complaints of pydantic as `where: what`, without the input itself."""
+    complaints = error.errors(include_url=False, include_input=False, include_context=False)
+    lines = [
+        f"{'.'.join(str(part) for part in c['loc']) or 'profile'}: {c['msg']}" for c in complaints[:most]
+    ]
+    return lines + ([f"and {len(complaints) - most} more"] if len(complaints) > most else [])
+
+
+def _sha256(content: Any) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

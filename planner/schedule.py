@@ -1,0 +1,231 @@
+"""The events of one training step under a save set.
+
+NOTE [ Rules of the schedule ]
+
+The runtime and this module follow the same rules (docs/memory-model.md says them in full):
+
+a. *Hold.* A saved value is held from the op that wrote it if autograd packed it or an op of the
+   recompute set reads it, else not at all. It is held until autograd has dropped its last saved tensor
+   and the last saved tensor of any unsaved value that is computed from it.
+b. *Write over a held value.* If an in-place op writes over a value that is held, a private copy of the
+   old version is made first and held instead.
+c. *Burst.* An unpack of an unsaved value that is not cached runs the ops it needs, found by walking the
+   reads back to saved or cached values, in forward order.
+d. *Uses.* An unsaved value has one use for each saved tensor that shows it and one for each op that will
+   be run again and reads it. An unpack uses it up once, so does an op that has read it. At no uses left
+   it is freed: after the op that read it last, or at the end of the step that unpacked it. An output
+   of a recomputed op that has no uses is freed as soon as the op has run.
+e. *In place again.* An in-place op that is run again writes into the buffer of the old version if it is
+   that version's only use left and no saved tensor ever showed it, else into a fresh copy.
+f. *Never unpacked.* A saved tensor that is dropped without having been unpacked takes its use with it,
+   and an op of which no output has a use left takes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoac.planner.errors import UnknownOp
+from autoac.planner.graph import closed, Graph, OpId, SaveSet, StepId, ValueId
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Forward runs an op, which allocates `nbytes`."""
+
+    op: OpId
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Backward runs an op again at `step`, which allocates `nbytes`."""
+
+    op: OpId
+    nbytes: int
+    step: StepId
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Backward does the work of a step; all that the step unpacked is live."""
+
+    step: StepId
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """`nbytes` of a value's memory go back to the allocator."""
+
+    value: ValueId
+    nbytes: int
+
+
+Event = Compute | Recompute | Backward | Free
+
+
+def schedule(graph: Graph, save_set: SaveSet) -> Iterator[Event]:
+    """What happens in one step when `save_set` is saved, in order.
+
+    Ops that must be saved are saved whether or not `save_set` names them.
+
+    Raises:
+        UnknownOp: `save_set` names an op that `graph` does not have.
+    """
+    for op in save_set:
+        if not 0 <= op < len(graph.ops):
+            raise UnknownOp(op, len(graph.ops))
+    return _Replay(graph, closed(graph, save_set)).events()
+
+
+def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
+    """For each value, the first moment at which neither it nor anything unsaved made from it is needed.
+
+    0 for a value that nothing needs. For a saved value this is how long it is held (rule a).
+    """
+    n = len(graph.ops)
+    until = [0] * len(graph.values)
+    op_until = [n] * n  # an unsaved op keeps what it reads to the end of forward at least
+    for op in reversed(graph.ops):
+        for w in op.writes:
+            value = graph.values[w]
+            until[w] = max(
+                max((graph.handles[h].dropped for h in value.handles), default=0),
+                max((op_until[reader] for reader in value.readers if reader not in save_set), default=0),
+            )
+        op_until[op.id] = max([n, *(until[w] for w in op.writes)])
+    return until
+
+
+class _Replay:
+    """State of the replay. Values inside: this module is the only one that sees it."""
+
+    def __init__(self, graph: Graph, save_set: SaveSet) -> None:
+        self.graph = graph
+        n = len(graph.ops)
+        self.saved = [value.op in save_set for value in graph.values]
+        self.until = held_until(graph, save_set)
+        self.cached = [False] * len(graph.values)
+        self.left = self._uses(save_set)  # uses left, of unsaved values
+        self.ran = [False] * n
+        self.pinned: list[ValueId] = []  # unpacked in this step
+
+        # When the memory of forward goes: by storage, and the copies of rule b.
+        self.frees_at: dict[int, list[ValueId]] = {}
+        self.copies_at: dict[int, list[ValueId]] = {}
+        for storage in graph.storages:
+            last = storage.values[-1]
+            until = max(
+                [storage.released, graph.values[last].op + 1]
+                + ([self.until[last]] if self.saved[last] else [])
+            )
+            self.frees_at.setdefault(until, []).append(last)
+            for v, successor in zip(storage.values, storage.values[1:], strict=False):
+                written_at = graph.values[successor].op
+                if self.saved[v] and self.until[v] > written_at:
+                    self.copies_at.setdefault(written_at, []).append(v)
+                    self.frees_at.setdefault(self.until[v], []).append(v)
+
+    def _uses(self, save_set: SaveSet) -> list[int]:
+        graph, n = self.graph, len(self.graph.ops)
+        uses = [sum(graph.handles[h].dropped > n for h in value.handles) for value in graph.values]
+        for op in reversed(graph.ops):
+            if op.id not in save_set and any(uses[w] for w in op.writes):
+                for r in op.reads:
+                    uses[r] += 1
+        return uses
+
+    def events(self) -> Iterator[Event]:
+        graph, n = self.graph, len(self.graph.ops)
+        for op in graph.ops:
+            yield from self._frees(op.id)
+            fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
+            copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
+            yield Compute(op.id, fresh + copies)
+        for step in graph.steps:
+            yield from self._frees(n + step.id)
+            for h in step.unpacks:
+                yield from self._unpack(graph.handles[h].value, step.id)
+            yield Backward(step.id)
+            yield from self._unpin()
+            for h in step.drops:
+                if not graph.handles[h].unpacked:
+                    yield from self._lose(graph.handles[h].value)
+        yield from self._frees(graph.end)
+
+    def _frees(self, moment: int) -> Iterator[Event]:
+        for v in self.frees_at.get(moment, ()):
+            yield Free(v, self.graph.nbytes(v))
+
+    def _unpack(self, v: ValueId, step: StepId) -> Iterator[Event]:
+        if self.saved[v]:
+            return
+        if not self.cached[v]:
+            yield from self._burst(v, step)
+        self.left[v] -= 1
+        self.pinned.append(v)
+
+    def _unpin(self) -> Iterator[Event]:
+        pinned, self.pinned = self.pinned, []
+        for v in dict.fromkeys(pinned):
+            if not self.left[v] and self.cached[v]:
+                yield self._free(v)
+
+    def _free(self, v: ValueId) -> Free:
+        self.cached[v] = False
+        return Free(v, self.graph.nbytes(v))
+
+    def _burst(self, wanted: ValueId, step: StepId) -> Iterator[Event]:
+        """Run what `wanted` needs (rule c)."""
+        graph = self.graph
+        burst: set[OpId] = set()
+        stack = [wanted]
+        while stack:
+            v = stack.pop()
+            op = graph.ops[graph.values[v].op]
+            if not self.saved[v] and not self.cached[v] and op.id not in burst:
+                burst.add(op.id)
+                stack.extend(op.reads)
+        for op_id in sorted(burst):
+            op = graph.ops[op_id]
+            taken = [
+                p for w in op.writes if (p := graph.values[w].previous) is not None and self._may_take(p)
+            ]
+            nbytes = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous not in taken)
+            for p in taken:
+                self.cached[p] = False
+            yield Recompute(op.id, nbytes, step)
+            for w in op.writes:
+                self.cached[w] = True
+            if not self.ran[op_id]:
+                self.ran[op_id] = True
+                for r in op.reads:
+                    yield from self._use(r)
+            for w in op.writes:
+                if not self.left[w]:
+                    yield self._free(w)
+
+    def _may_take(self, p: ValueId) -> bool:
+        """Whether an in-place op may write into the buffer of version `p` (rule e)."""
+        return self.cached[p] and self.left[p] == 1 and not self.graph.values[p].handles
+
+    def _use(self, v: ValueId) -> Iterator[Event]:
+        if self.saved[v]:
+            return
+        self.left[v] -= 1
+        if not self.left[v] and self.cached[v] and v not in self.pinned:
+            yield self._free(v)
+
+    def _lose(self, v: ValueId) -> Iterator[Event]:
+        """A use of `v` that will never come (rule f)."""
+        stack = [v]
+        while stack:
+            v = stack.pop()
+            if self.saved[v]:
+                continue
+            yield from self._use(v)
+            op = self.graph.ops[self.graph.values[v].op]
+            if not self.ran[op.id] and not any(self.left[w] for w in op.writes):
+                self.ran[op.id] = True
+                stack.extend(op.reads)

@@ -1,0 +1,121 @@
+"""The allocator's own record of a stretch of code: every allocation and free, in order, with marks.
+
+PyTorch's profiler reports each allocation and free of its CPU and CUDA allocators, those inside kernels
+included. A mark is a named range in the same record, so what happened between two marks is known
+exactly, without a clock of our own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType, _RecordFunctionFast
+from torch.profiler import ProfilerActivity
+
+from autoac.profiler.errors import ProfilerBusy
+
+_MARK = "autoac.mark"
+
+
+@dataclass(slots=True)
+class Block:
+    """One allocation on the profiled device."""
+
+    address: int
+    nbytes: int
+    allocated: int  # number of marks before it
+    freed: int | None = None  # number of marks before it was freed; None: it outlived the record
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One entry of the record: a block comes or goes."""
+
+    block: Block
+    nbytes: int  # negative: a free
+    mark: int  # marks before it
+
+
+class AllocationRecord:
+    """Use as a context manager; `mark()` inside it, `changes` and `times_ns` after it.
+
+    Raises:
+        ProfilerBusy: another profiler is running on this thread.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device_type = device.type
+        self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._n_marks = 0
+        self.changes: list[Change] = []
+        self.times_ns: list[int] = []  # of the marks
+
+    def __enter__(self) -> AllocationRecord:
+        if torch._C._autograd._profiler_enabled():
+            raise ProfilerBusy
+        self._profiler.__enter__()
+        return self
+
+    def mark(self) -> int:
+        """Place a mark; returns its number, counted from 0."""
+        with _RecordFunctionFast(_MARK):
+            pass
+        self._n_marks += 1
+        return self._n_marks - 1
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._profiler.__exit__(kind, error, trace)
+        if kind is None:
+            self._read()
+            assert len(self.times_ns) == self._n_marks, "the profiler lost a mark"
+
+    def _read(self) -> None:
+        profiler = self._profiler.profiler
+        assert profiler is not None and profiler.kineto_results is not None
+        events = list(_walk(profiler.kineto_results.experimental_event_tree()))
+        events.sort(key=lambda event: event.start_time_ns)
+        open_blocks: dict[int, Block] = {}
+        marks = 0
+        for event in events:
+            if event.tag == _EventType.Allocation:
+                fields = event.typed[1]
+                if fields.device.type != self._device_type:
+                    continue
+                if fields.alloc_size > 0:
+                    block = Block(fields.ptr, fields.alloc_size, marks)
+                    open_blocks[fields.ptr] = block
+                    self.changes.append(Change(block, block.nbytes, marks))
+                elif (freed := open_blocks.pop(fields.ptr, None)) is not None:
+                    freed.freed = marks
+                    self.changes.append(Change(freed, -freed.nbytes, marks))
+            elif event.name == _MARK:
+                marks += 1
+                self.times_ns.append(event.start_time_ns)
+
+    def block_at(self, address: int, mark: int) -> Block | None:
+        """The block at `address` that is live at mark number `mark`."""
+        blocks = self._by_address().get(address, [])
+        i = bisect.bisect_right(blocks, mark, key=lambda block: block.allocated) - 1
+        if i >= 0 and ((freed := blocks[i].freed) is None or freed > mark):
+            return blocks[i]
+        return None
+
+    def _by_address(self) -> dict[int, list[Block]]:
+        if not hasattr(self, "_blocks"):
+            self._blocks: dict[int, list[Block]] = {}
+            for change in self.changes:
+                if change.nbytes > 0:
+                    self._blocks.setdefault(change.block.address, []).append(change.block)
+        return self._blocks
+
+
+def _walk(roots: list[Any]) -> Iterator[Any]:
+    stack = list(roots)
+    while stack:
+        event = stack.pop()
+        yield event
+        stack.extend(event.children)

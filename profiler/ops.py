@@ -1,0 +1,189 @@
+"""Facts about each operator, worked out once: what it writes, whether it draws random numbers, and so on.
+
+Profiler and runtime decide with the same facts, so the ops that one records are the ops that the other
+sees. Schemas do not tell everything (`aten.native_batch_norm` writes running statistics, and every
+attention overload is tagged random, also without dropout); what they leave out is listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils.flop_counter import flop_registry
+
+# Return a tensor on their input's storage, which their schema does not say.
+_HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}
+
+# Write running_mean and running_var (arguments 3 and 4) in training, though their schema says nothing.
+_HIDDEN_WRITES = {
+    "aten::native_batch_norm": (3, 4),
+    "aten::cudnn_batch_norm": (3, 4),
+    "aten::miopen_batch_norm": (3, 4),
+}
+
+# Outputs that decide: where something goes, how large it is. A kernel that is not deterministic to the
+# bit could decide otherwise the second time.
+_DECIDING = {
+    f"aten::{name}"
+    for name in (
+        "argmax argmin topk sort argsort msort kthvalue mode multinomial bucketize searchsorted histc "
+        "bincount eq ne lt le gt ge isnan isinf isfinite any all logical_and logical_or logical_not "
+        "logical_xor is_nonzero equal _local_scalar_dense allclose isclose isin signbit"
+    ).split()
+}
+_DECIDING_OVERLOADS = {"aten::max.dim", "aten::min.dim", "aten::median.dim", "aten::nanmedian.dim"}
+
+_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+
+_DROPOUT_ARGUMENTS = ("dropout_p", "p")
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What holds for every call of one overload."""
+
+    name: str  # "aten.addmm.default"
+    view: bool  # only makes a view: costs nothing, is not recorded
+    writes: tuple[int, ...]  # positional arguments that it writes
+    writes_named: tuple[str, ...]  # keyword arguments that it writes
+    in_place: bool  # returns nothing but what it writes
+    random: bool  # may draw from a generator
+    dropout_at: int  # position of the dropout probability; -1: draws whatever the arguments are
+    must_save: str  # why its outputs are saved by default; "" if there is no reason
+    collective: bool
+
+    @property
+    def mutates(self) -> bool:
+        return bool(self.writes or self.writes_named)
+
+    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether this call draws random numbers: not if its dropout probability is 0."""
+        if not self.random or self.dropout_at < 0:
+            return self.random
+        if self.dropout_at < len(args):
+            return bool(args[self.dropout_at])
+        return any(bool(kwargs.get(name)) for name in _DROPOUT_ARGUMENTS)
+
+
+_facts: dict[Any, OpFacts] = {}
+
+
+def facts_of(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
+    """The facts about `op`, worked out at its first use."""
+    facts = _facts.get(op)
+    if facts is None:
+        facts = _facts[op] = _learn(op)
+    return facts
+
+
+def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
+    if not isinstance(op, OpOverload):
+        # What runs inside cannot be seen from here, so it is kept and never guessed.
+        return OpFacts(f"higher_order.{op}", False, (), (), False, False, -1, "higher-order op", False)
+    schema = op._schema
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    hidden = _HIDDEN_WRITES.get(schema.name, ())
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    aliases = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
+    collective = op.namespace in _COLLECTIVE_NAMESPACES
+    return OpFacts(
+        name=str(op),
+        view=(bool(aliases) and not written) or schema.name in _HIDDEN_VIEWS,
+        writes=tuple(i for i, a in enumerate(positional) if a in written) + hidden,
+        writes_named=tuple(a.name for a in written if a.kwarg_only),
+        in_place=bool(written) and all(r.alias_info is not None for r in schema.returns),
+        random=random,
+        dropout_at=_dropout_position(positional) if random else -1,
+        must_save=_must_save(op, collective),
+        collective=collective,
+    )
+
+
+def _dropout_position(positional: Sequence[Any]) -> int:
+    names = [a.name for a in positional]
+    # Only a probability argument of an op that is also something else can switch the randomness off:
+    # bernoulli's p cannot.
+    return names.index("dropout_p") if "dropout_p" in names else -1
+
+
+def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
+    if collective:
+        return "collective"
+    if torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags:
+        return "its shape depends on data"
+    name = op._schema.name
+    if name in _DECIDING or f"{name}.{op._overloadname}" in _DECIDING_OVERLOADS:
+        return "its values decide"
+    if op._schema.name == "aten::mkldnn_rnn_layer":
+        return "its workspace cannot be made again"
+    return ""
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an op, also those in lists."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                if isinstance(item, Tensor):
+                    yield item
+    if kwargs:
+        yield from tensors_in(tuple(kwargs.values()), {})
+
+
+def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that this call writes."""
+    if facts.name.startswith("aten.") and "batch_norm" in facts.name and not _trains(args, kwargs):
+        return
+    for i in facts.writes:
+        if i < len(args):
+            yield from tensors_in((args[i],), {})
+    for name in facts.writes_named:
+        if name in kwargs:
+            yield from tensors_in((kwargs[name],), {})
+
+
+def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a batch norm call uses, and so moves, the statistics of its batch (argument 5)."""
+    return bool(args[5] if len(args) > 5 else kwargs.get("training", True))
+
+
+def outputs_of(out: Any) -> Iterator[Tensor]:
+    """The tensors that an op returned, in order."""
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, (list, tuple)):
+        for item in out:
+            if isinstance(item, Tensor):
+                yield item
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether `tensor` is a plain window on one storage, so that storage and recipe say all about it.
+
+    Not so: sparse, nested and mkldnn layouts, and subclasses that wrap other tensors.
+    """
+    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter and is_wrapper(tensor):
+        return False
+    return tensor.layout is torch.strided
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether `tensor` is a subclass with a dispatch of its own."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating-point operations of a call by torch's own counter; 0 where it has no formula."""
+    packet = getattr(op, "_overloadpacket", None)
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0
+    return int(count(*args, **kwargs, out_val=out))

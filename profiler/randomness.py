@@ -1,0 +1,76 @@
+"""Generator states: which generator an op draws from, and putting states back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoac.profiler.ops import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """A generator and the state that it had.
+
+    As bytes: a tensor would count as device memory where the device is the CPU.
+    """
+
+    generator: torch.Generator
+    state: bytes
+
+    def restore(self) -> None:
+        """Put the generator back to this state."""
+        self.generator.set_state(torch.frombuffer(bytearray(self.state), dtype=torch.uint8))
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that ops on `device` draw from when they are given none."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    """The generator that an op with these arguments draws from."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return value
+    for tensor in tensors_in(args, kwargs):
+        return default_generator(tensor.device)
+    return default_generator(torch.device(kwargs.get("device") or "cpu"))
+
+
+def capture(generator: torch.Generator) -> GeneratorState:
+    """The state of `generator` now."""
+    return GeneratorState(generator, generator.get_state().numpy().tobytes())
+
+
+@contextmanager
+def at(state: GeneratorState) -> Iterator[None]:
+    """Run with the generator in `state`, and leave it where it was."""
+    now = capture(state.generator)
+    state.restore()
+    try:
+        yield
+    finally:
+        now.restore()
+
+
+@contextmanager
+def generators_restored(device: torch.device) -> Iterator[None]:
+    """Leave the default generators of the CPU and of `device` where they were."""
+    states = [capture(torch.default_generator)]
+    if device.type != "cpu":
+        states.append(capture(default_generator(device)))
+    try:
+        yield
+    finally:
+        for state in states:
+            state.restore()

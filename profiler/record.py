@@ -1,0 +1,269 @@
+"""The dispatch mode that writes down which op ran on what, in forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac.profiler.ops import (
+    OpFacts,
+    facts_of,
+    flops_of,
+    has_storage,
+    outputs_of,
+    tensors_in,
+    written_tensors,
+)
+from autoac.profiler.randomness import GeneratorState, capture, generator_of
+from autoac.profiler.storages import StorageTable
+
+
+@dataclass(slots=True)
+class RecordedOp:
+    """One op of forward, as it ran."""
+
+    facts: OpFacts
+    module: str
+    reads: tuple[int, ...]  # values
+    signature: tuple[Any, ...]  # calls of one signature do the same work
+    random: bool
+    flops: int
+    must_save: str
+    began: int = -1  # mark
+    ended: int = -1
+
+
+@dataclass(slots=True)
+class RecordedValue:
+    """One version of a storage that forward made."""
+
+    op: int
+    storage: int
+    previous: int  # -1: a fresh storage
+
+
+@dataclass(slots=True)
+class RecordedStorage:
+    """Memory that forward made, as found right after the op that made it."""
+
+    address: int
+    mark: int  # at which it is live
+
+
+@dataclass(slots=True)
+class ForwardRecord:
+    """What forward did, in order."""
+
+    ops: list[RecordedOp] = field(default_factory=list)
+    values: list[RecordedValue] = field(default_factory=list)
+    storages: list[RecordedStorage] = field(default_factory=list)
+
+
+class Recorder(TorchDispatchMode):
+    """Records ops while active; `paused` lets what we do ourselves pass unseen."""
+
+    def __init__(self, mark: Callable[[], int], on_device: Callable[[], None]) -> None:
+        super().__init__()
+        self.record = ForwardRecord()
+        self.current: StorageTable[int] = StorageTable()  # newest value of each storage
+        self.paused = False
+        self.module = "."
+        self.generators: dict[int, GeneratorState] = {}  # explicit ones, as they were
+        self._readers: StorageTable[list[int]] = StorageTable()  # ops that read a storage from outside
+        self._mark = mark
+        self._on_device = on_device  # called before and after each op, for the device's clock
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        facts = facts_of(func)
+        if facts.view:
+            return func(*args, **kwargs)
+        index = len(self.record.ops)
+        must_save = facts.must_save
+        written = [t for t in written_tensors(facts, args, kwargs)]
+        reads: list[int] = []
+        for tensor in tensors_in(args, kwargs):
+            if not has_storage(tensor):
+                must_save = must_save or "reads a tensor without a storage of its own"
+            elif (value := self.current.get(tensor)) is not None:
+                reads.append(value)
+            elif not any(tensor is w for w in written):
+                self._note_reader(tensor, index)
+        draws = facts.draws(args, kwargs)
+        if draws:
+            self._keep_generator(args, kwargs)
+        op = RecordedOp(
+            facts, self.module, tuple(dict.fromkeys(reads)), _signature(facts, args, kwargs), draws, 0, must_save
+        )
+        self.record.ops.append(op)
+        op.began = self._mark()
+        self._on_device()
+        out = func(*args, **kwargs)
+        self._on_device()
+        op.ended = self._mark()
+        op.flops = flops_of(func, args, kwargs, out)
+        for tensor in written:
+            self._new_version(tensor, index)
+        for tensor in outputs_of(out):
+            self._new_output(tensor, index, args, kwargs)
+        return out
+
+    def _new_version(self, tensor: Tensor, op: int) -> None:
+        if not has_storage(tensor):
+            return
+        previous = self.current.get(tensor)
+        if previous is None:
+            # From outside: it stays where it is, and what read it before can not be run again.
+            for reader in self._readers.get(tensor) or ():
+                if reader != op:
+                    self.record.ops[reader].must_save = "reads what is overwritten later"
+            return
+        if self.record.values[previous].op == op:
+            return  # two views of one storage
+        self._add_value(tensor, op, self.record.values[previous].storage, previous)
+
+    def _new_output(self, tensor: Tensor, op: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if not has_storage(tensor):
+            self.record.ops[op].must_save = "its output has no storage of its own"
+            return
+        if self.current.get(tensor) is not None:
+            return
+        storage = tensor.untyped_storage()
+        if any(has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
+            return
+        self.record.storages.append(RecordedStorage(storage.data_ptr(), self.record.ops[op].ended))
+        self._add_value(tensor, op, len(self.record.storages) - 1, -1)
+
+    def _add_value(self, tensor: Tensor, op: int, storage: int, previous: int) -> None:
+        self.current.set(tensor, len(self.record.values))
+        self.record.values.append(RecordedValue(op, storage, previous))
+
+    def _note_reader(self, tensor: Tensor, op: int) -> None:
+        readers = self._readers.get(tensor)
+        if readers is None:
+            readers = []
+            self._readers.set(tensor, readers)
+        readers.append(op)
+
+    def _keep_generator(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        generator = generator_of(args, kwargs)
+        if id(generator) not in self.generators:
+            self.generators[id(generator)] = capture(generator)
+
+
+def _signature(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def describe(arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            if not has_storage(arg):
+                return (str(arg.layout), arg.dtype, tuple(arg.shape))
+            return (arg.dtype, tuple(arg.shape), arg.stride())
+        if isinstance(arg, (list, tuple)):
+            return tuple(describe(item) for item in arg)
+        return repr(arg) if not isinstance(arg, torch.Generator) else "generator"
+
+    return (facts.name, *(describe(a) for a in args), *((k, describe(v)) for k, v in sorted(kwargs.items())))
+
+
+class SavedTensorsRecord:
+    """Saved-tensor hooks that keep of each floating-point activation only what describes it.
+
+    Parameters, inputs and all that no recorded op made are kept as they are. Integer and bool tensors
+    index and decide, so a copy of them is kept. Backward so runs every kernel, on zeros.
+    """
+
+    def __init__(self, recorder: Recorder, mark: Callable[[], int]) -> None:
+        self._recorder = recorder
+        self._mark = mark
+        self.values: list[int] = []  # by saved tensor
+        self.packed: list[int] = []  # ops that had started
+        self.events: list[SavedEvent] = []
+        self.copies: list[RecordedStorage] = []  # made by us: no step without us has them
+        self.closed = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        if not has_storage(tensor) or (value := self._recorder.current.get(tensor)) is None:
+            return tensor
+        index = len(self.values)
+        self.values.append(value)
+        self.packed.append(len(self._recorder.record.ops))
+        copy = None
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            with _paused(self._recorder):
+                copy = tensor.detach().clone()
+            self.copies.append(RecordedStorage(copy.untyped_storage().data_ptr(), self._mark()))
+        return _HollowHandle(index, tensor, copy, weakref.ref(self))
+
+    def unpack(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _HollowHandle):
+            tensor: Tensor = packed
+            return tensor
+        node = torch._C._current_autograd_node()
+        event = SavedEvent("unpack", packed.index, self._mark(), node.name() if node is not None else "")
+        self.events.append(event)
+        if packed.copy is not None:
+            event.ended = self._mark()
+            return packed.copy
+        with _paused(self._recorder):
+            fresh = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype, device=packed.device)
+            fresh.zero_()
+        event.ended = self._mark()
+        self.copies.append(RecordedStorage(fresh.untyped_storage().data_ptr(), event.ended))
+        return fresh
+
+    def dropped(self, index: int) -> None:
+        if not self.closed:
+            self.events.append(SavedEvent("drop", index, self._mark(), ""))
+
+
+@dataclass(slots=True)
+class SavedEvent:
+    """An unpack or a drop of a saved tensor."""
+
+    kind: str
+    saved: int
+    mark: int
+    node: str  # autograd node that unpacked it
+    ended: int = -1  # mark at which an unpack was over
+
+
+class _HollowHandle:
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ("copy", "device", "dtype", "index", "owner", "size", "stride")
+
+    def __init__(
+        self, index: int, tensor: Tensor, copy: Tensor | None, owner: weakref.ref[SavedTensorsRecord]
+    ) -> None:
+        self.index, self.copy, self.owner = index, copy, owner
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
+
+    def __del__(self) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.dropped(self.index)
+
+
+class _paused:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self._recorder.paused = True
+
+    def __exit__(self, *_: Any) -> None:
+        self._recorder.paused = False

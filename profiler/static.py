@@ -1,0 +1,148 @@
+"""What occupies the device whatever is planned: parameters, buffers, gradients, optimizer state."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac.planner.profile import StaticBytes
+from autoac.profiler.ops import has_storage, outputs_of
+from autoac.profiler.storages import StorageTable
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerBytes:
+    """What an optimizer needs on the device."""
+
+    state: int
+    workspace: int  # most that a step holds beside state, parameters and gradients
+    note: str = ""  # what had to be guessed
+
+
+def static_bytes(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], optimizer_state: int, device: torch.device
+) -> StaticBytes:
+    """Count each storage on `device` once. In bytes, as the allocator rounds them."""
+    seen: set[int] = set()
+    rounding = allocator_rounding(device)
+
+    def count(tensors: Iterable[Any]) -> int:
+        total = 0
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or tensor.device.type != device.type or not has_storage(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += -(-storage.nbytes() // rounding) * rounding
+        return total
+
+    return StaticBytes(
+        parameters=count(model.parameters()),
+        buffers=count(model.buffers()),
+        gradients=count(p.grad for p in model.parameters()),
+        optimizer_state=optimizer_state,
+        inputs=count(tree_leaves((tuple(args), dict(kwargs)))),
+    )
+
+
+def allocator_rounding(device: torch.device) -> int:
+    """Sizes on `device` are multiples of this: 512 bytes on CUDA."""
+    return 512 if device.type == "cuda" else 1
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> OptimizerBytes:
+    """State and workspace of `optimizer`, also before its first step.
+
+    Runs one step of a copy of the optimizer on fake tensors, which allocates nothing.
+    """
+    if optimizer is None:
+        return OptimizerBytes(0, 0)
+    existing = optimizer_state_nbytes(optimizer, device)
+    try:
+        state, workspace = _fake_step(optimizer, device)
+    except Exception as error:  # noqa: BLE001 - the optimizer is the user's code; its own step is the judge
+        note = f"{type(optimizer).__name__} could not be run on fake tensors ({type(error).__name__})"
+        return OptimizerBytes(existing, 0, f"{note}: only its state so far is counted")
+    return OptimizerBytes(max(existing, state), workspace)
+
+
+def optimizer_state_nbytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of the state that `optimizer` has now."""
+    return _state_nbytes(optimizer.state.values(), device)
+
+
+def _state_nbytes(states: Iterable[Any], device: torch.device) -> int:
+    return sum(
+        leaf.untyped_storage().nbytes()
+        for leaf in tree_leaves(list(states))
+        if isinstance(leaf, Tensor) and leaf.device.type == device.type and has_storage(leaf)
+    )
+
+
+def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
+    twin = copy.copy(optimizer)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        groups = []
+        for group in optimizer.param_groups:
+            fakes = []
+            for parameter in group["params"]:
+                fake = nn.Parameter(torch.empty_strided(
+                    parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device
+                ))
+                if parameter.requires_grad:
+                    fake.grad = torch.empty_like(fake)
+                fakes.append(fake)
+            groups.append({**group, "params": fakes})
+        twin.param_groups = groups
+        twin.state = defaultdict(dict)
+        twin._optimizer_step_pre_hooks = {}  # type: ignore[assignment]
+        twin._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+        with torch.no_grad():
+            type(optimizer).step(twin)  # makes the state
+            with _Workspace(device) as workspace:
+                type(optimizer).step(twin)
+        return _state_nbytes(twin.state.values(), device), workspace.peak
+
+
+class _Workspace(TorchDispatchMode):
+    """The most bytes of tensors made inside it that are live at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._table: StorageTable[bool] = StorageTable()
+        self._live = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        import weakref
+
+        out = func(*args, **(kwargs or {}))
+        inputs = {
+            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and has_storage(t)
+        }
+        for tensor in outputs_of(out):
+            if not has_storage(tensor) or tensor.device.type != self._device.type:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in inputs or self._table.get(tensor):
+                continue
+            self._table.set(tensor, True)
+            nbytes = storage.nbytes()
+            self._live += nbytes
+            self.peak = max(self.peak, self._live)
+            weakref.finalize(storage, self._freed, nbytes)
+        return out
+
+    def _freed(self, nbytes: int) -> None:
+        self._live -= nbytes

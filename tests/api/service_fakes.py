@@ -1,0 +1,215 @@
+"""A small profile, and planners that stand in for the real one.
+
+Run as a program it is a child of the service, with the planner that its first argument names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoac.api import child
+from autoac.api.request import answer
+from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
+from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
+from autoac.planner.profile import (
+    BackwardSteps,
+    Environment,
+    Ops,
+    Profile,
+    Ragged,
+    SavedTensors,
+    StaticBytes,
+    Storages,
+    Values,
+)
+from autoac.planner.units import bytes_from_gb
+
+MIB = 1 << 20
+
+
+def chain_profile(*sizes: int) -> Profile:
+    """A chain: op `i` reads op `i - 1` and allocates `sizes[i]`; backward unpacks the outputs, last first."""
+    sizes = sizes or (4 * MIB, 8 * MIB, 2 * MIB)
+    n = len(sizes)
+    return Profile(
+        model="Chain",
+        inputs=("float32[4, 8]",),
+        environment=Environment(
+            torch="2.13.0",
+            device_type="cpu",
+            device_name="two cores",
+            dtype="float32",
+            autocast="off",
+            allocator_rounding=64,
+            threads=2,
+        ),
+        static=StaticBytes(parameters=MIB, buffers=0, gradients=0, optimizer_state=0, inputs=1024),
+        gradient_nbytes=MIB,
+        optimizer_workspace_nbytes=0,
+        modules=("chain",),
+        overloads=("aten.mm.default",),
+        nodes=("MmBackward0",),
+        reasons=(),
+        storages=Storages(nbytes=sizes, released=tuple(min(i + 2, n) for i in range(n))),
+        values=Values(storage=tuple(range(n)), op=tuple(range(n)), previous=(-1,) * n),
+        ops=Ops(
+            module=(0,) * n,
+            overload=(0,) * n,
+            reads=Ragged.of([[i - 1] if i else [] for i in range(n)]),
+            runtime_us=(10.0,) * n,
+            spread_us=(0.5,) * n,
+            flops=(0,) * n,
+            workspace_nbytes=(0,) * n,
+            other_nbytes=(0,) * n,
+            flags=(0,) * n,
+            must_save=(-1,) * n,
+        ),
+        saved=SavedTensors(
+            value=tuple(range(n)), packed=tuple(range(1, n + 1)), dropped=tuple(2 * n - i for i in range(n))
+        ),
+        backward=BackwardSteps(
+            name=(0,) * n,
+            unpacks=Ragged.of([[n - 1 - j] for j in range(n)]),
+            runtime_us=(20.0,) * n,
+            other_nbytes=(0,) * n,
+            peak_nbytes=(64,) * n,
+        ),
+    )
+
+
+def request(profile: Profile | dict[str, Any] | None, **options: Any) -> bytes:
+    """The body of a request; a GiB unless the options say otherwise."""
+    data = profile.model_dump(mode="json") if isinstance(profile, Profile) else profile
+    budget = {} if {"budget_gb", "budget_bytes"} & options.keys() else {"budget_gb": 1.0}
+    return json.dumps({"profile": data, **budget, **options}).encode()
+
+
+@dataclass
+class Planned:
+    """As a Plan, as far as the service looks."""
+
+    made: Policy
+
+    def policy(self) -> Policy:
+        return self.made
+
+
+def save_all(
+    profile: Profile,
+    *,
+    budget_gb: float | None = None,
+    budget_bytes: int | None = None,
+    headroom_bytes: int = 0,
+    gap: float = 0.01,
+    time_limit_s: float = 60.0,
+) -> Planned:
+    """A planner that saves everything and writes what it was asked for where a test can see it."""
+    budget = budget_bytes if budget_bytes is not None else bytes_from_gb(budget_gb or 0.0)
+    predicted = Predicted(
+        peak_bytes=1,
+        peak_at="chain/aten.mm.default#2, forward",
+        save_all_peak_bytes=1,
+        static_bytes=1,
+        recompute_us=0.0,
+        recompute_bound_us=0.0,
+        step_us=90.0,
+        gap=0.0,
+    )
+    return Planned(
+        Policy(
+            model=profile.model,
+            fingerprint=profile.fingerprint,
+            profile_digest=profile.digest,
+            inputs=profile.inputs,
+            device=profile.environment.device_name,
+            budget_bytes=budget,
+            stopped=f"headroom {headroom_bytes}, gap {gap}, time limit {time_limit_s:g} s",
+            predicted=predicted,
+            tools=tool_versions(),
+            decisions=decisions(profile, frozenset(range(len(profile.ops)))),
+        )
+    )
+
+
+def infeasible(profile: Profile, **options: Any) -> Planned:
+    raise InfeasibleBudget(
+        1 << 30,
+        3 << 30,
+        4 << 30,
+        "chain/aten.mm.default#1, forward",
+        [Holding(3 << 30, "weights", "not planned")],
+    )
+
+
+def out_of_time(profile: Profile, **options: Any) -> Planned:
+    raise SolverOutOfTime(1 << 30, options["time_limit_s"])
+
+
+def sleeps(profile: Profile, **options: Any) -> Planned:
+    time.sleep(60)
+    raise AssertionError("slept")
+
+
+def is_killed(profile: Profile, **options: Any) -> Planned:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return sleeps(profile)
+
+
+def crashes(profile: Profile, **options: Any) -> Planned:
+    ctypes.string_at(0)
+    return sleeps(profile)
+
+
+def fails(profile: Profile, **options: Any) -> Planned:
+    raise RuntimeError("a bug, with a path: /srv/secret")
+
+
+def leaves(profile: Profile, **options: Any) -> Planned:
+    os._exit(0)
+
+
+def is_greedy(profile: Profile, **options: Any) -> Planned:
+    bytearray(16 << 30)
+    return sleeps(profile)
+
+
+def chatters(profile: Profile, **options: Any) -> Planned:
+    os.write(1, b"Running HiGHS 1.15\n")  # as C code would, past sys.stdout
+    return save_all(profile, **options)
+
+
+def writes_its_pid(profile: Profile, **options: Any) -> Planned:
+    """Into the file that the environment names."""
+    path = Path(os.environ["PID_FILE"])
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)  # whoever sees it can read it
+    return sleeps(profile)
+
+
+def in_process(
+    plan: Callable[..., Planned], most_seconds: float = 120.0
+) -> Callable[[bytes], Awaitable[str]]:
+    """A `Solve` that plans right here."""
+
+    async def solve(body: bytes) -> str:
+        return answer(body, most_seconds=most_seconds, plan=plan)
+
+    return solve
+
+
+def child_command(plan: Callable[..., Planned]) -> list[str]:
+    """The command of a child that plans with one of the functions above."""
+    return [sys.executable, "-P", __file__, plan.__name__]
+
+
+if __name__ == "__main__":
+    child.main(sys.argv[2:], plan=globals()[sys.argv[1]])

@@ -1,0 +1,177 @@
+"""`ac_client.remote` against the app itself, and against what may stand in its place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+from service_fakes import in_process, infeasible, out_of_time, save_all
+
+import ac_client.remote
+from ac_client.remote import ServiceRefused, ServiceUnavailable, request_policy
+from autoac.api import Settings, create_app
+from autoac.api.errors import SolverDied
+from autoac.planner.errors import InfeasibleBudget, InvalidBudget, SolverOutOfTime, UnknownVersion
+from autoac.planner.policy import Policy
+from autoac.planner.profile import Profile
+
+URL = "http://service"
+TOKEN = "a token of more than sixteen"
+
+
+class InProcess(httpx2.BaseTransport):
+    """Carries a request to the app in this process, and keeps it."""
+
+    def __init__(self, solve: Callable[[bytes], Awaitable[str]] | None = None, **settings: Any) -> None:
+        self.app = create_app(Settings(**settings), solve or in_process(save_all))
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.request = request
+
+        async def ask() -> httpx2.Response:
+            transport = httpx2.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx2.AsyncClient(transport=transport) as http:
+                return await http.send(
+                    httpx2.Request(
+                        request.method, request.url, headers=request.headers, content=request.read()
+                    )
+                )
+
+        response = anyio.run(ask)
+        return httpx2.Response(response.status_code, headers=response.headers, content=response.content)
+
+
+def ask(profile: Profile, transport: httpx2.BaseTransport, budget: int = 1 << 30, **options: Any) -> Policy:
+    return request_policy(URL, profile, budget, transport=transport, **options)
+
+
+def answering(status: int, content: bytes = b"", **headers: str) -> httpx2.MockTransport:
+    return httpx2.MockTransport(lambda request: httpx2.Response(status, content=content, headers=headers))
+
+
+def test_the_policy_is_the_embedded_planners(profile: Profile) -> None:
+    transport = InProcess()
+    policy = ask(profile, transport, headroom_bytes=7, gap=0.5, time_limit_s=3)
+    wanted = save_all(profile, budget_bytes=1 << 30, headroom_bytes=7, gap=0.5, time_limit_s=3).policy()
+    assert policy == wanted
+    assert policy.to_json() == wanted.to_json()
+    assert transport.request.headers["content-encoding"] == "zstd"
+
+
+def test_an_infeasible_budget_is_the_planners_own_error(profile: Profile) -> None:
+    with pytest.raises(InfeasibleBudget) as caught:
+        ask(profile, InProcess(in_process(infeasible)))
+    with pytest.raises(InfeasibleBudget) as embedded:
+        infeasible(profile)
+    assert str(caught.value) == str(embedded.value)
+    assert vars(caught.value) == vars(embedded.value)
+
+
+def test_so_are_the_others(profile: Profile) -> None:
+    with pytest.raises(SolverOutOfTime, match=r"within 1\.00 GiB was found in 3 s"):
+        ask(profile, InProcess(in_process(out_of_time)), time_limit_s=3)
+    with pytest.raises(InvalidBudget):
+        ask(profile, InProcess(), budget=0)
+    newer = profile.model_copy(update={"version": 2})
+    with pytest.raises(UnknownVersion, match="version 2 is not known here; this release reads version 1"):
+        ask(newer, InProcess())
+
+
+def test_the_token_is_the_environments(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ServiceRefused, match="401: this service wants its token"):
+        ask(profile, InProcess(token=TOKEN))
+    assert ask(profile, InProcess(token=TOKEN), token=TOKEN).model == "Chain"
+    monkeypatch.setenv("AUTOAC_TOKEN", TOKEN)
+    assert ask(profile, InProcess(token=TOKEN)).model == "Chain"
+
+
+def test_a_body_that_the_service_does_not_take_is_a_refusal(profile: Profile) -> None:
+    with pytest.raises(ServiceRefused, match="413"):
+        ask(profile, InProcess(max_sent_bytes=10))
+
+
+def test_a_dead_solver_and_a_busy_service_are_unavailable(profile: Profile) -> None:
+    async def solve(body: bytes) -> str:
+        raise SolverDied("the solver was ended by signal 9 (Killed)")
+
+    with pytest.raises(ServiceUnavailable, match="500: the solver was ended by signal 9"):
+        ask(profile, InProcess(solve))
+    busy = InProcess(solves_at_once=1, solves_waiting=0)
+    busy.app.state.service.inside = 1
+    with pytest.raises(ServiceUnavailable, match="503: as many requests"):
+        ask(profile, busy)
+
+
+@pytest.mark.parametrize(
+    ("transport", "error", "says"),
+    [
+        (answering(502, b"<html>"), ServiceUnavailable, "502: Bad Gateway"),
+        (answering(504, b"<html>"), ServiceUnavailable, "504"),
+        (answering(201, b"<html>welcome to the hotel"), ServiceUnavailable, "no policy"),
+        (answering(200, b"{}"), ServiceUnavailable, "200"),
+        (answering(302, location="http://elsewhere"), ServiceUnavailable, "302"),
+        (answering(404, b"<html>"), ServiceRefused, "404: Not Found"),
+        (
+            answering(
+                422,
+                b'{"type": "urn:autoac:problem:infeasible-budget"}',
+                **{"content-type": "application/problem+json"},
+            ),
+            ServiceRefused,
+            "422",
+        ),
+        (answering(500, b"[", **{"content-type": "application/problem+json"}), ServiceUnavailable, "500"),
+    ],
+)
+def test_what_is_not_our_service(
+    profile: Profile, transport: httpx2.BaseTransport, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        ask(profile, transport)
+
+
+def test_a_policy_for_another_profile_is_not_taken(profile: Profile) -> None:
+    other = profile.model_copy(update={"model": "Another"})
+    text = save_all(other, budget_gb=1).policy().to_json()
+    with pytest.raises(ServiceUnavailable, match="another profile, of Another"):
+        ask(profile, answering(201, text.encode()))
+
+
+def test_a_service_that_is_away_is_unavailable(profile: Profile) -> None:
+    with pytest.raises(ServiceUnavailable, match="did not answer"):
+        request_policy("http://127.0.0.1:9", profile, 1 << 30)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8421", "service", "", "ftp://service", "http://"])
+def test_a_url_that_is_none_is_an_error_and_not_a_service_that_is_away(profile: Profile, url: str) -> None:
+    with pytest.raises(ValueError, match="service must be a URL"):
+        request_policy(url, profile, 1 << 30)
+
+
+def test_a_service_may_live_below_a_path(profile: Profile) -> None:
+    seen = []
+
+    def handle(request: httpx2.Request) -> httpx2.Response:
+        seen.append(str(request.url))
+        return httpx2.Response(404)
+
+    for url in ("http://host/planner/", "http://host/planner"):
+        with pytest.raises(ServiceRefused):
+            request_policy(url, profile, 1, transport=httpx2.MockTransport(handle))
+    assert seen == ["http://host/planner/v1/policies"] * 2
+
+
+def test_asking_needs_no_torch() -> None:
+    # By its file: what the package around it imports is the package's own affair.
+    code = (
+        "import importlib.util as u, sys;"
+        f"spec = u.spec_from_file_location('remote', {ac_client.remote.__file__!r});"
+        "module = u.module_from_spec(spec); spec.loader.exec_module(module);"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,118 @@
+"""The service as a process: what it imports, where it listens, and that it answers over the network."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from autoac import api
+from autoac.api import InvalidSettings, RefusedToListen, Settings
+from autoac.api.server import check_reach
+from autoac.planner.profile import Profile
+
+TOKEN = "a token of more than sixteen"
+
+
+def test_the_service_and_the_planner_import_no_torch() -> None:
+    code = (
+        "import sys, autoac.planner, autoac.api.server, autoac.api.child, autoac.api.__main__;"
+        "print(sorted({'torch', 'ac_client', 'autoac.profiler'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_child_imports_no_web_server() -> None:
+    code = "import sys, autoac.api.child; sys.exit('fastapi' in sys.modules or 'uvicorn' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_public_names_are_there() -> None:
+    assert api.__all__ == sorted(api.__all__)
+    for name in api.__all__:
+        assert getattr(api, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = api.nothing
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
+def test_on_loopback_no_token_is_needed(host: str) -> None:
+    check_reach(Settings(host=host))
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", "127.1"]
+)
+def test_elsewhere_one_is(host: str) -> None:
+    with pytest.raises(RefusedToListen, match="AUTOAC_TOKEN"):
+        check_reach(Settings(host=host))
+    check_reach(Settings(host=host, token=TOKEN))
+
+
+def test_settings_come_from_the_environment_and_arguments_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOAC_PORT", "1234")
+    monkeypatch.setenv("AUTOAC_SOLVES_AT_ONCE", "3")
+    monkeypatch.setenv("AUTOAC_TOKEN", "")  # as in compose files; it is no token
+    settings = Settings.load(port=None)
+    assert (settings.port, settings.solves_at_once, settings.token) == (1234, 3, None)
+    assert Settings.load(port=99).port == 99
+
+
+def test_a_setting_that_is_wrong_is_named_and_its_value_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AUTOAC_TOKEN", "short secret")
+    with pytest.raises(InvalidSettings, match="AUTOAC_TOKEN: Value should have at least 16") as caught:
+        Settings.load()
+    assert "short secret" not in str(caught.value)
+
+
+def test_the_program_refuses_in_one_line() -> None:
+    environment = os.environ | {"AUTOAC_HOST": "0.0.0.0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "autoac.api"], env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 2
+    assert re.fullmatch("autoac: 0.0.0.0 can be reached .*\n", done.stderr)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """A service in a process of its own, on a port that was free."""
+    log = tmp_path / "log"
+    environment = os.environ | {"AUTOAC_PORT": "0", "AUTOAC_MAX_SENT_BYTES": "2000000"}
+    with log.open("wb") as stream:
+        service = subprocess.Popen([sys.executable, "-m", "autoac.api"], env=environment, stderr=stream)
+    try:
+        yield listening(service, log)
+    finally:
+        service.send_signal(signal.SIGTERM)
+        service.wait(20)
+
+
+def listening(service: subprocess.Popen[bytes], log: Path) -> str:
+    """Where it listens, from its log."""
+    while service.poll() is None:
+        found = re.search(r"running on (http://\S+)", log.read_text())
+        if found:
+            return found[1]
+        signal.sigtimedwait([], 0.02)
+    raise AssertionError(log.read_text())
+
+
+def test_over_the_network(url: str, profile: Profile) -> None:
+    with httpx2.Client(base_url=url, timeout=30) as http:
+        assert http.get("/livez").json() == {"status": "alive"}
+        headers = {"Content-Type": "application/json"}
+        # By the real child: the errors of a body come from there.
+        assert http.post("/v1/policies", content=b"{", headers=headers).status_code == 400
+        # Far over the cap: the answer must arrive although the body is not read to its end.
+        too_large = http.post("/v1/policies", content=bytes(30_000_000), headers=headers)
+        assert too_large.status_code == 413
+        assert http.get("/livez").status_code == 200

@@ -1,0 +1,388 @@
+"""Named small graphs, random graphs, and a Profile in the likeness of GPT-2."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from autoac.planner.profile import (
+    BackwardSteps,
+    Environment,
+    OpFlag,
+    Ops,
+    Profile,
+    Ragged,
+    SavedTensors,
+    StaticBytes,
+    Storages,
+    Values,
+)
+
+
+@dataclass
+class Step:
+    """A backward step of a `Tape`."""
+
+    name: str
+    unpacks: list[int]
+    runtime_us: float
+    other: int = 0
+    peak: int = 0
+
+
+@dataclass
+class Tape:
+    """Writes a Profile by hand, op by op."""
+
+    model: str = "test"
+    modules: list[str] = field(default_factory=list)
+    overloads: list[str] = field(default_factory=list)
+    op_module: list[int] = field(default_factory=list)
+    op_overload: list[int] = field(default_factory=list)
+    reads: list[list[int]] = field(default_factory=list)
+    runtime: list[float] = field(default_factory=list)
+    workspace: list[int] = field(default_factory=list)
+    other: list[int] = field(default_factory=list)
+    flags: list[int] = field(default_factory=list)
+    must: list[str] = field(default_factory=list)
+    storage_nbytes: list[int] = field(default_factory=list)
+    released: list[int | None] = field(default_factory=list)
+    last_touch: list[int] = field(default_factory=list)
+    value_storage: list[int] = field(default_factory=list)
+    value_op: list[int] = field(default_factory=list)
+    value_previous: list[int] = field(default_factory=list)
+    newest: dict[int, int] = field(default_factory=dict)
+    handles: list[tuple[int, int]] = field(default_factory=list)
+    handle_dropped: dict[int, int] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    static: int = 0
+    gradients: int = 0
+
+    def _intern(self, table: list[str], name: str) -> int:
+        if name not in table:
+            table.append(name)
+        return table.index(name)
+
+    def op(
+        self,
+        overload: str,
+        reads: list[int],
+        *nbytes: int,
+        us: float = 1.0,
+        module: str = "m",
+        must: str = "",
+        workspace: int = 0,
+        other: int = 0,
+        flags: int = 0,
+        into: int | None = None,
+    ) -> list[int]:
+        """Run an op; returns the values it writes. `into`: a value that it writes over in place."""
+        op = len(self.reads)
+        self.op_module.append(self._intern(self.modules, module))
+        self.op_overload.append(self._intern(self.overloads, overload))
+        self.reads.append(list(reads))
+        self.runtime.append(us)
+        self.workspace.append(workspace)
+        self.other.append(other)
+        self.flags.append(flags)
+        self.must.append(must)
+        for v in [*reads, *([into] if into is not None else [])]:
+            self.last_touch[self.value_storage[v]] = op
+        written = []
+        if into is not None:
+            if into not in self.reads[-1]:
+                self.reads[-1].append(into)
+            written.append(self._value(self.value_storage[into], op))
+        for size in nbytes:
+            self.storage_nbytes.append(size)
+            self.released.append(None)
+            self.last_touch.append(op)
+            written.append(self._value(len(self.storage_nbytes) - 1, op))
+        return written
+
+    def _value(self, storage: int, op: int) -> int:
+        v = len(self.value_storage)
+        self.value_storage.append(storage)
+        self.value_op.append(op)
+        self.value_previous.append(self.newest.get(storage, -1))
+        self.newest[storage] = v
+        return v
+
+    def save(self, v: int) -> int:
+        """Autograd packs `v`; returns the handle."""
+        self.handles.append((v, len(self.reads)))
+        return len(self.handles) - 1
+
+    def step(self, name: str, unpacks: list[int], us: float = 1.0, other: int = 0, peak: int = 0) -> None:
+        """A step of backward, which drops what it unpacks."""
+        self.steps.append(Step(name, unpacks, us, other, max(peak, other)))
+        for h in unpacks:
+            self.handle_dropped[h] = len(self.steps)
+
+    def profile(self) -> Profile:
+        """The Profile. Python holds a storage for one op after it was last touched, if nothing else is said."""
+        n = len(self.reads)
+        reasons = list(dict.fromkeys(m for m in self.must if m))
+        nodes = list(dict.fromkeys(s.name for s in self.steps))
+        return Profile(
+            model=self.model,
+            inputs=("int64[1, 1]",),
+            environment=Environment(
+                torch="none",
+                device_type="cpu",
+                device_name="test",
+                dtype="float32",
+                autocast="off",
+                allocator_rounding=1,
+                threads=1,
+            ),
+            static=StaticBytes(parameters=self.static, buffers=0, gradients=0, optimizer_state=0, inputs=0),
+            gradient_nbytes=self.gradients,
+            optimizer_workspace_nbytes=0,
+            modules=tuple(self.modules),
+            overloads=tuple(self.overloads),
+            nodes=tuple(nodes),
+            reasons=tuple(reasons),
+            storages=Storages(
+                nbytes=tuple(self.storage_nbytes),
+                released=tuple(
+                    min(touched + 2, n) if at is None else at
+                    for at, touched in zip(self.released, self.last_touch, strict=True)
+                ),
+            ),
+            values=Values(
+                storage=tuple(self.value_storage),
+                op=tuple(self.value_op),
+                previous=tuple(self.value_previous),
+            ),
+            ops=Ops(
+                module=tuple(self.op_module),
+                overload=tuple(self.op_overload),
+                reads=Ragged.of(self.reads),
+                runtime_us=tuple(self.runtime),
+                spread_us=tuple(0.0 for _ in self.reads),
+                flops=tuple(0 for _ in self.reads),
+                workspace_nbytes=tuple(self.workspace),
+                other_nbytes=tuple(self.other),
+                flags=tuple(self.flags),
+                must_save=tuple(reasons.index(m) if m else -1 for m in self.must),
+            ),
+            saved=SavedTensors(
+                value=tuple(v for v, _ in self.handles),
+                packed=tuple(p for _, p in self.handles),
+                dropped=tuple(
+                    n + self.handle_dropped.get(h, len(self.steps)) for h in range(len(self.handles))
+                ),
+            ),
+            backward=BackwardSteps(
+                name=tuple(nodes.index(s.name) for s in self.steps),
+                unpacks=Ragged.of([s.unpacks for s in self.steps]),
+                runtime_us=tuple(s.runtime_us for s in self.steps),
+                other_nbytes=tuple(s.other for s in self.steps),
+                peak_nbytes=tuple(s.peak for s in self.steps),
+            ),
+        )
+
+
+def gpt2(
+    layers: int = 12, *, batch: int = 4, length: int = 128, width: int = 768, vocabulary: int = 50257
+) -> Profile:
+    """A step of GPT-2 with dropout on a CPU, as transformers' eager code runs it; run times from a roofline."""
+    tape = Tape(model=f"gpt2-{layers}")
+    heads, word = 12, 4
+    tokens = batch * length
+    h = tokens * width * word  # a hidden state
+    a = batch * heads * length * length * word  # attention scores
+    logits = tokens * vocabulary * word
+    weights = 0
+
+    def mm_us(m: int, k: int, n: int) -> float:
+        return 2.0 * m * k * n / 150e3 + 20  # 150 GFLOP/s
+
+    def ew_us(nbytes: int, cost: float = 1.0) -> float:
+        return cost * nbytes / 4e3 + 5  # 4 GB/s
+
+    backward: list[
+        tuple[str, list[int], float, int, int]
+    ] = []  # name, handles, us, size of grad, weight grad
+
+    def dropout(module: str, v: int, size: int, *, keep: bool) -> tuple[int, int]:
+        (m0,) = tape.op("aten.empty_like.default", [v], size, us=2, module=module)
+        (m1,) = tape.op(
+            "aten.bernoulli_.float", [], us=ew_us(size, 8), module=module, into=m0, flags=int(OpFlag.RANDOM)
+        )
+        (m2,) = tape.op("aten.div_.Scalar", [], us=ew_us(size), module=module, into=m1)
+        (out,) = tape.op("aten.mul.Tensor", [v, m2], size, us=ew_us(size), module=module)
+        backward.append(("MulBackward0", [tape.save(m2)], ew_us(size), size, 0))
+        return out, m2
+
+    def linear(module: str, v: int, k: int, n: int) -> int:
+        nonlocal weights
+        weights += (k + 1) * n * word
+        (out,) = tape.op("aten.addmm.default", [v], tokens * n * word, us=mm_us(tokens, k, n), module=module)
+        backward.append(
+            ("AddmmBackward0", [tape.save(v)], 2 * mm_us(tokens, k, n), tokens * k * word, (k + 1) * n * word)
+        )
+        return out
+
+    def norm(module: str, v: int) -> int:
+        nonlocal weights
+        weights += 2 * width * word
+        out, mean, rstd = tape.op(
+            "aten.native_layer_norm.default",
+            [v],
+            h,
+            tokens * word,
+            tokens * word,
+            us=ew_us(h, 2),
+            module=module,
+        )
+        saved = [tape.save(v), tape.save(mean), tape.save(rstd)]
+        backward.append(("NativeLayerNormBackward0", saved, ew_us(h, 3), h, 2 * width * word))
+        return out
+
+    def gelu(module: str, v: int, size: int) -> int:
+        def ew(name: str, reads: list[int], cost: float = 1.0) -> int:
+            return tape.op(name, reads, size, us=ew_us(size, cost), module=module)[0]
+
+        (half,) = [ew("aten.mul.Tensor", [v])]
+        cube = ew("aten.pow.Tensor_Scalar", [v], 3)
+        saved_cube = tape.save(v)
+        small = ew("aten.mul.Tensor", [cube])
+        inner = ew("aten.add.Tensor", [v, small])
+        scaled = ew("aten.mul.Tensor", [inner])
+        tanh = ew("aten.tanh.default", [scaled], 3)
+        saved_tanh = tape.save(tanh)
+        plus = ew("aten.add.Tensor", [tanh])
+        out = ew("aten.mul.Tensor", [half, plus])
+        saved_mul = [tape.save(half), tape.save(plus)]
+        us = ew_us(size)
+        backward.append(("MulBackward0 half", [], us, size, 0))
+        backward.append(("PowBackward0", [saved_cube], us * 3, 3 * size, 0))
+        backward.append(("TanhBackward0", [saved_tanh], us, 2 * size, 0))
+        backward.append(("MulBackward0", saved_mul, us * 2, 2 * size, 0))
+        return out
+
+    weights += (vocabulary + 1024) * width * word
+    (tok,) = tape.op("aten.embedding.default", [], h, us=ew_us(h), module="transformer.wte")
+    (pos,) = tape.op("aten.embedding.default", [], length * width * word, us=5, module="transformer.wpe")
+    (x,) = tape.op("aten.add.Tensor", [tok, pos], h, us=ew_us(h), module="transformer")
+    x, _ = dropout("transformer.drop", x, h, keep=True)
+    for i in range(layers):
+        block = f"transformer.h.{i}"
+        y = norm(f"{block}.ln_1", x)
+        qkv = linear(f"{block}.attn.c_attn", y, width, 3 * width)
+        attn = f"{block}.attn"
+        (q,) = tape.op("aten.clone.default", [qkv], h, us=ew_us(h), module=attn)
+        (k,) = tape.op("aten.clone.default", [qkv], h, us=ew_us(h), module=attn)
+        (scores,) = tape.op("aten.bmm.default", [q, k], a, us=2 * mm_us(tokens, length, width), module=attn)
+        saved_qk = [tape.save(q), tape.save(k)]
+        backward.append(("BmmBackward0 qk", saved_qk, 4 * mm_us(tokens, length, width), 2 * h, 0))
+        (scaled,) = tape.op("aten.div.Tensor", [scores], a, us=ew_us(a), module=attn)
+        (masked,) = tape.op("aten.where.self", [scaled], a, us=ew_us(a), module=attn)
+        (soft,) = tape.op("aten._softmax.default", [masked], a, us=ew_us(a, 3), module=attn)
+        backward.append(("SoftmaxBackward0", [tape.save(soft)], ew_us(a, 2), a, 0))
+        dropped, _ = dropout(f"{attn}.attn_dropout", soft, a, keep=True)
+        (v,) = tape.op("aten.clone.default", [qkv], h, us=ew_us(h), module=attn)
+        (mixed,) = tape.op("aten.bmm.default", [dropped, v], h, us=mm_us(tokens, length, width), module=attn)
+        saved_av = [tape.save(dropped), tape.save(v)]
+        backward.append(("BmmBackward0 av", saved_av, 2 * mm_us(tokens, length, width), a + h, 0))
+        (merged,) = tape.op("aten.clone.default", [mixed], h, us=ew_us(h), module=attn)
+        y = linear(f"{attn}.c_proj", merged, width, width)
+        y, _ = dropout(f"{attn}.resid_dropout", y, h, keep=False)
+        (x,) = tape.op("aten.add.Tensor", [y, x], h, us=ew_us(h), module=block)
+        y = norm(f"{block}.ln_2", x)
+        y = linear(f"{block}.mlp.c_fc", y, width, 4 * width)
+        y = gelu(f"{block}.mlp.act", y, 4 * h)
+        y = linear(f"{block}.mlp.c_proj", y, 4 * width, width)
+        y, _ = dropout(f"{block}.mlp.dropout", y, h, keep=False)
+        (x,) = tape.op("aten.add.Tensor", [x, y], h, us=ew_us(h), module=block)
+    y = norm("transformer.ln_f", x)
+    (out,) = tape.op("aten.mm.default", [y], logits, us=mm_us(tokens, width, vocabulary), module="lm_head")
+    backward.append(
+        ("MmBackward0", [tape.save(y)], 2 * mm_us(tokens, width, vocabulary), h, vocabulary * width * word)
+    )
+    (logp,) = tape.op("aten._log_softmax.default", [out], logits, us=ew_us(logits, 2), module="")
+    tape.released[tape.value_storage[out]] = (
+        len(tape.reads) + 1 + len(backward) + 2
+    )  # the caller holds outputs
+    backward.append(("LogSoftmaxBackward0", [tape.save(logp)], ew_us(logits, 2), logits, 0))
+    tape.op("aten.nll_loss_forward.default", [logp], 64, 64, us=ew_us(h), module="")
+    backward.append(("NllLossBackward0", [tape.save(logp)], ew_us(logits), logits, 0))
+
+    tape.static, tape.gradients = weights, weights
+    accumulated, flowing = 0, 0
+    residual = h
+    for name, handles, us, size, weight in reversed(backward):
+        tape.step(
+            name,
+            handles,
+            us,
+            accumulated + flowing + residual,
+            accumulated + flowing + residual + size + weight,
+        )
+        accumulated += weight
+        flowing = size
+    return tape.profile()
+
+
+def random_profile(rng: random.Random, most_ops: int = 8) -> Profile:
+    """A small step with everything that the schedule's rules speak of.
+
+    Ops with several inputs and outputs, writes in place (over values that others still read, too), values
+    that must be saved, storages that Python holds into backward, saved tensors that are never unpacked
+    or dropped later than the step that unpacks them, steps that unpack several, workspaces and gradients.
+    """
+    tape = Tape(static=rng.randrange(3))
+    n = rng.randint(2, most_ops)
+    values: list[int] = []
+    newest: dict[int, int] = {}  # storage -> value
+    for _ in range(n):
+        reads = sorted(rng.sample(values, min(len(values), rng.choice((0, 1, 1, 1, 2, 2, 3)))))
+        into = None
+        if newest and rng.random() < 0.2:
+            into = rng.choice(sorted(newest.values()))
+        sizes = [rng.randrange(10) for _ in range(rng.choice((1, 1, 1, 1, 2)))] if into is None else []
+        written = tape.op(
+            f"op{rng.randrange(3)}",
+            reads,
+            *sizes,
+            us=rng.randrange(6),
+            must="random" if rng.random() < 0.08 else "",
+            workspace=rng.choice((0, 0, 0, 2, 5)),
+            other=rng.choice((0, 0, 0, 1, 4)),
+            into=into,
+        )
+        for v in written:
+            newest[tape.value_storage[v]] = v
+        values += written
+        # Forward code usually reads the newest version of what it has; sometimes autograd kept an old one.
+        if rng.random() < 0.8:
+            values = [v for v in values if newest[tape.value_storage[v]] == v]
+    handles = []
+    for v in range(len(tape.value_storage)):
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            handles.append(tape.save(v))
+    order = sorted(handles, key=lambda h: -tape.handles[h][0] + rng.choice((0, 0, 0, 1.5, -1.5, 4)))
+    steps: list[list[int]] = [[]]
+    for h in order:
+        if rng.random() < 0.05:
+            continue  # never unpacked
+        if rng.random() < 0.6:
+            steps.append([])
+        steps[-1].append(h)
+    for unpacks in steps:
+        other = rng.choice((0, 0, 2, 6))
+        tape.step(f"step{rng.randrange(3)}", unpacks, other=other, peak=other + rng.choice((0, 0, 3)))
+    for h, dropped in list(tape.handle_dropped.items()):
+        if rng.random() < 0.2:
+            tape.handle_dropped[h] = rng.randint(dropped, len(steps))
+    for h in handles:
+        if h not in tape.handle_dropped and rng.random() < 0.5:
+            tape.handle_dropped[h] = rng.randint(-1, len(steps))
+    end = n + len(steps)
+    for s in range(len(tape.storage_nbytes)):
+        if rng.random() < 0.2:
+            tape.released[s] = rng.randint(tape.last_touch[s] + 1, end)
+    tape.gradients = rng.choice((0, 0, 4))
+    return tape.profile()

@@ -1,0 +1,46 @@
+"""Slow and readable answers: every save set, tried by the simulator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from autoac.planner.graph import Graph, OpId, SaveSet, recompute_us
+from autoac.planner.simulate import peak_bytes
+
+
+def every_save_set(graph: Graph) -> Iterator[SaveSet]:
+    """All subsets of the ops that may be dropped; what must be saved is in each."""
+    free = [op.id for op in graph.ops if not op.must_save]
+    for size in range(len(free) + 1):
+        for chosen in itertools.combinations(free, size):
+            yield frozenset(chosen) | graph.must_save
+
+
+def peaks_and_times(graph: Graph) -> dict[SaveSet, tuple[int, float]]:
+    """(peak, recompute time) of every save set."""
+    return {s: (peak_bytes(graph, s), recompute_us(graph, s)) for s in every_save_set(graph)}
+
+
+def least_time(table: dict[SaveSet, tuple[int, float]], budget: int) -> float | None:
+    """The least recompute time of any save set that fits; None if none does."""
+    return min((time for peak, time in table.values() if peak <= budget), default=None)
+
+
+def smallest_peak(table: dict[SaveSet, tuple[int, float]]) -> int:
+    """The smallest peak of any save set."""
+    return min(peak for peak, _ in table.values())
+
+
+def greedy(graph: Graph, budget: int) -> SaveSet:
+    """Drop what frees the most bytes for its run time, one op after another, until the step fits."""
+    saved = set(graph.everything)
+    while peak_bytes(graph, frozenset(saved)) > budget:
+        droppable = [op for op in graph.ops if op.id in saved and not op.must_save]
+        if not droppable:
+            break
+        worst = max(
+            droppable, key=lambda op: (sum(map(graph.nbytes, op.writes)) / max(op.runtime_us, 1e-9), -op.id)
+        )
+        saved.discard(OpId(worst.id))
+    return frozenset(saved)
