@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoac.planner.facts import Facts, facts
+from autoac.planner.facts import Facts, Role, facts
 from autoac.planner.graph import Graph, Moment
 from autoac.planner.simulate import peak_bytes
 
@@ -45,7 +45,7 @@ def _floor(f: Facts) -> tuple[int, int]:
     for value in graph.values:
         v, nbytes = value.id, graph.nbytes(value.id)
         free_until = f.extra_from[v]  # until then a saved value takes no more than forward's own
-        if graph.ops[value.op].must_save:
+        if f.role[value.op] is Role.SAVED:
             hold(max(value.op, free_until), f.dropped[v], nbytes)
         elif value.handles:
             unpacked = [j for h in value.handles for j in graph.handles[h].unpacked[:1]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from autoac.planner.graph import Graph, OpId, SaveSet, StorageId, ValueId
+from autoac.planner.graph import Graph, OpId, SaveSet, ValueId, closed
 
 NEVER = 1 << 60
 """In place of a state: there is none."""
@@ -43,6 +43,7 @@ class Facts:
     cost_us: tuple[float, ...]  # by op: run time of it and its followers
     sources: tuple[tuple[OpId, ...], ...]  # by leader: leaders that it and its followers read, not itself
     readers: tuple[tuple[OpId, ...], ...]  # by op: leaders, other than its own, of the ops that may reread it
+    lost: tuple[bool, ...]  # by op: backward may hold back for it and then never run it (rule f)
     last_use: tuple[int, ...]  # by value: last step that needs it because of an unpack; -1: none
     dropped: tuple[int, ...]  # by value: moment at which its own last saved tensor is dropped; 0: none
     sure_until: tuple[int, ...]  # by value: it is held until then at least, if saved and wanted
@@ -61,6 +62,7 @@ class Facts:
 def facts(graph: Graph, *, merge: bool = True) -> Facts:
     """Work out the windows of `graph`. `merge` switches the merging of followers (section 3) off."""
     n, ops, values = len(graph.ops), graph.ops, graph.values
+    always = closed(graph, frozenset())
     unpacks: list[tuple[int, ValueId]] = []
     state_after = []
     for step in graph.steps:
@@ -75,7 +77,7 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
     # or if an op for which that is so reads one.
     runs = [False] * n
     for op in reversed(ops):
-        runs[op.id] = not op.must_save and (
+        runs[op.id] = op.id not in always and (
             any(graph.handles[h].dropped > n for w in op.writes for h in values[w].handles)
             or any(runs[r] for w in op.writes for r in values[w].readers)
         )
@@ -100,7 +102,7 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
                 leader[op.id] = boss
     role = tuple(
         Role.SAVED
-        if op.must_save
+        if op.id in always
         else Role.IDLE
         if not runs[op.id]
         else Role.FOLLOWS
@@ -133,6 +135,17 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
                 else max((latest[r] for r in rereaders[op.id]), default=-1)
             )
 
+    lost = [False] * n
+    for op in reversed(ops):
+        lost[op.id] = runs[op.id] and (
+            any(
+                graph.handles[h].dropped > n and not graph.handles[h].unpacked
+                for w in op.writes
+                for h in values[w].handles
+            )
+            or any(lost[r] for r in rereaders[op.id])
+        )
+
     dropped = [max((graph.handles[h].dropped for h in value.handles), default=0) for value in values]
     last_use = [max((_last_use(graph, h) for h in value.handles), default=-1) for value in values]
     sure, until = [0] * len(values), [0] * len(values)
@@ -157,6 +170,7 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
         cost_us=tuple(cost),
         sources=tuple(tuple(row) for row in sources),
         readers=readers,
+        lost=tuple(lost),
         last_use=tuple(last_use),
         dropped=tuple(dropped),
         sure_until=tuple(sure),
@@ -166,14 +180,36 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
     )
 
 
+def canonical(f: Facts, save_set: SaveSet) -> SaveSet:
+    """The free ops that a program saves in place of `save_set`: no worse, and nothing that is not wanted."""
+    graph, n = f.graph, len(f.graph.ops)
+    led = closed(graph, save_set)
+    led |= closed(graph, led | {f.leader[op] for op in led if f.role[op] is Role.FOLLOWS})
+    again = [False] * n  # wanted and not saved
+    kept = set()
+    for op in reversed(graph.ops):
+        asked = any(
+            any(graph.handles[h].dropped > n for h in graph.values[w].handles)
+            or any(again[r] for r in graph.values[w].readers)
+            for w in op.writes
+        )
+        if asked and op.id not in led:
+            again[op.id] = True
+        elif asked and f.role[op.id] is Role.FREE:
+            kept.add(op.id)
+    return frozenset(kept)
+
+
 def starts(f: Facts, save_set: SaveSet) -> list[int]:
     """By op: the state in which `save_set` has it run again first; NEVER if it does not."""
     graph = f.graph
     start = [NEVER] * len(graph.ops)
+    save_set = closed(graph, save_set)
     for op in reversed(graph.ops):
-        if op.id in save_set or op.must_save:
-            continue
-        start[op.id] = min([f.first[op.id], *(start[r] for w in op.writes for r in graph.values[w].readers)])
+        if op.id not in save_set:
+            start[op.id] = min(
+                [f.first[op.id], *(start[r] for w in op.writes for r in graph.values[w].readers)]
+            )
     return start
 
 
@@ -201,6 +237,8 @@ def _leader(
     boss = bosses.pop()
     mine = _holdable(graph, op)
     theirs = _holdable(graph, OpId(boss))
+    if any(graph.storages[values[w].storage].values[-1] != w for w in graph.ops[boss].writes):
+        return None  # written over: saving it would have the op that does so saved as well
     if sum(graph.nbytes(w) for w in theirs) > sum(graph.nbytes(w) for w in mine):
         return None
     if theirs and mine and max(extra_from[w] for w in mine) > min(extra_from[w] for w in theirs):
@@ -215,9 +253,3 @@ def _holdable(graph: Graph, op: OpId) -> list[ValueId]:
         for w in graph.ops[op].writes
         if graph.nbytes(w) and (graph.values[w].handles or graph.values[w].readers)
     ]
-
-
-def storage_at(f: Facts, storage: StorageId, moment: int) -> bool:
-    """Whether forward's own allocation of `storage` is live at `moment`, whatever is saved."""
-    versions = f.graph.storages[storage].values
-    return bool(versions) and f.graph.values[versions[0]].op <= moment < f.base_release[storage]

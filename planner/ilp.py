@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pulp
 
-from autoac.planner.facts import END, NEVER, Facts, Role, starts
+from autoac.planner.facts import END, NEVER, Facts, Role, canonical, starts
 from autoac.planner.graph import OpId, SaveSet, ValueId
 from autoac.planner.highs import Floats, Program, Rows
 
@@ -202,14 +202,26 @@ class Builder:
 
     def wanted(self, op: OpId) -> None:
         """(7) In canonical form an op without saved tensors is saved only if a reader runs again."""
-        if not any(self.graph.values[w].handles for w in self.graph.ops[op].writes):
+        packed = any(self.graph.values[w].handles for w in self.graph.ops[op].writes)
+        if not packed and not self.f.lost[op]:
             saved = self.s(op)
             for reader in self.f.readers[op]:
                 saved.add(self.x(reader, END), -1.0)
             self.at_most(saved, 0.0)
 
+    def in_place(self, op: OpId) -> None:
+        """(8) An op that only writes over saved values is saved, so it does not run again."""
+        values = self.graph.values
+        previous = [values[w].previous for w in self.graph.ops[op].writes]
+        writers = {values[p].op for p in previous if p is not None}
+        if None not in previous and writers:
+            row = Expr().add(self.x(op, END))
+            for writer in sorted(writers):
+                row.add(self.s(writer))
+            self.at_most(row, len(writers))
+
     def hold(self, v: ValueId, moment: int) -> Expr:
-        """(8) Whether something unsaved that is made from `v` is needed at `moment` or later."""
+        """(9) Whether something unsaved that is made from `v` is needed at `moment` or later."""
         f, graph = self.f, self.graph
         if f.dropped[v] > moment:
             return Expr(constant=1.0)
@@ -231,7 +243,7 @@ class Builder:
         return self.held[key]
 
     def saved_bytes(self, moment: int) -> Expr:
-        """(9) Bytes at `moment` that are held because they were saved, beside what is held anyway."""
+        """(10) Bytes at `moment` that are held because they were saved, beside what is held anyway."""
         f, total = self.f, Expr()
         for value in self.graph.values:
             v, op = value.id, value.op
@@ -261,7 +273,7 @@ class Builder:
         )
 
     def recomputed_bytes(self, step: int, before: int, after: int, at: int) -> Expr:
-        """(10) Bytes of recomputed values that are live in `step`.
+        """(11) Bytes of recomputed values that are live in `step`.
 
         Ops before `at` are in state `after` and later ones in `before`; op `at` has its outputs and
         still needs its inputs. In the work of a step both states are the same.
@@ -304,7 +316,7 @@ class Builder:
         return total
 
     def bytes_at(self, point: Point) -> Expr:
-        """(11) All bytes live at `point`."""
+        """(12) All bytes live at `point`."""
         f, graph, n = self.f, self.graph, self.n
         match point:
             case Forward(i):
@@ -330,7 +342,7 @@ class Builder:
                 return total
 
     def within_budget(self, point: Point, scale: float) -> None:
-        """(12) What is live at `point` fits."""
+        """(13) What is live at `point` fits."""
         live = self.bytes_at(point)
         if self.budget is None:
             assert self.peak is not None
@@ -340,7 +352,7 @@ class Builder:
             self.at_most(Expr().add(live, 1.0 / scale), self.budget / scale)
 
     def without(self, save_set: SaveSet) -> None:
-        """(13) Not this save set, which the simulator has found too large."""
+        """(14) Not this save set, which the simulator has found too large."""
         row = Expr()
         for op in self.saved:
             if op in save_set:
@@ -388,6 +400,9 @@ def build_program(
             builder.lazy(op)
         if options.wanted:
             builder.wanted(op)
+    for op in f.graph.ops:
+        if f.role[op.id] in (Role.FREE, Role.FOLLOWS):
+            builder.in_place(op.id)
     for save_set in excluded:
         builder.without(save_set)
     costs = Expr()
@@ -413,6 +428,8 @@ def build_program(
 def assignment(f: Facts, built: Built, save_set: SaveSet) -> Floats:
     """The values of all columns under `save_set`: what the runtime does when it saves that."""
     values = np.zeros(len(built.program.variables))
+    values[-1] = 1.0
+    save_set = canonical(f, save_set)
     start = starts(f, save_set)
     for op, column in built.saved.items():
         values[column] = op in save_set

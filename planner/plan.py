@@ -28,6 +28,10 @@ from autoac.planner.simulate import Instant, Timeline, live_at_peak, simulate
 from autoac.planner.units import bytes_from_gb
 
 
+FIRST_WINDOWS = 50  # points to start from: enough for two or three in each block of a dozen
+SHARE = 0.9  # of the gap asked for that the solver may use up; the rest is for rounding
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to save, with the evidence for it. Bytes and microseconds."""
@@ -167,12 +171,11 @@ def plan(
     points = first_points(f)
     excluded: list[SaveSet] = []
     bound, left, rounds = 0.0, time_limit_s, 0
-    start: SaveSet | None = best[1] if best else None
     stopped = Stopped.TIME_LIMIT
     while left > 0:
         rounds += 1
         built = build_program(f, budget, points, excluded=excluded, options=options)
-        outcome = _solve(f, built, start, left, gap / 2, progress)
+        outcome = _solve(f, built, best[1] if best else None, left, gap * SHARE, progress)
         left -= outcome.seconds
         bound = max(bound, outcome.bound * built.cost_scale)
         stopped = outcome.stopped
@@ -192,7 +195,6 @@ def plan(
                     points |= new
                 else:
                     excluded.append(candidate)
-                start = candidate
         if best is not None and _gap(best[0], bound) <= gap:
             return finished(best[1], bound, Stopped.OPTIMAL, rounds)
         if stopped is not Stopped.OPTIMAL:
@@ -226,32 +228,32 @@ def _floor(f: Facts, proven: int, time_limit_s: float, gap: float, progress: OnP
     found, save_set = min(
         ((simulate(graph, s).peak.live_bytes, s) for s in candidates(graph)), key=lambda pair: pair[0]
     )
-    points, left, start, stopped = first_points(f), time_limit_s, save_set, Stopped.OPTIMAL
+    points, left, stopped = first_points(f), time_limit_s, Stopped.OPTIMAL
     excluded: list[SaveSet] = []
     while found - proven > gap * found:
         if left <= 0:
             return Floor(proven, found, save_set, Stopped.TIME_LIMIT)
         built = build_program(f, None, points, excluded=excluded)
-        outcome = _solve(f, built, start, left, gap / 2, progress)
+        outcome = _solve(f, built, save_set, left, gap * SHARE, progress)
         left -= outcome.seconds
         stopped = outcome.stopped
         if math.isfinite(outcome.bound):
             proven = max(proven, min(found, math.ceil(outcome.bound * built.cost_scale * (1 - 1e-9))))
         if outcome.values is None:
             return Floor(proven, found, save_set, stopped)
-        start = built.save_set(outcome.values)
-        for s in (start, normalised(graph, start)):
+        candidate = built.save_set(outcome.values)
+        for s in (normalised(graph, candidate), candidate):
             peak = simulate(graph, s).peak.live_bytes
             if peak < found:
                 found, save_set = peak, s
         reached = math.ceil((outcome.objective or 0.0) * built.cost_scale)
-        new = _too_large(f, reached, start) - points
+        new = _too_large(f, reached, candidate) - points
         if stopped is not Stopped.OPTIMAL:
             return Floor(proven, found, save_set, stopped)
         if new:
             points |= new
         else:
-            excluded.append(start)
+            excluded.append(candidate)
     return Floor(proven, found, save_set, Stopped.OPTIMAL)
 
 
@@ -274,9 +276,6 @@ def first_points(f: Facts) -> set[Point]:
         window = range(begin, min(begin + width, len(by_step)))
         points.add(Work(max(window, key=lambda j: (by_step[j], -j))))
     return points
-
-
-FIRST_WINDOWS = 50
 
 
 def _too_large(f: Facts, budget: int, save_set: SaveSet) -> set[Point]:

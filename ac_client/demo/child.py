@@ -119,7 +119,7 @@ def measure(row: Row, setting: Setting, folder: Path) -> Measured:
 
     with AllocatorTimeline() as timeline:
         trainee = Trainee(setting)
-        _prepare(row, trainee, policy)
+        _prepare(row, setting, trainee, policy)
         for number in range(1, MEMORY_STEPS + 1):
             timeline.mark(f"step {number}")
             trainee.step()
@@ -173,12 +173,12 @@ def _timed_planning() -> Iterator[list[float]]:
         module.plan = plan
 
 
-def _prepare(row: Row, trainee: Trainee, policy: Any) -> None:
+def _prepare(row: Row, setting: Setting, trainee: Trainee, policy: Any) -> None:
     match row.method:
         case "plain":
             pass
         case "checkpoint" | "selective":
-            wrap_blocks(demo_setting.blocks(trainee.model).values(), row.method)
+            wrap_blocks(demo_setting.blocks(trainee.model, setting), row.method)
         case "ours":
             import ac_client
 

@@ -70,13 +70,13 @@ def measure_in_child(row: Row, setting: Setting, folder: Path) -> Measured:
         ChildFailed: it ended with an error or took longer than `TIMEOUT_S`.
     """
     order = json.dumps({"row": asdict(row), "setting": asdict(setting), "folder": str(folder)})
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
     try:
         child = subprocess.run(
             [sys.executable, "-m", "ac_client.demo.child", order],
             capture_output=True,
             text=True,
-            env=environment,
+            env=os.environ | quiet,
             timeout=TIMEOUT_S,
             check=False,
         )

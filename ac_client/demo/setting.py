@@ -67,9 +67,14 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def blocks(model: Any) -> dict[str, nn.Module]:
-    """The transformer blocks by module path."""
-    return {f"transformer.h.{i}": block for i, block in enumerate(model.transformer.h)}
+def block_paths(setting: Setting) -> list[str]:
+    """The module paths of the transformer blocks."""
+    return [f"transformer.h.{i}" for i in range(setting.layers)]
+
+
+def blocks(model: nn.Module, setting: Setting) -> list[nn.Module]:
+    """The transformer blocks."""
+    return [model.get_submodule(path) for path in block_paths(setting)]
 
 
 def make_batch(setting: Setting) -> Tensor:

@@ -386,3 +386,56 @@ def random_profile(rng: random.Random, most_ops: int = 8) -> Profile:
             tape.released[s] = rng.randint(tape.last_touch[s] + 1, end)
     tape.gradients = rng.choice((0, 0, 4))
     return tape.profile()
+
+
+def greedy_trap() -> Profile:
+    """A step in which dropping what is cheapest for its bytes first leads away from the best plan.
+
+        a (6 bytes, 3 us)    b (5 bytes, 2 us)    c (5 bytes, 2 us)    each read by backward only
+
+    Save-all peaks at 16. Within 11 bytes, greedy drops b (2.5 bytes for a microsecond, as c) and is done
+    at 2 us; within 10 it must drop a second one, c, and pays 4; dropping a alone is enough and costs 3.
+    """
+    tape = Tape()
+    saved = []
+    for name, nbytes, us in (("a", 6, 3.0), ("b", 5, 2.0), ("c", 5, 2.0)):
+        (v,) = tape.op(name, [], nbytes, us=us)
+        saved.append(tape.save(v))
+        tape.released[v] = v + 1
+    tape.op("loss", [], 0, us=0.0)
+    tape.step("loss", [], peak=0)
+    for h in reversed(saved):
+        tape.step("step", [h])
+    return tape.profile()
+
+
+def diamond() -> Profile:
+    """One value read by two branches that meet: `x -> f, g -> sum`; backward asks for f, g and x.
+
+        x (4) --> f (8) --> sum (1)
+          `-----> g (8) ------^
+    """
+    tape = Tape()
+    (x,) = tape.op("x", [], 4, us=1)
+    (f,) = tape.op("f", [x], 8, us=2)
+    (g,) = tape.op("g", [x], 8, us=3)
+    tape.op("sum", [f, g], 1, us=1)
+    packed = [tape.save(v) for v in (x, f, g)]
+    for h in reversed(packed):
+        tape.step("step", [h])
+    return tape.profile()
+
+
+def dropout() -> Profile:
+    """Dropout on a CPU: `x -> empty_like -> bernoulli_ -> div_ = mask; y = x * mask`; backward reads the mask."""
+    tape = Tape()
+    (x,) = tape.op("x", [], 10, us=5)
+    (m0,) = tape.op("empty_like", [x], 10, us=1)
+    (m1,) = tape.op("bernoulli_", [], us=2, into=m0)
+    (m2,) = tape.op("div_", [], us=1, into=m1)
+    tape.op("mul", [x, m2], 10, us=1)
+    mask = tape.save(m2)
+    tape.op("loss", [], 0, us=0)
+    tape.step("loss", [], peak=30)
+    tape.step("MulBackward0", [mask], other=10)
+    return tape.profile()

@@ -1,0 +1,75 @@
+"""Nested policies resolve from the outermost to the innermost (rule 9)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy as P
+
+from ac_client import PolicyConflict
+from ac_client.nodes import Log
+from ac_client.policies import decider, resolve
+from ac_client.runtime import save_recompute_policy
+
+MM = torch.ops.aten.mm.default
+
+
+def asked(word: P) -> object:
+    return lambda ctx, op, *args, **kwargs: word
+
+
+@pytest.mark.parametrize(
+    ("stack", "result"),
+    [
+        ([], P.PREFER_SAVE),
+        (["recompute_all"], P.PREFER_RECOMPUTE),
+        (["recompute_all", [MM]], P.MUST_SAVE),
+        ([[MM], "recompute_all"], P.MUST_SAVE),  # a MUST beats a PREFER, wherever it stands
+        ([asked(P.PREFER_RECOMPUTE), asked(P.PREFER_SAVE)], P.PREFER_SAVE),
+        ([asked(P.PREFER_SAVE), asked(P.PREFER_RECOMPUTE)], P.PREFER_RECOMPUTE),
+        ([asked(P.MUST_RECOMPUTE), asked(P.PREFER_SAVE)], P.MUST_RECOMPUTE),
+        ([lambda ctx, op, *a, **k: True], P.MUST_SAVE),
+        ([lambda ctx, op, *a, **k: False], P.PREFER_RECOMPUTE),
+    ],
+)
+def test_how_a_stack_resolves(stack: list[object], result: P) -> None:
+    assert resolve([decider(policy) for policy in stack], MM, "aten.mm.default", (), {}) is result
+
+
+def test_two_different_musts_are_an_error_that_names_both() -> None:
+    x = torch.randn(2, 2, requires_grad=True)
+    with pytest.raises(PolicyConflict, match="MUST_SAVE by .*must_save_all.* and MUST_RECOMPUTE by the function"):
+        with save_recompute_policy("must_save_all"), save_recompute_policy(asked(P.MUST_RECOMPUTE)):
+            x @ x
+
+
+def test_only_the_outermost_region_installs_the_mode() -> None:
+    with save_recompute_policy("recompute_all"):
+        depth = torch._C._len_torch_dispatch_stack()
+        with save_recompute_policy([MM]):
+            assert torch._C._len_torch_dispatch_stack() == depth
+
+
+def test_an_inner_policy_holds_inside_only() -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        a = (x @ x).sin()
+        with save_recompute_policy("must_save_all"):
+            b = (a @ a).sin()
+        c = (b @ b).sin()
+    c.sum().backward()
+    recomputed = [name for kind, name in log.events if kind == "recompute"]
+    assert recomputed.count("aten.mm.default") == 2
+    assert recomputed.count("aten.sin.default") == 1
+
+
+@pytest.mark.parametrize("policy", ["save_everything", 3, [torch.mm], ["mm"]])
+def test_what_is_no_policy_is_refused(policy: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        save_recompute_policy(policy)
+
+
+def test_a_function_that_answers_neither_policy_nor_bool_is_an_error() -> None:
+    with pytest.raises(TypeError, match="returned 'save'"), save_recompute_policy(lambda ctx, op, *a, **k: "save"):
+        torch.ones(2) + 1

@@ -1,0 +1,127 @@
+"""Small models, each with something that a runtime can get wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP, with dropout."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, *, scale: dict[str, Tensor] | None = None) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.ln1(x)).split(width, dim=-1)
+        q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+        x = x + F.dropout(self.out(a.transpose(1, 2).reshape(batch, length, width)), self.dropout, self.training)
+        if scale is not None:
+            x = x * scale["by"]
+        return x + F.dropout(self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh")), self.dropout, self.training)
+
+
+class Transformer(nn.Module):
+    """A few blocks, keyword arguments and a nested one."""
+
+    def __init__(self, layers: int = 3, width: int = 32, heads: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, *, scale: dict[str, Tensor] | None = None) -> dict[str, Any]:
+        for block in self.blocks:
+            x = block(x, scale=scale)
+        return {"hidden": x, "logits": self.head(x)}
+
+
+class ConvNet(nn.Module):
+    """BatchNorm, in-place ReLU, in-place residual add, pooling with indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(8 * 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(x))
+        y += x
+        y = F.max_pool2d(self.relu(y), 2)
+        return self.head(F.dropout(y.flatten(1), 0.3, self.training))
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose kernel returns a workspace only when gradients are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.lstm(x)[0]))
+
+
+class Routed(nn.Module):
+    """A mixture of experts: values that decide, index_add, nonzero."""
+
+    def __init__(self, experts: int = 4, width: int = 16) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 32), nn.SiLU(), nn.Linear(32, width)) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows, slots = (chosen == i).nonzero(as_tuple=True)
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, slots, None])
+        return out + x
+
+
+class InPlace(nn.Module):
+    """Writes through views, into fresh buffers, and over values that were read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("cache", torch.zeros(4, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        a = y + 1  # reads y before it is written; backward needs nothing of it
+        y[:2].mul_(2)
+        z = y.t()
+        y.add_(a)
+        padded = torch.zeros(4, 32)
+        padded[:, :16].copy_(z.t().tanh())
+        self.cache.copy_(padded.detach())
+        noise = torch.empty_like(y).bernoulli_(0.5).div_(0.5)
+        return (padded[:, :16] * y.exp() * noise).sigmoid_()
+
+
+class Views(nn.Module):
+    """Views of views, of other types, and tensors that show a part of what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        a, b, c = y.split(4, dim=-1)
+        d = torch.view_as_complex(torch.stack([a.sin(), b.cos()], -1))
+        e = (d * d.conj()).real + d.imag.exp()
+        return (e * c.expand(2, *c.shape).sum(0).t().reshape(c.shape)) + y.unfold(-1, 4, 4).prod(1)
