@@ -410,3 +410,7 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as error:  # the last line of defence: an error is one line, whatever it is
         _fail(error, one_line(error), ERROR, argv)
     raise SystemExit(code if isinstance(code, int) else OK)
+
+
+if __name__ == "__main__":
+    main()

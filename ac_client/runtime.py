@@ -29,7 +29,7 @@ from ac_client.nodes import (
     suspended,
 )
 from ac_client.policies import SAVES, Decider, decider, resolve
-from autoac.profiler.ops import OpFacts, facts_of, has_storage, outputs_of, tensors_in, written_tensors
+from autoac.profiler.ops import OpFacts, facts_of, has_storage, outputs_of, tensors_in, updates_statistics, written_tensors
 from autoac.profiler.randomness import capture, generator_of
 from autoac.profiler.storages import StorageTable
 from torch.utils.checkpoint import CheckpointPolicy
@@ -104,7 +104,11 @@ class Region(TorchDispatchMode):
 
     def _run_unsaved(self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         written = list(written_tensors(facts, args, kwargs)) if facts.mutates else []
-        flat, named, reads = as_arguments(args, kwargs, self._origin_of)
+        given = args
+        if updates_statistics(facts, args, kwargs):
+            # Run again without them, so that they move once (pytorch#96136).
+            given = [None if i in facts.statistics else arg for i, arg in enumerate(args)]
+        flat, named, reads = as_arguments(given, kwargs, self._origin_of)
         random = capture(generator_of(args, kwargs)) if facts.draws(args, kwargs) else None
         node = Node(next(_orders), facts.name, func, facts, flat, named, reads, random)
         rewritten: list[tuple[Value, Tensor]] = []
@@ -113,7 +117,7 @@ class Region(TorchDispatchMode):
             if type(origin) is Value and all(origin is not old for old, _ in rewritten):
                 rewritten.append((origin, tensor))
         if written:
-            node.writes_sources = len(rewritten) < len(written)
+            node.writes_sources = len(rewritten) < len(written) and given is args
             self._before_write(written, forget=False)
         out = func(*args, **kwargs)
         for old, tensor in rewritten:

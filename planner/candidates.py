@@ -10,7 +10,7 @@ _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a mod
 
 
 def candidates(graph: Graph) -> list[SaveSet]:
-    """Simple save sets, without duplicates: everything, block boundaries, and both with what is worth its bytes."""
+    """Simple save sets, each once: everything, block boundaries, and both with what is worth its bytes."""
     boundary_sets = [frozenset[OpId]()]
     depths = sorted({len(_LAYER.findall(_module(op.name))) for op in graph.ops} - {0})
     for depth in depths:

@@ -108,8 +108,9 @@ def _policy(policy: Policy) -> str:
     again = sum(decision == "recompute" for decision in policy.decisions.values())
     lines = [
         f"A policy for {policy.model} on {policy.device}, inputs {', '.join(policy.inputs) or 'none'}.",
-        f"The peak is {format_bytes(predicted.peak_bytes)} of a budget of {format_bytes(policy.budget_bytes)};"
-        f" with nothing recomputed it would be {format_bytes(predicted.save_all_peak_bytes)}.",
+        f"The peak is {format_bytes(predicted.peak_bytes)} of a budget of"
+        f" {format_bytes(policy.budget_bytes)}; with nothing recomputed it would be"
+        f" {format_bytes(predicted.save_all_peak_bytes)}.",
         f"The peak is at {predicted.peak_at}.",
         _cost(predicted.recompute_us, predicted.step_us, again),
         _proof(predicted.gap, predicted.recompute_bound_us, policy.stopped),

@@ -73,16 +73,18 @@ class Program:
 
     def with_rows(self) -> pulp.LpProblem:
         """The same problem with PuLP holding the rows as well. Slow: for other solvers and for tests."""
-        problem = self.problem.copy()
-        rows = self.rows
+        problem, rows = pulp.LpProblem(self.problem.name, pulp.LpMinimize), self.rows
+        variables = [problem.add_variable(v.name, v.lowBound, v.upBound, cat=v.cat) for v in self.variables]
+
+        def weighted(columns: Ints, coefficients: Floats) -> pulp.LpAffineExpression:
+            return pulp.LpAffineExpression(
+                [(variables[j], float(a)) for j, a in zip(columns, coefficients, strict=True) if a]
+            )
+
+        problem.setObjective(weighted(np.arange(len(variables), dtype=np.int32), self.costs))
         for i in range(len(rows)):
             span = slice(rows.starts[i], rows.starts[i + 1])
-            expression = pulp.LpAffineExpression(
-                [
-                    (self.variables[j], float(a))
-                    for j, a in zip(rows.columns[span], rows.coefficients[span], strict=True)
-                ]
-            )
+            expression = weighted(rows.columns[span], rows.coefficients[span])
             if np.isfinite(rows.lower[i]):
                 problem += expression >= float(rows.lower[i])
             if np.isfinite(rows.upper[i]):
@@ -109,7 +111,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         self._program = program
         self._start = start
 
-    def buildSolverModel(self, lp: pulp.LpProblem) -> None:  # noqa: N802 (PuLP's name)
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
         model, rows = lp.solverModel, self._program.rows
         variables = self._program.variables
         nothing_int, nothing = np.empty(0, np.int32), np.empty(0, np.float64)
@@ -145,7 +147,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             solution.value_valid = True
             model.setSolution(solution)
 
-    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:  # noqa: N802 (PuLP's name)
+    def findSolutionValues(self, lp: pulp.LpProblem) -> tuple[int, int]:
         return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound  # read from HiGHS instead: see solve
 
 

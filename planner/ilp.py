@@ -386,28 +386,28 @@ def build_program(
     options = options or Options()
     builder = Builder(f, budget, points, states, options)
     free = [op.id for op in f.graph.ops if f.role[op.id] is Role.FREE]
-    for op in free:
-        builder.s(op)
+    for leader in free:
+        builder.s(leader)
     scale = _power_of_two(max((s.nbytes for s in f.graph.storages), default=1) / 64)
     if budget is None:
         builder.peak = builder._column("peak", math.inf)
     for point in builder.points:
         builder.within_budget(point, scale)
-    for op in free:
-        builder.order(op)
-        builder.chain(op)
+    for leader in free:
+        builder.order(leader)
+        builder.chain(leader)
         if options.lazy:
-            builder.lazy(op)
+            builder.lazy(leader)
         if options.wanted:
-            builder.wanted(op)
+            builder.wanted(leader)
     for op in f.graph.ops:
         if f.role[op.id] in (Role.FREE, Role.FOLLOWS):
             builder.in_place(op.id)
     for save_set in excluded:
         builder.without(save_set)
     costs = Expr()
-    for op in free:
-        costs.add(builder.x(op, END), f.cost_us[op])
+    for leader in free:
+        costs.add(builder.x(leader, END), f.cost_us[leader])
     cost_scale = scale
     if budget is not None:
         cost_scale = _power_of_two(max(sum(f.cost_us[op] for op in free), 1e-9) / 4096)
@@ -460,21 +460,24 @@ def states_of(f: Facts, point: Point) -> tuple[int, ...]:
 
 
 def _program(builder: Builder, objective: Expr) -> Program:
-    variables = tuple(
-        pulp.LpVariable(name, 0, None if math.isinf(upper) else upper, "Integer" if integer else "Continuous")
-        for name, upper, integer in builder.columns
-    )
     problem = pulp.LpProblem("plan", pulp.LpMinimize)
-    problem.addVariables(variables)
-    # A constant changes no plan; PuLP's HiGHS would drop it silently (dependencies.md), so it goes in a column.
-    costs = np.zeros(len(variables) + 1)
+    variables = [
+        problem.add_variable(
+            name,
+            0,
+            None if math.isinf(upper) else upper,
+            cat=pulp.LpInteger if integer else pulp.LpContinuous,
+        )
+        for name, upper, integer in builder.columns
+    ]
+    # PuLP's HiGHS drops an objective's constant silently (3.3.2), so it goes into a column.
+    variables.append(problem.add_variable("one", 1, 1))
+    costs = np.zeros(len(variables))
     for column, coefficient in objective.terms.items():
         costs[column] = coefficient
-    one = pulp.LpVariable("one", 1, 1)
-    problem.addVariable(one)
     costs[-1] = objective.constant
     problem.setObjective(
-        pulp.LpAffineExpression([(v, float(c)) for v, c in zip((*variables, one), costs, strict=True) if c])
+        pulp.LpAffineExpression([(v, float(c)) for v, c in zip(variables, costs, strict=True) if c])
     )
     starts = np.zeros(len(builder.rows) + 1, np.int32)
     columns: list[int] = []
@@ -494,7 +497,7 @@ def _program(builder: Builder, objective: Expr) -> Program:
         np.full(len(upper), -np.inf),
         upper,
     )
-    return Program(problem, (*variables, one), costs, rows)
+    return Program(problem, tuple(variables), costs, rows)
 
 
 def _order(point: Point) -> tuple[int, int, int]:

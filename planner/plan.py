@@ -27,7 +27,6 @@ from autoac.planner.schedule import Backward, Compute, Recompute
 from autoac.planner.simulate import Instant, Timeline, live_at_peak, simulate
 from autoac.planner.units import bytes_from_gb
 
-
 FIRST_WINDOWS = 50  # points to start from: enough for two or three in each block of a dozen
 SHARE = 0.9  # of the gap asked for that the solver may use up; the rest is for rounding
 
@@ -96,7 +95,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The smallest peak, in bytes: between `proven`, which no save set beats, and `found`, which one reaches."""
+    """The smallest peak, in bytes: no save set beats `proven`, and `save_set` reaches `found`."""
 
     proven: int
     found: int

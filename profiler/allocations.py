@@ -21,14 +21,14 @@ from autoac.profiler.errors import ProfilerBusy
 _MARK = "autoac.mark"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
-    """One allocation on the profiled device."""
+    """One allocation on the profiled device. Places are positions in `AllocationRecord.changes`."""
 
     address: int
     nbytes: int
-    allocated: int  # number of marks before it
-    freed: int | None = None  # number of marks before it was freed; None: it outlived the record
+    allocated: int
+    freed: int | None = None  # None: it outlived the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,15 @@ class Change:
 
     block: Block
     nbytes: int  # negative: a free
-    mark: int  # marks before it
 
 
 class AllocationRecord:
-    """Use as a context manager; `mark()` inside it, `changes` and `times_ns` after it.
+    """Use as a context manager; `mark()` inside it, the rest after it.
+
+    Attributes:
+        changes: every allocation and free, in order.
+        places: for each mark, how many changes came before it.
+        times_ns: for each mark, when it was, on the profiler's clock.
 
     Raises:
         ProfilerBusy: another profiler is running on this thread.
@@ -52,7 +56,9 @@ class AllocationRecord:
         self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._n_marks = 0
         self.changes: list[Change] = []
-        self.times_ns: list[int] = []  # of the marks
+        self.places: list[int] = []
+        self.times_ns: list[int] = []
+        self._blocks: dict[int, list[Block]] = {}  # by address, in order
 
     def __enter__(self) -> AllocationRecord:
         if torch._C._autograd._profiler_enabled():
@@ -71,7 +77,7 @@ class AllocationRecord:
         self._profiler.__exit__(kind, error, trace)
         if kind is None:
             self._read()
-            assert len(self.times_ns) == self._n_marks, "the profiler lost a mark"
+            assert len(self.places) == self._n_marks, "the profiler lost a mark"
 
     def _read(self) -> None:
         profiler = self._profiler.profiler
@@ -79,38 +85,31 @@ class AllocationRecord:
         events = list(_walk(profiler.kineto_results.experimental_event_tree()))
         events.sort(key=lambda event: event.start_time_ns)
         open_blocks: dict[int, Block] = {}
-        marks = 0
         for event in events:
             if event.tag == _EventType.Allocation:
                 fields = event.typed[1]
                 if fields.device.type != self._device_type:
                     continue
+                place = len(self.changes)
                 if fields.alloc_size > 0:
-                    block = Block(fields.ptr, fields.alloc_size, marks)
-                    open_blocks[fields.ptr] = block
-                    self.changes.append(Change(block, block.nbytes, marks))
+                    block = open_blocks[fields.ptr] = Block(fields.ptr, fields.alloc_size, place)
+                    self._blocks.setdefault(fields.ptr, []).append(block)
+                    self.changes.append(Change(block, block.nbytes))
                 elif (freed := open_blocks.pop(fields.ptr, None)) is not None:
-                    freed.freed = marks
-                    self.changes.append(Change(freed, -freed.nbytes, marks))
+                    freed.freed = place
+                    self.changes.append(Change(freed, -freed.nbytes))
             elif event.name == _MARK:
-                marks += 1
+                self.places.append(len(self.changes))
                 self.times_ns.append(event.start_time_ns)
 
     def block_at(self, address: int, mark: int) -> Block | None:
         """The block at `address` that is live at mark number `mark`."""
-        blocks = self._by_address().get(address, [])
-        i = bisect.bisect_right(blocks, mark, key=lambda block: block.allocated) - 1
-        if i >= 0 and ((freed := blocks[i].freed) is None or freed > mark):
+        place = self.places[mark]
+        blocks = self._blocks.get(address, [])
+        i = bisect.bisect_left(blocks, place, key=lambda block: block.allocated) - 1
+        if i >= 0 and ((freed := blocks[i].freed) is None or freed >= place):
             return blocks[i]
         return None
-
-    def _by_address(self) -> dict[int, list[Block]]:
-        if not hasattr(self, "_blocks"):
-            self._blocks: dict[int, list[Block]] = {}
-            for change in self.changes:
-                if change.nbytes > 0:
-                    self._blocks.setdefault(change.block.address, []).append(change.block)
-        return self._blocks
 
 
 def _walk(roots: list[Any]) -> Iterator[Any]:

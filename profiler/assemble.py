@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,12 +26,13 @@ from autoac.profiler.timing import by_signature
 
 @dataclass(slots=True)
 class _Step:
-    """A stretch of backward in the making."""
+    """A stretch of backward in the making. Places are positions in the allocator's record."""
 
-    first: int  # mark
+    first: int  # place
+    began: int  # mark at or before it, for the time
     name: str = ""
     unpacks: list[int] = field(default_factory=list)
-    worked: int = -1  # mark after which its work began
+    work: int = -1  # place at which its work begins; -1: not yet
     drops: list[int] = field(default_factory=list)
 
 
@@ -46,20 +48,25 @@ def assemble(
 ) -> Profile:
     """The Profile of a hollow step."""
     record, saved, forward = step.allocations, step.saved, step.forward
+    at = record.places
     blocks = [_block(record, storage) for storage in forward.storages]
-    mine = {id(block) for block in blocks if block is not None}
-    copies = {id(block) for copy in saved.copies if (block := _block(record, copy)) is not None}
-    other = _levels(record, hidden=mine | copies)
+    mine = [block for block in blocks if block is not None]
+    copies = [block for copy in saved.copies if (block := _block(record, copy)) is not None]
+    other = _Levels.of(record, hidden=mine + copies)
     n = len(forward.ops)
 
     steps = _cut(step, other)
-    ends = [following.first for following in steps[1:]] + [step.backward_ended]
-    moments = _Moments([op.began for op in forward.ops], step.backward_began, ends)
+    ends = [following.first for following in steps[1:]] + [at[step.backward_ended]]
+    end_marks = [following.began for following in steps[1:]] + [step.backward_ended]
+    moments = _Moments([at[op.began] for op in forward.ops], at[step.backward_began], ends)
 
     dropped = [n + len(steps)] * len(saved.values)
     for event in saved.events:
         if event.kind == "drop":
-            dropped[event.saved] = moments.after(event.mark)
+            dropped[event.saved] = moments.forward(at[event.mark])
+    for j, cut in enumerate(steps):
+        for h in cut.drops:
+            dropped[h] = n + j + 1
     modules = _Names(["."])
     overloads, nodes, reasons = _Names(), _Names(), _Names()
     runtimes, spreads = by_signature(step.op_runtimes_us, [op.signature for op in forward.ops])
@@ -74,7 +81,7 @@ def assemble(
         inputs=tuple(inputs),
         environment=environment,
         static=static,
-        gradient_nbytes=other.at(step.backward_ended),
+        gradient_nbytes=other.at(at[step.backward_ended]),
         optimizer_workspace_nbytes=optimizer_workspace_nbytes,
         ops=Ops(
             module=tuple(modules.index(op.module) for op in forward.ops),
@@ -84,16 +91,16 @@ def assemble(
             spread_us=tuple(spreads),
             flops=tuple(op.flops for op in forward.ops),
             workspace_nbytes=tuple(
-                other.peak(op.began, op.ended) - other.at(op.began) for op in forward.ops
+                other.peak(at[op.began], at[op.ended]) - other.at(at[op.began]) for op in forward.ops
             ),
-            other_nbytes=tuple(other.at(op.began) for op in forward.ops),
+            other_nbytes=tuple(other.at(at[op.began]) for op in forward.ops),
             flags=tuple(int(flag) for flag in flags),
             must_save=tuple(reasons.index(op.must_save) if op.must_save else -1 for op in forward.ops),
         ),
         storages=Storages(
             nbytes=tuple(block.nbytes if block else 0 for block in blocks),
             released=tuple(
-                moments.after(block.freed - 1) if block and block.freed is not None else n + len(steps)
+                moments.after(block.freed) if block and block.freed is not None else n + len(steps)
                 for block in blocks
             ),
         ),
@@ -107,11 +114,12 @@ def assemble(
             name=tuple(nodes.index(s.name or "backward") for s in steps),
             unpacks=Ragged.of([s.unpacks for s in steps]),
             runtime_us=tuple(
-                (record.times_ns[end] - record.times_ns[s.first]) / 1e3 for s, end in zip(steps, ends, strict=True)
+                (record.times_ns[end] - record.times_ns[s.began]) / 1e3
+                for s, end in zip(steps, end_marks, strict=True)
             ),
             other_nbytes=tuple(other.at(s.first) for s in steps),
             peak_nbytes=tuple(
-                other.peak(s.worked if s.worked >= 0 else s.first, end) for s, end in zip(steps, ends, strict=True)
+                other.peak(s.work if s.work >= 0 else s.first, end) for s, end in zip(steps, ends, strict=True)
             ),
         ),
         modules=tuple(modules),
@@ -143,95 +151,118 @@ class _Names(list[str]):
 
 @dataclass(frozen=True, slots=True)
 class _Levels:
-    """Bytes live at each mark, and the most between one mark and the next."""
+    """Bytes live in some of the blocks, after each change of the record."""
 
-    level: list[int]
-    most: list[int]  # from mark k to mark k + 1
-    active: list[bool]  # whether anything came or went between mark k and mark k + 1
+    after: list[int]  # after[i]: with the first i changes done
+    active: list[int]  # places of the changes that count, ascending
 
-    def at(self, mark: int) -> int:
-        return self.level[mark]
+    @classmethod
+    def of(cls, record: AllocationRecord, hidden: Sequence[Block]) -> _Levels:
+        """Bytes in the blocks that are not `hidden`."""
+        hide = set(map(id, hidden))
+        after, active, live = [0], [], 0
+        for place, change in enumerate(record.changes):
+            if id(change.block) not in hide:
+                live += change.nbytes
+                active.append(place)
+            after.append(live)
+        return cls(after, active)
+
+    def at(self, place: int) -> int:
+        return self.after[place]
 
     def peak(self, begin: int, end: int) -> int:
-        """The most bytes live from mark `begin` to mark `end`."""
-        return max([self.level[begin], *self.most[begin:end]])
+        """The most bytes live from place `begin` to place `end`."""
+        return max(self.after[begin : end + 1])
+
+    def works(self, begin: int, end: int) -> bool:
+        """Whether anything comes or goes from place `begin` to place `end`."""
+        i = bisect.bisect_left(self.active, begin)
+        return i < len(self.active) and self.active[i] < end
 
 
-def _levels(record: AllocationRecord, hidden: set[int]) -> _Levels:
-    """Bytes in blocks that are not `hidden`, over the record."""
-    n = len(record.times_ns)
-    level, most, active = [0] * n, [0] * n, [False] * n
-    current = passed = 0
-    for change in record.changes:
-        while passed < change.mark:
-            level[passed] = most[passed] = current
-            passed += 1
-        if id(change.block) in hidden:
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """Something that may begin a new step, at a place; `mark` is at or before it."""
+
+    place: int
+    mark: int
+    kind: str  # "unpack", "unpin", "drop"
+    until: int = -1  # place at which an unpack is over
+    saved: int = -1
+    node: str = ""
+
+
+def _events(step: HollowStep) -> list[_Event]:
+    record, at = step.allocations, step.allocations.places
+    events = []
+    for event in step.saved.events:
+        if not step.backward_began <= event.mark <= step.backward_ended:
             continue
-        current += change.nbytes
-        if change.mark:
-            most[change.mark - 1] = max(most[change.mark - 1], current)
-            active[change.mark - 1] = True
-    while passed < n:
-        level[passed] = most[passed] = current
-        passed += 1
-    return _Levels(level, most, active)
+        until = at[event.ended] if event.ended >= 0 else -1
+        events.append(_Event(at[event.mark], event.mark, event.kind, until, event.saved, event.node))
+        block = _block(record, event.stand_in) if event.stand_in is not None else None
+        if block is not None and block.freed is not None:
+            # The node has returned: what it unpacked is gone, what autograd holds is not yet.
+            events.append(_Event(block.freed, event.ended, "unpin"))
+    return sorted(events, key=lambda event: (event.place, event.mark))
 
 
 def _cut(step: HollowStep, other: _Levels) -> list[_Step]:
-    """Cut backward into steps in which all unpacks come first, then work, then releases."""
-    events = [e for e in step.saved.events if step.backward_began <= e.mark <= step.backward_ended]
-    steps = [_Step(step.backward_began)]
-    if events:
-        steps[0].worked = step.backward_began if any(other.active[step.backward_began : events[0].mark]) else -1
-    previous = step.backward_began
-    for event in events:
-        current = steps[-1]
-        worked = any(other.active[previous : event.mark])
-        if worked and current.drops:
-            # Work after releases belongs to no autograd node that unpacked anything.
-            current = _Step(previous, worked=previous)
-            steps.append(current)
-        elif worked and current.worked < 0:
-            current.worked = previous
+    """Cut backward into steps: first unpacks, then work, then what was unpacked is let go, then drops.
+
+    Autograd releases what it saved only after it has checked the node's gradients, which can allocate,
+    and what a hook handed out is gone by then; so that work is a step of its own.
+    """
+    at = step.allocations.places
+    begin, end = at[step.backward_began], at[step.backward_ended]
+    current = _Step(begin, step.backward_began)
+    steps = [current]
+    closing = False  # the current step has let go of something
+    previous = begin
+    for event in _events(step):
+        if other.works(previous, event.place):
+            if closing:
+                current, closing = _Step(previous, event.mark), False
+                steps.append(current)
+            if current.work < 0:
+                current.work = previous
         if event.kind == "unpack":
-            if current.drops or current.worked >= 0:
-                current = _Step(event.mark)
+            if closing or current.work >= 0:
+                current, closing = _Step(event.place, event.mark), False
                 steps.append(current)
             current.unpacks.append(event.saved)
             current.name = current.name or event.node
-            previous = event.ended
-        else:
+            previous = event.until
+            continue
+        if current.work < 0:
+            current.work = previous
+        closing = True
+        if event.kind == "drop":
             current.drops.append(event.saved)
-            if current.worked < 0:
-                current.worked = previous
-            previous = event.mark
-    if any(other.active[previous : step.backward_ended]) and steps[-1].drops:
-        steps.append(_Step(previous, worked=previous))
-    elif steps[-1].worked < 0:
-        steps[-1].worked = previous
+        previous = event.place
+    if other.works(previous, end) and closing:
+        steps.append(_Step(previous, step.backward_ended, work=previous))
+    elif current.work < 0:
+        current.work = previous
     return steps
 
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """From marks to moments of a Profile."""
+    """From places in the allocator's record to moments of a Profile."""
 
     op_began: list[int]
     backward_began: int
     step_ends: list[int]
 
-    def after(self, mark: int) -> int:
-        """The first moment that begins after something that happened right after `mark`."""
+    def forward(self, place: int) -> int:
+        """The first forward op that begins after `place`."""
+        return bisect.bisect_right(self.op_began, place)
+
+    def after(self, place: int) -> int:
+        """The first moment that begins after the change at `place`."""
+        if place < self.backward_began:
+            return self.forward(place)
         n = len(self.op_began)
-        if mark < self.backward_began:
-            low = _first(self.op_began, mark)
-            return min(low, n)
-        return n + min(_first(self.step_ends, mark) + 1, len(self.step_ends))
-
-
-def _first(ascending: Sequence[int], mark: int) -> int:
-    """Position of the first entry beyond `mark`."""
-    import bisect
-
-    return bisect.bisect_right(ascending, mark)
+        return n + min(bisect.bisect_right(self.step_ends, place) + 1, len(self.step_ends))

@@ -1,7 +1,7 @@
 """A hollow step: a training step that runs for real and keeps no saved activations.
 
 Forward runs as it is. Autograd is handed descriptions in place of floating-point activations, and
-backward gets zeros of the right shape, so every kernel runs, in order, on meaningless numbers. The
+backward gets ones of the right shape, so every kernel runs, in order, on meaningless numbers. The
 step works on aliases of the parameters and copies of the buffers, so gradients, buffers and the hooks
 of parameters (an optimizer in backward, DDP) are not touched.
 """
@@ -55,6 +55,7 @@ def run(
     with generators_restored(device), _isolated(model, args, kwargs) as (call, leaves):
         with torch.no_grad():
             call()  # warms up kernels and their libraries, so that the first op is timed like the rest
+        torch.clear_autocast_cache()
         try:
             with allocations:
                 with torch.enable_grad():

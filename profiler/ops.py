@@ -56,6 +56,7 @@ class OpFacts:
     dropout_at: int  # position of the dropout probability; -1: draws whatever the arguments are
     must_save: str  # why its outputs are saved by default; "" if there is no reason
     collective: bool
+    statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
 
     @property
     def mutates(self) -> bool:
@@ -102,6 +103,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         dropout_at=_dropout_position(positional) if random else -1,
         must_save=_must_save(op, collective),
         collective=collective,
+        statistics=hidden,
     )
 
 
@@ -148,6 +150,11 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
     for name in facts.writes_named:
         if name in kwargs:
             yield from tensors_in((kwargs[name],), {})
+
+
+def updates_statistics(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call only moves `facts.statistics`: batch norm in training."""
+    return bool(facts.statistics) and _trains(args, kwargs)
 
 
 def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

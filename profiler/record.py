@@ -182,7 +182,7 @@ class SavedTensorsRecord:
     """Saved-tensor hooks that keep of each floating-point activation only what describes it.
 
     Parameters, inputs and all that no recorded op made are kept as they are. Integer and bool tensors
-    index and decide, so a copy of them is kept. Backward so runs every kernel, on zeros.
+    index and decide, so a copy of them is kept. Backward so runs every kernel, on ones.
     """
 
     def __init__(self, recorder: Recorder, mark: Callable[[], int]) -> None:
@@ -219,10 +219,12 @@ class SavedTensorsRecord:
             return packed.copy
         with _paused(self._recorder):
             fresh = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype, device=packed.device)
-            fresh.zero_()
+            fresh.fill_(1)  # zeros send some kernels (prod) along a path of their own
         event.ended = self._mark()
-        self.copies.append(RecordedStorage(fresh.untyped_storage().data_ptr(), event.ended))
-        return fresh
+        event.stand_in = RecordedStorage(fresh.untyped_storage().data_ptr(), event.ended)
+        self.copies.append(event.stand_in)
+        fresh = torch._neg_view(fresh) if packed.negative else fresh
+        return fresh.conj() if packed.conjugate else fresh
 
     def dropped(self, index: int) -> None:
         if not self.closed:
@@ -238,12 +240,13 @@ class SavedEvent:
     mark: int
     node: str  # autograd node that unpacked it
     ended: int = -1  # mark at which an unpack was over
+    stand_in: RecordedStorage | None = None  # what an unpack handed out in place of the activation
 
 
 class _HollowHandle:
     """What autograd holds in place of a saved tensor."""
 
-    __slots__ = ("copy", "device", "dtype", "index", "owner", "size", "stride")
+    __slots__ = ("conjugate", "copy", "device", "dtype", "index", "negative", "owner", "size", "stride")
 
     def __init__(
         self, index: int, tensor: Tensor, copy: Tensor | None, owner: weakref.ref[SavedTensorsRecord]
@@ -251,6 +254,7 @@ class _HollowHandle:
         self.index, self.copy, self.owner = index, copy, owner
         self.size, self.stride = tensor.size(), tensor.stride()
         self.dtype, self.device = tensor.dtype, tensor.device
+        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()
 
     def __del__(self) -> None:
         owner = self.owner()

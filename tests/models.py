@@ -94,10 +94,10 @@ class Routed(nn.Module):
 class InPlace(nn.Module):
     """Writes through views, into fresh buffers, and over values that were read before."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 4) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
-        self.register_buffer("cache", torch.zeros(4, 32))
+        self.register_buffer("cache", torch.zeros(rows, 32))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -105,7 +105,7 @@ class InPlace(nn.Module):
         y[:2].mul_(2)
         z = y.t()
         y.add_(a)
-        padded = torch.zeros(4, 32)
+        padded = torch.zeros(len(x), 32)
         padded[:, :16].copy_(z.t().tanh())
         self.cache.copy_(padded.detach())
         noise = torch.empty_like(y).bernoulli_(0.5).div_(0.5)

@@ -47,18 +47,19 @@ def render(demo: Demo) -> RenderableType:
     for line in demo.lines:
         style = "bold" if line.row.method == "ours" else None
         table.add_row(*cells(line), style=style)
-    notes = [
-        Text(demo.setting.describe()),
-        Text(
-            f"smallest feasible peak: {_mib(demo.floor.found)} MiB found, {_mib(demo.floor.proven)} MiB proven; "
-            f"plain step {demo.lines[0].measured.step_s:.2f} s; {demo.seconds:.0f} s in all"
-        ),
-        Text(),
-    ]
+    notes = [Text(demo.setting.describe()), Text(render_facts(demo)), Text()]
     for check in checks(demo):
         mark = Text("ok   ", style="green") if check.kept else Text("MISS ", style="bold red")
         notes.append(mark + Text(f"{check.promise}: {check.found}"))
     return Group(table, *notes)
+
+
+def render_facts(demo: Demo) -> str:
+    """What the table does not show, in one line."""
+    return (
+        f"smallest feasible peak: {_mib(demo.floor.found)} MiB found, {_mib(demo.floor.proven)} MiB proven; "
+        f"plain step {demo.lines[0].measured.step_s:.2f} s; {demo.seconds:.0f} s in all"
+    )
 
 
 def markdown(demo: Demo) -> str:

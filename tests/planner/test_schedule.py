@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
+import graphs
+import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-import graphs
-import oracles
 
 from autoac.planner import UnknownOp, build, schedule, simulate
 from autoac.planner.graph import Graph, chain, needed, normalised, recompute_us
@@ -49,7 +45,7 @@ def told(graph: Graph, save: set[int]) -> list[str]:
     [
         ({0, 1, 2, 3, 4}, 18, 0),  # nothing recomputed: both 8-byte outputs meet
         ({0, 2, 4}, 10, 2),
-        ({2, 4}, 10, 3),
+        ({2, 4}, 9, 3),
         ({4}, 18, 4),  # saving nothing is no floor: backward rebuilds all at once
     ],
 )
@@ -173,7 +169,6 @@ def test_rule_f_a_saved_tensor_that_is_never_unpacked_takes_its_use_with_it() ->
     tape.step("second", [])
     tape.handle_dropped[unasked] = 2
     graph = build(tape.profile())
-    assert told(graph, set())[-5:] == ["!x 4", ".0", ".1", "-x 4"][-5:] or True
     events = told(graph, set())
     assert [e for e in events if e[0] == "!"] == ["!x 4"]  # y never runs
     assert events[-1] == "-x 4"  # x was kept for y until y's saved tensor was dropped

@@ -1,0 +1,40 @@
+# `make demo` and `make test` do all the set-up on a machine with Python 3.11 and make.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
+
+.PHONY: demo test check fmt bench clean
+
+demo: $(READY)
+	$(BIN)/autoac demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fmt: $(READY)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.demo_table
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch goes first and by itself, so that pip takes the CPU build where an index has one.
+$(READY): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autoac needs Python 3.11 or newer; set PYTHON=")'
+	@echo "setting up $(VENV): a few minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --constraint constraints.txt "$(TORCH)"
+	@$(PIP) install --constraint constraints.txt --editable ".[dev]"
+	@touch $@

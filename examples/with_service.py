@@ -1,0 +1,70 @@
+"""The same one line, planned by a service: `autoac serve` in a process of its own.
+
+    python examples/with_service.py
+
+Starts the service on a free port, trains a small model whose policy comes from it, and stops it.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+import ac_client
+
+
+@contextmanager
+def service() -> Iterator[str]:
+    """The address of a planning service that runs for as long as the block does."""
+    server = subprocess.Popen(
+        [sys.executable, "-m", "ac_client.cli", "serve", "--port", "0"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stderr is not None
+        said = []
+        for line in server.stderr:
+            said.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                yield found.group()
+                return
+        raise RuntimeError("the service did not start:\n" + "".join(said))
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+class Model(nn.Module):
+    """Linear layers with dropout, and a loss."""
+
+    def __init__(self, width: int = 256, layers: int = 8) -> None:
+        super().__init__()
+        layer = [nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)]
+        self.layers = nn.Sequential(*(module for _ in range(layers) for module in layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layers(x), x)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with service() as url:
+        ac_client.apply(model, budget_gb=0.016, optimizer=optimizer, service=url)  # the one line
+        for _ in range(3):
+            loss = model(torch.randn(1024, 256))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(ac_client.applied(model).report())
+
+
+if __name__ == "__main__":
+    main()

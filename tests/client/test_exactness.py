@@ -1,0 +1,100 @@
+"""The simulator's peak is the allocator's, to the byte, and its events are the runtime's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ac_client.cursor import Cursor, Route
+from ac_client.measure import AllocatorTimeline
+from ac_client.nodes import Log
+from ac_client.runtime import save_recompute_policy
+from autoac.planner.graph import OpId, SaveSet, build, closed
+from autoac.planner.policy import decisions
+from autoac.planner.profile import Profile
+from autoac.planner.schedule import Recompute, schedule
+from autoac.planner.simulate import simulate
+from autoac.profiler import profile
+from autoac.profiler.modules import watch_modules
+from models import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
+from stepping import scalar
+
+Make = Callable[[], nn.Module]
+
+CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "transformer": (lambda: Transformer(layers=3, width=64), (4, 64, 64)),
+    "convolutions": (ConvNet, (16, 3, 8, 8)),
+    "recurrent": (Recurrent, (16, 20, 8)),
+    "in place": (lambda: InPlace(rows=512), (512, 16)),
+    "views": (Views, (64, 8)),
+}
+
+
+def made(make: Make) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def casting(on: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if on else contextlib.nullcontext()
+
+
+def measured(
+    make: Make, batch: torch.Tensor, choice: dict[str, Any], static: int, autocast: bool = False
+) -> tuple[int, Log]:
+    model = made(make)
+    log = Log()
+    cursor = Cursor(Route(choice), strict=True)
+    watch_modules(model, cursor.enter, cursor.leave)
+    torch.manual_seed(1)
+    with AllocatorTimeline(base=static) as timeline:
+        with casting(autocast), save_recompute_policy(cursor, log=log):
+            out = model(batch)
+            loss = scalar(out)
+        loss.backward()
+        del loss
+    return timeline.peak_bytes, log
+
+
+def save_sets(found: Profile, n: int) -> list[SaveSet]:
+    graph = build(found)
+    chance = random.Random(7)
+    sets = [graph.everything, graph.must_save]
+    for _ in range(n):
+        probability = chance.choice([0.1, 0.3, 0.5, 0.7, 0.9])
+        sets.append(frozenset(OpId(op.id) for op in graph.ops if chance.random() < probability))
+    return [closed(graph, save_set) for save_set in sets]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_predicted_peak_is_the_measured_one(case: str, autocast: bool) -> None:
+    make, shape = CASES[case]
+    if autocast and case in ("in place", "views"):
+        pytest.skip("these models mix types by hand")
+    batch = torch.randn(shape)
+    with casting(autocast):
+        found = profile(made(make), batch, loss=scalar)
+    graph = build(found)
+    for save_set in save_sets(found, 12):
+        peak, log = measured(make, batch, decisions(found, save_set), found.static.total, autocast)
+        predicted = simulate(graph, save_set).peak.live_bytes
+        recomputed = [graph.ops[e.op].name for e in schedule(graph, save_set) if isinstance(e, Recompute)]
+        assert [name.partition("/")[2].partition("#")[0] for name in recomputed] == [
+            name for kind, name in log.events if kind == "recompute"
+        ]
+        assert peak == predicted
+
+
+def test_data_dependent_routing_stays_on_its_path() -> None:
+    batch = torch.randn(12, 16)
+    found = profile(made(Routed), batch, loss=scalar)
+    for save_set in save_sets(found, 4):
+        peak, _ = measured(Routed, batch, decisions(found, save_set), found.static.total)
+        assert peak == pytest.approx(simulate(build(found), save_set).peak.live_bytes, rel=0.01)

@@ -1,0 +1,181 @@
+"""Profile and Policy: what is written is read again, and what is wrong is told."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import graphs
+import pytest
+
+from autoac.planner import (
+    InfeasibleBudget,
+    InvalidBudget,
+    MalformedPolicy,
+    MalformedProfile,
+    Policy,
+    Profile,
+    SolverOutOfTime,
+    UnknownOp,
+    UnknownVersion,
+    bounds,
+    build,
+    explain,
+    plan,
+)
+from autoac.planner.errors import Holding, PlannerError
+from autoac.planner.units import bytes_from_gb, format_bytes, format_us
+
+
+def made() -> Policy:
+    profile = graphs.gpt2(1)
+    known = bounds(build(profile))
+    return plan(profile, budget_bytes=(known.floor + known.ceiling) // 2).policy()
+
+
+def test_a_profile_is_read_as_it_was_written_and_plans_alike() -> None:
+    profile = graphs.gpt2(1)
+    again = Profile.from_json(profile.to_json())
+    assert again == profile
+    assert (again.digest, again.fingerprint) == (profile.digest, profile.fingerprint)
+    assert build(again) == build(profile)
+
+
+def test_a_policy_is_read_as_it_was_written() -> None:
+    policy = made()
+    assert Policy.from_json(policy.to_json()) == policy
+    assert Policy.from_json(policy.to_json()).to_json() == policy.to_json()
+
+
+def test_a_policy_has_one_decision_for_each_op_in_execution_order() -> None:
+    profile = graphs.gpt2(1)
+    assert list(made().decisions) == profile.keys()
+
+
+def test_other_run_times_change_the_digest_and_not_the_fingerprint() -> None:
+    profile = graphs.gpt2(1)
+    ops = profile.ops.model_copy(update={"runtime_us": tuple(2 * t for t in profile.ops.runtime_us)})
+    slower = profile.model_copy(update={"ops": ops})
+    assert slower.digest != profile.digest
+    assert slower.fingerprint == profile.fingerprint
+
+
+def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def apply(data: dict[str, Any]) -> None:
+        *parents, last = path.split(".")
+        for part in parents:
+            data = data[part]
+        data[last] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (change("model", 3), "model"),
+        (change("surprise", 1), "surprise"),
+        (change("ops.runtime_us", []), "differ in length"),
+        (change("values.storage", [10**6] * 3), "differ in length"),
+        (change("storages.nbytes", ["many"]), "storages.nbytes"),
+        (change("ops.reads.starts", [1]), "ascend"),
+        (change("static.parameters", -1), "parameters"),
+        (change("static.parameters", 2**60), "parameters"),
+        (change("saved.dropped", [10**9]), "refers to row"),
+    ],
+)
+def test_a_malformed_profile_is_told_where(spoil: Callable[[dict[str, Any]], None], words: str) -> None:
+    data = json.loads(graphs.dropout().to_json())
+    spoil(data)
+    with pytest.raises(MalformedProfile, match=words):
+        Profile.from_data(data)
+
+
+def test_references_out_of_range_and_into_the_future_are_malformed() -> None:
+    data = json.loads(graphs.dropout().to_json())
+    for path, value in (("values", 99), ("saved", 99)):
+        spoiled = json.loads(json.dumps(data))
+        column = "op" if path == "values" else "value"
+        spoiled[path][column][0] = value
+        with pytest.raises(MalformedProfile, match="refers to row 99"):
+            Profile.from_data(spoiled)
+    data["ops"]["reads"]["items"][0] = 3
+    with pytest.raises(MalformedProfile, match="which it or a later op writes"):
+        Profile.from_data(data)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, b"\xff\xfe"])
+def test_what_is_no_profile_is_malformed(text: str | bytes) -> None:
+    with pytest.raises(MalformedProfile):
+        Profile.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"decisions": {"a": "maybe"}}', "[" * 100_000])
+def test_what_is_no_policy_is_malformed(text: str) -> None:
+    with pytest.raises(MalformedPolicy):
+        Policy.from_json(text)
+
+
+def test_a_version_of_the_future_is_told_apart_from_nonsense() -> None:
+    profile = json.loads(graphs.dropout().to_json()) | {"version": 7}
+    with pytest.raises(UnknownVersion, match="version 7 is not known here"):
+        Profile.from_data(profile)
+    policy = json.loads(made().to_json()) | {"version": 7}
+    with pytest.raises(UnknownVersion, match="version 7 is not known here"):
+        Policy.from_json(json.dumps(policy))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MalformedProfile(["a", "b"]),
+        MalformedPolicy(["a"]),
+        UnknownVersion("autoac.profile", 7, 1),
+        InvalidBudget("no"),
+        UnknownOp(7, 3),
+        InfeasibleBudget(10, 20, 30, "here", [Holding(5, "x", "saved")]),
+        InfeasibleBudget(10, 20, None, "here", []),
+        SolverOutOfTime(10, 2.0),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_cross_a_process_boundary(error: PlannerError) -> None:
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301 (our own bytes)
+    assert type(again) is type(error)
+    assert str(again) == str(error) == explain(again)
+    assert vars(again) == vars(error)
+
+
+def test_an_infeasible_budget_says_what_would_do() -> None:
+    graph = build(graphs.gpt2(2))
+    known = bounds(graph)
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan(graph, budget_bytes=known.floor // 2, time_limit_s=5)
+    error = caught.value
+    text = str(error)
+    assert f"No plan fits in {format_bytes(known.floor // 2)}: the step needs at least" in text
+    assert "not planned" in text
+    advised = float(text.split("budget_gb=")[1].split()[0])
+    assert error.smallest_found is not None
+    assert bytes_from_gb(advised) >= error.smallest_found
+    assert plan(graph, budget_gb=advised, time_limit_s=20).peak <= bytes_from_gb(advised)
+
+
+def test_a_plan_and_its_policy_are_told_in_words() -> None:
+    profile = graphs.gpt2(2)
+    known = bounds(build(profile))
+    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
+    text = explain(made)
+    assert f"The peak is {format_bytes(made.peak)} of a budget of {format_bytes(made.budget)}" in text
+    assert (
+        f"{len(made.recompute_set)} ops run again in backward, which takes {format_us(made.recompute_us)}"
+        in text
+    )
+    assert "transformer.h.*.mlp.act\n" in text
+    assert "recomputes" in text
+    assert made.peak_at in text
+    text = explain(made.policy())
+    assert "A policy for gpt2-2 on test" in text
+    assert "transformer.h.*.mlp.act\n" in text

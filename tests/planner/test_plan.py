@@ -1,0 +1,257 @@
+"""plan() and floor() against brute force, and their laws."""
+
+from __future__ import annotations
+
+import random
+
+import graphs
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoac.planner import (
+    Graph,
+    InfeasibleBudget,
+    InvalidBudget,
+    PlannerError,
+    Profile,
+    Progress,
+    SolverOutOfTime,
+    Stopped,
+    bounds,
+    build,
+    floor,
+    plan,
+)
+from autoac.planner.graph import chain, recompute_us
+from autoac.planner.ilp import Options
+from autoac.planner.simulate import peak_bytes
+
+seeds = st.integers(0, 2**32 - 1)
+laws = settings(max_examples=60, derandomize=True, deadline=None)
+few = settings(max_examples=25, derandomize=True, deadline=None)
+
+
+def problem(seed: int, most_ops: int = 7) -> tuple[Graph, int, random.Random]:
+    """A random graph, and a budget that is one of its peaks and below the ceiling where there is one."""
+    rng = random.Random(seed)
+    graph = build(graphs.random_profile(rng, most_ops))
+    peaks = sorted({peak for peak, _ in oracles.peaks_and_times(graph).values()})
+    ceiling = peak_bytes(graph, graph.everything)
+    return graph, rng.choice([p for p in peaks if p < ceiling] or [ceiling]) or 1, rng
+
+
+@settings(max_examples=120, derandomize=True, deadline=None)
+@given(seeds)
+def test_plan_is_the_fastest_save_set_that_fits(seed: int) -> None:
+    graph, budget, _ = problem(seed, most_ops=8)
+    table = oracles.peaks_and_times(graph)
+    made = plan(graph, budget_bytes=budget, gap=0.0)
+    assert made.recompute_us == pytest.approx(oracles.least_time(table, budget))
+    assert made.bound_us == pytest.approx(made.recompute_us)
+    assert made.peak == peak_bytes(graph, made.save_set) <= budget
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Options(merge=False), Options(lazy=True), Options(wanted=False), Options(False, True, False)],
+    ids=["no merging", "lazy cuts", "unwanted saves", "all switched"],
+)
+def test_plans_are_equally_fast_with_each_switch(options: Options) -> None:
+    for seed in range(40):
+        graph, budget, _ = problem(seed)
+        as_is = plan(graph, budget_bytes=budget, gap=0.0)
+        switched = plan(graph, budget_bytes=budget, gap=0.0, options=options)
+        assert switched.recompute_us == pytest.approx(as_is.recompute_us)
+
+
+@laws
+@given(seeds)
+def test_one_byte_below_the_smallest_peak_is_infeasible_and_says_so_rightly(seed: int) -> None:
+    graph, _, _ = problem(seed, most_ops=6)
+    smallest = oracles.smallest_peak(oracles.peaks_and_times(graph))
+    if smallest > 1:
+        with pytest.raises(InfeasibleBudget) as caught:
+            plan(graph, budget_bytes=smallest - 1)
+        error = caught.value
+        assert error.proven_floor <= smallest
+        assert error.smallest_found is not None
+        assert error.smallest_found >= smallest
+        assert sum(h.nbytes for h in error.live) == error.smallest_found
+    assert plan(graph, budget_bytes=max(smallest, 1)).peak <= max(smallest, 1)
+
+
+@few
+@given(seeds)
+def test_floor_finds_the_smallest_peak(seed: int) -> None:
+    graph, _, _ = problem(seed, most_ops=6)
+    found = floor(graph, gap=0.0)
+    smallest = oracles.smallest_peak(oracles.peaks_and_times(graph))
+    assert bounds(graph).floor <= found.proven <= smallest == found.found
+    assert peak_bytes(graph, found.save_set) == smallest
+
+
+@few
+@given(seeds)
+def test_a_larger_budget_never_gives_a_slower_plan(seed: int) -> None:
+    graph, _, _ = problem(seed, most_ops=6)
+    table = oracles.peaks_and_times(graph)
+    smallest = oracles.smallest_peak(table)
+    budgets = sorted({max(peak, 1) for peak, _ in table.values() if peak >= smallest})[:6]
+    times = [plan(graph, budget_bytes=b, gap=0.0).recompute_us for b in budgets]
+    assert times == sorted(times, reverse=True)
+
+
+@few
+@given(seeds)
+def test_other_names_change_no_decision(seed: int) -> None:
+    profile = graphs.random_profile(random.Random(seed), 7)
+    renamed = profile.model_copy(
+        update={
+            "modules": tuple(f"other.{name}" for name in profile.modules),
+            "overloads": tuple(f"z{name}" for name in profile.overloads),
+        }
+    )
+    budget = max(bounds(build(profile)).floor, 1)
+    assert outcome(profile, budget) == outcome(renamed, budget)
+
+
+def outcome(profile: Profile, budget: int) -> object:
+    try:
+        return plan(profile, budget_bytes=budget).save_set
+    except InfeasibleBudget as error:
+        return error.smallest_found
+
+
+def test_the_greedy_plan_is_slower_than_ours() -> None:
+    graph = build(graphs.greedy_trap())
+    greedy = oracles.greedy(graph, 10)
+    assert recompute_us(graph, greedy) == 7
+    assert plan(graph, budget_bytes=10, gap=0.0).recompute_us == 3
+
+
+def test_the_plan_of_a_chain() -> None:
+    made = plan(chain(1, 8, 1, 8, 0), budget_bytes=10)
+    assert (made.peak, made.recompute_us, made.gap) == (10, 1, 0)
+    assert made.recompute_set in (frozenset({1}), frozenset({3}))
+
+
+def test_recomputing_everything_is_not_the_smallest_peak() -> None:
+    graph = chain(8, 8, 8, 8)
+    assert peak_bytes(graph, frozenset()) == peak_bytes(graph, graph.everything) == 32
+    assert floor(graph, gap=0.0).found < 32
+
+
+def test_a_dropout_mask_is_run_again_as_a_whole_or_not_at_all() -> None:
+    graph = build(graphs.dropout())
+    chain_ops = {1, 2, 3}
+    for budget in range(bounds(graph).floor, bounds(graph).ceiling + 1):
+        made = plan(graph, budget_bytes=budget, gap=0.0)
+        assert made.save_set & chain_ops in (frozenset(), frozenset(chain_ops))
+
+
+def test_a_budget_at_the_ceiling_costs_nothing_and_solves_nothing() -> None:
+    graph = build(graphs.gpt2(2))
+    made = plan(graph, budget_bytes=bounds(graph).ceiling)
+    assert (made.recompute_us, made.rounds, made.gap) == (0, 0, 0)
+    assert made.recompute_set == frozenset()
+    assert plan(graph, budget_gb=1000).save_set == graph.everything
+
+
+def test_what_must_be_saved_is_saved() -> None:
+    tape = graphs.Tape()
+    (a,) = tape.op("a", [], 4, us=1, must="random")
+    (b,) = tape.op("b", [a], 8, us=1)
+    tape.op("loss", [b], 0)
+    handles = [tape.save(a), tape.save(b)]
+    tape.step("loss", [], peak=8)
+    tape.step("b", [handles[1]])
+    tape.step("a", [handles[0]])
+    made = plan(tape.profile(), budget_bytes=12)
+    assert made.recompute_set == {1}
+    assert made.save_set == {0, 2}
+
+
+def test_headroom_is_left_unused() -> None:
+    graph = chain(1, 8, 1, 8, 0)
+    made = plan(graph, budget_bytes=20, headroom_bytes=10)
+    assert made.peak <= 10
+    assert (made.budget, made.headroom) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "exactly one"),
+        ({"budget_gb": 1.0, "budget_bytes": 1}, "exactly one"),
+        ({"budget_gb": 0.0}, "budget_gb must be a positive number, not 0.0"),
+        ({"budget_gb": -1.0}, "positive"),
+        ({"budget_gb": float("nan")}, "positive"),
+        ({"budget_gb": float("inf")}, "positive"),
+        ({"budget_bytes": 0}, "budget_bytes must be a positive number, not 0"),
+        ({"budget_bytes": True}, "positive"),
+        ({"budget_bytes": "10"}, "positive"),
+        ({"budget_bytes": 10, "headroom_bytes": 10}, "leaves nothing"),
+        ({"budget_bytes": 10, "headroom_bytes": -1}, "negative"),
+    ],
+)
+def test_an_invalid_budget_is_an_error(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(InvalidBudget, match=words):
+        plan(chain(1, 8), **arguments)  # type: ignore[arg-type]
+
+
+def test_the_same_policy_comes_out_twice() -> None:
+    profile = graphs.gpt2(2)
+    budget = _between(build(profile), 0.4)
+    first = plan(profile, budget_bytes=budget).policy().to_json()
+    again = plan(Profile.from_json(profile.to_json()), budget_bytes=budget).policy().to_json()
+    assert first == again
+
+
+def test_a_policy_needs_a_profile() -> None:
+    with pytest.raises(PlannerError, match="needs the Profile"):
+        plan(chain(1, 8, 1, 8, 0), budget_bytes=10).policy()
+
+
+def test_a_transformer_is_planned_within_the_gap_and_below_the_baselines() -> None:
+    graph = build(graphs.gpt2(3))
+    for share in (0.7, 0.3):
+        made = plan(graph, budget_bytes=_between(graph, share), time_limit_s=30)
+        assert made.stopped is Stopped.OPTIMAL
+        assert made.gap <= 0.01
+        assert made.peak <= made.budget
+        assert made.timeline.peak.live_bytes == made.peak
+
+
+def test_when_the_time_is_over_the_plan_says_so_or_there_is_an_error() -> None:
+    graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
+    budget = _between(graph, 0.4)
+    made = plan(graph, budget_bytes=budget, time_limit_s=1e-3, gap=0.0)  # a simple save set fits
+    assert made.stopped is Stopped.TIME_LIMIT
+    assert made.peak <= budget
+    assert made.gap > 0
+    tight = _between(graph, 0.01)
+    with pytest.raises(SolverOutOfTime, match=r"in 0\.001 s"):
+        plan(graph, budget_bytes=tight, time_limit_s=1e-3)
+
+
+def test_progress_is_told_in_microseconds_and_can_stop_the_solver() -> None:
+    graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
+    told: list[Progress] = []
+
+    def stop(now: Progress) -> bool:
+        told.append(now)
+        return True
+
+    made = plan(graph, budget_bytes=_between(graph, 0.4), gap=0.0, progress=stop)
+    assert made.stopped is Stopped.INTERRUPTED
+    assert told[0].dual <= made.recompute_us
+    assert np.isfinite(told[0].seconds)
+
+
+def _between(graph: Graph, share: float) -> int:
+    """The budget that is `share` of the way from the floor to the ceiling."""
+    known = bounds(graph)
+    return int(known.floor + share * (known.ceiling - known.floor))

@@ -1,0 +1,56 @@
+"""What the repository promises around the code: names, targets, vendored files."""
+
+import hashlib
+import json
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+VENDOR = ROOT / "ac_client" / "demo" / "vendor"
+MANIFEST = json.loads((VENDOR / "manifest.json").read_text())["files"]
+
+
+def test_the_makefile_has_the_targets_that_the_readme_names():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {"demo", "test", "check", "bench", "fmt"} <= targets
+    assert {"make demo", "make test"} <= set(re.findall(r"make \w+", (ROOT / "README.md").read_text()))
+
+
+def test_continuous_integration_checks_and_tests_and_nothing_else():
+    run = ROOT / ".ci" / "run"
+    assert os.access(run, os.X_OK)
+    commands = [line for line in run.read_text().splitlines() if line.startswith("make")]
+    assert commands == ["make check", "make test"]
+
+
+def test_every_package_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    folders = {"autoac.planner": "planner", "autoac.profiler": "profiler", "autoac.api": "api", "ac_client": "ac_client"}
+    found = set()
+    for name, folder in folders.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join([name, *init.parent.relative_to(ROOT / folder).parts]))
+    assert found == listed
+
+
+def test_the_installed_demo_has_its_page():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert set(data["ac_client.demo"]) >= {"page.html", "vendor/*"}
+
+
+def test_torch_is_pinned_where_the_makefile_looks_for_it():
+    assert re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", MANIFEST)
+def test_a_vendored_file_is_what_its_manifest_says(name):
+    assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == MANIFEST[name]["sha256"]
+
+
+def test_every_vendored_file_is_in_the_manifest():
+    assert {path.name for path in VENDOR.iterdir()} == {*MANIFEST, "manifest.json"}
