@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ac_client.cursor import Cursor, OffPath, Route
@@ -24,6 +24,8 @@ from autoac.planner import Plan, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of, observe
 from autoac.profiler.modules import ModuleHook, watch_modules
+from autoac.profiler.ops import tensors_in
+from autoac.profiler.static import optimizer_state_nbytes, static_bytes
 
 log = logging.getLogger("ac_client")
 
@@ -69,6 +71,7 @@ class Applied:
         self._off_path = ""
         self._told_busy = False
         self._measured_peak: int | None = None
+        self._batch: list[weakref.ref[Tensor]] = []  # of the last forward
         self._steps = 0
         self._began: list[float] = []
         self._handles: list[RemovableHandle] = []
@@ -126,11 +129,10 @@ class Applied:
             del _applied[model]
 
     def _standing_bytes(self, model: nn.Module) -> int:
-        from autoac.profiler.static import optimizer_state_nbytes, static_bytes
-
         device = device_of(model)
         state = optimizer_state_nbytes(self._optimizer, device) if self._optimizer is not None else 0
-        return static_bytes(model, (), {}, state, device).total
+        batch = [tensor for ref in self._batch if (tensor := ref()) is not None]
+        return static_bytes(model, batch, {}, state, device).total
 
     def _peak(self) -> int | None:
         model = self._model()
@@ -166,6 +168,7 @@ class Applied:
                 raise
         assert self._route is not None
         self._steps += 1
+        self._batch = [weakref.ref(t) for t in tensors_in(args, kwargs)]
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
         if not self._recomputes:
@@ -243,15 +246,13 @@ def check_untouched(model: nn.Module) -> None:
         where = f"{type(module).__name__}{f' at {path}' if path else ''}"
         if module in _applied:
             raise AlreadyApplied(where)
-        for attribute, how in _SWITCHES.items():
-            if getattr(module, attribute, False) is True:
-                raise CheckpointingActive(where, how)
+        for attribute in _SWITCHES:
+            if vars(module).get(attribute) is True:
+                switch = next((f"{a}_disable" for a in _SWITCHES if hasattr(model, f"{a}_disable")), None)
+                raise CheckpointingActive(where, f"model.{switch}()" if switch else f"{where}.{attribute} = False")
         if type(module).__name__ == "CheckpointWrapper":
             raise CheckpointingActive(where, "your own code without checkpoint_wrapper")
 
 
-_SWITCHES: dict[str, str] = {
-    "activation_checkpointing": "model.activation_checkpointing_disable()",
-    "gradient_checkpointing": "model.gradient_checkpointing_disable()",
-    "is_gradient_checkpointing": "model.gradient_checkpointing_disable()",
-}
+# transformers 5.23 renamed the second to the first.
+_SWITCHES = ("activation_checkpointing", "gradient_checkpointing")

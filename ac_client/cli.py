@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from autoac.planner import Policy, Progress
     from rich.progress import TaskID
     from torch import nn
+
+    from autoac.planner import Policy, Progress
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -47,8 +48,9 @@ class CommandError(Exception):
 # --- commands -------------------------------------------------------------------------------------------
 
 
-@app.callback(epilog=_EXIT_CODES)
+@app.callback(epilog=_EXIT_CODES, invoke_without_command=True)
 def _common(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an error came from, not just its one line.")
@@ -60,6 +62,8 @@ def _common(
 
         print(version_of("autoac"))
         raise typer.Exit(OK)
+    if context.invoked_subcommand is None:
+        raise typer.BadParameter("missing command", context, param_hint="COMMAND")
 
 
 @app.command(epilog=_EXIT_CODES)
@@ -80,7 +84,9 @@ def demo(
     from ac_client.demo.page import render_page
 
     with _progress("demo") as progress:
-        result = rows.run(pairs=pairs, on_row=lambda name, i, n: progress.at(f"row {i} of {n}: {name}", i - 1, n))
+        result = rows.run(
+            pairs=pairs, on_row=lambda name, i, n: progress.at(f"row {i} of {n}: {name}", i - 1, n)
+        )
     write_whole(page, render_page(result))
     if as_json:
         print(json.dumps(result.data() | {"page": str(page)}, indent=1))
@@ -148,7 +154,9 @@ def plan(
         "policy.json"
     ),
     headroom_gb: Annotated[float, typer.Option(help="GiB of the budget to leave unused.")] = 0.0,
-    gap: Annotated[float, typer.Option(help="Stop once proven to be within this fraction of the best.")] = 0.01,
+    gap: Annotated[
+        float, typer.Option(help="Stop once proven to be within this fraction of the best.")
+    ] = 0.01,
     time_limit_s: Annotated[float, typer.Option("--time-limit", help="Seconds for the solver.")] = 60.0,
     as_json: Json = False,
 ) -> None:
@@ -265,7 +273,9 @@ def case_of(returned: Any, name: str) -> Case:
                 "(model, args, kwargs, loss), or a dict with these keys"
             )
     if not isinstance(case.model, nn.Module):
-        raise CommandError(f"{name} returned a model of type {type(case.model).__name__}, not torch.nn.Module")
+        raise CommandError(
+            f"{name} returned a model of type {type(case.model).__name__}, not torch.nn.Module"
+        )
     if not isinstance(case.args, tuple | list) or not isinstance(case.kwargs, Mapping):
         raise CommandError(f"{name} returned args or kwargs that are no tuple and dict")
     return Case(case.model, tuple(case.args), case.kwargs, case.loss)
@@ -407,7 +417,7 @@ def main(argv: list[str] | None = None) -> None:
         _fail(error, " ".join(error.format_message().split()) + where, error.exit_code, argv)
     except (typer.Abort, KeyboardInterrupt) as error:
         _fail(error, "interrupted", INTERRUPTED, argv)
-    except Exception as error:  # the last line of defence: an error is one line, whatever it is
+    except Exception as error:  # noqa: BLE001 - the last line of defence: an error is one line, whatever it is
         _fail(error, one_line(error), ERROR, argv)
     raise SystemExit(code if isinstance(code, int) else OK)
 

@@ -29,7 +29,7 @@ class CheckpointingActive(ApplyError):
     """The model checkpoints itself, which would recompute under the plan's feet."""
 
     def __init__(self, where: str, how: str) -> None:
-        super().__init__(f"{where} has gradient checkpointing switched on; call {how} before ac_client.apply")
+        super().__init__(f"{where} has gradient checkpointing switched on; do {how} before ac_client.apply")
 
 
 class NotApplied(LookupError):

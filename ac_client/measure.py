@@ -97,7 +97,8 @@ class AllocatorTimeline:
 
     def _read(self, profiler: profile) -> None:
         recorded = profiler.profiler
-        assert recorded is not None and recorded.kineto_results is not None
+        assert recorded is not None
+        assert recorded.kineto_results is not None
         live, events = self._base, []
         of_device = (self.device.type.upper(), self.device.index or 0)
         all_events: list[Any] = sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns())

@@ -97,20 +97,17 @@ class Built:
 class Builder:
     """Collects columns and rows. One method for each constraint family."""
 
-    def __init__(
-        self, f: Facts, budget: int | None, points: Iterable[Point], states: Iterable[int], options: Options
-    ) -> None:
+    def __init__(self, f: Facts, budget: int | None, points: Iterable[Point], options: Options) -> None:
         self.f, self.graph, self.budget, self.options = f, f.graph, budget, options
         self.n = len(self.graph.ops)
         self.points = sorted(set(points), key=_order)
-        self.states = sorted({0, f.n_states, *states, *(t for p in self.points for t in states_of(f, p))})
+        self.states = sorted({0, f.n_states, *(t for p in self.points for t in states_of(f, p))})
         self.at_or_before = _floors(self.states, f.n_states)
         self.columns: list[tuple[str, float, bool]] = []  # name, upper bound, integer
         self.saved: dict[OpId, int] = {}
         self.runs: dict[tuple[OpId, int], int] = {}
         self.auxiliary: list[tuple[int, tuple[Expr, ...]]] = []
         self.held: dict[tuple[ValueId, int], Expr] = {}
-        self.cache: dict[tuple[OpId, int], Expr] = {}
         self.rows: list[tuple[Expr, float]] = []  # expression <= bound
         self.peak: int | None = None
 
@@ -368,7 +365,6 @@ def build_program(
     f: Facts,
     budget: int | None,
     points: Iterable[Point],
-    states: Iterable[int] = (),
     *,
     excluded: Iterable[SaveSet] = (),
     options: Options | None = None,
@@ -378,13 +374,12 @@ def build_program(
     Args:
         f: facts of the graph.
         budget: bytes; None to minimise the peak.
-        points: moments at which the budget is written as a row.
-        states: states at which x is resolved, beside those that `points` need.
+        points: moments at which the budget is written as a row. Backward is resolved at their states.
         excluded: save sets that are ruled out.
         options: switches of the valid inequalities.
     """
     options = options or Options()
-    builder = Builder(f, budget, points, states, options)
+    builder = Builder(f, budget, points, options)
     free = [op.id for op in f.graph.ops if f.role[op.id] is Role.FREE]
     for leader in free:
         builder.s(leader)

@@ -229,11 +229,13 @@ def _floor(f: Facts, proven: int, time_limit_s: float, gap: float, progress: OnP
     )
     points, left, stopped = first_points(f), time_limit_s, Stopped.OPTIMAL
     excluded: list[SaveSet] = []
+    slack = 0.04  # while points are missing it is not worth solving to the end
     while found - proven > gap * found:
         if left <= 0:
             return Floor(proven, found, save_set, Stopped.TIME_LIMIT)
-        built = build_program(f, None, points, excluded=excluded)
-        outcome = _solve(f, built, save_set, left, gap * SHARE, progress)
+        built = build_program(f, None, points, excluded=excluded, options=Options(lazy=True))
+        target = max(gap * SHARE, slack)
+        outcome = _solve(f, built, save_set, left, target, progress)
         left -= outcome.seconds
         stopped = outcome.stopped
         if math.isfinite(outcome.bound):
@@ -251,6 +253,8 @@ def _floor(f: Facts, proven: int, time_limit_s: float, gap: float, progress: OnP
             return Floor(proven, found, save_set, stopped)
         if new:
             points |= new
+        elif target > gap * SHARE:
+            slack = slack / 2 if slack > 0.005 else 0.0
         else:
             excluded.append(candidate)
     return Floor(proven, found, save_set, Stopped.OPTIMAL)

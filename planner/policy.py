@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoac.planner.errors import MalformedPolicy, UnknownVersion
 from autoac.planner.profile import Count, Microseconds, Name, Profile, describe
 
-FORMAT = "autoac.policy"
-VERSION = 1
+FORMAT: Final = "autoac.policy"
+VERSION: Final = 1
 
 Decision = Literal["save", "recompute"]
 

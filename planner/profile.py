@@ -16,14 +16,14 @@ import itertools
 import json
 from collections.abc import Sequence
 from enum import IntFlag
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoac.planner.errors import MalformedProfile, UnknownVersion
 
-FORMAT = "autoac.profile"
-VERSION = 1
+FORMAT: Final = "autoac.profile"
+VERSION: Final = 1
 MAX_INT = 2**53  # integers beyond this do not survive JSON readers that use doubles
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.errors import UnknownOp
-from autoac.planner.graph import closed, Graph, OpId, SaveSet, StepId, ValueId
+from autoac.planner.graph import Graph, OpId, SaveSet, StepId, ValueId, closed
 
 
 @dataclass(frozen=True, slots=True)

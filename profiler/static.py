@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def _state_nbytes(states: Iterable[Any], device: torch.device) -> int:
     return sum(
         leaf.untyped_storage().nbytes()
         for leaf in tree_leaves(list(states))
-        if isinstance(leaf, Tensor) and leaf.device.type == device.type and has_storage(leaf)
+        if isinstance(leaf, Tensor) and leaf.device.type == device.type and leaf.layout is torch.strided
     )
 
 
@@ -125,14 +126,14 @@ class _Workspace(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        import weakref
-
         out = func(*args, **(kwargs or {}))
         inputs = {
-            t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and has_storage(t)
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor) and t.layout is torch.strided
         }
         for tensor in outputs_of(out):
-            if not has_storage(tensor) or tensor.device.type != self._device.type:
+            if tensor.layout is not torch.strided or tensor.device.type != self._device.type:
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata in inputs or self._table.get(tensor):

@@ -30,7 +30,12 @@ def test_continuous_integration_checks_and_tests_and_nothing_else():
 def test_every_package_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(project["tool"]["setuptools"]["packages"])
-    folders = {"autoac.planner": "planner", "autoac.profiler": "profiler", "autoac.api": "api", "ac_client": "ac_client"}
+    folders = {
+        "autoac.planner": "planner",
+        "autoac.profiler": "profiler",
+        "autoac.api": "api",
+        "ac_client": "ac_client",
+    }
     found = set()
     for name, folder in folders.items():
         for init in (ROOT / folder).rglob("__init__.py"):

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the parent process needs no torch
-    from autoac.planner.profile import Profile
     from torch import nn
+
+    from autoac.planner.profile import Profile
 
 Baseline = Literal["checkpoint", "selective"]
 

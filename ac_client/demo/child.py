@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ac_client.demo import setting as demo_setting
 from ac_client.demo.baselines import wrap_blocks
@@ -49,7 +49,7 @@ class Trainee:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         self.steps = 0
-        self.loss = torch.zeros(())
+        self.loss: Any = None  # of the last step, outside of torch's allocator
 
     def step(self) -> float:
         """One step of training; returns its seconds. The gradients stay until `zero_grad`."""
@@ -60,8 +60,13 @@ class Trainee:
         out.loss.backward()
         self.optimizer.step()
         seconds = time.perf_counter() - start
-        self.loss = out.loss.detach()
+        self.loss = _copy(out.loss)
         return seconds
+
+    def computed(self) -> list[Tensor]:
+        """The loss and the gradients of the last step."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return [torch.from_numpy(self.loss), *gradients]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
@@ -71,26 +76,19 @@ class Trainee:
 class Outcome:
     """What a step computed, copied out of torch's allocator."""
 
-    loss: Any  # numpy arrays
-    gradients: list[Any]
+    tensors: list[Tensor]  # the loss and the gradients
 
     @classmethod
     def of(cls, trainee: Trainee) -> Outcome:
-        return cls(_copy(trainee.loss), [_copy(gradient) for gradient in _gradients(trainee.model)])
+        return cls([torch.from_numpy(_copy(tensor)) for tensor in trainee.computed()])
 
     def equals(self, trainee: Trainee) -> bool:
         """Bit for bit."""
-        theirs = [trainee.loss, *_gradients(trainee.model)]
-        ours = [torch.from_numpy(array) for array in (self.loss, *self.gradients)]
-        return all(_same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+        return all(_same_bits(a, b) for a, b in zip(self.tensors, trainee.computed(), strict=True))
 
 
 def _copy(tensor: Tensor) -> Any:
     return tensor.numpy(force=True).copy()
-
-
-def _gradients(model: nn.Module) -> Iterable[Tensor]:
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -215,10 +213,7 @@ def _pairs(mine: Trainee, plain: Trainee, n: int) -> tuple[list[tuple[float, flo
     for i in range(n):
         seconds = {trainee: trainee.step() for trainee in ((mine, plain) if i % 2 else (plain, mine))}
         pairs.append((seconds[mine], seconds[plain]))
-        both = zip(
-            [mine.loss, *_gradients(mine.model)], [plain.loss, *_gradients(plain.model)], strict=True
-        )
-        equal &= all(_same_bits(a, b) for a, b in both)
+        equal &= all(_same_bits(a, b) for a, b in zip(mine.computed(), plain.computed(), strict=True))
         mine.zero_grad()
         plain.zero_grad()
     return pairs, equal
@@ -231,7 +226,7 @@ def _timed(trainee: Trainee) -> float:
 
 
 def thinned(events: Iterable[Change], start: Change, points: int) -> list[tuple[float, int]]:
-    """About `points` of the changes since `start`, as (ms, bytes): of each stretch the highest and the last."""
+    """Some `points` changes since `start`, as (ms, bytes): the highest and the last of each stretch."""
     after = [event for event in events if event.time_ns >= start.time_ns]
     kept = [replace(start)]
     stretch = max(1, 2 * len(after) // points)

@@ -13,7 +13,7 @@ from ac_client.demo.baselines import Baseline, replayed_ops
 from ac_client.demo.rows import Measured, Row, measure_in_child, policy_path, profile_path
 from ac_client.demo.setting import Setting, block_paths
 from autoac.planner import Floor, Policy, Profile, floor
-from autoac.planner.graph import build, recompute_us
+from autoac.planner.graph import OpId, build, recompute_us
 
 PLAIN = "plain"
 CHECKPOINT = "checkpoint every block"
@@ -131,7 +131,7 @@ def run(setting: Setting | None = None, *, pairs: int = 7, on_row: OnRow | None 
             row = Row(name, "ours", budget, pairs)
             measured = measure(row)
             decisions = Policy.from_json(policy_path(folder, name).read_bytes()).decisions
-            saved = frozenset(op for op, key in enumerate(keys) if decisions.get(key) != "recompute")
+            saved = frozenset(OpId(op) for op, key in enumerate(keys) if decisions.get(key) != "recompute")
             lines.append(Line(row, measured, recompute_us(graph, saved)))
     return Demo(setting, tuple(lines), smallest, time.monotonic() - start)
 
@@ -158,11 +158,14 @@ def checks(demo: Demo) -> list[Check]:
         ),
         Check(
             "gradients equal plain's bit for bit",
-            ", ".join(unequal) or f"at all {sum(line.measured.compared_steps for line in ours)} steps compared",
+            ", ".join(unequal)
+            or f"at all {sum(line.measured.compared_steps for line in ours)} steps compared",
             not unequal,
             binding=True,
         ),
-        Check("peak predicted within 1 % of the measured one", f"off by {worst_error:.3%}", worst_error <= 0.01),
+        Check(
+            "peak predicted within 1 % of the measured one", f"off by {worst_error:.3%}", worst_error <= 0.01
+        ),
         _less_recompute(demo, checkpoint, 0.95),
         _less_recompute(demo, selective, 0.80),
         Check(

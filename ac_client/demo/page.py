@@ -56,7 +56,9 @@ def _series(demo: Demo) -> list[dict[str, Any]]:
 def _table(demo: Demo) -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
     rows = "\n".join(
-        f'<tr class="{line.row.method}">' + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(line)) + "</tr>"
+        f'<tr class="{line.row.method}">'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(line))
+        + "</tr>"
         for line in demo.lines
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>"

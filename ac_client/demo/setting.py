@@ -1,9 +1,9 @@
-"""The model that the demo trains: GPT-2 from a transformers config, random weights, tokens made on the spot."""
+"""The model that the demo trains: GPT-2 from a config, random weights, token ids made on the spot."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the parent process needs no torch
     import torch

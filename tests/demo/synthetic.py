@@ -39,7 +39,9 @@ def result(**changes):
         Line(Row(SELECTIVE, "selective"), measured(60, slowdown=1.2), 50e3),
     ]
     for name, budget in budgets.items():
-        found = changes.pop(name, None) or measured(budget, predicted_mib=budget, slowdown=1.1, plan_s=2.0, gap=0.001)
+        found = changes.pop(name, None) or measured(
+            budget, predicted_mib=budget, slowdown=1.1, plan_s=2.0, gap=0.001
+        )
         lines.append(Line(Row(name, "ours", budget * MIB), found, recompute_us.get(name, 10e3)))
     assert not changes
     return Demo(TINY, tuple(lines), Floor(19 * MIB, 20 * MIB, frozenset(), Stopped.OPTIMAL), 123.0)

@@ -4,12 +4,18 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from ac_client.demo.baselines import SAVED_BY_SELECTIVE, replayed_ops, wrap_blocks
 from ac_client.demo.setting import TINY, block_paths, blocks, build_model, make_batch
 from autoac.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
-FORWARD_ONLY = ("aten.addmm.default", "aten.native_layer_norm.default", "aten.bernoulli_.float", "aten.tanh.default")
+FORWARD_ONLY = (
+    "aten.addmm.default",
+    "aten.native_layer_norm.default",
+    "aten.bernoulli_.float",
+    "aten.tanh.default",
+)
 
 
 class Count(TorchDispatchMode):
@@ -31,7 +37,8 @@ def observed():
 @pytest.mark.parametrize("baseline", ["checkpoint", "selective"])
 def test_predicted_replays_are_the_ones_that_happen(observed, baseline):
     predicted = Counter(
-        observed.overloads[observed.ops.overload[op]] for op in replayed_ops(observed, block_paths(TINY), baseline)
+        observed.overloads[observed.ops.overload[op]]
+        for op in replayed_ops(observed, block_paths(TINY), baseline)
     )
     model, ids = build_model(TINY), make_batch(TINY)
     wrap_blocks(blocks(model, TINY), baseline)

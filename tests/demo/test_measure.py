@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from ac_client.measure import AllocatorTimeline
 
 

@@ -5,12 +5,12 @@ import json
 import re
 
 import pytest
+from demo.synthetic import measured, result
+from rich.console import Console
+
 from ac_client.demo.demo import CHECKPOINT, checks, ours_at, ours_share
 from ac_client.demo.page import render_page
 from ac_client.demo.table import COLUMNS, cells, markdown, render
-from rich.console import Console
-
-from demo.synthetic import measured, result
 
 HALF = ours_share(0.5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import graphs
@@ -255,3 +256,16 @@ def _between(graph: Graph, share: float) -> int:
     """The budget that is `share` of the way from the floor to the ceiling."""
     known = bounds(graph)
     return int(known.floor + share * (known.ceiling - known.floor))
+
+
+def test_twelve_layers_are_planned_in_ten_seconds_with_a_proven_gap() -> None:
+    graph = build(graphs.gpt2(12))
+    for share in (0.75, 0.25):
+        made = plan(graph, budget_bytes=_between(graph, share), time_limit_s=10)
+        assert made.stopped is Stopped.OPTIMAL
+        assert made.gap <= 0.01
+
+
+def test_a_plan_crosses_a_process_boundary() -> None:
+    made = plan(chain(1, 8, 1, 8, 0), budget_bytes=10)
+    assert pickle.loads(pickle.dumps(made)) == made  # noqa: S301 (our own bytes)

@@ -1,0 +1,230 @@
+"""The `autoac` command: what it prints where, and how it leaves."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+from ac_client import cli
+from ac_client.cli import CommandError, case_of, main, write_whole
+from autoac.planner import Policy, Profile
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    layers = [m for _ in range(4) for m in (nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1))]
+    return nn.Sequential(*layers), (torch.randn(64, 32),), {}
+
+def broken():
+    raise OSError("no such weights")
+
+def nothing():
+    return 3
+"""
+
+
+def run(capsys, *argv):
+    """The exit code, stdout and stderr of `autoac ARGV`."""
+    with pytest.raises(SystemExit) as left:
+        main([str(arg) for arg in argv])
+    out, err = capsys.readouterr()
+    return left.value.code, out, err
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with a module `small` that makes a model."""
+    (tmp_path / "small.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "small", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def profiled(folder, capsys):
+    """The current folder, with a profile in it."""
+    assert run(capsys, "profile", "small:make")[0] == cli.OK
+    return folder
+
+
+def gb_of(profile_file, share):
+    """A budget at `share` of the way from the smallest peak to save-all's."""
+    from autoac.planner import bounds, build, floor
+
+    profile = Profile.from_json(profile_file.read_text())
+    low, high = floor(profile).found, bounds(build(profile)).ceiling
+    return (low + share * (high - low)) / 2**30
+
+
+def test_from_a_model_to_a_policy_in_words(profiled, capsys):
+    budget = gb_of(profiled / "profile.json", 0.5)
+    code, out, err = run(capsys, "plan", "profile.json", "--budget-gb", budget)
+    assert code == cli.OK
+    assert out.startswith("Sequential: peak ")
+    assert err == "planning Sequential ...\n"
+
+    policy = Policy.from_json((profiled / "policy.json").read_text())
+    assert "recompute" in policy.decisions.values()
+    code, out, err = run(capsys, "explain", "policy.json")
+    assert code == cli.OK
+    assert "The peak is" in out
+    assert err == ""
+
+
+def test_each_command_prints_one_json_object_when_asked(folder, capsys):
+    code, out, _ = run(capsys, "profile", "small:make", "--json", "-o", "p.json")
+    assert (code, json.loads(out)["model"]) == (cli.OK, "Sequential")
+    code, out, _ = run(capsys, "plan", "p.json", "--budget-gb", "1", "--json")
+    assert (code, json.loads(out)["recomputed"]) == (cli.OK, 0)
+    code, out, _ = run(capsys, "explain", "policy.json", "--json")
+    assert (code, "Nothing is recomputed." in json.loads(out)["text"]) == (cli.OK, True)
+
+
+def test_a_dash_writes_the_result_itself_to_stdout(profiled, capsys):
+    code, out, _ = run(capsys, "plan", "profile.json", "--budget-gb", "1", "-o", "-")
+    assert code == cli.OK
+    assert Policy.from_json(out).model == "Sequential"
+    assert not (profiled / "policy.json").exists()
+
+
+def test_the_same_profile_and_budget_give_the_same_file(profiled, capsys):
+    budget = gb_of(profiled / "profile.json", 0.3)
+    for name in ("a.json", "b.json"):
+        assert run(capsys, "plan", "profile.json", "--budget-gb", budget, "-o", name)[0] == cli.OK
+    assert (profiled / "a.json").read_bytes() == (profiled / "b.json").read_bytes()
+
+
+def test_a_profile_can_be_piped_in(profiled, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO((profiled / "profile.json").read_bytes())))
+    assert run(capsys, "plan", "-", "--budget-gb", "1")[0] == cli.OK
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["plan", "profile.json"], cli.USAGE, "--budget-gb"),
+        (["plan", "profile.json", "--budget-gb", "lots"], cli.USAGE, "--budget-gb"),
+        (["plan", "profile.json", "--budget-gb", "1", "--headroom-gb", "-1"], cli.USAGE, "--headroom-gb"),
+        (["plan", "profile.json", "--budget-gb", "-1"], cli.ERROR, "positive"),
+        (["plan", "profile.json", "--budget-gb", "0.00001"], cli.ERROR, "a plan exists for --budget-gb 0."),
+        (["plan", "absent.json", "--budget-gb", "1"], cli.ERROR, "absent.json: No such file"),
+        (["plan", "small.py", "--budget-gb", "1"], cli.ERROR, "not a valid profile"),
+        (["plan", "profile.json", "--budget-gb", "1", "-o", "nowhere/p.json"], cli.ERROR, "nowhere"),
+        (["explain", "profile.json"], cli.ERROR, "not a valid policy"),
+        (["profile", "small"], cli.USAGE, "MODULE:FUNCTION"),
+        (["profile", "absent_module:make"], cli.ERROR, "No module named 'absent_module'"),
+        (["profile", "small:absent"], cli.ERROR, "absent"),
+        (["profile", "small:broken"], cli.ERROR, "OSError: no such weights"),
+        (["profile", "small:nothing"], cli.ERROR, "returned int"),
+        (["serve", "--host", "0.0.0.0"], cli.ERROR, "AUTOAC_TOKEN"),
+        (["serve", "--port", "70000"], cli.USAGE, "--port"),
+        (["nonsense"], cli.USAGE, "nonsense"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_and_an_exit_code(argv, code, says, profiled, capsys, monkeypatch):
+    monkeypatch.delenv("AUTOAC_TOKEN", raising=False)
+    found, out, err = run(capsys, *argv)
+    line = err.splitlines()[-1]
+    assert (found, out) == (code, "")
+    assert line.startswith("autoac: ")
+    assert says in line
+    assert all(other.endswith(" ...") for other in err.splitlines()[:-1])
+
+
+def test_an_error_is_json_too_when_asked(profiled, capsys):
+    code, out, err = run(capsys, "plan", "profile.json", "--budget-gb", "0.00001", "--json")
+    assert code == cli.ERROR
+    assert json.loads(out)["error"]["kind"] == "InfeasibleBudget"
+    assert err.splitlines()[-1].startswith("autoac: no plan fits in")
+
+
+def test_the_budget_that_an_infeasible_one_points_to_is_feasible(profiled, capsys):
+    _, _, err = run(capsys, "plan", "profile.json", "--budget-gb", "0.00001")
+    budget = err.split()[-1]
+    assert run(capsys, "plan", "profile.json", "--budget-gb", budget)[0] == cli.OK
+
+
+def test_traceback_shows_where_it_came_from(folder, capsys):
+    code, _, err = run(capsys, "--traceback", "profile", "small:broken")
+    assert code == cli.ERROR
+    assert "Traceback" in err
+    assert 'raise OSError("no such weights")' in err
+
+
+def test_interrupting_leaves_with_130(folder, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load_case", interrupted)
+    assert run(capsys, "profile", "small:make")[0] == cli.INTERRUPTED
+
+
+def test_help_names_the_commands_and_the_exit_codes(capsys):
+    code, out, _ = run(capsys)
+    assert code == cli.OK
+    assert {"demo", "profile", "plan", "explain", "serve"} <= set(out.split())
+    assert "0 fine, 1 error, 2 wrong usage" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", ["demo", "profile", "plan", "explain", "serve"])
+def test_every_command_has_help_with_its_exit_codes(command, capsys):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == cli.OK
+    assert "Exit codes" in out
+
+
+def test_no_failed_write_leaves_anything_behind(tmp_path, monkeypatch):
+    path = tmp_path / "policy.json"
+    path.write_text("old")
+
+    def fails(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli.os, "replace", fails)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_written_file_has_ordinary_permissions(tmp_path):
+    write_whole(tmp_path / "a", "text")
+    (tmp_path / "b").write_text("text")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+LAYER = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "fields"),
+    [
+        ((LAYER, (1,), {"a": 2}), (LAYER, (1,), {"a": 2}, None)),
+        ((LAYER, [1], {}, sum), (LAYER, (1,), {}, sum)),
+        ({"model": LAYER}, (LAYER, (), {}, None)),
+        ({"model": LAYER, "args": (1,), "loss": sum}, (LAYER, (1,), {}, sum)),
+    ],
+)
+def test_a_function_may_return_a_tuple_or_a_dict(returned, fields):
+    case = case_of(returned, "m:f")
+    assert (case.model, case.args, case.kwargs, case.loss) == fields
+
+
+@pytest.mark.parametrize("returned", [LAYER, (LAYER,), {"modle": LAYER}, (LAYER, 1, {}), (1, (), {}), None])
+def test_anything_else_is_explained(returned):
+    with pytest.raises(CommandError, match="m:f returned"):
+        case_of(returned, "m:f")
+
+
+def test_the_installed_command_is_this_one(folder):
+    done = subprocess.run(
+        [sys.executable, "-m", "ac_client.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip()

@@ -1,0 +1,294 @@
+"""One line plans a model in place; everything that can be wrong with it is said, and nothing is left patched."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ac_client
+from autoac.planner import floor
+from autoac.planner.units import GIB
+from autoac.profiler import profile
+from models import ConvNet, Transformer
+from stepping import scalar
+
+BATCH = torch.randn(4, 64, 64)
+
+
+def made() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(layers=3, width=64)
+
+
+@pytest.fixture(scope="module")
+def budget_gb() -> float:
+    """Half way between the smallest feasible peak and save-all's."""
+    found = profile(made(), BATCH)
+    bounds = floor(found, time_limit_s=10)
+    from autoac.planner import build, simulate
+
+    graph = build(found)
+    return (bounds.found + simulate(graph, graph.everything).peak.live_bytes) / 2 / GIB
+
+
+def gradients(model: nn.Module, *, seed: int = 1) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    scalar(model(BATCH)).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, a, b))
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
+    plain, planned = made(), made()
+    assert ac_client.apply(planned, budget_gb) is planned
+    for seed in range(3):
+        assert_equal(gradients(planned, seed=seed), gradients(plain, seed=seed))
+    report = ac_client.applied(planned).report()
+    assert report.recomputed > 0
+    assert report.steps == 3
+    assert report.predicted_peak_bytes <= report.budget_bytes
+
+
+def test_the_measured_peak_is_within_the_budget(budget_gb: float) -> None:
+    model = ac_client.apply(made(), budget_gb)
+
+    def step() -> None:
+        out = list(model(BATCH).values())
+        torch.autograd.backward(out, [torch.ones_like(t) for t in out])
+        model.zero_grad()
+
+    step()
+    with ac_client.applied(model).measure():
+        step()
+    report = ac_client.applied(model).report()
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert report.measured_peak_bytes == pytest.approx(report.predicted_peak_bytes, rel=0.01)
+    assert "measured" in str(report)
+
+
+def test_a_forward_that_does_not_train_uses_nothing_up(budget_gb: float) -> None:
+    model = ac_client.apply(made(), budget_gb)
+    with torch.no_grad():
+        model(BATCH)
+    model.eval()
+    model(BATCH)
+    assert ac_client.applied(model).policy is None
+    model.train()
+    model(BATCH)
+    assert ac_client.applied(model).policy is not None
+
+
+def test_profiling_changes_nothing_of_the_first_step() -> None:
+    torch.manual_seed(0)
+    plain = ConvNet()
+    planned = copy.deepcopy(plain)
+    fired: list[str] = []
+    for parameter in planned.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: fired.append("hook"))
+    ac_client.apply(planned, 1.0)
+    x = torch.randn(4, 3, 8, 8)
+    outcomes = []
+    for model in (plain, planned):
+        torch.manual_seed(3)
+        model(x).sum().backward()
+        outcomes.append((torch.get_rng_state(), [b.clone() for b in model.buffers()]))
+    assert torch.equal(outcomes[0][0], outcomes[1][0])
+    assert_equal(outcomes[0][1], outcomes[1][1])
+    assert_equal([p.grad for p in plain.parameters()], [p.grad for p in planned.parameters()])
+    assert len(fired) == len(list(planned.parameters())), "each hook fired once, in the real backward"
+
+
+def test_gradient_accumulation(budget_gb: float) -> None:
+    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    for model in (plain, planned):
+        torch.manual_seed(1)
+        for _ in range(3):
+            scalar(model(BATCH)).backward()
+    assert_equal([p.grad for p in planned.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_a_budget_above_what_the_step_needs_costs_nothing() -> None:
+    model = ac_client.apply(made(), 10.0)
+    gradients(model)
+    report = ac_client.applied(model).report()
+    assert (report.recomputed, report.recompute_us) == (0, 0)
+
+
+def test_the_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path: Path) -> None:
+    first = ac_client.apply(made(), budget_gb)
+    want = gradients(first)
+    policy = ac_client.applied(first).policy
+    (tmp_path / "policy.json").write_text(policy.to_json())
+    second = ac_client.apply(made(), policy=tmp_path / "policy.json")
+    assert_equal(gradients(second), want)
+    assert ac_client.applied(second).policy == policy
+    assert ac_client.applied(second).plan is None
+    with pytest.raises(ac_client.InfeasibleBudget):
+        ac_client.apply(made(), policy.predicted.peak_bytes / GIB / 2, policy=policy)
+
+
+@pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf"), None])
+def test_what_is_no_budget_is_refused(budget: float | None) -> None:
+    model = made()
+    with pytest.raises(ac_client.InvalidBudget):
+        ac_client.apply(model, budget)
+    assert hooks(model) == 0
+
+
+def test_a_headroom_as_large_as_the_budget_is_refused() -> None:
+    with pytest.raises(ac_client.InvalidBudget, match="headroom_gb"):
+        ac_client.apply(made(), 1.0, headroom_gb=1.0)
+
+
+def test_an_infeasible_budget_leaves_the_model_as_it_was() -> None:
+    model = ac_client.apply(made(), 1e-4)
+    with pytest.raises(ac_client.InfeasibleBudget, match="needs at least") as raised:
+        model(BATCH)
+    assert raised.value.proven_floor > raised.value.budget
+    assert hooks(model) == 0
+    with pytest.raises(ac_client.NotApplied):
+        ac_client.applied(model)
+    gradients(model)
+
+
+def test_applying_twice_is_an_error_also_over_a_part() -> None:
+    model = ac_client.apply(made(), 1.0)
+    with pytest.raises(ac_client.AlreadyApplied):
+        ac_client.apply(model, 1.0)
+    with pytest.raises(ac_client.AlreadyApplied, match=r"at 0"):
+        ac_client.apply(nn.Sequential(model), 1.0)
+    ac_client.applied(model).remove()
+    ac_client.apply(model, 1.0)
+
+
+def test_a_model_that_checkpoints_itself_is_refused() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = made()
+    model.gradient_checkpointing = True
+    with pytest.raises(ac_client.CheckpointingActive, match=r"gradient_checkpointing = False"):
+        ac_client.apply(model, 1.0)
+    with pytest.raises(ac_client.CheckpointingActive):
+        ac_client.apply(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))), 1.0)
+
+
+def test_transformers_own_switch_is_seen() -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    model.activation_checkpointing_enable()
+    with pytest.raises(ac_client.CheckpointingActive, match=r"activation_checkpointing_disable\(\)"):
+        ac_client.apply(model, 1.0)
+
+
+def test_remove_leaves_the_model_as_it_was(budget_gb: float) -> None:
+    model = made()
+    state = dict(model.__dict__)
+    ac_client.apply(model, budget_gb)
+    gradients(model)
+    done = ac_client.applied(model)
+    done.remove()
+    done.remove()
+    assert hooks(model) == 0
+    assert model.__dict__.keys() == state.keys()
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_an_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None:
+    model = ac_client.apply(made(), budget_gb)
+    want = gradients(model)
+    with pytest.raises(RuntimeError):
+        model(torch.randn(4, 64, 63))
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert_equal(gradients(model), want)
+
+
+def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    gradients(planned)
+    short, scale = torch.randn(2, 16, 64), {"by": torch.ones(64)}
+    with caplog.at_level(logging.WARNING):
+        for model in (plain, planned):
+            model.zero_grad()
+            torch.manual_seed(2)
+            scalar(model(short, scale=scale)).backward()
+    assert_equal([p.grad for p in planned.parameters()], [p.grad for p in plain.parameters()])
+    assert "aten.mul.Tensor" in ac_client.applied(planned).report().off_path
+    assert sum("left its policy" in message for message in caplog.messages) == 1
+
+
+def test_strict_raises_where_the_ops_differ(budget_gb: float) -> None:
+    model = ac_client.apply(made(), budget_gb, strict=True)
+    gradients(model)
+    with pytest.raises(ac_client.LeftThePath, match=r"found aten.mul.Tensor"):
+        model(BATCH, scale={"by": torch.ones(64)})
+    gradients(model)
+
+
+def test_a_service_that_is_away_is_said_once_and_the_plan_made_here(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ac_client.apply(made(), budget_gb, service="http://127.0.0.1:9")
+    with caplog.at_level(logging.WARNING):
+        gradients(model)
+        gradients(model)
+    assert sum("planning in-process" in message for message in caplog.messages) == 1
+    assert ac_client.applied(model).plan is not None
+
+
+def test_planning_waits_until_torchs_profiler_is_done(budget_gb: float, caplog: pytest.LogCaptureFixture) -> None:
+    model = ac_client.apply(made(), budget_gb)
+    with torch.profiler.profile(), caplog.at_level(logging.WARNING):
+        gradients(model)
+        gradients(model)
+    assert ac_client.applied(model).policy is None
+    assert sum("unplanned" in message for message in caplog.messages) == 1
+    gradients(model)
+    assert ac_client.applied(model).policy is not None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])  # noqa: S301
+def test_a_copy_of_a_planned_model_is_a_plain_model(
+    budget_gb: float, copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    model = ac_client.apply(made(), budget_gb)
+    want = gradients(model)
+    twin = copied(model)
+    with pytest.raises(ac_client.NotApplied):
+        ac_client.applied(twin)
+    assert_equal(gradients(twin), want)
+    assert model.state_dict().keys() == twin.state_dict().keys() == made().state_dict().keys()
+
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_optimizer_state_is_in_the_budget_before_its_first_step(make_optimizer: Any) -> None:
+    model = made()
+    optimizer = make_optimizer(model.parameters(), lr=0.1)
+    parameters = sum(p.numel() * 4 for p in model.parameters())
+    ac_client.apply(model, 10.0, optimizer=optimizer)
+    gradients(model)
+    counted = ac_client.applied(model).policy.predicted.static_bytes
+    optimizer.step()
+    expected = sum(
+        t.untyped_storage().nbytes() for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)
+    )
+    assert counted == parameters + BATCH.nbytes + expected

@@ -1,0 +1,190 @@
+"""What a profile says of a step, and that taking it changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ac_client.measure import AllocatorTimeline
+from autoac.planner import Profile, build, simulate
+from autoac.profiler import NothingToProfile, ProfilerBusy, profile
+from models import ConvNet, Recurrent, Routed, Transformer
+from stepping import scalar
+
+
+class Two(nn.Module):
+    """relu(x @ w) @ v, so that every number can be seen by eye: 8 rows, widths 4, 16 and 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.randn(4, 16)), nn.Parameter(torch.randn(16, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.w) @ self.v
+
+
+X = torch.randn(8, 4)
+
+
+def test_ops_storages_and_saved_tensors_of_two_matmuls() -> None:
+    found = profile(Two(), X, loss=torch.sum)
+    assert found.keys() == [
+        "./aten.mm.default#0",
+        "./aten.relu.default#0",
+        "./aten.mm.default#1",
+        "./aten.sum.default#0",
+    ]
+    assert found.storages.nbytes == (8 * 16 * 4, 8 * 16 * 4, 8 * 2 * 4, 4)
+    assert found.ops.reads.rows() == [(), (0,), (1,), (2,)]
+    # Autograd keeps relu's output twice: for relu itself, and for the second matmul.
+    assert found.saved.value == (1, 1)
+    assert found.ops.flops == (2 * 8 * 4 * 16, 0, 2 * 8 * 16 * 2, 0)
+    assert found.static.parameters == (4 * 16 + 16 * 2) * 4
+    assert found.static.inputs == 8 * 4 * 4
+    assert found.gradient_nbytes == found.static.parameters
+    # The first matmul's output is Python's until relu has run; the output is held to the end.
+    assert found.storages.released[0] == 2
+    assert found.storages.released[2] == len(found.ops) + len(found.backward)
+
+
+def test_backward_unpacks_in_reverse_and_releases_after_its_work() -> None:
+    graph = build(profile(Two(), X, loss=torch.sum))
+    unpacks = [(step.name, step.unpacks) for step in graph.steps if step.unpacks]
+    assert unpacks == [("MmBackward0", (1,)), ("ReluBackward0", (0,))]
+    for handle in graph.handles:
+        assert handle.dropped > len(graph.ops) + handle.unpacked[0]
+
+
+@pytest.mark.parametrize("make", [Transformer, ConvNet, Recurrent, Routed])
+def test_model_gradients_buffers_and_generators_are_as_before(make: type[nn.Module]) -> None:
+    shape = {Transformer: (2, 8, 32), ConvNet: (4, 3, 8, 8), Recurrent: (2, 5, 8), Routed: (12, 16)}[make]
+    model, x = make(), torch.randn(shape, requires_grad=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+        parameter.register_hook(lambda g: pytest.fail("a tensor hook fired"))
+        parameter.register_post_accumulate_grad_hook(lambda p: pytest.fail("a gradient hook fired"))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    attributes = copy.copy(model.__dict__)
+    state, depth = torch.get_rng_state(), torch._C._len_torch_dispatch_stack()
+    found = profile(model, x)
+    assert found.static.gradients == sum(g.nbytes for _, g in gradients)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is g and torch.equal(g, kept) for p, (g, kept) in zip(model.parameters(), gradients, strict=True))
+    assert x.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.__dict__.keys() == attributes.keys()
+    assert torch._C._len_torch_dispatch_stack() == depth
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_step_that_raises_leaves_nothing_changed() -> None:
+    class Breaks(ConvNet):
+        def forward(self, x: Tensor) -> Tensor:
+            super().forward(x)
+            raise ZeroDivisionError
+
+    model = Breaks()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    x, state = torch.randn(4, 3, 8, 8), torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        profile(model, x)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_the_step_needs_no_memory_for_saved_activations() -> None:
+    model, x = Transformer(layers=12, width=64), torch.randn(4, 64, 64)
+    found = profile(model, x)
+    graph = build(found)
+    plain = simulate(graph, graph.everything).peak.live_bytes - graph.static_bytes
+    # Two torch profilers cannot run at once, so the hollow step's peak is read off the simulator, whose
+    # rules for a step that saves nothing and unpacks nothing are what a hollow step does.
+    unsaved = dataclasses.replace(
+        graph,
+        handles=(),
+        values=tuple(dataclasses.replace(v, handles=()) for v in graph.values),
+        steps=tuple(dataclasses.replace(s, unpacks=(), drops=()) for s in graph.steps),
+    )
+    hollow = simulate(unsaved, unsaved.must_save).peak.live_bytes - graph.static_bytes
+    assert hollow < plain / 4
+
+
+def test_the_same_step_has_the_same_fingerprint_and_a_profile_survives_json() -> None:
+    torch.manual_seed(0)
+    model = Transformer()
+    first, second = profile(model, torch.randn(2, 8, 32)), profile(model, torch.randn(2, 8, 32))
+    assert first.fingerprint == second.fingerprint
+    assert first.fingerprint != profile(model, torch.randn(2, 9, 32)).fingerprint
+    again = Profile.from_json(first.to_json())
+    assert again == first
+    assert again.digest == first.digest
+
+
+def test_the_loss_is_part_of_the_step_where_it_is_given() -> None:
+    model, x = Transformer(), torch.randn(2, 8, 32)
+    found = profile(model, x, loss=lambda out: nn.functional.mse_loss(out["logits"], torch.zeros(2, 8, 32)))
+    assert "./aten.mse_loss.default#0" in found.keys()
+
+
+def test_deciding_values_are_saved() -> None:
+    found = profile(Routed(), torch.randn(12, 16))
+    reasons = {
+        key: found.reasons[found.ops.must_save[i]] for i, key in enumerate(found.keys()) if found.ops.must_save[i] >= 0
+    }
+    assert reasons["./aten.topk.default#0"] == "its values decide"
+    assert reasons["./aten.nonzero.default#0"] == "its shape depends on data"
+
+
+def test_attention_is_random_only_with_dropout() -> None:
+    class Attention(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.q, self.dropout = nn.Linear(8, 8), dropout
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.q(x)
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=self.dropout)
+
+    def random_ops(dropout: float) -> list[str]:
+        found = profile(Attention(dropout), torch.randn(1, 2, 4, 8))
+        return [key for key, flag in zip(found.keys(), found.ops.flags, strict=True) if flag & 1]
+
+    assert random_ops(0.0) == []
+    assert random_ops(0.5) != []
+
+
+def test_a_step_without_gradients_is_refused() -> None:
+    model = Two()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(NothingToProfile, match="requires a gradient"):
+        profile(model, X)
+
+
+def test_two_profilers_cannot_run_at_once() -> None:
+    with torch.profiler.profile(), pytest.raises(ProfilerBusy):
+        profile(Two(), X)
+    with AllocatorTimeline(), pytest.raises(ProfilerBusy):
+        profile(Two(), X)
+
+
+def test_parameters_that_are_tied_are_counted_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x).tanh())
+
+    found = profile(Tied(), torch.randn(2, 8))
+    assert found.static.parameters == 8 * 8 * 4
+    assert scalar(Tied()(torch.randn(2, 8))).requires_grad
