@@ -13,8 +13,8 @@ from torch import nn
 from ac_client.applied import Applied, applied, check_untouched
 from ac_client.cursor import LeftThePath
 from ac_client.errors import AlreadyApplied, ApplyError, CheckpointingActive, NotApplied
-from ac_client.nodes import StaleError
 from ac_client.policies import PolicyConflict
+from ac_client.recipes import StaleError
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy
 from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
@@ -80,15 +80,23 @@ def apply(
         if not math.isfinite(budget_gb) or budget_gb <= 0:
             raise InvalidBudget(f"budget_gb={budget_gb!r} is no budget: pass a positive number of GiB")
         budget_bytes = bytes_from_gb(budget_gb)
-    if not math.isfinite(headroom_gb) or headroom_gb < 0 or (budget_gb is not None and headroom_gb >= budget_gb):
-        raise InvalidBudget(f"headroom_gb={headroom_gb!r} must be at least 0 and below budget_gb={budget_gb!r}")
+    if (
+        not math.isfinite(headroom_gb)
+        or headroom_gb < 0
+        or (budget_gb is not None and headroom_gb >= budget_gb)
+    ):
+        raise InvalidBudget(
+            f"headroom_gb={headroom_gb!r} must be at least 0 and below budget_gb={budget_gb!r}"
+        )
     check_untouched(model)
     loaded = None
     if policy is not None:
         loaded = policy if isinstance(policy, Policy) else Policy.from_json(Path(policy).read_text("utf-8"))
         peak = loaded.predicted.peak_bytes
         if budget_bytes is not None and peak > budget_bytes - bytes_from_gb(headroom_gb):
-            raise InfeasibleBudget(budget_bytes, loaded.predicted.static_bytes, peak, loaded.predicted.peak_at, ())
+            raise InfeasibleBudget(
+                budget_bytes, loaded.predicted.static_bytes, peak, loaded.predicted.peak_at, ()
+            )
     Applied(
         model,
         budget_bytes=budget_bytes,

@@ -113,7 +113,9 @@ class Applied:
         """
         model = self._model()
         if model is None or self.policy is None:
-            raise RuntimeError("run one training step first: the model is planned in its first training forward")
+            raise RuntimeError(
+                "run one training step first: the model is planned in its first training forward"
+            )
         timeline = AllocatorTimeline(device_of(model), base=self._standing_bytes(model))
         with timeline:
             yield
@@ -161,7 +163,10 @@ class Applied:
             except ProfilerBusy:
                 if not self._told_busy:
                     self._told_busy = True
-                    log.warning("%s runs unplanned while torch.profiler is active, and will be planned after", self._name)
+                    log.warning(
+                        "%s runs unplanned while torch.profiler is active, and will be planned after",
+                        self._name,
+                    )
                 return
             except BaseException:
                 self.remove()
@@ -249,7 +254,9 @@ def check_untouched(model: nn.Module) -> None:
         for attribute in _SWITCHES:
             if vars(module).get(attribute) is True:
                 switch = next((f"{a}_disable" for a in _SWITCHES if hasattr(model, f"{a}_disable")), None)
-                raise CheckpointingActive(where, f"model.{switch}()" if switch else f"{where}.{attribute} = False")
+                raise CheckpointingActive(
+                    where, f"model.{switch}()" if switch else f"{where}.{attribute} = False"
+                )
         if type(module).__name__ == "CheckpointWrapper":
             raise CheckpointingActive(where, "your own code without checkpoint_wrapper")
 

@@ -83,7 +83,7 @@ def demo(
     from ac_client.demo import demo as rows
     from ac_client.demo.page import render_page
 
-    with _progress("demo") as progress:
+    with _progress() as progress:
         result = rows.run(
             pairs=pairs, on_row=lambda name, i, n: progress.at(f"row {i} of {n}: {name}", i - 1, n)
         )
@@ -324,7 +324,7 @@ class _Lines:
     """Progress where nobody watches: a line on stderr when something begins."""
 
     def __init__(self, what: str) -> None:
-        if not what.startswith("demo"):
+        if what:
             print(f"{what} ...", file=sys.stderr, flush=True)
 
     def at(self, what: str, done: int, total: int) -> None:
@@ -349,7 +349,7 @@ class _Bar:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[_Lines | _Bar]:
+def _progress(what: str = "") -> Iterator[_Lines | _Bar]:
     if not sys.stderr.isatty():
         yield _Lines(what)
         return

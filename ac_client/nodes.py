@@ -1,4 +1,4 @@
-"""Recorded ops, the values they made, and how a value is made again in backward.
+"""Recorded ops and the values they made: all that backward needs to make one again.
 
 NOTE [ What is tracked ]
 
@@ -24,7 +24,6 @@ output with a use. `Value.uses` counts them over all of autograd's graph; a `Pas
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,90 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autoac.profiler import randomness
-from autoac.profiler.ops import OpFacts, outputs_of
+from ac_client.recipes import Guard, Recipe, recipe_of
+from autoac.profiler.ops import OpFacts
 from autoac.profiler.randomness import GeneratorState
-
-
-class Recipe(NamedTuple):
-    """How a tensor shows its storage."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    conjugate: bool
-    negative: bool
-
-
-def recipe_of(tensor: Tensor) -> Recipe:
-    """How `tensor` shows its storage."""
-    dtype = tensor.dtype
-    return Recipe(
-        dtype,
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        dtype.is_complex and tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
-def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
-    """The tensor that shows `storage` by `recipe`. Call below autograd."""
-    tensor = torch.empty(0, dtype=recipe.dtype, device=storage.device)
-    tensor.set_(storage, recipe.offset, recipe.size, recipe.stride)  # type: ignore[call-overload]
-    if recipe.conjugate:
-        torch._C._set_conj(tensor, True)
-    if recipe.negative:
-        torch._C._set_neg(tensor, True)
-    return tensor
-
-
-class StaleError(RuntimeError):
-    """What backward needs was written in place after forward had recorded it."""
-
-
-class Guard:
-    """Notices writes in place that happen outside of a region, where nothing is recorded.
-
-    A version counter is shared by a tensor and its views. The base of a view is what lives longest.
-    A base with a history is held weakly: held strongly it would keep alive the graph that we hang on.
-    """
-
-    __slots__ = ("_owner", "_version", "_weak")
-
-    def __init__(self, tensor: Tensor) -> None:
-        base = tensor._base
-        owner = tensor if base is None else base
-        self._weak = owner.grad_fn is not None
-        self._owner: Any = weakref.ref(owner) if self._weak else owner
-        self._version = -1 if owner.is_inference() else owner._version
-
-    def renew(self) -> None:
-        """Take the version as it is now; what was written before was recorded."""
-        owner = self._tensor()
-        if owner is not None and self._version >= 0:
-            self._version = owner._version
-
-    def check(self, what: str) -> None:
-        """Raise if there was a write since.
-
-        Raises:
-            StaleError: names `what` and the tensor.
-        """
-        owner = self._tensor()
-        if owner is None or self._version < 0 or owner._version == self._version:
-            return
-        raise StaleError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{owner.dtype} {list(owner.shape)}], which {what} reads, is at version {owner._version}; expected "
-            f"version {self._version} instead. It was written after forward; keep it as it is until backward is over."
-        )
-
-    def _tensor(self) -> Tensor | None:
-        owner: Tensor | None = self._owner() if self._weak else self._owner
-        return owner
 
 
 class Source:
@@ -165,8 +83,21 @@ class Opaque(NamedTuple):
 class Node:
     """An unsaved op, ready to run again."""
 
-    __slots__ = ("args", "facts", "func", "grad_enabled", "kwargs", "name", "order", "outs", "random", "reads",
-                 "rewrites", "used_outs", "writes_sources")  # fmt: skip
+    __slots__ = (
+        "args",
+        "facts",
+        "func",
+        "grad_enabled",
+        "kwargs",
+        "name",
+        "order",
+        "outs",
+        "random",
+        "reads",
+        "rewrites",
+        "used_outs",
+        "writes_sources",
+    )
 
     def __init__(
         self,
@@ -207,338 +138,23 @@ def add_use(value: Value) -> None:
                 stack.extend(node.reads)
 
 
-class Pass:
-    """What one backward pass (one graph task) has made again in one region, and still needs.
-
-    The engine's graph task owns it through a callback, so it ends with the task, also when that ends
-    by an exception. It keeps no Value and no Node alive: each goes with the last Packed that needs it, and
-    takes along the saved values that it would have read.
-    """
-
-    def __init__(self, task: int) -> None:
-        self.task = task
-        self.cache: dict[int, Tensor] = {}  # by serial of the Value
-        self.left: dict[int, int] = {}  # uses, by serial of the Value
-        self.ran: set[int] = set()  # orders of Nodes
-
-    def left_of(self, value: Value) -> int:
-        left = self.left.get(value.serial)
-        if left is None:
-            left = self.left[value.serial] = value.uses
-        return left
-
-    def use(self, value: Value) -> None:
-        """Use up one use; free the value at the last."""
-        left = self.left_of(value) - 1
-        self.left[value.serial] = left
-        if left <= 0:
-            self.cache.pop(value.serial, None)
-
-    def lose(self, value: Value) -> None:
-        """A Packed went away without having been unpacked in this pass (rule f).
-
-        To be called before the use is taken from `Value.uses`.
-        """
-        stack = [value]
-        while stack:
-            value = stack.pop()
-            self.use(value)
+def take_use(value: Value) -> None:
+    """One use of `value` less; undoes `add_use`."""
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        value.uses -= 1
+        if value.uses == 0:
             node = value.node
-            if node.order in self.ran:
-                continue
-            if not any(self.left_of(v) > 0 for v in _alive(node)):
-                self.ran.add(node.order)
+            node.used_outs -= 1
+            if node.used_outs == 0:
                 stack.extend(node.reads)
 
 
-def _alive(node: Node) -> list[Value]:
+def alive(node: Node) -> list[Value]:
+    """The values that `node` made and that something still refers to."""
     values = [ref() for ref in node.outs if ref is not None] + [new() for _, new in node.rewrites]
     return [value for value in values if value is not None]
-
-
-class Log:
-    """The events of a run, in order, for tests and for finding out. See `schedule` for their meaning."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, str]] = []
-
-    def add(self, kind: str, name: str) -> None:
-        self.events.append((kind, name))
-
-
-class Graph:
-    """What is shared by all that one region recorded: its passes in progress, and a lock."""
-
-    def __init__(self, log: Log | None) -> None:
-        self.lock = threading.RLock()
-        self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-        self.log = log
-
-    def current_pass(self) -> tuple[Pass, bool]:
-        """The pass of the graph task that is running, and whether it may use things up.
-
-        Outside of backward (a debugger looks at `grad_fn._saved_self`) it is a pass of its own.
-        """
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            return Pass(-1), False
-        running = self.passes.get(task)
-        if running is None:
-            running = self.passes[task] = Pass(task)
-            torch.autograd.Variable._execution_engine.queue_callback(_Owner(running))  # type: ignore[attr-defined]
-        return running, True
-
-
-class _Owner:
-    """Held by the engine until the graph task ends."""
-
-    def __init__(self, owned: Pass) -> None:
-        self._owned = owned
-
-    def __call__(self) -> None:
-        self._owned.cache.clear()
-
-
-class Packed:
-    """What autograd holds in place of a tensor that can be made again."""
-
-    __slots__ = ("_last", "_task", "_value", "graph", "recipe")
-
-    def __init__(self, value: Value, recipe: Recipe, graph: Graph) -> None:
-        self._value = value
-        self.recipe = recipe
-        self.graph = graph
-        self._task = -1  # the last graph task in which it was unpacked
-        self._last: weakref.ref[Tensor] | None = None
-        value.packs += 1
-        add_use(value)
-
-    def unpack(self) -> Tensor:
-        """The tensor, made again if need be.
-
-        Raises:
-            StaleError: what it is made from was written since.
-        """
-        with self.graph.lock:
-            running, uses_up = self.graph.current_pass()
-            if self._task == running.task and self._last is not None and (last := self._last()) is not None:
-                return last
-            value = self._value
-            made = running.cache.get(value.serial)
-            if made is None:
-                made = realize(value, running, self.graph)
-            tensor = _shown(made, self.recipe)
-            if uses_up:
-                if self._task != running.task:
-                    running.use(value)
-                self._task = running.task
-                self._last = weakref.ref(tensor)
-            return tensor
-
-    def __del__(self) -> None:
-        graph, value = self.graph, self._value
-        with graph.lock:
-            for running in list(graph.passes.values()):
-                if running.task != self._task:
-                    running.lose(value)
-            stack = [value]
-            while stack:
-                value = stack.pop()
-                value.uses -= 1
-                if not value.uses:
-                    node = value.node
-                    node.used_outs -= 1
-                    if not node.used_outs:
-                        stack.extend(node.reads)
-
-
-class Kept:
-    """What autograd holds in place of a tensor that stays as it is, with a guard.
-
-    A tensor with a history is held by its storage: itself it would be a cycle through that history.
-    """
-
-    __slots__ = ("guard", "recipe", "storage", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.guard = Guard(tensor)
-        self.tensor: Tensor | None = None
-        if tensor.grad_fn is None:
-            self.tensor = tensor
-        else:
-            self.storage = tensor.untyped_storage()
-            self.recipe = recipe_of(tensor)
-
-    def unpack(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            StaleError: it was written since.
-        """
-        self.guard.check("backward")
-        if self.tensor is not None:
-            return self.tensor
-        with _Ambient():
-            return show(self.storage, self.recipe)
-
-
-def _shown(made: Tensor, recipe: Recipe) -> Tensor:
-    if recipe_of(made) == recipe:
-        return made
-    with _Ambient():
-        return show(made.untyped_storage(), recipe)
-
-
-def realize(wanted: Value, running: Pass, graph: Graph) -> Tensor:
-    """Make `wanted` again: run what it needs, nearest saved values first, in the order of forward."""
-    burst: set[Node] = set()
-    stack = [wanted]
-    cache = running.cache
-    while stack:
-        value = stack.pop()
-        if value.serial not in cache and value.node not in burst:
-            burst.add(value.node)
-            stack.extend(value.node.reads)
-    if any(node.order in running.ran for node in burst):
-        # Used up before, and wanted again (a custom function that unpacks late): not to be counted.
-        spare, running = running, Pass(running.task)
-        running.cache.update(spare.cache)
-    with _Ambient():
-        for node in sorted(burst, key=_order):
-            _run_again(node, running, graph, wanted)
-    made = running.cache[wanted.serial]
-    if running.left_of(wanted) <= 0:
-        del running.cache[wanted.serial]
-    return made
-
-
-def _order(node: Node) -> int:
-    return node.order
-
-
-def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
-    cache = running.cache
-    taken = _buffers_to_write(node, running)
-
-    args = [_argument(arg, node, cache, taken) for arg in node.args]
-    kwargs = {name: _argument(arg, node, cache, taken) for name, arg in node.kwargs.items()}
-    if graph.log is not None:
-        graph.log.add("recompute", node.name)
-    previous = torch.is_grad_enabled()
-    if previous != node.grad_enabled:
-        torch._C._set_grad_enabled(node.grad_enabled)
-    try:
-        if node.random is None:
-            out = node.func(*args, **kwargs)
-        else:
-            with randomness.at(node.random):
-                out = node.func(*args, **kwargs)
-    finally:
-        if previous != node.grad_enabled:
-            torch._C._set_grad_enabled(previous)
-    for old, new in node.rewrites:
-        value = new()
-        if value is not None:
-            storage = taken[id(old)]
-            cache[value.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-    for tensor, ref in zip(outputs_of(out), node.outs, strict=True):
-        value = ref() if ref is not None else None
-        if value is not None:
-            cache[value.serial] = tensor
-    del args, kwargs, out, taken
-    if node.order not in running.ran:
-        running.ran.add(node.order)
-        for value in node.reads:
-            running.use(value)
-    for value in _alive(node):
-        if value is not wanted and running.left_of(value) <= 0:
-            cache.pop(value.serial, None)
-
-
-def _argument(
-    arg: Any, node: Node, cache: Mapping[int, Tensor], taken: Mapping[int, torch.UntypedStorage]
-) -> Any:
-    """An argument of `node` with its tensors in place of their Refs."""
-    if type(arg) is Ref:
-        origin = arg.origin
-        written = taken.get(id(origin))
-        if written is not None:
-            return show(written, arg.recipe)
-        if type(origin) is Value:
-            return _shown(cache[origin.serial], arg.recipe)
-        assert type(origin) is Source
-        if origin.guard is not None:
-            origin.guard.check(node.name)
-        return show(origin.storage, arg.recipe)
-    if type(arg) is Opaque:
-        return arg.tensor
-    if type(arg) is list or type(arg) is tuple:
-        return type(arg)(_argument(item, node, cache, taken) for item in arg)
-    return arg
-
-
-def _buffers_to_write(node: Node, running: Pass) -> dict[int, torch.UntypedStorage]:
-    """The buffers that an in-place op writes when it is run again, by the identity of what they replace.
-
-    The old version's own buffer if nothing else will need it, else a copy (rule e).
-    """
-    taken: dict[int, torch.UntypedStorage] = {}
-    for old, _ in node.rewrites:
-        storage = running.cache[old.serial].untyped_storage()
-        if running.left_of(old) == 1 and not old.packs:
-            del running.cache[old.serial]
-        else:
-            storage = storage.clone()
-        taken[id(old)] = storage
-    if node.writes_sources:
-        for arg in _refs((*node.args, *node.kwargs.values())):
-            origin = arg.origin
-            if type(origin) is Source and origin.guard is None and id(origin) not in taken:
-                taken[id(origin)] = origin.storage.clone()
-    return taken
-
-
-def _refs(args: Sequence[Any]) -> list[Ref]:
-    found: list[Ref] = []
-    for arg in args:
-        if type(arg) is Ref:
-            found.append(arg)
-        elif type(arg) is list or type(arg) is tuple:
-            found.extend(_refs(arg))
-    return found
-
-
-class _Suspended(threading.local):
-    """Whether this thread is replaying, so that a mode that is recording lets it pass unseen."""
-
-    depth = 0
-
-
-suspended = _Suspended()
-
-
-class _Ambient:
-    """Replays run below autograd and autocast, and out of sight of a mode that is recording (rule 7)."""
-
-    __slots__ = ("_autocast", "_autograd")
-
-    def __enter__(self) -> None:
-        suspended.depth += 1
-        self._autograd = torch._C._AutoDispatchBelowAutograd()
-        self._autograd.__enter__()
-        self._autocast = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
-        self._autocast.__enter__()
-
-    def __exit__(self, *_: Any) -> None:
-        self._autocast.__exit__(None, None, None)
-        self._autograd.__exit__(None, None, None)
-        suspended.depth -= 1
-
-
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-for _key in ("AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastHPU", "AutocastPrivateUse1"):
-    if hasattr(torch._C.DispatchKey, _key):
-        _AUTOCAST = _AUTOCAST | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
 
 
 def as_argument(

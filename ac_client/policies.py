@@ -37,7 +37,9 @@ class Decider(Protocol):
     @property
     def description(self) -> str: ...
 
-    def decide(self, op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CheckpointPolicy | None:
+    def decide(
+        self, op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> CheckpointPolicy | None:
         """What it says of this call; None if it has nothing to say."""
 
 
@@ -84,7 +86,8 @@ class Asked:
         if isinstance(answer, CheckpointPolicy):
             return answer
         raise TypeError(
-            f"{self.description} returned {answer!r} for {op}; a policy function returns a CheckpointPolicy or a bool"
+            f"{self.description} returned {answer!r} for {op}; "
+            "a policy function returns a CheckpointPolicy or a bool"
         )
 
 
@@ -125,7 +128,9 @@ def decider(policy: Any) -> Decider:
                 return Always(CheckpointPolicy.PREFER_RECOMPUTE, '"recompute_all"')
             case "must_save_all":
                 return Always(CheckpointPolicy.MUST_SAVE, '"must_save_all"')
-        raise ValueError(f'unknown policy {policy!r}: use "recompute_all", "must_save_all", a function or ops')
+        raise ValueError(
+            f'unknown policy {policy!r}: use "recompute_all", "must_save_all", a function or ops'
+        )
     if isinstance(policy, CheckpointPolicy):
         return Always(policy, policy.name)
     if isinstance(policy, Collection):
@@ -157,7 +162,9 @@ def resolve(
             continue
         if result in MUSTS:
             if word in MUSTS and word is not result:
-                raise PolicyConflict(name, f"{result.name} by {said_by}", f"{word.name} by {policy.description}")
+                raise PolicyConflict(
+                    name, f"{result.name} by {said_by}", f"{word.name} by {policy.description}"
+                )
             continue
         result, said_by = word, policy.description
     return result

@@ -38,8 +38,8 @@ class Report:
         gap = f", within {self.gap:.1%} of the best plan" if self.gap is not None else ""
         lines = [
             f"{self.model}: budget {size(self.budget_bytes)}, {self.steps} planned steps",
-            f"  peak   predicted {size(self.predicted_peak_bytes)}, measured {size(self.measured_peak_bytes)}, "
-            f"save-all {size(self.save_all_peak_bytes)}",
+            f"  peak   predicted {size(self.predicted_peak_bytes)}, "
+            f"measured {size(self.measured_peak_bytes)}, save-all {size(self.save_all_peak_bytes)}",
             f"  step   predicted {time(self.predicted_step_us)}, measured {time(self.measured_step_us)}",
             f"  plan   {recompute}{gap}",
         ]

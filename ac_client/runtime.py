@@ -15,24 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.nodes import (
-    Graph,
-    Kept,
-    Log,
-    Node,
-    Packed,
-    Source,
-    Value,
-    as_arguments,
-    recipe_of,
-    suspended,
-)
+from ac_client.nodes import Node, Source, Value, as_arguments
 from ac_client.policies import SAVES, Decider, decider, resolve
-from autoac.profiler.ops import OpFacts, facts_of, has_storage, outputs_of, tensors_in, updates_statistics, written_tensors
+from ac_client.recipes import recipe_of
+from ac_client.replay import Graph, Kept, Log, Packed, suspended
+from autoac.profiler.ops import (
+    OpFacts,
+    facts_of,
+    has_storage,
+    outputs_of,
+    tensors_in,
+    updates_statistics,
+    written_tensors,
+)
 from autoac.profiler.randomness import capture, generator_of
 from autoac.profiler.storages import StorageTable
-from torch.utils.checkpoint import CheckpointPolicy
 
 
 class _Active(threading.local):
@@ -50,7 +49,7 @@ class Region(TorchDispatchMode):
     """The mode of the outermost region; policies are pushed on it."""
 
     def __init__(self, log: Log | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.policies: list[Decider] = []
         self.log = log
         self.graph = Graph(log)
@@ -65,13 +64,13 @@ class Region(TorchDispatchMode):
     def open(self) -> None:
         """Install mode and hooks."""
         self._hooks.__enter__()
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
         active.region = self
 
     def close(self) -> None:
         """Take them away. What backward needs hangs on autograd's handles from now on."""
         active.region = None
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(None, None, None)
         del self._hooks  # it holds our method, and so us
         self._renew_guards()

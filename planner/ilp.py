@@ -8,6 +8,7 @@ given; more of them make it tighter. This module never runs the simulator.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,8 @@ class Options:
     merge: bool = True  # (3) followers: read by `facts`, kept here so that one value names every switch
     lazy: bool = False  # (6) nothing runs again before something asks for it
     wanted: bool = True  # (7) only what may be wanted is saved
+    near: int = 8  # (2) so many grid states before an op is first needed are all told apart
+    apart: int = 4  # (2) and of those before, every so many; 1: all
 
 
 @dataclass(slots=True)
@@ -97,12 +100,21 @@ class Built:
 class Builder:
     """Collects columns and rows. One method for each constraint family."""
 
-    def __init__(self, f: Facts, budget: int | None, points: Iterable[Point], options: Options) -> None:
+    def __init__(
+        self,
+        f: Facts,
+        budget: int | None,
+        points: Iterable[Point],
+        options: Options,
+        window: int | None,
+    ) -> None:
         self.f, self.graph, self.budget, self.options = f, f.graph, budget, options
         self.n = len(self.graph.ops)
+        self.window = window
         self.points = sorted(set(points), key=_order)
         self.states = sorted({0, f.n_states, *(t for p in self.points for t in states_of(f, p))})
-        self.at_or_before = _floors(self.states, f.n_states)
+        self.grids: dict[OpId, list[int]] = {}
+        self.begins: dict[OpId, int] = {}  # state before which x is not allowed
         self.columns: list[tuple[str, float, bool]] = []  # name, upper bound, integer
         self.saved: dict[OpId, int] = {}
         self.runs: dict[tuple[OpId, int], int] = {}
@@ -129,13 +141,32 @@ class Builder:
                     self.saved[op] = self._column(f"s{op}", integer=True)
                 return Expr({self.saved[op]: 1.0})
 
-    def x(self, op: OpId, state: int) -> Expr:
-        """(2) Whether `op` has been run again by the grid state at or before `state`."""
+    def grid(self, op: OpId) -> list[int]:
+        """(2) The states at which x of a leader is told apart: all near its first need, some before."""
+        if op not in self.grids:
+            need = self.f.first[op] if self.f.first[op] < NEVER else self.f.latest[op]
+            at = bisect_left(self.states, need)
+            near = at - self.options.near
+            self.grids[op] = [
+                t for i, t in enumerate(self.states) if i >= near or i % self.options.apart == 0
+            ]
+            self.begins[op] = 0 if self.window is None else self.states[max(at - self.window, 0)]
+        return self.grids[op]
+
+    def x(self, op: OpId, state: int, *, after: bool = False) -> Expr:
+        """(2) Whether `op` has run again by the state of its grid at or before `state`, or at or after."""
         f = self.f
         op = f.leader[op]
         if f.role[op] is not Role.FREE:
             return Expr()
-        at = self.at_or_before[state] if state < END else END
+        at = END
+        if state < END:
+            grid = self.grid(op)
+            at = grid[bisect_right(grid, state) - 1]
+            if after and at < state:
+                at = next((t for t in grid if t > state), END)
+            if at < self.begins[op]:
+                return Expr()
         if at < f.earliest[op]:
             return Expr()
         if f.first[op] <= at:
@@ -166,7 +197,7 @@ class Builder:
     def order(self, op: OpId) -> None:
         """(4) What has been run again stays so: x grows with the state, and only unsaved ops run."""
         previous: Expr | None = None
-        for state in [*self.states, END]:
+        for state in [*self.grid(op), END]:
             now = self.x(op, state)
             if previous is not None and previous.terms != now.terms:
                 self.at_most(Expr().add(previous).add(now, -1.0), 0.0)
@@ -180,7 +211,7 @@ class Builder:
             if self.f.role[source] is not Role.FREE:
                 continue
             seen: list[tuple[dict[int, float], dict[int, float]]] = []
-            for state in [*self.states, END]:
+            for state in [*(self.grid(source) if self.window is None else self.states), END]:
                 need, have = self.x(op, state), self.x(source, state)
                 if (need.terms, have.terms) in seen:
                     continue
@@ -189,12 +220,12 @@ class Builder:
 
     def lazy(self, op: OpId) -> None:
         """(6) Nothing runs again before an unpack or a reader asks for it."""
-        for state in self.states:
+        for state in self.grid(op):
             if state < self.f.first[op]:
                 late = self.x(op, state)
                 if late.terms:
                     for reader in self.f.readers[op]:
-                        late.add(self.x(reader, state), -1.0)
+                        late.add(self.x(reader, state, after=True), -1.0)
                     self.at_most(late, 0.0)
 
     def wanted(self, op: OpId) -> None:
@@ -294,16 +325,16 @@ class Builder:
                     continue
                 into_same_buffer = any(graph.values[w].previous == v for w in graph.ops[r].writes)
                 over = r <= at if into_same_buffer and not value.handles else r < at
-                read = self.x(r, after if over else before)
+                read = self.x(r, after if over else before, after=True)
                 if f.leader[r] == f.leader[op]:
                     # Of one group: they run in one burst, so v is live only between the two, and the
                     # difference of two states of the group is never negative (4).
-                    within = within if within.terms else Expr().add(made).add(read, -1.0)
+                    within = within if within.terms or over else self.between(op, before, after)
                 elif (after if over else before) < f.latest[f.leader[r]]:
                     late = Expr(constant=-1.0).add(made).add(self.x(r, END)).add(read, -1.0)
                     pending.append(late)
             if op == at:
-                within = Expr().add(made).add(self.x(op, before), -1.0)
+                within = self.between(op, before, after)
             if pending:
                 total.add(
                     self.positive_part(*_distinct(pending), *([within] if within.terms else [])), nbytes
@@ -311,6 +342,13 @@ class Builder:
             else:
                 total.add(within, nbytes)
         return total
+
+    def between(self, op: OpId, before: int, after: int) -> Expr:
+        """Whether `op` runs between two states. 0, which is never too much, where its grid does not tell."""
+        grid = self.grid(self.f.leader[op])
+        if before == after or before not in grid or after not in grid:
+            return Expr()
+        return Expr().add(self.x(op, after)).add(self.x(op, before), -1.0)
 
     def bytes_at(self, point: Point) -> Expr:
         """(12) All bytes live at `point`."""
@@ -334,8 +372,7 @@ class Builder:
                 total.add(self.recomputed_bytes(j, state - 1, state, i))
                 beside = graph.ops[i].workspace + step.other - sure
                 if beside:
-                    runs = self.x(OpId(i), state).add(self.x(OpId(i), state - 1), -1.0)
-                    total.add(runs, beside)
+                    total.add(self.between(OpId(i), state - 1, state), beside)
                 return total
 
     def within_budget(self, point: Point, scale: float) -> None:
@@ -351,12 +388,13 @@ class Builder:
     def without(self, save_set: SaveSet) -> None:
         """(14) Not this save set, which the simulator has found too large."""
         row = Expr()
-        for op in self.saved:
-            if op in save_set:
-                row.terms[self.saved[op]] = 1.0
-                row.constant -= 1.0
-            else:
-                row.terms[self.saved[op]] = -1.0
+        for op in self.graph.ops:
+            if self.f.role[op.id] is Role.FREE:
+                saved = self.s(op.id)
+                if op.id in save_set:
+                    row.add(saved).add(Expr(constant=1.0), -1.0)
+                else:
+                    row.add(saved, -1.0)
         row.constant += 1.0
         self.rows.append((row, 0.0))
 
@@ -368,6 +406,7 @@ def build_program(
     *,
     excluded: Iterable[SaveSet] = (),
     options: Options | None = None,
+    window: int | None = None,
 ) -> Built:
     """The least recompute time within `budget`, or with no budget the least peak.
 
@@ -377,9 +416,11 @@ def build_program(
         points: moments at which the budget is written as a row. Backward is resolved at their states.
         excluded: save sets that are ruled out.
         options: switches of the valid inequalities.
+        window: how many grid states before its first need an op may start. Makes the program small, and its
+            bound no bound on plans in which one starts earlier.
     """
     options = options or Options()
-    builder = Builder(f, budget, points, options)
+    builder = Builder(f, budget, points, options, window)
     free = [op.id for op in f.graph.ops if f.role[op.id] is Role.FREE]
     for leader in free:
         builder.s(leader)
@@ -503,16 +544,6 @@ def _order(point: Point) -> tuple[int, int, int]:
             return (1, step, 0)
         case Burst(state, op):
             return (2, state, op)
-
-
-def _floors(states: Sequence[int], last: int) -> list[int]:
-    """By state: the largest of `states` that is not above it."""
-    floors, at = [], 0
-    known = set(states)
-    for t in range(last + 1):
-        at = t if t in known else at
-        floors.append(at)
-    return floors
 
 
 def _distinct(exprs: Iterable[Expr]) -> list[Expr]:

@@ -62,7 +62,9 @@ def observe(
     )
 
 
-def device_of(model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> torch.device:
+def device_of(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> torch.device:
     """Where the model trains: the device of its first parameter, else of its first input."""
     for tensor in (*model.parameters(), *model.buffers(), *tree_leaves((tuple(args), dict(kwargs or {})))):
         if isinstance(tensor, Tensor):

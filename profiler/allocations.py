@@ -81,7 +81,8 @@ class AllocationRecord:
 
     def _read(self) -> None:
         profiler = self._profiler.profiler
-        assert profiler is not None and profiler.kineto_results is not None
+        assert profiler is not None
+        assert profiler.kineto_results is not None
         events = list(_walk(profiler.kineto_results.experimental_event_tree()))
         events.sort(key=lambda event: event.start_time_ns)
         open_blocks: dict[int, Block] = {}

@@ -119,7 +119,8 @@ def assemble(
             ),
             other_nbytes=tuple(other.at(s.first) for s in steps),
             peak_nbytes=tuple(
-                other.peak(s.work if s.work >= 0 else s.first, end) for s, end in zip(steps, ends, strict=True)
+                other.peak(s.work if s.work >= 0 else s.first, end)
+                for s, end in zip(steps, ends, strict=True)
             ),
         ),
         modules=tuple(modules),

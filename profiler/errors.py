@@ -1,8 +1,8 @@
 """What can go wrong while profiling.
 
-    ProfilerError
-    +-- ProfilerBusy      torch.profiler is already running on this thread
-    +-- NothingToProfile  the step has no gradient to compute
+ProfilerError
++-- ProfilerBusy      torch.profiler is already running on this thread
++-- NothingToProfile  the step has no gradient to compute
 """
 
 from __future__ import annotations

@@ -30,11 +30,43 @@ _HIDDEN_WRITES = {
 # bit could decide otherwise the second time.
 _DECIDING = {
     f"aten::{name}"
-    for name in (
-        "argmax argmin topk sort argsort msort kthvalue mode multinomial bucketize searchsorted histc "
-        "bincount eq ne lt le gt ge isnan isinf isfinite any all logical_and logical_or logical_not "
-        "logical_xor is_nonzero equal _local_scalar_dense allclose isclose isin signbit"
-    ).split()
+    for name in [
+        "argmax",
+        "argmin",
+        "topk",
+        "sort",
+        "argsort",
+        "msort",
+        "kthvalue",
+        "mode",
+        "multinomial",
+        "bucketize",
+        "searchsorted",
+        "histc",
+        "bincount",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "any",
+        "all",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "logical_xor",
+        "is_nonzero",
+        "equal",
+        "_local_scalar_dense",
+        "allclose",
+        "isclose",
+        "isin",
+        "signbit",
+    ]
 }
 _DECIDING_OVERLOADS = {"aten::max.dim", "aten::min.dim", "aten::median.dim", "aten::nanmedian.dim"}
 

@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
     """Records ops while active; `paused` lets what we do ourselves pass unseen."""
 
     def __init__(self, mark: Callable[[], int], on_device: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = ForwardRecord()
         self.current: StorageTable[int] = StorageTable()  # newest value of each storage
         self.paused = False
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         index = len(self.record.ops)
         must_save = facts.must_save
-        written = [t for t in written_tensors(facts, args, kwargs)]
+        written = list(written_tensors(facts, args, kwargs))
         reads: list[int] = []
         for tensor in tensors_in(args, kwargs):
             if not has_storage(tensor):
@@ -107,7 +107,13 @@ class Recorder(TorchDispatchMode):
         if draws:
             self._keep_generator(args, kwargs)
         op = RecordedOp(
-            facts, self.module, tuple(dict.fromkeys(reads)), _signature(facts, args, kwargs), draws, 0, must_save
+            facts,
+            self.module,
+            tuple(dict.fromkeys(reads)),
+            _signature(facts, args, kwargs),
+            draws,
+            0,
+            must_save,
         )
         self.record.ops.append(op)
         op.began = self._mark()

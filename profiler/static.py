@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from autoac.planner.profile import StaticBytes
 from autoac.profiler.ops import has_storage, outputs_of
@@ -30,7 +30,11 @@ class OptimizerBytes:
 
 
 def static_bytes(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], optimizer_state: int, device: torch.device
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    optimizer_state: int,
+    device: torch.device,
 ) -> StaticBytes:
     """Count each storage on `device` once. In bytes, as the allocator rounds them."""
     seen: set[int] = set()
@@ -97,17 +101,19 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[
         for group in optimizer.param_groups:
             fakes = []
             for parameter in group["params"]:
-                fake = nn.Parameter(torch.empty_strided(
-                    parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device
-                ))
+                fake = nn.Parameter(
+                    torch.empty_strided(
+                        parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device
+                    )
+                )
                 if parameter.requires_grad:
                     fake.grad = torch.empty_like(fake)
                 fakes.append(fake)
             groups.append({**group, "params": fakes})
         twin.param_groups = groups
         twin.state = defaultdict(dict)
-        twin._optimizer_step_pre_hooks = {}  # type: ignore[assignment]
-        twin._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+        twin._optimizer_step_pre_hooks = {}
+        twin._optimizer_step_post_hooks = {}
         with torch.no_grad():
             type(optimizer).step(twin)  # makes the state
             with _Workspace(device) as workspace:
@@ -119,7 +125,7 @@ class _Workspace(TorchDispatchMode):
     """The most bytes of tensors made inside it that are live at once."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._table: StorageTable[bool] = StorageTable()
         self._live = 0

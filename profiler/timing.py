@@ -43,6 +43,7 @@ def by_signature(
         samples.setdefault(signature, []).append(runtime)
     middle = {key: statistics.median(values) for key, values in samples.items()}
     spread = {
-        key: statistics.median(abs(value - middle[key]) for value in values) for key, values in samples.items()
+        key: statistics.median(abs(value - middle[key]) for value in values)
+        for key, values in samples.items()
     }
     return [round(middle[s], 3) for s in signatures], [round(spread[s], 3) for s in signatures]

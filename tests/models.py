@@ -23,11 +23,17 @@ class Block(nn.Module):
         batch, length, width = x.shape
         q, k, v = self.qkv(self.ln1(x)).split(width, dim=-1)
         q, k, v = (t.view(batch, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        x = x + F.dropout(self.out(a.transpose(1, 2).reshape(batch, length, width)), self.dropout, self.training)
+        a = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        x = x + F.dropout(
+            self.out(a.transpose(1, 2).reshape(batch, length, width)), self.dropout, self.training
+        )
         if scale is not None:
             x = x * scale["by"]
-        return x + F.dropout(self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh")), self.dropout, self.training)
+        return x + F.dropout(
+            self.down(F.gelu(self.up(self.ln2(x)), approximate="tanh")), self.dropout, self.training
+        )
 
 
 class Transformer(nn.Module):
@@ -80,7 +86,9 @@ class Routed(nn.Module):
     def __init__(self, experts: int = 4, width: int = 16) -> None:
         super().__init__()
         self.router = nn.Linear(width, experts)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 32), nn.SiLU(), nn.Linear(32, width)) for _ in range(experts))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 32), nn.SiLU(), nn.Linear(32, width)) for _ in range(experts)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)

@@ -21,7 +21,9 @@ class Program:
     seed: int
     length: int
 
-    def run(self, inputs: list[Tensor], *, nested: Callable[[random.Random], object] | None = None) -> list[Tensor]:
+    def run(
+        self, inputs: list[Tensor], *, nested: Callable[[random.Random], object] | None = None
+    ) -> list[Tensor]:
         """The differentiable results."""
         chance, nesting = random.Random(self.seed), random.Random(self.seed + 1)
         pool = list(inputs)
@@ -93,7 +95,9 @@ def _instruction(chance: random.Random, pool: list[Tensor]) -> Tensor | None:
     return None
 
 
-def gradients(program: Program, policy: object, *, nested: bool = False, twice: bool = False) -> list[Tensor | None] | str:
+def gradients(
+    program: Program, policy: object, *, nested: bool = False, twice: bool = False
+) -> list[Tensor | None] | str:
     """Gradients of the inputs, and the results; or the error that autograd raises.
 
     `policy` None is the plain run.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ac_client.nodes import Log
+from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
 
 
@@ -38,7 +38,9 @@ def scalar(out: Any) -> Tensor:
         return loss
     leaves = tree_leaves(list(out.values()) if isinstance(out, dict) else out)
     floats = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
-    return torch.stack([(t.float() * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in floats]).sum()
+    return torch.stack(
+        [(t.float() * torch.linspace(-1, 1, t.numel()).view(t.shape)).sum() for t in floats]
+    ).sum()
 
 
 def step(
@@ -94,7 +96,10 @@ def nothing_left() -> Iterator[None]:
 
     def alive() -> int:
         types = map(type, gc.get_objects())
-        return sum(t is torch.UntypedStorage or t.__module__ == "ac_client.nodes" for t in types)
+        return sum(
+            t is torch.UntypedStorage or t.__module__ in ("ac_client.nodes", "ac_client.replay")
+            for t in types
+        )
 
     gc.collect()
     gc.disable()

@@ -62,6 +62,13 @@ def render_facts(demo: Demo) -> str:
     )
 
 
+def render_checks(demo: Demo) -> str:
+    """The promises as Markdown."""
+    return "\n".join(
+        f"- {'kept' if check.kept else '**missed**'}: {check.promise}: {check.found}" for check in checks(demo)
+    )
+
+
 def markdown(demo: Demo) -> str:
     """The table as Markdown, for the README."""
     lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *(cells(line) for line in demo.lines)]

@@ -1,4 +1,4 @@
-"""One line plans a model in place; everything that can be wrong with it is said, and nothing is left patched."""
+"""One line plans a model in place; what is wrong is said, and nothing is left patched."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from models import ConvNet, Transformer
+from stepping import scalar
 from torch import nn
 
 import ac_client
 from autoac.planner import floor
 from autoac.planner.units import GIB
 from autoac.profiler import profile
-from models import ConvNet, Transformer
-from stepping import scalar
 
 BATCH = torch.randn(4, 64, 64)
 
@@ -191,7 +191,9 @@ def test_a_model_that_checkpoints_itself_is_refused() -> None:
 def test_transformers_own_switch_is_seen() -> None:
     import transformers
 
-    config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0
+    )
     model = transformers.GPT2LMHeadModel(config)
     model.activation_checkpointing_enable()
     with pytest.raises(ac_client.CheckpointingActive, match=r"activation_checkpointing_disable\(\)"):
@@ -255,7 +257,9 @@ def test_a_service_that_is_away_is_said_once_and_the_plan_made_here(
     assert ac_client.applied(model).plan is not None
 
 
-def test_planning_waits_until_torchs_profiler_is_done(budget_gb: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_planning_waits_until_torchs_profiler_is_done(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
     model = ac_client.apply(made(), budget_gb)
     with torch.profiler.profile(), caplog.at_level(logging.WARNING):
         gradients(model)
@@ -289,6 +293,9 @@ def test_optimizer_state_is_in_the_budget_before_its_first_step(make_optimizer: 
     counted = ac_client.applied(model).policy.predicted.static_bytes
     optimizer.step()
     expected = sum(
-        t.untyped_storage().nbytes() for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)
+        t.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for t in state.values()
+        if torch.is_tensor(t)
     )
     assert counted == parameters + BATCH.nbytes + expected

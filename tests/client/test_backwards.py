@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ac_client.nodes import Log, StaleError
+from ac_client.recipes import StaleError
+from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
 
 
@@ -201,7 +202,9 @@ def test_a_write_after_forward_is_an_error_as_in_autograd(written: str) -> None:
         kept = given.t() @ parameter
         z = kept.exp().sin()
     with torch.no_grad():
-        {"parameter": parameter, "input": given, "view of input": given[0], "saved value": kept}[written].add_(1)
+        {"parameter": parameter, "input": given, "view of input": given[0], "saved value": kept}[
+            written
+        ].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
         z.sum().backward()
     assert isinstance(raised.value, StaleError)

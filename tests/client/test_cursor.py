@@ -34,7 +34,9 @@ def walk(cursor: Cursor, *events: str) -> list[str | None]:
 
 def test_on_the_path() -> None:
     cursor = Cursor(ROUTE)
-    got = walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", ">c", "mm", "<c", "loss")
+    got = walk(
+        cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", ">c", "mm", "<c", "loss"
+    )
     assert got == ["save", "recompute", "save", "recompute", "save", "recompute", "save"]
     assert cursor.off is None
 
@@ -42,7 +44,23 @@ def test_on_the_path() -> None:
 def test_an_unknown_op_is_left_to_the_default_until_the_next_module() -> None:
     told: list[OffPath] = []
     cursor = Cursor(ROUTE, report=told.append)
-    got = walk(cursor, "embed", ">a", "mm", "relu", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", ">c", "mm", "<c", "loss")
+    got = walk(
+        cursor,
+        "embed",
+        ">a",
+        "mm",
+        "relu",
+        "gelu",
+        ">a.b",
+        "mm",
+        "<a.b",
+        "mm",
+        "<a",
+        ">c",
+        "mm",
+        "<c",
+        "loss",
+    )
     assert got == ["save", "recompute", None, None, "recompute", "save", "recompute", "save"]
     assert [str(off) for off in told] == ["expected a/gelu#0, found relu"]
 
@@ -59,7 +77,9 @@ def test_a_module_that_is_called_once_more_is_left_to_its_last_call() -> None:
 
 
 def test_an_unknown_module_is_left_to_the_default() -> None:
-    got = walk(Cursor(ROUTE), "embed", ">new", "conv", "<new", ">a", "mm", "gelu", "<a", ">c", "mm", "<c", "loss")
+    got = walk(
+        Cursor(ROUTE), "embed", ">new", "conv", "<new", ">a", "mm", "gelu", "<a", ">c", "mm", "<c", "loss"
+    )
     assert got == ["save", None, "recompute", "save", "recompute", "save"]
 
 

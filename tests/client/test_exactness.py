@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
+from stepping import scalar
 from torch import nn
 
 from ac_client.cursor import Cursor, Route
 from ac_client.measure import AllocatorTimeline
-from ac_client.nodes import Log
+from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
 from autoac.planner.graph import OpId, SaveSet, build, closed
 from autoac.planner.policy import decisions
@@ -22,8 +24,6 @@ from autoac.planner.schedule import Recompute, schedule
 from autoac.planner.simulate import simulate
 from autoac.profiler import profile
 from autoac.profiler.modules import watch_modules
-from models import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
-from stepping import scalar
 
 Make = Callable[[], nn.Module]
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from models import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 from stepping import assert_same, step
+from torch import nn
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "transformer": (Transformer, lambda: ((torch.randn(2, 8, 32, requires_grad=True),), {})),

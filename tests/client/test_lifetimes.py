@@ -8,12 +8,12 @@ import weakref
 
 import pytest
 import torch
-from torch import Tensor
-
-from ac_client.nodes import Log
-from ac_client.runtime import active, save_recompute_policy
 from models import Transformer
 from stepping import nothing_left, scalar
+from torch import Tensor
+
+from ac_client.replay import Log
+from ac_client.runtime import active, save_recompute_policy
 
 BATCH = torch.randn(2, 8, 32)
 

@@ -7,8 +7,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy as P
 
 from ac_client import PolicyConflict
-from ac_client.nodes import Log
 from ac_client.policies import decider, resolve
+from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
 
 MM = torch.ops.aten.mm.default
@@ -38,9 +38,14 @@ def test_how_a_stack_resolves(stack: list[object], result: P) -> None:
 
 def test_two_different_musts_are_an_error_that_names_both() -> None:
     x = torch.randn(2, 2, requires_grad=True)
-    with pytest.raises(PolicyConflict, match="MUST_SAVE by .*must_save_all.* and MUST_RECOMPUTE by the function"):
-        with save_recompute_policy("must_save_all"), save_recompute_policy(asked(P.MUST_RECOMPUTE)):
-            x @ x
+    with (
+        pytest.raises(
+            PolicyConflict, match=r"MUST_SAVE by .*must_save_all.* and MUST_RECOMPUTE by the function"
+        ),
+        save_recompute_policy("must_save_all"),
+        save_recompute_policy(asked(P.MUST_RECOMPUTE)),
+    ):
+        x @ x
 
 
 def test_only_the_outermost_region_installs_the_mode() -> None:
@@ -71,5 +76,8 @@ def test_what_is_no_policy_is_refused(policy: object) -> None:
 
 
 def test_a_function_that_answers_neither_policy_nor_bool_is_an_error() -> None:
-    with pytest.raises(TypeError, match="returned 'save'"), save_recompute_policy(lambda ctx, op, *a, **k: "save"):
+    with (
+        pytest.raises(TypeError, match="returned 'save'"),
+        save_recompute_policy(lambda ctx, op, *a, **k: "save"),
+    ):
         torch.ones(2) + 1

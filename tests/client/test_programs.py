@@ -8,7 +8,6 @@ import random
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from programs import Program, gradients
 
 PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "300"))  # the nightly target asks for more
@@ -28,7 +27,9 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     nested=st.booleans(),
     twice=st.booleans(),
 )
-def test_any_program_has_the_plain_gradients(seed: int, length: int, save: float, nested: bool, twice: bool) -> None:
+def test_any_program_has_the_plain_gradients(
+    seed: int, length: int, save: float, nested: bool, twice: bool
+) -> None:
     program = Program(seed, length)
     plain = gradients(program, None, twice=twice)
     coin = random.Random(seed)

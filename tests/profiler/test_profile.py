@@ -7,13 +7,13 @@ import dataclasses
 
 import pytest
 import torch
+from models import ConvNet, Recurrent, Routed, Transformer
+from stepping import scalar
 from torch import Tensor, nn
 
 from ac_client.measure import AllocatorTimeline
 from autoac.planner import Profile, build, simulate
 from autoac.profiler import NothingToProfile, ProfilerBusy, profile
-from models import ConvNet, Recurrent, Routed, Transformer
-from stepping import scalar
 
 
 class Two(nn.Module):
@@ -74,7 +74,10 @@ def test_model_gradients_buffers_and_generators_are_as_before(make: type[nn.Modu
     found = profile(model, x)
     assert found.static.gradients == sum(g.nbytes for _, g in gradients)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    assert all(p.grad is g and torch.equal(g, kept) for p, (g, kept) in zip(model.parameters(), gradients, strict=True))
+    assert all(
+        p.grad is g and torch.equal(g, kept)
+        for p, (g, kept) in zip(model.parameters(), gradients, strict=True)
+    )
     assert x.grad is None
     assert torch.equal(torch.get_rng_state(), state)
     assert model.__dict__.keys() == attributes.keys()
@@ -130,13 +133,15 @@ def test_the_same_step_has_the_same_fingerprint_and_a_profile_survives_json() ->
 def test_the_loss_is_part_of_the_step_where_it_is_given() -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
     found = profile(model, x, loss=lambda out: nn.functional.mse_loss(out["logits"], torch.zeros(2, 8, 32)))
-    assert "./aten.mse_loss.default#0" in found.keys()
+    assert "./aten.mse_loss.default#0" in found.keys()  # noqa: SIM118 - a Profile is no dict
 
 
 def test_deciding_values_are_saved() -> None:
     found = profile(Routed(), torch.randn(12, 16))
     reasons = {
-        key: found.reasons[found.ops.must_save[i]] for i, key in enumerate(found.keys()) if found.ops.must_save[i] >= 0
+        key: found.reasons[found.ops.must_save[i]]
+        for i, key in enumerate(found.keys())
+        if found.ops.must_save[i] >= 0
     }
     assert reasons["./aten.topk.default#0"] == "its values decide"
     assert reasons["./aten.nonzero.default#0"] == "its shape depends on data"

@@ -1,0 +1,33 @@
+"""The demo's table with more pairs of steps: `python -m benchmarks.demo_table [--pairs N] [--out FOLDER]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ac_client.cli import write_whole
+from ac_client.demo import demo
+from ac_client.demo.page import render_page
+from ac_client.demo.table import markdown, render_checks, render_facts
+
+
+def main() -> int:
+    """Measure, print Markdown, write JSON and the page; 1 if the demo failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=21, help="timed pairs of steps in each row")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the results")
+    given = parser.parse_args()
+    result = demo.run(
+        pairs=given.pairs, on_row=lambda name, i, n: print(f"row {i} of {n}: {name}", file=sys.stderr, flush=True)
+    )
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_whole(given.out / "demo.json", json.dumps(result.data(), indent=1) + "\n")
+    write_whole(given.out / "demo.html", render_page(result))
+    print(f"{result.setting.describe()}; {render_facts(result)}\n\n{markdown(result)}\n\n{render_checks(result)}")
+    return int(result.failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
