@@ -209,7 +209,11 @@ class Applied:
             self._planning = False
         if self._service is not None:
             try:
-                self._load(request_policy(self._service, profile, self.budget_bytes - self._headroom_bytes))
+                self._load(
+                    request_policy(
+                        self._service, profile, self.budget_bytes, headroom_bytes=self._headroom_bytes
+                    )
+                )
                 return
             except ServiceUnavailable as error:
                 log.warning("planning in-process, because %s", error)

@@ -28,6 +28,7 @@ class Stopped(StrEnum):
     """Why the solver stopped. It says nothing about whether it left a candidate."""
 
     OPTIMAL = "optimal"  # proven, within the gap asked for
+    TARGET = "target"  # a candidate as good as asked for
     INFEASIBLE = "infeasible"  # proven
     TIME_LIMIT = "time limit"
     INTERRUPTED = "interrupted"  # the progress callback said so
@@ -70,6 +71,13 @@ class Program:
     variables: tuple[pulp.LpVariable, ...]  # in column order
     costs: Floats
     rows: Rows
+
+    def allows(self, values: Floats) -> bool:
+        """Whether `values` satisfies every row, up to the solver's tolerance."""
+        rows = self.rows
+        of_row = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
+        activity = np.bincount(of_row, rows.coefficients * values[rows.columns], len(rows))
+        return bool(((rows.lower - 1e-6 <= activity) & (activity <= rows.upper + 1e-6)).all())
 
     def with_rows(self) -> pulp.LpProblem:
         """The same problem with PuLP holding the rows as well. Slow: for other solvers and for tests."""
@@ -155,7 +163,8 @@ def solve(
     program: Program,
     *,
     time_limit_s: float,
-    gap: float,
+    gap: float = 0.0,
+    target: float | None = None,
     start: Floats | None = None,
     progress: OnProgress | None = None,
     relaxed: bool = False,
@@ -167,12 +176,13 @@ def solve(
         program: what to solve.
         time_limit_s: seconds of HiGHS's own clock.
         gap: stop once the candidate is proven to be within this of the best, relative to the candidate.
+        target: stop at a candidate that costs no more than this.
         start: a feasible assignment to start from.
         progress: called now and then while solving; returning True stops the solver.
         relaxed: forget that variables are integer.
         options: further options of HiGHS, for experiments.
     """
-    hooks: dict[str, Any] = {}
+    hooks: dict[str, Any] = {} if target is None else {"objective_target": target}
     if progress is not None:
         report = progress  # bound once, for the type checker
 
@@ -181,7 +191,7 @@ def solve(
             if report(now):
                 into.user_interrupt = True
 
-        hooks = {
+        hooks |= {
             "callbackTuple": (on_callback, None),
             "callbacksToActivate": [highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
         }
@@ -213,6 +223,7 @@ def _outcome(model: Any, linear: bool) -> Outcome:
     stopped = {
         kinds.kOptimal: Stopped.OPTIMAL,
         kinds.kModelEmpty: Stopped.OPTIMAL,
+        kinds.kObjectiveTarget: Stopped.TARGET,
         kinds.kInfeasible: Stopped.INFEASIBLE,
         kinds.kUnboundedOrInfeasible: Stopped.INFEASIBLE,  # costs are not negative: never unbounded
         kinds.kTimeLimit: Stopped.TIME_LIMIT,

@@ -53,8 +53,8 @@ class Options:
     merge: bool = True  # (3) followers: read by `facts`, kept here so that one value names every switch
     lazy: bool = False  # (6) nothing runs again before something asks for it
     wanted: bool = True  # (7) only what may be wanted is saved
-    near: int = 8  # (2) so many grid states before an op is first needed are all told apart
-    apart: int = 4  # (2) and of those before, every so many; 1: all
+    near: float = 1 / 6  # (2) before an op is first needed, all grid states in this share of backward count
+    apart: int = 4  # (2) and of the earlier ones every so many; 1: all
 
 
 @dataclass(slots=True)
@@ -91,6 +91,7 @@ class Built:
     auxiliary: tuple[tuple[int, tuple[Expr, ...]], ...]  # column -> it is the largest of these and 0
     peak: int | None  # column of the peak, if that is minimised
     cost_scale: float  # objective * cost_scale is microseconds (or bytes)
+    whole: bool  # it speaks of all plans, so its bound is a bound on all
 
     def save_set(self, values: Floats) -> SaveSet:
         """The ops that an assignment saves. What must be saved is not named."""
@@ -106,7 +107,7 @@ class Builder:
         budget: int | None,
         points: Iterable[Point],
         options: Options,
-        window: int | None,
+        window: float | None,
     ) -> None:
         self.f, self.graph, self.budget, self.options = f, f.graph, budget, options
         self.n = len(self.graph.ops)
@@ -114,7 +115,7 @@ class Builder:
         self.points = sorted(set(points), key=_order)
         self.states = sorted({0, f.n_states, *(t for p in self.points for t in states_of(f, p))})
         self.grids: dict[OpId, list[int]] = {}
-        self.begins: dict[OpId, int] = {}  # state before which x is not allowed
+        self.begins: dict[OpId, float] = {}  # state before which x is not allowed
         self.columns: list[tuple[str, float, bool]] = []  # name, upper bound, integer
         self.saved: dict[OpId, int] = {}
         self.runs: dict[tuple[OpId, int], int] = {}
@@ -145,12 +146,11 @@ class Builder:
         """(2) The states at which x of a leader is told apart: all near its first need, some before."""
         if op not in self.grids:
             need = self.f.first[op] if self.f.first[op] < NEVER else self.f.latest[op]
-            at = bisect_left(self.states, need)
-            near = at - self.options.near
+            all_of_them = need - self.options.near * self.f.n_states
             self.grids[op] = [
-                t for i, t in enumerate(self.states) if i >= near or i % self.options.apart == 0
+                t for i, t in enumerate(self.states) if t >= all_of_them or i % self.options.apart == 0
             ]
-            self.begins[op] = 0 if self.window is None else self.states[max(at - self.window, 0)]
+            self.begins[op] = 0 if self.window is None else need - self.window * self.f.n_states
         return self.grids[op]
 
     def x(self, op: OpId, state: int, *, after: bool = False) -> Expr:
@@ -406,7 +406,7 @@ def build_program(
     *,
     excluded: Iterable[SaveSet] = (),
     options: Options | None = None,
-    window: int | None = None,
+    window: float | None = None,
 ) -> Built:
     """The least recompute time within `budget`, or with no budget the least peak.
 
@@ -416,8 +416,8 @@ def build_program(
         points: moments at which the budget is written as a row. Backward is resolved at their states.
         excluded: save sets that are ruled out.
         options: switches of the valid inequalities.
-        window: how many grid states before its first need an op may start. Makes the program small, and its
-            bound no bound on plans in which one starts earlier.
+        window: the share of backward before its first need in which an op may start. Makes the program
+            small, and its bound no bound on plans in which one starts earlier.
     """
     options = options or Options()
     builder = Builder(f, budget, points, options, window)
@@ -458,6 +458,7 @@ def build_program(
         auxiliary=tuple(builder.auxiliary),
         peak=builder.peak,
         cost_scale=cost_scale,
+        whole=window is None,
     )
 
 

@@ -12,7 +12,8 @@ fits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from autoac.planner.bounds import bounds
 from autoac.planner.candidates import candidates
@@ -24,11 +25,14 @@ from autoac.planner.ilp import Built, Burst, Forward, Options, Point, Work, assi
 from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.profile import Profile
 from autoac.planner.schedule import Backward, Compute, Recompute
-from autoac.planner.simulate import Instant, Timeline, live_at_peak, simulate
+from autoac.planner.simulate import Instant, Timeline, live_at_peak, peak_bytes, simulate
 from autoac.planner.units import bytes_from_gb
 
-FIRST_WINDOWS = 50  # points to start from: enough for two or three in each block of a dozen
-SHARE = 0.9  # of the gap asked for that the solver may use up; the rest is for rounding
+FIRST_WINDOWS = 40  # stretches of backward with a point to start from: three or so in each block of a dozen
+MORE = 12  # points that a round adds at most
+ROUNDED = 6  # rounds at most that add points from rounded decisions
+WINDOW = 1 / 6  # of backward, two blocks of a dozen: how early an op may run in the smaller program
+SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,43 +168,142 @@ def plan(
             f, budget, known.floor, _floor(f, known.floor, min(time_limit_s, 10.0), 0.02, progress)
         )
 
-    best: tuple[float, SaveSet] | None = None
-    for save_set in candidates(graph):
-        best = _better(graph, budget, best, save_set)
-    points = first_points(f)
-    excluded: list[SaveSet] = []
-    bound, left, rounds = 0.0, time_limit_s, 0
-    stopped = Stopped.TIME_LIMIT
-    while left > 0:
-        rounds += 1
-        built = build_program(f, budget, points, excluded=excluded, options=options)
-        outcome = _solve(f, built, best[1] if best else None, left, gap * SHARE, progress)
-        left -= outcome.seconds
-        bound = max(bound, outcome.bound * built.cost_scale)
-        stopped = outcome.stopped
-        if stopped is Stopped.INFEASIBLE:
-            if best is not None:
-                # Rounding in the solver: what the simulator accepts does fit, and nothing better was left.
-                return finished(best[1], best[0], Stopped.OPTIMAL, rounds)
-            proven = max(known.floor, budget + 1)
-            raise _infeasible(f, budget, proven, _floor(f, proven, min(left, 10.0), 0.02, progress))
-        if outcome.values is not None:
-            candidate = built.save_set(outcome.values)
-            best = _better(graph, budget, best, normalised(graph, candidate))
-            best = _better(graph, budget, best, candidate)
-            if best is None or _gap(best[0], bound) > gap:
-                new = _too_large(f, budget, candidate) - points
-                if new:
-                    points |= new
-                else:
-                    excluded.append(candidate)
-        if best is not None and _gap(best[0], bound) <= gap:
-            return finished(best[1], bound, Stopped.OPTIMAL, rounds)
-        if stopped is not Stopped.OPTIMAL:
-            break
-    if best is None:
+    search = _Search(f, budget, gap, time_limit_s, options, progress)
+    stopped = search.run()
+    if stopped is Stopped.INFEASIBLE:
+        proven = max(known.floor, budget + 1)
+        raise _infeasible(f, budget, proven, _floor(f, proven, min(search.left, 10.0), 0.02, progress))
+    if search.best is None:
         raise SolverOutOfTime(budget, time_limit_s)
-    return finished(best[1], bound, stopped if stopped is not Stopped.OPTIMAL else Stopped.TIME_LIMIT, rounds)
+    return finished(search.best[1], search.bound_us, stopped, search.rounds)
+
+
+class _Search:
+    """Candidates from ever larger programs, until one that the simulator accepts is proven good enough.
+
+    Each round has two halves. The relaxation without integers is solved to its end: a fraction of a
+    second, and a bound that is within a percent or two of the best plan. Then a candidate is looked for,
+    first among plans in which an op runs again shortly before it is needed, where the program is a third
+    as large, and only if that does not close the gap among all.
+    """
+
+    def __init__(
+        self,
+        f: Facts,
+        budget: int,
+        gap: float,
+        time_limit_s: float,
+        options: Options,
+        progress: OnProgress | None,
+    ) -> None:
+        self.f, self.budget, self.gap, self.options, self.progress = f, budget, gap, options, progress
+        self.left, self.most_nearby = time_limit_s, time_limit_s / 8
+        self.best: tuple[float, SaveSet] | None = None  # microseconds, and who takes them
+        simple = candidates(f.graph)
+        for save_set in simple:
+            self._accept(save_set)
+        likely = self.best[1] if self.best else _smallest(f.graph, simple)
+        self.points = first_points(f, (f.graph.everything, likely))
+        self.excluded: list[SaveSet] = []
+        self.bound_us, self.rounds = 0.0, 0
+
+    @property
+    def _done(self) -> bool:
+        return self.best is not None and _gap(self.best[0], self.bound_us) <= self.gap
+
+    def run(self) -> Stopped:
+        """Why the search stopped. OPTIMAL: the best plan is proven to be within the gap."""
+        efforts = [self._rounded, self._nearby, self._among_all]
+        at = 0
+        while self.left > 0:
+            self.rounds += 1
+            full = self._program()
+            outcome = solve(full.program, time_limit_s=self.left, relaxed=True)
+            self._learn(full, outcome)
+            if outcome.stopped is Stopped.OPTIMAL and not self._done:
+                full, outcome = efforts[at](full, outcome)
+            if outcome.stopped is Stopped.INTERRUPTED:
+                return Stopped.INTERRUPTED
+            if outcome.stopped is Stopped.INFEASIBLE and full.whole:
+                if self.best is None:
+                    return Stopped.INFEASIBLE
+                self.bound_us = self.best[0]  # all that fits is excluded, for having been found
+            if self._done:
+                return Stopped.OPTIMAL
+            if outcome.stopped in (Stopped.FAILED, Stopped.TIME_LIMIT) and full.whole:
+                break
+            more = self._more_points(full, outcome)
+            if at == 2:
+                at = 1
+                if not more and outcome.values is not None:
+                    self.excluded.append(full.save_set(outcome.values))
+            elif not more or (at == 0 and self.rounds >= ROUNDED):
+                at += 1
+        return Stopped.TIME_LIMIT
+
+    def _program(self, window: float | None = None) -> Built:
+        options = self.options if window is None else replace(self.options, near=window, apart=1 << 30)
+        return build_program(
+            self.f, self.budget, self.points, excluded=self.excluded, options=options, window=window
+        )
+
+    def _rounded(self, full: Built, relaxed: Outcome) -> tuple[Built, Outcome]:
+        """The relaxation's decisions, rounded: seldom a plan, but a quick look at where points are missing."""
+        self._consider(full, relaxed)
+        return full, relaxed
+
+    def _nearby(self, full: Built, _relaxed: Outcome) -> tuple[Built, Outcome]:
+        """A candidate that the bound shows to be good enough, from the smaller program."""
+        built = self._program(WINDOW)
+        target = self.bound_us / max(1 - self.gap * 0.9999, 0.01) / full.cost_scale
+        return built, self._candidate(built, self.most_nearby, self.gap * SHARE / 2, target)
+
+    def _among_all(self, full: Built, _relaxed: Outcome) -> tuple[Built, Outcome]:
+        """A candidate from the whole program, and its bound."""
+        return full, self._candidate(full, self.left, self.gap * SHARE)
+
+    def _candidate(self, built: Built, seconds: float, gap: float, target: float | None = None) -> Outcome:
+        start = assignment(self.f, built, self.best[1]) if self.best else None
+        if start is not None and not built.program.allows(start):
+            start = None  # an op runs again earlier than the smaller program knows of
+        outcome = solve(
+            built.program,
+            time_limit_s=min(seconds, self.left),
+            gap=gap,
+            target=target,
+            start=start,
+            progress=_scaled(self.progress, built.cost_scale),
+            options=None if built.whole else {"mip_heuristic_run_rens": False},
+        )
+        self._learn(built, outcome)
+        self._consider(built, outcome)
+        return outcome
+
+    def _consider(self, built: Built, outcome: Outcome) -> None:
+        if outcome.values is not None:
+            found = built.save_set(outcome.values)
+            self._accept(normalised(self.f.graph, found))
+            self._accept(found)
+
+    def _learn(self, built: Built, outcome: Outcome) -> None:
+        self.left -= outcome.seconds
+        if built.whole and math.isfinite(outcome.bound):
+            self.bound_us = max(self.bound_us, outcome.bound * built.cost_scale)
+
+    def _accept(self, save_set: SaveSet) -> None:
+        """Keep `save_set` if it fits and is faster than the best so far."""
+        spent = recompute_us(self.f.graph, save_set)
+        if (self.best is None or spent < self.best[0]) and peak_bytes(self.f.graph, save_set) <= self.budget:
+            self.best = spent, save_set
+
+    def _more_points(self, built: Built, outcome: Outcome) -> bool:
+        """Add the points at which the candidate is too large; whether there were any new ones."""
+        if outcome.values is None:
+            return False
+        found = _too_large(self.f, self.budget, built.save_set(outcome.values))
+        new = [point for point in found if point not in self.points][:MORE]
+        self.points.update(new)
+        return bool(new)
 
 
 def floor(
@@ -224,10 +327,10 @@ def floor(
 
 def _floor(f: Facts, proven: int, time_limit_s: float, gap: float, progress: OnProgress | None) -> Floor:
     graph = f.graph
-    found, save_set = min(
-        ((simulate(graph, s).peak.live_bytes, s) for s in candidates(graph)), key=lambda pair: pair[0]
-    )
-    points, left, stopped = first_points(f), time_limit_s, Stopped.OPTIMAL
+    save_set = _smallest(graph, candidates(graph))
+    found = peak_bytes(graph, save_set)
+    points = first_points(f, (graph.everything, save_set))
+    left, stopped = time_limit_s, Stopped.OPTIMAL
     excluded: list[SaveSet] = []
     slack = 0.04  # while points are missing it is not worth solving to the end
     while found - proven > gap * found:
@@ -235,7 +338,13 @@ def _floor(f: Facts, proven: int, time_limit_s: float, gap: float, progress: OnP
             return Floor(proven, found, save_set, Stopped.TIME_LIMIT)
         built = build_program(f, None, points, excluded=excluded, options=Options(lazy=True))
         target = max(gap * SHARE, slack)
-        outcome = _solve(f, built, save_set, left, target, progress)
+        outcome = solve(
+            built.program,
+            time_limit_s=left,
+            gap=target,
+            start=assignment(f, built, save_set),
+            progress=_scaled(progress, built.cost_scale),
+        )
         left -= outcome.seconds
         stopped = outcome.stopped
         if math.isfinite(outcome.bound):
@@ -248,11 +357,11 @@ def _floor(f: Facts, proven: int, time_limit_s: float, gap: float, progress: OnP
             if peak < found:
                 found, save_set = peak, s
         reached = math.ceil((outcome.objective or 0.0) * built.cost_scale)
-        new = _too_large(f, reached, candidate) - points
+        new = [point for point in _too_large(f, reached, candidate) if point not in points][:MORE]
         if stopped is not Stopped.OPTIMAL:
             return Floor(proven, found, save_set, stopped)
         if new:
-            points |= new
+            points.update(new)
         elif target > gap * SHARE:
             slack = slack / 2 if slack > 0.005 else 0.0
         else:
@@ -260,29 +369,32 @@ def _floor(f: Facts, proven: int, time_limit_s: float, gap: float, progress: OnP
     return Floor(proven, found, save_set, Stopped.OPTIMAL)
 
 
-def first_points(f: Facts) -> set[Point]:
-    """Where peaks are likely: the end of forward, and the fullest step in each of about fifty windows."""
+def first_points(f: Facts, save_sets: Iterable[SaveSet]) -> set[Point]:
+    """Where peaks are likely: the fullest moments of forward and of stretches of backward, by save set."""
     graph = f.graph
-    save_all = simulate(graph, graph.everything)
-    forward, by_step = (0, 0), [0] * len(graph.steps)
-    for instant in save_all.instants:
-        match instant.event:
-            case Compute(op, _):
-                forward = max(forward, (instant.live_bytes, op))
-            case Backward(step):
-                by_step[step] = instant.live_bytes
-            case _:
-                pass
-    points: set[Point] = {Forward(forward[1])} if graph.ops else set()
-    width = max(1, math.ceil(len(by_step) / FIRST_WINDOWS))
-    for begin in range(0, len(by_step), width):
-        window = range(begin, min(begin + width, len(by_step)))
-        points.add(Work(max(window, key=lambda j: (by_step[j], -j))))
+    points: set[Point] = set()
+    width = max(1, math.ceil(len(graph.steps) / FIRST_WINDOWS))
+    for save_set in save_sets:
+        forward: tuple[int, int] | None = None
+        by_step = [0] * len(graph.steps)
+        for instant in simulate(graph, save_set).instants:
+            match instant.event:
+                case Compute(op, _):
+                    forward = max(forward or (0, 0), (instant.live_bytes, op))
+                case Backward(step):
+                    by_step[step] = instant.live_bytes
+                case _:
+                    pass
+        if forward is not None:
+            points.add(Forward(forward[1]))
+        for begin in range(0, len(by_step), width):
+            window = range(begin, min(begin + width, len(by_step)))
+            points.add(Work(max(window, key=lambda j: (by_step[j], -j))))
     return points
 
 
-def _too_large(f: Facts, budget: int, save_set: SaveSet) -> set[Point]:
-    """Where `save_set` is over the budget: the worst moment of each step, where it is a local maximum."""
+def _too_large(f: Facts, budget: int, save_set: SaveSet) -> list[Point]:
+    """Where `save_set` is over the budget, worst first: the worst moments of steps, at local maxima."""
     graph = f.graph
     n = len(graph.ops)
     start = starts(f, save_set)
@@ -292,8 +404,8 @@ def _too_large(f: Facts, budget: int, save_set: SaveSet) -> set[Point]:
             instant.place not in worst or instant.live_bytes > worst[instant.place].live_bytes
         ):
             worst[instant.place] = instant
-    points: set[Point] = set()
-    for place, instant in worst.items():
+    points: list[Point] = []
+    for place, instant in sorted(worst.items(), key=lambda item: -item[1].live_bytes):
         if instant.live_bytes <= budget:
             continue
         beside = (worst.get(place - 1), worst.get(place + 1))
@@ -301,43 +413,25 @@ def _too_large(f: Facts, budget: int, save_set: SaveSet) -> set[Point]:
             continue
         match instant.event:
             case Compute(op, _):
-                points.add(Forward(op))
+                points.append(Forward(op))
             case Recompute(op, _, _) if start[op] < NEVER:
-                points.add(Burst(start[op], op))
+                points.append(Burst(start[op], op))
             case _ if place >= n:
-                points.add(Work(place - n))
+                points.append(Work(place - n))
     return points
 
 
-def _solve(
-    f: Facts, built: Built, start: SaveSet | None, left: float, gap: float, progress: OnProgress | None
-) -> Outcome:
-    """Solve, with progress told in the units of the Plan."""
-
-    def report(now: Progress) -> bool | None:
-        assert progress is not None
-        scale = built.cost_scale
-        return progress(Progress(now.primal * scale, now.dual * scale, now.gap, now.seconds))
-
-    return solve(
-        built.program,
-        time_limit_s=left,
-        gap=gap,
-        start=assignment(f, built, start) if start is not None else None,
-        progress=report if progress is not None else None,
-    )
+def _scaled(progress: OnProgress | None, scale: float) -> OnProgress | None:
+    """`progress`, told in the units of the Plan."""
+    if progress is None:
+        return None
+    told = progress
+    return lambda now: told(Progress(now.primal * scale, now.dual * scale, now.gap, now.seconds))
 
 
-def _better(
-    graph: Graph, budget: int, best: tuple[float, SaveSet] | None, save_set: SaveSet
-) -> tuple[float, SaveSet] | None:
-    """The faster of `best` and `save_set`, if that fits."""
-    spent = recompute_us(graph, save_set)
-    if best is not None and spent >= best[0]:
-        return best
-    if simulate(graph, save_set).peak.live_bytes > budget:
-        return best
-    return spent, save_set
+def _smallest(graph: Graph, save_sets: Iterable[SaveSet]) -> SaveSet:
+    """The one with the smallest peak."""
+    return min(save_sets, key=lambda save_set: peak_bytes(graph, save_set))
 
 
 def _gap(spent: float, bound: float) -> float:
