@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
 .PHONY: demo test check fmt bench clean

@@ -13,11 +13,13 @@ The numbers are the allocator's own: every allocation and every free of every ke
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 _MARK = "autoac.mark:"
@@ -41,8 +43,8 @@ class AllocatorTimeline:
     At most one torch profiler runs at a time, so a block cannot span `autoac.profiler.profile` or the step
     that `ac_client.apply` profiles.
 
-    On CPU the counts start at `base`, and the profiler reports no free of memory that was allocated
-    before the block. They are absolute if the block begins before the first tensor is made, or if all that
+    On CPU the counts start at `base`, and frees of memory that was allocated before the block do not
+    count (torch reports some of them and not others). The counts are absolute if the block begins before the first tensor is made, or if all that
     was there at its beginning, which is then `base` bytes, outlives it.
 
     Args:
@@ -100,15 +102,23 @@ class AllocatorTimeline:
         assert recorded is not None
         assert recorded.kineto_results is not None
         live, events = self._base, []
-        of_device = (self.device.type.upper(), self.device.index or 0)
-        all_events: list[Any] = sorted(recorded.kineto_results.events(), key=lambda event: event.start_ns())
-        for event in all_events:
-            name: str = event.name()
-            if name == "[memory]" and (event.device_type().name, max(event.device_index(), 0)) == of_device:
-                live += event.nbytes()
-                events.append(Change(event.start_ns(), live))
-            elif name.startswith(_MARK):
-                self.marks[name.removeprefix(_MARK)] = Change(event.start_ns(), live)
+        of_device = (self.device.type, self.device.index or 0)
+        ours: set[int] = set()  # addresses given out in this block
+        for event in sorted(_walk(recorded.kineto_results.experimental_event_tree()), key=_start):
+            if event.tag == _EventType.Allocation:
+                change = event.typed[1]
+                if (change.device.type, change.device.index or 0) != of_device:
+                    continue
+                if change.alloc_size > 0:
+                    ours.add(change.ptr)
+                elif self.device.type == "cpu" and change.ptr not in ours:
+                    continue  # of an earlier profiler's time: it was not counted when it came
+                else:
+                    ours.discard(change.ptr)
+                live += change.alloc_size
+                events.append(Change(_start(event), live))
+            elif event.name.startswith(_MARK):
+                self.marks[event.name.removeprefix(_MARK)] = Change(_start(event), live)
         self.events = tuple(events)
 
     @property
@@ -122,3 +132,15 @@ class AllocatorTimeline:
         """The most bytes live at once from `mark` to the end of the block."""
         start = self.marks[mark]
         return max([start.live_bytes, *(e.live_bytes for e in self.events if e.time_ns >= start.time_ns)])
+
+
+def _walk(roots: Iterable[Any]) -> Iterator[Any]:
+    stack = list(roots)
+    while stack:
+        event = stack.pop()
+        yield event
+        stack.extend(event.children)
+
+
+def _start(event: Any) -> int:
+    return int(event.start_time_ns)

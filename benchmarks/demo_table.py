@@ -19,14 +19,17 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=21, help="timed pairs of steps in each row")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the results")
     given = parser.parse_args()
-    result = demo.run(
-        pairs=given.pairs, on_row=lambda name, i, n: print(f"row {i} of {n}: {name}", file=sys.stderr, flush=True)
-    )
+    result = demo.run(pairs=given.pairs, on_row=_say)
     given.out.mkdir(parents=True, exist_ok=True)
     write_whole(given.out / "demo.json", json.dumps(result.data(), indent=1) + "\n")
     write_whole(given.out / "demo.html", render_page(result))
-    print(f"{result.setting.describe()}; {render_facts(result)}\n\n{markdown(result)}\n\n{render_checks(result)}")
+    print(f"{result.setting.describe()}; {render_facts(result)}\n")
+    print(f"{markdown(result)}\n\n{render_checks(result)}")
     return int(result.failed)
+
+
+def _say(row: str, number: int, of: int) -> None:
+    print(f"row {number} of {of}: {row}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autoac.planner.bounds import bounds
 from autoac.planner.candidates import candidates
@@ -29,9 +30,10 @@ from autoac.planner.simulate import Instant, Timeline, live_at_peak, peak_bytes,
 from autoac.planner.units import bytes_from_gb
 
 FIRST_WINDOWS = 40  # stretches of backward with a point to start from: three or so in each block of a dozen
-MORE = 12  # points that a round adds at most
-ROUNDED = 6  # rounds at most that add points from rounded decisions
-WINDOW = 1 / 6  # of backward, two blocks of a dozen: how early an op may run in the smaller program
+MORE = 6  # points that a round adds at most
+ROUNDED = 2  # rounds at most that add points from rounded decisions
+WINDOWS = (0.1, 0.15)  # of backward: how early an op may run in the smaller programs
+NODES = 300  # of a smaller program; a count, where a time would give another plan on a busy machine
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
 
 
@@ -183,8 +185,10 @@ class _Search:
 
     Each round has two halves. The relaxation without integers is solved to its end: a fraction of a
     second, and a bound that is within a percent or two of the best plan. Then a candidate is looked for,
-    first among plans in which an op runs again shortly before it is needed, where the program is a third
-    as large, and only if that does not close the gap among all.
+    first by rounding, then among plans in which an op runs again shortly before it is needed, where the
+    program is a third as large, and only if that does not close the gap among all.
+
+    Source: docs/formulation.md, section 7.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class _Search:
         progress: OnProgress | None,
     ) -> None:
         self.f, self.budget, self.gap, self.options, self.progress = f, budget, gap, options, progress
-        self.left, self.most_nearby = time_limit_s, time_limit_s / 8
+        self.left, self.most_nearby = time_limit_s, time_limit_s / 5
         self.best: tuple[float, SaveSet] | None = None  # microseconds, and who takes them
         simple = candidates(f.graph)
         for save_set in simple:
@@ -213,7 +217,8 @@ class _Search:
 
     def run(self) -> Stopped:
         """Why the search stopped. OPTIMAL: the best plan is proven to be within the gap."""
-        efforts = [self._rounded, self._nearby, self._among_all]
+        efforts: list[Callable[[Built, Outcome], tuple[Built, Outcome]]]
+        efforts = [self._rounded, *(partial(self._nearby, window) for window in WINDOWS), self._among_all]
         at = 0
         while self.left > 0:
             self.rounds += 1
@@ -233,12 +238,16 @@ class _Search:
             if outcome.stopped in (Stopped.FAILED, Stopped.TIME_LIMIT) and full.whole:
                 break
             more = self._more_points(full, outcome)
-            if at == 2:
+            if at < len(efforts) - 1:
+                if not more or (at == 0 and self.rounds >= ROUNDED):
+                    at += 1
+            elif more:
                 at = 1
-                if not more and outcome.values is not None:
-                    self.excluded.append(full.save_set(outcome.values))
-            elif not more or (at == 0 and self.rounds >= ROUNDED):
-                at += 1
+            elif not self.options.lazy:
+                # The candidate runs an op earlier than the runtime would, where no row forbids it yet.
+                self.options = replace(self.options, apart=1, lazy=True)
+            elif outcome.values is not None:
+                self.excluded.append(full.save_set(outcome.values))
         return Stopped.TIME_LIMIT
 
     def _program(self, window: float | None = None) -> Built:
@@ -248,24 +257,23 @@ class _Search:
         )
 
     def _rounded(self, full: Built, relaxed: Outcome) -> tuple[Built, Outcome]:
-        """The relaxation's decisions, rounded: seldom a plan, but a quick look at where points are missing."""
+        """The relaxation's decisions, rounded: seldom a plan, but they show where points are missing."""
         self._consider(full, relaxed)
         return full, relaxed
 
-    def _nearby(self, full: Built, _relaxed: Outcome) -> tuple[Built, Outcome]:
-        """A candidate that the bound shows to be good enough, from the smaller program."""
-        built = self._program(WINDOW)
+    def _nearby(self, window: float, full: Built, _relaxed: Outcome) -> tuple[Built, Outcome]:
+        """A candidate that the bound shows to be good enough, from a smaller program."""
+        built = self._program(window)
         target = self.bound_us / max(1 - self.gap * 0.9999, 0.01) / full.cost_scale
-        return built, self._candidate(built, self.most_nearby, self.gap * SHARE / 2, target)
+        return built, self._candidate(built, self.most_nearby, self.gap / 5, target)
 
     def _among_all(self, full: Built, _relaxed: Outcome) -> tuple[Built, Outcome]:
         """A candidate from the whole program, and its bound."""
         return full, self._candidate(full, self.left, self.gap * SHARE)
 
     def _candidate(self, built: Built, seconds: float, gap: float, target: float | None = None) -> Outcome:
-        start = assignment(self.f, built, self.best[1]) if self.best else None
-        if start is not None and not built.program.allows(start):
-            start = None  # an op runs again earlier than the smaller program knows of
+        # HiGHS searches a smaller program better without a candidate: with one, its heuristics stay near.
+        start = assignment(self.f, built, self.best[1]) if self.best and built.whole else None
         outcome = solve(
             built.program,
             time_limit_s=min(seconds, self.left),
@@ -273,7 +281,7 @@ class _Search:
             target=target,
             start=start,
             progress=_scaled(self.progress, built.cost_scale),
-            options=None if built.whole else {"mip_heuristic_run_rens": False},
+            options=None if built.whole else {"mip_heuristic_run_rens": False, "mip_max_nodes": NODES},
         )
         self._learn(built, outcome)
         self._consider(built, outcome)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # the parent process needs no torch
     from autoac.planner.profile import Profile
 
 Baseline = Literal["checkpoint", "selective"]
+BASELINES: tuple[Baseline, ...] = ("checkpoint", "selective")
 
 SAVED_BY_SELECTIVE = (
     "aten.mm.default",
@@ -45,6 +46,11 @@ def _overload(ops: Any, name: str) -> Any:
     for part in name.split("."):
         ops = getattr(ops, part)
     return ops
+
+
+def replayed_us(profile: Profile, blocks: Iterable[str], baseline: Baseline) -> float:
+    """The run time, by the profile, of what `baseline` runs again."""
+    return sum(profile.ops.runtime_us[op] for op in replayed_ops(profile, blocks, baseline))
 
 
 def replayed_ops(profile: Profile, blocks: Iterable[str], baseline: Baseline) -> list[int]:

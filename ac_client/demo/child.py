@@ -1,6 +1,6 @@
-"""Measures one row of the demo, in a process of its own: `python -m ac_client.demo.child ORDER`.
+"""Measures rows of the demo, each in a process of its own: `python -m ac_client.demo.child` (rows.py).
 
-ORDER and the result, the last line on stdout, are JSON (rows.py). Three stretches:
+Three stretches:
 
 1. *one line* (ours only): `ac_client.apply` on a new model; its first step is profiled, planned, and
    runs planned.
@@ -13,23 +13,26 @@ ORDER and the result, the last line on stdout, are JSON (rows.py). Three stretch
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ac_client.demo import setting as demo_setting
-from ac_client.demo.baselines import wrap_blocks
+from ac_client.demo.baselines import BASELINES, replayed_us, wrap_blocks
 from ac_client.demo.rows import Measured, Row, policy_path, profile_path
-from ac_client.demo.setting import Setting
+from ac_client.demo.setting import Setting, block_paths
 from ac_client.measure import AllocatorTimeline, Change
 
 MEMORY_STEPS = 2  # one that warms up, one that is measured
@@ -99,7 +102,8 @@ def measure(row: Row, setting: Setting, folder: Path) -> Measured:
     """All that the demo wants to know of `row`."""
     outcomes: list[tuple[int, Outcome]] = []  # (number of steps taken, what the last one computed)
     policy = None
-    plan_s = gap = predicted = None
+    plan_s = gap = predicted = own_us = None
+    own_baselines_us: dict[str, float] = {}
     if row.method == "ours":
         import ac_client
 
@@ -109,11 +113,16 @@ def measure(row: Row, setting: Setting, folder: Path) -> Measured:
         with _timed_planning() as planning:
             trainee.step()
         outcomes.append((1, Outcome.of(trainee)))
-        policy = ac_client.applied(trainee.model).policy
+        applied = ac_client.applied(trainee.model)
+        policy, plan = applied.policy, applied.plan
         assert policy is not None
+        assert plan is not None
+        assert plan.profile is not None
+        own_us = plan.recompute_us
+        own_baselines_us = {b: replayed_us(plan.profile, block_paths(setting), b) for b in BASELINES}
         predicted, gap, plan_s = policy.predicted.peak_bytes, policy.predicted.gap, sum(planning)
         policy_path(folder, row.name).write_text(policy.to_json())
-        del trainee
+        del trainee, applied, plan
 
     with AllocatorTimeline() as timeline:
         trainee = Trainee(setting)
@@ -147,6 +156,8 @@ def measure(row: Row, setting: Setting, folder: Path) -> Measured:
         compared_steps=compared,
         plan_s=plan_s,
         gap=gap,
+        own_recompute_us=own_us,
+        own_baselines_us=own_baselines_us,
         timeline=thinned(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"], TIMELINE_POINTS),
     )
 
@@ -238,10 +249,28 @@ def thinned(events: Iterable[Change], start: Change, points: int) -> list[tuple[
 
 
 def main() -> None:
-    """Read the order, print the result."""
-    order = json.loads(sys.argv[1])
-    measured = measure(Row(**order["row"]), Setting(**order["setting"]), Path(order["folder"]))
-    print(json.dumps(asdict(measured)))
+    """Fork a process for each order on stdin; say on stdout with which exit code it ended."""
+    importlib.import_module("transformers.models.gpt2.modeling_gpt2")  # once, for all of them
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            _carry_out(json.loads(line))
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _carry_out(order: dict[str, Any]) -> NoReturn:
+    """Measure, write the result, and end this process."""
+    code = 1
+    try:
+        measured = measure(Row(**order["row"]), Setting(**order["setting"]), Path(order["folder"]))
+        Path(order["result"]).write_text(json.dumps(asdict(measured)))
+        code = 0
+    except BaseException:  # noqa: BLE001 - whatever it was, the parent shows it
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ac_client.demo.baselines import Baseline, replayed_ops
-from ac_client.demo.rows import Measured, Row, measure_in_child, policy_path, profile_path
+from ac_client.demo.baselines import BASELINES, replayed_us
+from ac_client.demo.rows import Children, Measured, Row, policy_path, profile_path
 from ac_client.demo.setting import Setting, block_paths
 from autoac.planner import Floor, Policy, Profile, floor
 from autoac.planner.graph import OpId, build, recompute_us
@@ -103,24 +104,23 @@ def run(setting: Setting | None = None, *, pairs: int = 7, on_row: OnRow | None 
     lines: list[Line] = []
     n_rows = 2 * 3 + len(SHARES)
 
-    with tempfile.TemporaryDirectory(prefix="autoac-demo-") as temporary:
-        folder = Path(temporary)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autoac-demo-")))
+        children = stack.enter_context(Children(setting, folder))
 
         def measure(row: Row) -> Measured:
             if on_row is not None:
                 on_row(row.name, len(lines) + 1, n_rows)
-            return measure_in_child(row, setting, folder)
+            return children.measure(row)
 
         plain = Row(PLAIN, "plain", pairs=pairs)
         lines.append(Line(plain, measure(plain), 0.0))
         profile = Profile.from_json(profile_path(folder).read_bytes())
         graph = build(profile)
 
-        both: tuple[tuple[str, Baseline], ...] = ((CHECKPOINT, "checkpoint"), (SELECTIVE, "selective"))
-        for name, baseline in both:
+        for name, baseline in zip((CHECKPOINT, SELECTIVE), BASELINES, strict=True):
             row = Row(name, baseline, pairs=pairs)
-            again = replayed_ops(profile, block_paths(setting), baseline)
-            lines.append(Line(row, measure(row), sum(profile.ops.runtime_us[op] for op in again)))
+            lines.append(Line(row, measure(row), replayed_us(profile, block_paths(setting), baseline)))
 
         smallest = floor(profile, time_limit_s=FLOOR_TIME_LIMIT_S)
         room = lines[0].measured.peak_bytes - smallest.found
@@ -179,10 +179,13 @@ def checks(demo: Demo) -> list[Check]:
 
 
 def _less_recompute(demo: Demo, baseline: Line, share: float) -> Check:
+    """Judged by the profile that our plan was made from; the table's is another measurement."""
     ours = demo.line(ours_at(baseline.row.name))
-    found = ours.recompute_us / baseline.recompute_us if baseline.recompute_us else 0.0
+    theirs_us = ours.measured.own_baselines_us[baseline.row.method]
+    found = (ours.measured.own_recompute_us or 0.0) / theirs_us
+    by_the_table = ours.recompute_us / baseline.recompute_us
     return Check(
         f"at the peak of '{baseline.row.name}': at most {share:.0%} of its recompute time",
-        f"{found:.0%}",
+        f"{found:.0%} by the profile that was planned from, {by_the_table:.0%} by the table's",
         found <= share,
     )

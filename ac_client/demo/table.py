@@ -64,9 +64,8 @@ def render_facts(demo: Demo) -> str:
 
 def render_checks(demo: Demo) -> str:
     """The promises as Markdown."""
-    return "\n".join(
-        f"- {'kept' if check.kept else '**missed**'}: {check.promise}: {check.found}" for check in checks(demo)
-    )
+    marks = {True: "kept", False: "**missed**"}
+    return "\n".join(f"- {marks[check.kept]}: {check.promise}: {check.found}" for check in checks(demo))
 
 
 def markdown(demo: Demo) -> str:

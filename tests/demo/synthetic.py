@@ -8,7 +8,7 @@ from autoac.planner import Floor, Stopped
 MIB = 1 << 20
 
 
-def measured(peak_mib, *, predicted_mib=None, slowdown=1.0, equal=True, plan_s=None, gap=None):
+def measured(peak_mib, *, predicted_mib=None, slowdown=1.0, equal=True, plan_s=None, gap=None, own_us=20e3):
     return Measured(
         peak_bytes=int(peak_mib * MIB),
         first_step_peak_bytes=int(peak_mib * MIB),
@@ -20,6 +20,8 @@ def measured(peak_mib, *, predicted_mib=None, slowdown=1.0, equal=True, plan_s=N
         compared_steps=10,
         plan_s=plan_s,
         gap=gap,
+        own_recompute_us=own_us,
+        own_baselines_us={"checkpoint": 200e3, "selective": 100e3},
         timeline=[(0.0, 10 * MIB), (1.0, int(peak_mib * MIB)), (2.0, 10 * MIB)],
     )
 
@@ -32,7 +34,7 @@ def result(**changes):
     """
     budgets = {ours_at(PLAIN): 100, ours_at(CHECKPOINT): 40, ours_at(SELECTIVE): 60}
     budgets |= {ours_share(share): 20 + share * 80 for share in SHARES}
-    recompute_us = {ours_at(PLAIN): 0.0, ours_at(CHECKPOINT): 50e3, ours_at(SELECTIVE): 25e3}
+    recompute_us = {ours_at(PLAIN): 0.0, ours_at(CHECKPOINT): 50e3, ours_at(SELECTIVE): 30e3}
     lines = [
         Line(Row(PLAIN, "plain"), measured(100, predicted_mib=100), 0.0),
         Line(Row(CHECKPOINT, "checkpoint"), measured(40, slowdown=1.4), 100e3),

@@ -51,6 +51,18 @@ def test_a_block_in_which_nothing_happens_peaks_at_its_base():
     assert timeline.events == ()
 
 
+def test_what_was_allocated_in_an_earlier_block_is_not_missed_in_this_one():
+    """torch reports a free if any profiler, however long ago, saw the allocation."""
+    with AllocatorTimeline():
+        old = torch.empty(1000)
+    with AllocatorTimeline() as timeline:
+        new = torch.empty(10)
+        del old
+        new = torch.empty(20)
+        del new
+    assert [event.live_bytes for event in timeline.events] == [40, 120, 80, 0]
+
+
 def test_a_second_profiler_is_refused():
     with AllocatorTimeline(), pytest.raises(RuntimeError, match="another torch profiler"):
         AllocatorTimeline().__enter__()

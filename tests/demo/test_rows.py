@@ -1,12 +1,10 @@
 """One row of the demo, on a tiny model."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from ac_client.demo import child
-from ac_client.demo.rows import ChildFailed, Row, measure_in_child, policy_path, profile_path
+from ac_client.demo import child, rows
+from ac_client.demo.rows import ChildFailed, Children, Row, policy_path, profile_path
 from ac_client.demo.setting import TINY
 from ac_client.measure import Change
 from autoac.planner import Policy, Profile
@@ -63,16 +61,27 @@ def test_bits_are_compared_not_numbers():
     assert not child._same_bits(zero, -zero)
 
 
-def test_a_child_process_gives_the_same_answer(tmp_path):
+def test_rows_are_measured_in_processes_of_their_own(tmp_path):
     row = Row("baseline", "checkpoint", pairs=1)
-    there, here = measure_in_child(row, TINY, tmp_path), child.measure(row, TINY, tmp_path)
-    assert there.peak_bytes == pytest.approx(here.peak_bytes, rel=0.02)  # garbage is collected when it is
-    assert there.gradients_equal
+    here = child.measure(row, TINY, tmp_path)
+    with Children(TINY, tmp_path) as children:
+        first, second = children.measure(row), children.measure(row)
+    assert first.peak_bytes == second.peak_bytes  # the first left nothing behind
+    assert first.peak_bytes == pytest.approx(here.peak_bytes, rel=0.02)  # garbage is collected when it is
+    assert first.gradients_equal
 
 
-def test_a_child_that_fails_says_why(tmp_path):
-    with pytest.raises(ChildFailed, match="'broken'"):
-        measure_in_child(Row("broken", "plain"), replace(TINY, heads=5), tmp_path)
+def test_a_child_that_fails_says_why_and_the_next_one_runs(tmp_path):
+    with Children(TINY, tmp_path) as children:
+        with pytest.raises(ChildFailed, match=r"'broken' failed: .*budget"):
+            children.measure(Row("broken", "ours", budget_bytes=1, pairs=1))
+        assert children.measure(Row("plain", "plain", pairs=1)).peak_bytes > 0
+
+
+def test_a_child_that_is_late_is_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "TIMEOUT_S", 0.01)
+    with Children(TINY, tmp_path) as children, pytest.raises(ChildFailed, match=r"no result in 0\.01 s"):
+        children.measure(Row("plain", "plain", pairs=1))
 
 
 def test_a_thinned_timeline_keeps_the_peak_and_the_end():
