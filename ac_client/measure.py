@@ -44,8 +44,8 @@ class AllocatorTimeline:
     that `ac_client.apply` profiles.
 
     On CPU the counts start at `base`, and frees of memory that was allocated before the block do not
-    count (torch reports some of them and not others). The counts are absolute if the block begins before the first tensor is made, or if all that
-    was there at its beginning, which is then `base` bytes, outlives it.
+    count (torch reports some of them and not others). The counts are absolute if the block begins before
+    the first tensor is made, or if all that is there at its beginning, `base` bytes, outlives it.
 
     Args:
         device: whose memory.
@@ -135,11 +135,11 @@ class AllocatorTimeline:
 
 
 def _walk(roots: Iterable[Any]) -> Iterator[Any]:
-    stack = list(roots)
+    stack = list(roots)[::-1]
     while stack:
         event = stack.pop()
         yield event
-        stack.extend(event.children)
+        stack.extend(reversed(event.children))
 
 
 def _start(event: Any) -> int:

@@ -208,6 +208,10 @@ class Profile(BaseModel):
         within("storages.released", self.storages.released, end + 1)
         within("backward.name", self.backward.name, len(self.nodes))
         within("backward.unpacks", self.backward.unpacks.items, len(self.saved))
+        for step, unpacks in enumerate(self.backward.unpacks.rows()):
+            for saved in unpacks:
+                if self.saved.dropped[saved] <= n + step:
+                    raise ValueError(f"backward step {step} unpacks saved tensor {saved} after it was dropped")
         for op, reads in enumerate(self.ops.reads.rows()):
             late = [value for value in reads if self.values.op[value] >= op]
             if late:

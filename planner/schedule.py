@@ -12,9 +12,9 @@ b. *Write over a held value.* If an in-place op writes over a value that is held
 c. *Burst.* An unpack of an unsaved value that is not cached runs the ops it needs, found by walking the
    reads back to saved or cached values, in forward order.
 d. *Uses.* An unsaved value has one use for each saved tensor that shows it and one for each op that will
-   be run again and reads it. An unpack uses it up once, so does an op that has read it. At no uses left
-   it is freed: after the op that read it last, or at the end of the step that unpacked it. An output
-   of a recomputed op that has no uses is freed as soon as the op has run.
+   be run again and reads it. The first unpack of a saved tensor uses one up, so does an op that has
+   read it. At no uses left it is freed: after the op that read it last, or at the end of the step that
+   unpacked it. An output of a recomputed op that has no uses is freed as soon as the op has run.
 e. *In place again.* An in-place op that is run again writes into the buffer of the old version if it is
    that version's only use left and no saved tensor ever showed it, else into a fresh copy.
 f. *Never unpacked.* A saved tensor that is dropped without having been unpacked takes its use with it,
@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.errors import UnknownOp
-from autoac.planner.graph import Graph, OpId, SaveSet, StepId, ValueId, closed
+from autoac.planner.graph import Graph, HandleId, OpId, SaveSet, StepId, ValueId, closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,7 @@ class _Replay:
         self.left = self._uses(save_set)  # uses left, of unsaved values
         self.ran = [False] * n
         self.pinned: list[ValueId] = []  # unpacked in this step
+        self.unpacked: set[HandleId] = set()
 
         # When the memory of forward goes: by storage, and the copies of rule b.
         self.frees_at: dict[int, list[ValueId]] = {}
@@ -146,7 +147,8 @@ class _Replay:
         for step in graph.steps:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
-                yield from self._unpack(graph.handles[h].value, step.id)
+                yield from self._unpack(graph.handles[h].value, step.id, first=h not in self.unpacked)
+                self.unpacked.add(h)
             yield Backward(step.id)
             yield from self._unpin()
             for h in step.drops:
@@ -158,12 +160,12 @@ class _Replay:
         for v in self.frees_at.get(moment, ()):
             yield Free(v, self.graph.nbytes(v))
 
-    def _unpack(self, v: ValueId, step: StepId) -> Iterator[Event]:
+    def _unpack(self, v: ValueId, step: StepId, *, first: bool) -> Iterator[Event]:
         if self.saved[v]:
             return
         if not self.cached[v]:
             yield from self._burst(v, step)
-        self.left[v] -= 1
+        self.left[v] -= first
         self.pinned.append(v)
 
     def _unpin(self) -> Iterator[Event]:

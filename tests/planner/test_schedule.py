@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import graphs
 import oracles
@@ -223,3 +224,14 @@ def test_what_is_live_at_the_peak_adds_up_to_it(seed: int) -> None:
     for save_set in (frozenset[int](), graph.everything):
         live = live_at_peak(graph, save_set)
         assert sum(h.nbytes for h in live) == peak_bytes(graph, save_set)
+
+
+def test_a_saved_tensor_that_is_unpacked_twice_is_used_up_once() -> None:
+    graph = chain(4, 4)
+    last = graph.handles[1]
+    twice = replace(
+        graph,
+        handles=(graph.handles[0], replace(last, unpacked=(*last.unpacked, *last.unpacked))),
+        steps=(replace(graph.steps[0], unpacks=(last.id, last.id)), graph.steps[1]),
+    )
+    assert told(twice, set()) == told(graph, set())
