@@ -211,7 +211,7 @@ class Profile(BaseModel):
         for step, unpacks in enumerate(self.backward.unpacks.rows()):
             for saved in unpacks:
                 if self.saved.dropped[saved] <= n + step:
-                    raise ValueError(f"backward step {step} unpacks saved tensor {saved} after it was dropped")
+                    raise ValueError(f"backward step {step} unpacks saved tensor {saved}, dropped before")
         for op, reads in enumerate(self.ops.reads.rows()):
             late = [value for value in reads if self.values.op[value] >= op]
             if late:
