@@ -8,6 +8,7 @@ exactly, without a clock of our own.
 from __future__ import annotations
 
 import bisect
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,7 @@ class AllocationRecord:
     def __enter__(self) -> AllocationRecord:
         if torch._C._autograd._profiler_enabled():
             raise ProfilerBusy
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else kineto prints a line at start and stop
         self._profiler.__enter__()
         return self
 

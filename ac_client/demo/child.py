@@ -13,9 +13,11 @@ Three stretches:
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -37,6 +39,7 @@ from ac_client.measure import AllocatorTimeline, Change
 
 MEMORY_STEPS = 2  # one that warms up, one that is measured
 TIMELINE_POINTS = 700
+_PR_SET_PDEATHSIG = 1
 
 
 class Trainee:
@@ -250,13 +253,24 @@ def thinned(events: Iterable[Change], start: Change, points: int) -> list[tuple[
 
 def main() -> None:
     """Fork a process for each order on stdin; say on stdout with which exit code it ended."""
+    _end_with(os.getppid())
     importlib.import_module("transformers.models.gpt2.modeling_gpt2")  # once, for all of them
     for line in sys.stdin:
+        server = os.getpid()
         pid = os.fork()
         if not pid:
+            _end_with(server)
             _carry_out(json.loads(line))
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, however that happens; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the call
+            os._exit(1)
 
 
 def _carry_out(order: dict[str, Any]) -> NoReturn:
