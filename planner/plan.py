@@ -210,6 +210,7 @@ class _Search:
         self.points = first_points(f, (f.graph.everything, likely))
         self.excluded: list[SaveSet] = []
         self.bound_us, self.rounds = 0.0, 0
+        self.nearby_us: dict[float, float] = {}  # no plan of the smaller program of a window takes less
 
     @property
     def _done(self) -> bool:
@@ -261,11 +262,15 @@ class _Search:
         self._consider(full, relaxed)
         return full, relaxed
 
-    def _nearby(self, window: float, full: Built, _relaxed: Outcome) -> tuple[Built, Outcome]:
+    def _nearby(self, window: float, full: Built, relaxed: Outcome) -> tuple[Built, Outcome]:
         """A candidate that the bound shows to be good enough, from a smaller program."""
+        target_us = self.bound_us / max(1 - self.gap * 0.9999, 0.01)
+        if self.nearby_us.get(window, 0.0) > target_us:
+            return full, replace(relaxed, values=None)  # more points only make it slower
         built = self._program(window)
-        target = self.bound_us / max(1 - self.gap * 0.9999, 0.01) / full.cost_scale
-        return built, self._candidate(built, self.most_nearby, self.gap / 5, target)
+        outcome = self._candidate(built, self.most_nearby, self.gap / 5, target_us / full.cost_scale)
+        self.nearby_us[window] = outcome.bound * built.cost_scale
+        return built, outcome
 
     def _among_all(self, full: Built, _relaxed: Outcome) -> tuple[Built, Outcome]:
         """A candidate from the whole program, and its bound."""
