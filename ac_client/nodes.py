@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from ac_client.recipes import Guard, Recipe, recipe_of
-from autoac.profiler.ops import OpFacts
 from autoac.profiler.randomness import GeneratorState
 
 
@@ -85,7 +84,6 @@ class Node:
 
     __slots__ = (
         "args",
-        "facts",
         "func",
         "grad_enabled",
         "kwargs",
@@ -104,7 +102,6 @@ class Node:
         order: int,
         name: str,
         func: Callable[..., Any],
-        facts: OpFacts,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         reads: tuple[Value, ...],
@@ -113,7 +110,6 @@ class Node:
         self.order = order  # in forward
         self.name = name
         self.func = func
-        self.facts = facts
         self.args = args
         self.kwargs = kwargs
         self.reads = reads  # distinct

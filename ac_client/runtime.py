@@ -109,7 +109,7 @@ class Region(TorchDispatchMode):
             given = [None if i in facts.statistics else arg for i, arg in enumerate(args)]
         flat, named, reads = as_arguments(given, kwargs, self._origin_of)
         random = capture(generator_of(args, kwargs)) if facts.draws(args, kwargs) else None
-        node = Node(next(_orders), facts.name, func, facts, flat, named, reads, random)
+        node = Node(next(_orders), facts.name, func, flat, named, reads, random)
         rewritten: list[tuple[Value, Tensor]] = []
         for tensor in written:
             origin = self._origins.get(tensor) if has_storage(tensor) else None

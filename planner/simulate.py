@@ -87,7 +87,6 @@ def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
     timeline = simulate(graph, save_set)
     peak = timeline.peak
     held: dict[ValueId, tuple[int, str]] = {}
-    storage_of = {}
     for instant in timeline.instants:
         match instant.event:
             case Compute(op, nbytes) | Recompute(op, nbytes):
@@ -98,7 +97,6 @@ def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
                     why = "recomputed" if isinstance(instant.event, Recompute) else _why(graph, save_set, op)
                     if nbytes or previous is not None:
                         held[w] = (graph.nbytes(w), why)
-                        storage_of[w] = graph.values[w].storage
             case Free(value, _):
                 held.pop(value, None)
             case _:

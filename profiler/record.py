@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoac.profiler.modules import ROOT
 from autoac.profiler.ops import (
     OpFacts,
     facts_of,
@@ -73,7 +74,7 @@ class Recorder(TorchDispatchMode):
         self.record = ForwardRecord()
         self.current: StorageTable[int] = StorageTable()  # newest value of each storage
         self.paused = False
-        self.module = "."
+        self.module = ROOT
         self.generators: dict[int, GeneratorState] = {}  # explicit ones, as they were
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read a storage from outside
         self._mark = mark
