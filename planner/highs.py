@@ -7,7 +7,7 @@ nothing of PuLP's status is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -79,6 +79,19 @@ class Program:
         activity = np.bincount(of_row, rows.coefficients * values[rows.columns], len(rows))
         return bool(((rows.lower - 1e-6 <= activity) & (activity <= rows.upper + 1e-6)).all())
 
+    def costing_at_most(self, objective: float) -> Program:
+        """The same program with one more row: solutions that cost more do not count."""
+        rows = self.rows
+        columns = np.flatnonzero(self.costs).astype(np.int32)
+        more = Rows(
+            np.append(rows.starts, rows.starts[-1] + len(columns)).astype(np.int32),
+            np.append(rows.columns, columns),
+            np.append(rows.coefficients, self.costs[columns]),
+            np.append(rows.lower, -np.inf),
+            np.append(rows.upper, objective),
+        )
+        return Program(self.problem, self.variables, self.costs, more)
+
     def with_rows(self) -> pulp.LpProblem:
         """The same problem with PuLP holding the rows as well. Slow: for other solvers and for tests."""
         problem, rows = pulp.LpProblem(self.problem.name, pulp.LpMinimize), self.rows
@@ -114,20 +127,27 @@ class Outcome:
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """pulp.HiGHS that hands columns and rows over as arrays."""
 
-    def __init__(self, program: Program, start: Floats | None, **arguments: Any) -> None:
+    def __init__(
+        self, program: Program, start: Floats | None, fixed: Mapping[int, float], **arguments: Any
+    ) -> None:
         super().__init__(**arguments)
         self._program = program
         self._start = start
+        self._fixed = fixed
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
         model, rows = lp.solverModel, self._program.rows
         variables = self._program.variables
         nothing_int, nothing = np.empty(0, np.int32), np.empty(0, np.float64)
+        lower = np.array([_or(v.lowBound, -highspy.kHighsInf) for v in variables], np.float64)
+        upper = np.array([_or(v.upBound, highspy.kHighsInf) for v in variables], np.float64)
+        for column, value in self._fixed.items():
+            lower[column] = upper[column] = value
         model.addCols(
             len(variables),
             self._program.costs,
-            np.array([_or(v.lowBound, -highspy.kHighsInf) for v in variables], np.float64),
-            np.array([_or(v.upBound, highspy.kHighsInf) for v in variables], np.float64),
+            lower,
+            upper,
             0,
             np.zeros(len(variables), np.int32),
             nothing_int,
@@ -166,6 +186,7 @@ def solve(
     gap: float = 0.0,
     target: float | None = None,
     start: Floats | None = None,
+    fixed: Mapping[int, float] | None = None,
     progress: OnProgress | None = None,
     relaxed: bool = False,
     options: dict[str, Any] | None = None,
@@ -178,6 +199,7 @@ def solve(
         gap: stop once the candidate is proven to be within this of the best, relative to the candidate.
         target: stop at a candidate that costs no more than this.
         start: a feasible assignment to start from.
+        fixed: columns that must take a value. The bound then holds for such solutions alone.
         progress: called now and then while solving; returning True stops the solver.
         relaxed: forget that variables are integer.
         options: further options of HiGHS, for experiments.
@@ -198,6 +220,7 @@ def solve(
     solver = _Highs(
         program,
         start,
+        fixed or {},
         mip=not relaxed,
         msg=False,
         threads=THREADS,

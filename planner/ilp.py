@@ -91,7 +91,6 @@ class Built:
     auxiliary: tuple[tuple[int, tuple[Expr, ...]], ...]  # column -> it is the largest of these and 0
     peak: int | None  # column of the peak, if that is minimised
     cost_scale: float  # objective * cost_scale is microseconds (or bytes)
-    whole: bool  # it speaks of all plans, so its bound is a bound on all
 
     def save_set(self, values: Floats) -> SaveSet:
         """The ops that an assignment saves. What must be saved is not named."""
@@ -458,7 +457,6 @@ def build_program(
         auxiliary=tuple(builder.auxiliary),
         peak=builder.peak,
         cost_scale=cost_scale,
-        whole=window is None,
     )
 
 

@@ -12,9 +12,10 @@ fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+
+import numpy as np
 
 from autoac.planner.bounds import bounds
 from autoac.planner.candidates import candidates
@@ -32,7 +33,9 @@ from autoac.planner.units import bytes_from_gb
 FIRST_WINDOWS = 40  # stretches of backward with a point to start from: three or so in each block of a dozen
 MORE = 6  # points that a round adds at most
 ROUNDED = 2  # rounds at most that add points from rounded decisions
-WINDOWS = (0.1, 0.15)  # of backward: how early an op may run in the smaller programs
+WINDOW = 0.1  # of backward: how early an op may run in the smaller program
+UNSAVED = 1e-6  # a decision of the relaxation below this is to save nothing
+FEW_NODES = 20  # around the relaxation: what is not found soon is not there
 NODES = 300  # of a smaller program; a count, where a time would give another plan on a busy machine
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
 
@@ -185,8 +188,9 @@ class _Search:
 
     Each round has two halves. The relaxation without integers is solved to its end: a fraction of a
     second, and a bound that is within a percent or two of the best plan. Then a candidate is looked for,
-    first by rounding, then among plans in which an op runs again shortly before it is needed, where the
-    program is a third as large, and only if that does not close the gap among all.
+    first by rounding, then near the relaxation's decisions, then among plans in which an op runs again
+    shortly before it is needed, where the program is a third as large, and only if nothing there is good
+    enough among all.
 
     Source: docs/formulation.md, section 7.
     """
@@ -201,7 +205,7 @@ class _Search:
         progress: OnProgress | None,
     ) -> None:
         self.f, self.budget, self.gap, self.options, self.progress = f, budget, gap, options, progress
-        self.left, self.most_nearby = time_limit_s, time_limit_s / 5
+        self.left, self.most_around = time_limit_s, time_limit_s / 5
         self.best: tuple[float, SaveSet] | None = None  # microseconds, and who takes them
         simple = candidates(f.graph)
         for save_set in simple:
@@ -210,7 +214,7 @@ class _Search:
         self.points = first_points(f, (f.graph.everything, likely))
         self.excluded: list[SaveSet] = []
         self.bound_us, self.rounds = 0.0, 0
-        self.nearby_us: dict[float, float] = {}  # no plan of the smaller program of a window takes less
+        self.nearby_us = self.around_us = 0.0  # up to this the smaller programs have no plan
 
     @property
     def _done(self) -> bool:
@@ -218,79 +222,127 @@ class _Search:
 
     def run(self) -> Stopped:
         """Why the search stopped. OPTIMAL: the best plan is proven to be within the gap."""
-        efforts: list[Callable[[Built, Outcome], tuple[Built, Outcome]]]
-        efforts = [self._rounded, *(partial(self._nearby, window) for window in WINDOWS), self._among_all]
+        efforts = [self._rounded, self._around, self._nearby, self._among_all]
+        last = len(efforts) - 1
         at = 0
+        built, relaxed = self._relaxation()
         while self.left > 0:
-            self.rounds += 1
-            full = self._program()
-            outcome = solve(full.program, time_limit_s=self.left, relaxed=True)
-            self._learn(full, outcome)
-            if outcome.stopped is Stopped.OPTIMAL and not self._done:
-                full, outcome = efforts[at](full, outcome)
-            if outcome.stopped is Stopped.INTERRUPTED:
-                return Stopped.INTERRUPTED
-            if outcome.stopped is Stopped.INFEASIBLE and full.whole:
+            outcome, of_all = relaxed, True
+            if relaxed.stopped is Stopped.OPTIMAL and not self._done:
+                outcome, of_all = efforts[at](built, relaxed), at == last
+            if outcome.stopped is Stopped.INFEASIBLE and of_all:
                 if self.best is None:
                     return Stopped.INFEASIBLE
                 self.bound_us = self.best[0]  # all that fits is excluded, for having been found
+            if outcome.stopped is Stopped.INTERRUPTED:
+                return Stopped.INTERRUPTED
             if self._done:
                 return Stopped.OPTIMAL
-            if outcome.stopped in (Stopped.FAILED, Stopped.TIME_LIMIT) and full.whole:
-                break
-            more = self._more_points(full, outcome)
-            if at < len(efforts) - 1:
-                if not more or (at == 0 and self.rounds >= ROUNDED):
-                    at += 1
-            elif more:
+            if outcome.values is None:
+                if at == last:
+                    break
+                at += 1
+                continue
+            if self._more_points(built, outcome):
                 at = 1
+            elif efforts[at] in (self._rounded, self._nearby):
+                at += 1
+                continue
             elif not self.options.lazy:
                 # The candidate runs an op earlier than the runtime would, where no row forbids it yet.
                 self.options = replace(self.options, apart=1, lazy=True)
-            elif outcome.values is not None:
-                self.excluded.append(full.save_set(outcome.values))
+            else:
+                self.excluded.append(built.save_set(outcome.values))
+            built, relaxed = self._relaxation()
         return Stopped.TIME_LIMIT
 
-    def _program(self, window: float | None = None) -> Built:
-        options = self.options if window is None else replace(self.options, near=window, apart=1 << 30)
-        return build_program(
-            self.f, self.budget, self.points, excluded=self.excluded, options=options, window=window
-        )
-
-    def _rounded(self, full: Built, relaxed: Outcome) -> tuple[Built, Outcome]:
-        """The relaxation's decisions, rounded: seldom a plan, but they show where points are missing."""
-        self._consider(full, relaxed)
-        return full, relaxed
-
-    def _nearby(self, window: float, full: Built, relaxed: Outcome) -> tuple[Built, Outcome]:
-        """A candidate that the bound shows to be good enough, from a smaller program."""
-        target_us = self.bound_us / max(1 - self.gap * 0.9999, 0.01)
-        if self.nearby_us.get(window, 0.0) > target_us:
-            return full, replace(relaxed, values=None)  # more points only make it slower
-        built = self._program(window)
-        outcome = self._candidate(built, self.most_nearby, self.gap / 5, target_us / full.cost_scale)
-        self.nearby_us[window] = outcome.bound * built.cost_scale
+    def _relaxation(self) -> tuple[Built, Outcome]:
+        """The program with the points so far, and its solution without integers."""
+        self.rounds += 1
+        built = build_program(self.f, self.budget, self.points, excluded=self.excluded, options=self.options)
+        outcome = solve(built.program, time_limit_s=self.left, relaxed=True)
+        self._learn(built, outcome)
         return built, outcome
 
-    def _among_all(self, full: Built, _relaxed: Outcome) -> tuple[Built, Outcome]:
-        """A candidate from the whole program, and its bound."""
-        return full, self._candidate(full, self.left, self.gap * SHARE)
+    def _rounded(self, built: Built, relaxed: Outcome) -> Outcome:
+        """The relaxation's decisions, rounded: seldom a plan, but they show where points are missing."""
+        self._consider(built, relaxed)
+        return relaxed
 
-    def _candidate(self, built: Built, seconds: float, gap: float, target: float | None = None) -> Outcome:
-        # HiGHS searches a smaller program better without a candidate: with one, its heuristics stay near.
-        start = assignment(self.f, built, self.best[1]) if self.best and built.whole else None
+    def _around(self, built: Built, relaxed: Outcome) -> Outcome:
+        """A candidate as good as the bound demands that saves only what the relaxation saves in part.
+
+        Source: E. Danna, E. Rothberg, C. Le Pape, "Exploring relaxation induced neighborhoods to improve
+        MIP solutions", Mathematical Programming 102 (2005); with no incumbent to agree with.
+        """
+        assert relaxed.values is not None
+        if self.around_us >= self._target_us:
+            return replace(relaxed, values=None)
+        columns = built.saved.values()
+        target = self._target_us / built.cost_scale
+        outcome = solve(
+            built.program.costing_at_most(target),
+            time_limit_s=min(self.most_around, self.left),
+            target=target,
+            fixed={column: 0.0 for column in columns if relaxed.values[column] < UNSAVED},
+            progress=_scaled(self.progress, built.cost_scale),
+            options={"mip_heuristic_run_rens": False, "mip_max_nodes": FEW_NODES},
+        )
+        self.left -= outcome.seconds
+        if outcome.values is None:
+            self.around_us = target * built.cost_scale
+        self._consider(built, outcome)
+        return outcome
+
+    def _nearby(self, whole: Built, relaxed: Outcome) -> Outcome:
+        """A candidate as good as the bound demands in which an op runs again shortly before it is needed."""
+        if self.nearby_us > self._target_us:
+            return replace(relaxed, values=None)  # more points only make it slower
+        built = build_program(
+            self.f,
+            self.budget,
+            self.points,
+            excluded=self.excluded,
+            options=replace(self.options, near=WINDOW, apart=1 << 30),
+            window=WINDOW,
+        )
+        # HiGHS searches it better without a candidate to start from: its heuristics would stay near.
         outcome = solve(
             built.program,
-            time_limit_s=min(seconds, self.left),
-            gap=gap,
-            target=target,
-            start=start,
+            time_limit_s=min(self.most_around, self.left),
+            gap=self.gap / 5,
+            target=self._target_us / built.cost_scale,
             progress=_scaled(self.progress, built.cost_scale),
-            options=None if built.whole else {"mip_heuristic_run_rens": False, "mip_max_nodes": NODES},
+            options={"mip_heuristic_run_rens": False, "mip_max_nodes": NODES},
+        )
+        self.left -= outcome.seconds
+        self.nearby_us = outcome.bound * built.cost_scale
+        self._consider(built, outcome)
+        if outcome.values is None:
+            return outcome
+        values = np.zeros(len(whole.program.variables))
+        for op, column in built.saved.items():
+            values[whole.saved[op]] = outcome.values[column]
+        return replace(outcome, values=values)
+
+    def _among_all(self, built: Built, _relaxed: Outcome) -> Outcome:
+        """A candidate from the whole program, and its bound."""
+        outcome = solve(
+            built.program,
+            time_limit_s=self.left,
+            gap=self.gap * SHARE,
+            start=assignment(self.f, built, self.best[1]) if self.best else None,
+            progress=_scaled(self.progress, built.cost_scale),
+            options={"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False},
         )
         self._learn(built, outcome)
         self._consider(built, outcome)
         return outcome
+
+    @property
+    def _target_us(self) -> float:
+        """A plan that takes no longer is proven to be good enough."""
+        return self.bound_us / max(1 - self.gap * SHARE, 0.01)
 
     def _consider(self, built: Built, outcome: Outcome) -> None:
         if outcome.values is not None:
@@ -300,7 +352,7 @@ class _Search:
 
     def _learn(self, built: Built, outcome: Outcome) -> None:
         self.left -= outcome.seconds
-        if built.whole and math.isfinite(outcome.bound):
+        if math.isfinite(outcome.bound):
             self.bound_us = max(self.bound_us, outcome.bound * built.cost_scale)
 
     def _accept(self, save_set: SaveSet) -> None:
