@@ -7,14 +7,15 @@ downstream its outputs are what parameters and inputs are, sources held from out
 costs nothing beyond asking the policy, and the graph ends at saved values by itself.
 
     Value    one version of one storage that an unsaved op made; knows its node
-    Source   one version of a storage from outside, held while some node reads it
-    Node     an unsaved op with its arguments; tensors are replaced by a Ref = (Value | Source, recipe)
-    Packed   what autograd holds in place of a tensor: a Ref
+    Source   one version of a storage from outside, held by the nodes that read it
+    Node     an unsaved op with its arguments; tensors are replaced by a Ref = (Value, recipe) or by a
+             Held = (Source, which of its tensors)
+    Packed   what autograd holds in place of a tensor: a Value and a recipe
 
 Ownership runs from autograd to the past: Packed -> Value -> Node -> Value or Source -> ... Nothing points
 forward except by weak reference, so when autograd lets go of its last Packed, everything behind it is
 freed at once, without the garbage collector. A recipe is what makes a tensor out of a storage, so views
-cost nothing and need no node.
+cost nothing and need no node. The region's table knows each storage by its Value or, weakly, its Source.
 
 Uses (rule 4 of the design; rules c to f of NOTE [ Rules of the schedule ] in planner/schedule.py): a
 Value has one use for each Packed that shows it and one for each node that reads it and has itself an
@@ -25,35 +26,41 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from ac_client.recipes import Guard, Recipe, recipe_of
+from ac_client.recipes import Guard, Recipe, recipe_of, show
 from autoac.profiler.randomness import GeneratorState
 
 
 class Source:
     """A storage from outside the tracked ops: a parameter, an input, a saved value."""
 
-    __slots__ = ("guard", "read", "storage")
+    __slots__ = ("__weakref__", "guard", "tensors")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.storage = tensor.untyped_storage()
+        self.tensors: list[Tensor] = []  # as nodes read it: bare, on the same storage, without a history
         self.guard: Guard | None = Guard(tensor)
-        self.read = False  # a node reads it
+
+    def hold(self, tensor: Tensor) -> Held:
+        """`tensor` as an argument of a node."""
+        self.tensors.append(tensor.data)
+        return Held(self, len(self.tensors) - 1)
 
     def keep_copy(self) -> None:
         """Hold a private copy from now on, because the storage is about to be written."""
-        self.storage = self.storage.clone()
+        storage = self.tensors[0].untyped_storage().clone()
+        self.tensors = [show(storage, recipe_of(tensor)) for tensor in self.tensors]
         self.guard = None
 
 
 _serials = itertools.count()
 
 
+@final
 class Value:
     """One version of a storage that an unsaved op made."""
 
@@ -67,10 +74,21 @@ class Value:
 
 
 class Ref(NamedTuple):
-    """A tensor as an argument of a node or as autograd saved it."""
+    """A tensor on a Value as an argument of a node."""
 
-    origin: Value | Source
+    value: Value
     recipe: Recipe
+
+
+class Held(NamedTuple):
+    """A tensor on a Source as an argument of a node."""
+
+    source: Source
+    at: int
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.source.tensors[self.at]
 
 
 class Opaque(NamedTuple):
@@ -151,33 +169,3 @@ def alive(node: Node) -> list[Value]:
     """The values that `node` made and that something still refers to."""
     values = [ref() for ref in node.outs if ref is not None] + [new() for _, new in node.rewrites]
     return [value for value in values if value is not None]
-
-
-def as_argument(
-    arg: Any, origin_of: Callable[[Tensor], Value | Source | None], reads: dict[Value, None]
-) -> Any:
-    """`arg` with its tensors replaced by Refs; the Values among them are added to `reads`."""
-    if isinstance(arg, Tensor):
-        origin = origin_of(arg)
-        if origin is None:
-            return Opaque(arg.detach())
-        if type(origin) is Value:
-            reads[origin] = None
-        else:
-            origin.read = True  # type: ignore[union-attr]
-        return Ref(origin, recipe_of(arg))
-    if type(arg) is list or type(arg) is tuple:
-        for item in arg:
-            if isinstance(item, Tensor):
-                return type(arg)(as_argument(item, origin_of, reads) for item in arg)
-    return arg
-
-
-def as_arguments(
-    args: Sequence[Any], kwargs: Mapping[str, Any], origin_of: Callable[[Tensor], Value | Source | None]
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Value, ...]]:
-    """Arguments of a node, and the distinct Values that it reads."""
-    reads: dict[Value, None] = {}
-    flat = tuple(as_argument(arg, origin_of, reads) for arg in args)
-    named = {name: as_argument(arg, origin_of, reads) for name, arg in kwargs.items()} if kwargs else {}
-    return flat, named, tuple(reads)

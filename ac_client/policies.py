@@ -6,19 +6,21 @@ one, except that a MUST stands against any PREFER, and two different MUSTs are a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ac_client.cursor import Cursor
+from autoac.profiler.ops import OpFacts
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
 
-MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
-SAVES = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+MUSTS = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE})
+SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 
 
 class PolicyConflict(RuntimeError):
@@ -37,8 +39,12 @@ class Decider(Protocol):
     @property
     def description(self) -> str: ...
 
+    @property
+    def after(self) -> bool:
+        """Whether it wants to see the output before it decides."""
+
     def decide(
-        self, op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy | None:
         """What it says of this call; None if it has nothing to say."""
 
@@ -49,8 +55,11 @@ class Always:
 
     policy: CheckpointPolicy
     description: str
+    after = False
 
-    def decide(self, op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CheckpointPolicy:
+    def decide(
+        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> CheckpointPolicy:
         return self.policy
 
 
@@ -59,36 +68,69 @@ class SaveThese:
     """Save the ops of a list and recompute the rest, as torch's selective checkpoint takes it."""
 
     ops: frozenset[Any]
+    after = False
 
     @property
     def description(self) -> str:
         return f"a list of {len(self.ops)} ops to save"
 
-    def decide(self, op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CheckpointPolicy:
+    def decide(
+        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> CheckpointPolicy:
         listed = op in self.ops or getattr(op, "overloadpacket", None) in self.ops
         return CheckpointPolicy.MUST_SAVE if listed else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A function `(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool`, as torch's."""
+    """A function `(ctx, out, op, *args, **kwargs) -> CheckpointPolicy | bool`."""
 
     function: PolicyFunction
+    after = True
 
     @property
     def description(self) -> str:
         return f"the function {getattr(self.function, '__qualname__', self.function)!s}"
 
-    def decide(self, op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> CheckpointPolicy:
-        answer = self.function(SelectiveCheckpointContext(is_recompute=False), op, *args, **kwargs)
-        if isinstance(answer, bool):
-            return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
-        if isinstance(answer, CheckpointPolicy):
-            return answer
-        raise TypeError(
-            f"{self.description} returned {answer!r} for {op}; "
-            "a policy function returns a CheckpointPolicy or a bool"
-        )
+    def decide(
+        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> CheckpointPolicy:
+        return checked(self.function(_CONTEXT, out, op, *args, **kwargs), self.description, op)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAsByTorch:
+    """A function `(ctx, op, *args, **kwargs)`, as torch's selective checkpoint takes it."""
+
+    function: PolicyFunction
+    after = False
+
+    @property
+    def description(self) -> str:
+        return f"the function {getattr(self.function, '__qualname__', self.function)!s}"
+
+    def decide(
+        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+    ) -> CheckpointPolicy:
+        return checked(self.function(_CONTEXT, op, *args, **kwargs), self.description, op)
+
+
+_CONTEXT = SelectiveCheckpointContext(is_recompute=False)
+
+
+def checked(answer: Any, said_by: str, op: Any) -> CheckpointPolicy:
+    """The answer of a policy function as a CheckpointPolicy: True means save, False recompute.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(answer, bool):
+        return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+    if isinstance(answer, CheckpointPolicy):
+        return answer
+    raise TypeError(
+        f"{said_by} returned {answer!r} for {op}; a policy function returns a CheckpointPolicy or a bool"
+    )
 
 
 @dataclass(slots=True)
@@ -96,15 +138,16 @@ class Planned:
     """The decisions of a plan, found by walking along the ops."""
 
     cursor: Cursor
+    after = False
 
     @property
     def description(self) -> str:
         return "the plan"
 
     def decide(
-        self, op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy | None:
-        decision = self.cursor.op(name)
+        decision = self.cursor.op(facts.name)
         if decision is None:
             return None
         return CheckpointPolicy.PREFER_SAVE if decision == "save" else CheckpointPolicy.PREFER_RECOMPUTE
@@ -114,14 +157,16 @@ def decider(policy: Any) -> Decider:
     """The policy that the user named.
 
     Args:
-        policy: "recompute_all", "must_save_all", a function `(ctx, op, *args, **kwargs)`, ops to save,
-            or a Cursor over a plan.
+        policy: "recompute_all", "must_save_all", a function `(ctx, out, op, *args, **kwargs)`, ops to
+            save, a Cursor over a plan, or a Decider.
 
     Raises:
         TypeError, ValueError: it is none of these.
     """
     if isinstance(policy, Cursor):
         return Planned(policy)
+    if isinstance(policy, (Always, SaveThese, Asked, AskedAsByTorch, Planned)):
+        return policy
     if isinstance(policy, str):
         match policy:
             case "recompute_all":
@@ -136,8 +181,23 @@ def decider(policy: Any) -> Decider:
     if isinstance(policy, Collection):
         return SaveThese(frozenset(_checked_ops(policy)))
     if callable(policy):
+        _check_form(policy)
         return Asked(policy)
     raise TypeError(f"a policy is a name, a function, or a list of ops, not {type(policy).__name__}")
+
+
+def _check_form(function: Callable[..., Any]) -> None:
+    """Refuse `(ctx, op, *args, **kwargs)`: it would take the output for the op."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # written in C: cannot be told
+        return
+    if names[1:2] in (["op"], ["func"]):
+        raise TypeError(
+            f"{getattr(function, '__qualname__', function)} takes ({', '.join(names)}), as torch's selective "
+            "checkpoint wants it; a policy here is (ctx, out, op, *args, **kwargs). Add the output, or pass "
+            "the function to ac_client.checkpoint(context_fn=...)"
+        )
 
 
 def _checked_ops(ops: Iterable[Any]) -> Iterable[Any]:
@@ -147,24 +207,61 @@ def _checked_ops(ops: Iterable[Any]) -> Iterable[Any]:
         yield op
 
 
+class Pushed(NamedTuple):
+    """A policy of the stack, and who pushed it."""
+
+    decider: Decider
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.decider.description} ({self.file}:{self.line})"
+
+
+class Stack:
+    """The policies in force, outermost first, and what they say together."""
+
+    __slots__ = ("_always", "_plan", "after", "all_saved", "policies")
+
+    def __init__(self, policies: Iterable[Pushed]) -> None:
+        self.policies = tuple(policies)
+        self.after = any(pushed.decider.after for pushed in self.policies)
+        # The two common stacks of one policy need no resolving.
+        only = self.policies[0].decider if len(self.policies) == 1 else None
+        self._always = only.policy if isinstance(only, Always) else None
+        self.all_saved = self._always in SAVES
+        self._plan = only.cursor if isinstance(only, Planned) else None
+
+    def saves(
+        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None, out: Any = None
+    ) -> bool:
+        """Whether the outputs of this call are saved.
+
+        Raises:
+            PolicyConflict: two policies of the stack insist on different things.
+        """
+        if self._plan is not None:
+            return self._plan.op(facts.name) != "recompute" or facts.must_save != ""
+        word = self._always or resolve(self.policies, op, facts, args, kwargs or {}, out)
+        return word in SAVES or (facts.must_save != "" and word is not CheckpointPolicy.MUST_RECOMPUTE)
+
+
 def resolve(
-    stack: Sequence[Decider], op: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    stack: Sequence[Pushed], op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
 ) -> CheckpointPolicy:
     """What the whole stack says of one call.
 
     Raises:
         PolicyConflict: two policies of the stack insist on different things.
     """
-    result, said_by = CheckpointPolicy.PREFER_SAVE, ""
-    for policy in stack:
-        word = policy.decide(op, name, args, kwargs)
+    result, said_by = CheckpointPolicy.PREFER_SAVE, None
+    for pushed in stack:
+        word = pushed.decider.decide(op, facts, args, kwargs, out)
         if word is None:
             continue
         if result in MUSTS:
             if word in MUSTS and word is not result:
-                raise PolicyConflict(
-                    name, f"{result.name} by {said_by}", f"{word.name} by {policy.description}"
-                )
+                raise PolicyConflict(facts.name, f"{result.name} by {said_by}", f"{word.name} by {pushed}")
             continue
-        result, said_by = word, policy.description
+        result, said_by = word, pushed
     return result

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-
-class Recipe(NamedTuple):
-    """How a tensor shows its storage."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    conjugate: bool
-    negative: bool
+Recipe = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
+"""How a tensor shows its storage: dtype, size, stride, offset, conjugate, negative."""
 
 
 def recipe_of(tensor: Tensor) -> Recipe:
     """How `tensor` shows its storage."""
-    dtype = tensor.dtype
-    return Recipe(
-        dtype,
+    return (
+        tensor.dtype,
         tensor.size(),
         tensor.stride(),
-        int(tensor.storage_offset()),
-        dtype.is_complex and tensor.is_conj(),
+        tensor.storage_offset(),  # type: ignore[return-value]
+        tensor.is_conj(),
         tensor.is_neg(),
     )
 
 
 def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
     """The tensor that shows `storage` by `recipe`. Call below autograd."""
-    tensor = torch.empty(0, dtype=recipe.dtype, device=storage.device)
-    tensor.set_(storage, recipe.offset, recipe.size, recipe.stride)
-    if recipe.conjugate:
+    dtype, size, stride, offset, conjugate, negative = recipe
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    tensor.set_(storage, offset, size, stride)
+    if conjugate:
         torch._C._set_conj(tensor, True)
-    if recipe.negative:
+    if negative:
         torch._C._set_neg(tensor, True)
     return tensor
 

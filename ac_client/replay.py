@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ac_client.nodes import Node, Opaque, Ref, Source, Value, add_use, alive, take_use
+from ac_client.nodes import Held, Node, Opaque, Ref, Value, add_use, alive, take_use
 from ac_client.recipes import Guard, Recipe, recipe_of, show
 from autoac.profiler import randomness
 from autoac.profiler.ops import outputs_of
@@ -155,19 +155,21 @@ class Packed:
 class Kept:
     """What autograd holds in place of a tensor that stays as it is, with a guard.
 
-    A tensor with a history is held by its storage: itself it would be a cycle through that history.
+    A tensor with a history is held without it: itself it would be a cycle through that history.
     """
 
-    __slots__ = ("guard", "recipe", "storage", "tensor")
+    __slots__ = ("guard", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.guard = Guard(tensor)
-        self.tensor: Tensor | None = None
         if tensor.grad_fn is None:
             self.tensor = tensor
         else:
-            self.storage = tensor.untyped_storage()
-            self.recipe = recipe_of(tensor)
+            unseen = (
+                torch._C._DisableTorchDispatch()
+            )  # a mode would see the alias being made, at ten times the cost
+            self.tensor = tensor.data
+            del unseen
 
     def unpack(self) -> Tensor:
         """The tensor.
@@ -176,10 +178,7 @@ class Kept:
             StaleError: it was written since.
         """
         self.guard.check("backward")
-        if self.tensor is not None:
-            return self.tensor
-        with _Ambient():
-            return show(self.storage, self.recipe)
+        return self.tensor
 
 
 def _shown(made: Tensor, recipe: Recipe) -> Tensor:
@@ -258,22 +257,26 @@ def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
 def _argument(
     arg: Any, node: Node, cache: Mapping[int, Tensor], taken: Mapping[int, torch.UntypedStorage]
 ) -> Any:
-    """An argument of `node` with its tensors in place of their Refs."""
-    if type(arg) is Ref:
-        origin = arg.origin
-        written = taken.get(id(origin))
+    """An argument of `node` with its tensors in place of what stands for them."""
+    kind = type(arg)
+    if kind is Ref:
+        value = arg.value
+        written = taken.get(id(value)) if taken else None
         if written is not None:
             return show(written, arg.recipe)
-        if type(origin) is Value:
-            return _shown(cache[origin.serial], arg.recipe)
-        assert type(origin) is Source
-        if origin.guard is not None:
-            origin.guard.check(node.name)
-        return show(origin.storage, arg.recipe)
-    if type(arg) is Opaque:
+        return _shown(cache[value.serial], arg.recipe)
+    if kind is Held:
+        source = arg.source
+        written = taken.get(id(source)) if taken else None
+        if written is not None:
+            return show(written, recipe_of(arg.tensor))
+        if source.guard is not None:
+            source.guard.check(node.name)
         return arg.tensor
-    if type(arg) is list or type(arg) is tuple:
-        return type(arg)(_argument(item, node, cache, taken) for item in arg)
+    if kind is Opaque:
+        return arg.tensor
+    if kind is list or kind is tuple:
+        return kind(_argument(item, node, cache, taken) for item in arg)
     return arg
 
 
@@ -291,20 +294,19 @@ def _buffers_to_write(node: Node, running: Pass) -> dict[int, torch.UntypedStora
             storage = storage.clone()
         taken[id(old)] = storage
     if node.writes_sources:
-        for arg in _refs((*node.args, *node.kwargs.values())):
-            origin = arg.origin
-            if type(origin) is Source and origin.guard is None and id(origin) not in taken:
-                taken[id(origin)] = origin.storage.clone()
+        for held in _held((*node.args, *node.kwargs.values())):
+            if held.source.guard is None and id(held.source) not in taken:
+                taken[id(held.source)] = held.tensor.untyped_storage().clone()
     return taken
 
 
-def _refs(args: Sequence[Any]) -> list[Ref]:
-    found: list[Ref] = []
+def _held(args: Sequence[Any]) -> list[Held]:
+    found: list[Held] = []
     for arg in args:
-        if type(arg) is Ref:
+        if type(arg) is Held:
             found.append(arg)
         elif type(arg) is list or type(arg) is tuple:
-            found.extend(_refs(arg))
+            found.extend(_held(arg))
     return found
 
 

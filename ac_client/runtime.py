@@ -6,27 +6,28 @@ See docs/memory-model.md for the rules, and NOTE [ What is tracked ] in nodes.py
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.nodes import Node, Source, Value, as_arguments
-from ac_client.policies import SAVES, Decider, decider, resolve
+from ac_client.nodes import Node, Opaque, Ref, Source, Value
+from ac_client.policies import Pushed, Stack, decider
 from ac_client.recipes import recipe_of
 from ac_client.replay import Graph, Kept, Log, Packed, suspended
 from autoac.profiler.ops import (
     OpFacts,
     facts_of,
     has_storage,
+    known_facts,
     outputs_of,
-    tensors_in,
     updates_statistics,
     written_tensors,
 )
@@ -50,16 +51,22 @@ class Region(TorchDispatchMode):
 
     def __init__(self, log: Log | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.policies: list[Decider] = []
+        self.policies: list[Pushed] = []
         self.log = log
         self.graph = Graph(log)
-        self._origins: StorageTable[Value | Source] = StorageTable()
+        self._asked: Stack = Stack(())
+        self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
         # Else Dynamo would silently leave compiled submodules uncompiled (pytorch#164143).
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Dynamo is kept out below, once. torch's own way would wrap every call.
+        return False
 
     def open(self) -> None:
         """Install mode and hooks."""
@@ -76,81 +83,138 @@ class Region(TorchDispatchMode):
         self._renew_guards()
         self._origins.clear()
 
+    def begin(self, policy: Pushed) -> None:
+        """Let `policy` speak last."""
+        self.policies.append(policy)
+        self._asked = Stack(self.policies)
+
+    def end(self) -> None:
+        """Take the last policy away."""
+        self.policies.pop()
+        self._asked = Stack(self.policies)
+
     def _renew_guards(self) -> None:
         # Writes up to here were seen by the mode, and a counter moves only after the mode has returned.
         for origin in self._origins.values():
-            if type(origin) is Source and origin.guard is not None:
-                origin.guard.renew()
+            if type(origin) is not Value and (source := origin()) is not None and source.guard is not None:
+                source.guard.renew()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        facts = facts_of(func)
+        facts = known_facts.get(id(func)) or facts_of(func)
         if facts.view or suspended.depth:
-            return func(*args, **kwargs)
-        word = resolve(self.policies, func, facts.name, args, kwargs)
-        saved = word in SAVES or (facts.must_save != "" and word is not CheckpointPolicy.MUST_RECOMPUTE)
-        if not saved and facts.in_place and not self._rewrites_tracked(facts, args, kwargs):
-            saved = True  # written from outside, it is held from outside
+            return func(*args, **kwargs) if kwargs else func(*args)
         if self.log is not None:
             self.log.add("compute", facts.name)
-        if saved:
-            if facts.mutates:
-                self._before_write(written_tensors(facts, args, kwargs), forget=True)
-            return func(*args, **kwargs)
+        asked = self._asked
+        if not asked.after:
+            saved = asked.all_saved or asked.saves(func, facts, args, kwargs)
+            if not saved and facts.in_place and not self._rewrites_tracked(facts, args, kwargs):
+                saved = True  # written from outside, it is held from outside
+            if saved:
+                if facts.mutates:
+                    self._before_write(written_tensors(facts, args, kwargs or {}), forget=True)
+                return func(*args, **kwargs) if kwargs else func(*args)
         return self._run_unsaved(func, facts, args, kwargs)
 
-    def _run_unsaved(self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        written = list(written_tensors(facts, args, kwargs)) if facts.mutates else []
+    def _run_unsaved(
+        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> Any:
+        """Run an op that may be run again, and make a node of it."""
         given = args
-        if updates_statistics(facts, args, kwargs):
+        if facts.statistics and updates_statistics(facts, args, kwargs or {}):
             # Run again without them, so that they move once (pytorch#96136).
             given = [None if i in facts.statistics else arg for i, arg in enumerate(args)]
-        flat, named, reads = as_arguments(given, kwargs, self._origin_of)
-        random = capture(generator_of(args, kwargs)) if facts.draws(args, kwargs) else None
-        node = Node(next(_orders), facts.name, func, flat, named, reads, random)
+        reads: dict[Value, None] = {}
+        flat = self._arguments(given, reads)
+        named = dict(zip(kwargs, self._arguments(kwargs.values(), reads), strict=True)) if kwargs else {}
+        random = None
+        if facts.random and facts.draws(args, kwargs or {}):
+            random = capture(generator_of(args, kwargs or {}))
+        node = Node(next(_orders), facts.name, func, flat, named, tuple(reads), random)
+        written: list[Tensor] = []
         rewritten: list[tuple[Value, Tensor]] = []
-        for tensor in written:
-            origin = self._origins.get(tensor) if has_storage(tensor) else None
-            if type(origin) is Value and all(origin is not old for old, _ in rewritten):
-                rewritten.append((origin, tensor))
-        if written:
+        if facts.mutates:
+            written = list(written_tensors(facts, args, kwargs or {}))
+            for tensor in written:
+                origin = self._origins.get(tensor) if has_storage(tensor) else None
+                if type(origin) is Value and all(origin is not old for old, _ in rewritten):
+                    rewritten.append((origin, tensor))
             node.writes_sources = len(rewritten) < len(written) and given is args
             self._before_write(written, forget=False)
-        out = func(*args, **kwargs)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if self._asked.after and self._saves_after(func, facts, out, args, kwargs, rewritten):
+            for tensor in written:
+                if has_storage(tensor):
+                    self._origins.drop(tensor)
+            return out
         for old, tensor in rewritten:
             new = Value(node)
             node.rewrites.append((old, weakref.ref(new)))
             self._origins.set(tensor, new)
-        inputs: set[int] | None = None
-        for tensor in outputs_of(out):
+        entries = self._origins.entries
+        old_storages = {t.untyped_storage()._cdata for t in written if has_storage(t)} if written else ()
+        for tensor in (out,) if isinstance(out, Tensor) else outputs_of(out):
             ref = None
-            if has_storage(tensor) and self._origins.get(tensor) is None:
-                if inputs is None:
-                    inputs = {t.untyped_storage()._cdata for t in tensors_in(args, kwargs) if has_storage(t)}
-                if tensor.untyped_storage()._cdata not in inputs:
+            if tensor.layout is _STRIDED and (type(tensor) is Tensor or has_storage(tensor)):
+                # Arguments are in the table, so what is not there is new, or was written just now.
+                storage = tensor.untyped_storage()
+                if storage._cdata not in entries and storage._cdata not in old_storages:
                     value = Value(node)
-                    self._origins.set(tensor, value)
+                    self._origins.put(storage, value)
                     ref = weakref.ref(value)
             node.outs.append(ref)
         return out
 
-    def _rewrites_tracked(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        written = [t for t in written_tensors(facts, args, kwargs) if has_storage(t)]
+    def _saves_after(
+        self,
+        func: Any,
+        facts: OpFacts,
+        out: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+        rewritten: list[tuple[Value, Tensor]],
+    ) -> bool:
+        if self._asked.saves(func, facts, args, kwargs, out):
+            return True
+        return facts.in_place and not rewritten
+
+    def _arguments(self, args: Iterable[Any], reads: dict[Value, None]) -> tuple[Any, ...]:
+        """`args` with what a node holds in place of their tensors; adds the Values among them to `reads`."""
+        held: list[Any] = []
+        entries = self._origins.entries
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
+                if arg.layout is not _STRIDED or (
+                    kind is not Tensor and kind is not Parameter and not has_storage(arg)
+                ):
+                    held.append(Opaque(arg.detach()))
+                    continue
+                storage = arg.untyped_storage()
+                entry = entries.get(storage._cdata)
+                origin = entry[1] if entry is not None else None
+                if type(origin) is Value:
+                    reads[origin] = None
+                    held.append(Ref(origin, recipe_of(arg)))
+                    continue
+                source = origin() if origin is not None else None
+                if source is None:
+                    source = Source(arg)
+                    self._origins.put(storage, weakref.ref(source))
+                held.append(source.hold(arg))
+            elif (kind is list or kind is tuple) and any(isinstance(item, Tensor) for item in arg):
+                held.append(kind(self._arguments(arg, reads)))
+            else:
+                held.append(arg)
+        return tuple(held)
+
+    def _rewrites_tracked(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+        written = [t for t in written_tensors(facts, args, kwargs or {}) if has_storage(t)]
         return any(type(self._origins.get(t)) is Value for t in written)
 
-    def _origin_of(self, tensor: Tensor) -> Value | Source | None:
-        """What holds the storage of an argument; None if storage and recipe do not describe it."""
-        if not has_storage(tensor):
-            return None
-        origin = self._origins.get(tensor)
-        if origin is None:
-            origin = Source(tensor)
-            self._origins.set(tensor, origin)
-        return origin
-
-    def _before_write(self, tensors: Any, *, forget: bool) -> None:
+    def _before_write(self, tensors: Iterable[Tensor], *, forget: bool) -> None:
         """A storage is about to be written: what unsaved ops have read of it is copied first.
 
         With `forget` the new version is not tracked: it is held from outside, as its writer is saved.
@@ -159,21 +223,37 @@ class Region(TorchDispatchMode):
             if not has_storage(tensor):
                 continue
             origin = self._origins.get(tensor)
-            if type(origin) is Source:
-                if origin.read:
-                    origin.keep_copy()
+            if origin is None:
+                continue
+            if type(origin) is not Value:
+                source = origin()
+                if source is not None:
+                    source.keep_copy()
                 self._origins.drop(tensor)
-            elif origin is not None and forget:
+            elif forget:
                 self._origins.drop(tensor)
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd is to hold in place of `tensor`."""
-        if not has_storage(tensor):
+        kind = type(tensor)
+        if tensor.layout is not _STRIDED or (
+            kind is not Tensor and kind is not Parameter and not has_storage(tensor)
+        ):
             return tensor.detach() if tensor.grad_fn is not None else tensor
-        origin = self._origins.get(tensor)
-        if type(origin) is Value:
-            return Packed(origin, recipe_of(tensor), self.graph)
+        entry = self._origins.entries.get(tensor.untyped_storage()._cdata)
+        if entry is not None and type(value := entry[1]) is Value:
+            return Packed(value, recipe_of(tensor), self.graph)
         return Kept(tensor)
+
+
+_STRIDED = torch.strided
+
+# Dynamo is not to look into what the mode does when a compiled submodule runs under it.
+_frames = torch._C._dynamo.eval_frame
+_frames.set_code_exec_strategy(
+    Region.__torch_dispatch__.__code__,
+    _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),
+)
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -192,7 +272,8 @@ class save_recompute_policy:
 
     Args:
         policy: "recompute_all"; "must_save_all"; a list of ops to save; a function
-            `(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool` as torch's selective checkpoint takes.
+            `(ctx, out, op, *args, **kwargs) -> CheckpointPolicy | bool`, asked after the op has run, with
+            its output.
 
     Raises:
         TypeError, ValueError: `policy` is none of these.
@@ -205,12 +286,13 @@ class save_recompute_policy:
         self._outermost = False
 
     def __enter__(self) -> None:
+        caller = sys._getframe(1)
         region = active.region
         self._outermost = region is None
         if region is None:
             region = Region(self._log)
             region.open()
-        region.policies.append(self._decider)
+        region.begin(Pushed(self._decider, caller.f_code.co_filename, caller.f_lineno))
         self._region = region
 
     def __exit__(
@@ -218,6 +300,6 @@ class save_recompute_policy:
     ) -> None:
         region = self._region
         del self._region
-        region.policies.pop()
+        region.end()
         if self._outermost:
             region.close()

@@ -6,7 +6,8 @@ The runtime and this module follow the same rules (docs/memory-model.md says the
 
 a. *Hold.* A saved value is held from the op that wrote it if autograd packed it or an op of the
    recompute set reads it, else not at all. It is held until autograd has dropped its last saved tensor
-   and the last saved tensor of any unsaved value that is computed from it.
+   and the last saved tensor of any unsaved value that is computed from it, and in forward for as long
+   as forward itself holds such a value, since it may yet be packed.
 b. *Write over a held value.* If an in-place op writes over a value that is held, a private copy of the
    old version is made first and held instead.
 c. *Burst.* An unpack of an unsaved value that is not cached runs the ops it needs, found by walking the
@@ -86,7 +87,11 @@ def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
     """
     n = len(graph.ops)
     until = [0] * len(graph.values)
-    op_until = [n] * n  # an unsaved op keeps what it reads to the end of forward at least
+    in_forward = [min(graph.storages[value.storage].released, n) for value in graph.values]
+    for value in graph.values:
+        if value.previous is not None:
+            in_forward[value.previous] = value.op
+    op_until = [0] * n  # how long an unsaved op keeps what it reads
     for op in reversed(graph.ops):
         for w in op.writes:
             value = graph.values[w]
@@ -94,7 +99,7 @@ def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
                 max((graph.handles[h].dropped for h in value.handles), default=0),
                 max((op_until[reader] for reader in value.readers if reader not in save_set), default=0),
             )
-        op_until[op.id] = max([n, *(until[w] for w in op.writes)])
+        op_until[op.id] = max([op.id, *(max(until[w], in_forward[w]) for w in op.writes)])
     return until
 
 

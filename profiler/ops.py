@@ -103,14 +103,18 @@ class OpFacts:
         return any(bool(kwargs.get(name)) for name in _DROPOUT_ARGUMENTS)
 
 
-_facts: dict[Any, OpFacts] = {}
+known_facts: dict[int, OpFacts] = {}
+"""What `facts_of` has worked out, by identity; for those who have no time for a call. Ops never go away."""
+
+_known_ops: list[Any] = []
 
 
 def facts_of(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     """The facts about `op`, worked out at its first use."""
-    facts = _facts.get(op)
+    facts = known_facts.get(id(op))  # an OpOverload's own hash is a call in Python
     if facts is None:
-        facts = _facts[op] = _learn(op)
+        facts = known_facts[id(op)] = _learn(op)
+        _known_ops.append(op)
     return facts
 
 

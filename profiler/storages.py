@@ -15,33 +15,53 @@ from torch import Tensor
 T = TypeVar("T")
 
 
+class _Key(weakref.ref):  # type: ignore[type-arg]
+    """A storage, held weakly, with the address under which its table knows it."""
+
+    __slots__ = ("address",)
+
+    address: int
+
+
 class StorageTable(Generic[T]):
-    """What is known of each storage, found by any tensor that shows it."""
+    """What is known of each storage, found by any tensor that shows it; forgotten when the storage goes."""
+
+    __slots__ = ("__weakref__", "_forget", "entries")
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[torch.UntypedStorage], T]] = {}
+        self.entries: dict[int, tuple[_Key, T]] = {}  # open to those who have no time for a call
+        entries = self.entries
+
+        def forget(key: _Key) -> None:
+            entry = entries.get(key.address)
+            if entry is not None and entry[0] is key:
+                del entries[key.address]
+
+        self._forget = forget
 
     def get(self, tensor: Tensor) -> T | None:
         """The entry of `tensor`'s storage, or None."""
-        storage = tensor.untyped_storage()
-        entry = self._entries.get(storage._cdata)
-        if entry is None or entry[0]() is not storage:
-            return None
-        return entry[1]
+        entry = self.entries.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry[1]
 
     def set(self, tensor: Tensor, value: T) -> None:
         """Make `value` the entry of `tensor`'s storage."""
-        storage = tensor.untyped_storage()
-        self._entries[storage._cdata] = (weakref.ref(storage), value)
+        self.put(tensor.untyped_storage(), value)
+
+    def put(self, storage: torch.UntypedStorage, value: T) -> None:
+        """Make `value` the entry of `storage`."""
+        key = _Key(storage, self._forget)
+        key.address = storage._cdata
+        self.entries[key.address] = (key, value)
 
     def drop(self, tensor: Tensor) -> None:
         """Forget `tensor`'s storage."""
-        self._entries.pop(tensor.untyped_storage()._cdata, None)
+        self.entries.pop(tensor.untyped_storage()._cdata, None)
 
     def values(self) -> list[T]:
         """The entries of the storages that are alive."""
-        return [value for ref, value in self._entries.values() if ref() is not None]
+        return [value for _, value in self.entries.values()]
 
     def clear(self) -> None:
         """Forget everything."""
-        self._entries.clear()
+        self.entries.clear()

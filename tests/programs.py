@@ -129,4 +129,4 @@ def gradients(
 def _policy(chance: random.Random) -> object:
     probability = chance.random()
     coin = random.Random(chance.random())
-    return lambda ctx, op, *args, **kwargs: coin.random() < probability
+    return lambda ctx, out, op, *args, **kwargs: coin.random() < probability

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ..
 
 def coin(seed: int, probability: float) -> Callable[..., bool]:
     chance = random.Random(seed)
-    return lambda ctx, op, *args, **kwargs: chance.random() < probability
+    return lambda ctx, out, op, *args, **kwargs: chance.random() < probability
 
 
 POLICIES = {

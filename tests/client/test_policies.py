@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy as P
 
 from ac_client import PolicyConflict
-from ac_client.policies import decider, resolve
+from ac_client.policies import Pushed, decider, resolve
 from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
+from autoac.profiler.ops import facts_of
 
 MM = torch.ops.aten.mm.default
 
 
 def asked(word: P) -> object:
-    return lambda ctx, op, *args, **kwargs: word
+    return lambda ctx, out, op, *args, **kwargs: word
 
 
 @pytest.mark.parametrize(
@@ -28,19 +31,21 @@ def asked(word: P) -> object:
         ([asked(P.PREFER_RECOMPUTE), asked(P.PREFER_SAVE)], P.PREFER_SAVE),
         ([asked(P.PREFER_SAVE), asked(P.PREFER_RECOMPUTE)], P.PREFER_RECOMPUTE),
         ([asked(P.MUST_RECOMPUTE), asked(P.PREFER_SAVE)], P.MUST_RECOMPUTE),
-        ([lambda ctx, op, *a, **k: True], P.MUST_SAVE),
-        ([lambda ctx, op, *a, **k: False], P.PREFER_RECOMPUTE),
+        ([lambda ctx, out, op, *a, **k: True], P.MUST_SAVE),
+        ([lambda ctx, out, op, *a, **k: False], P.PREFER_RECOMPUTE),
     ],
 )
 def test_how_a_stack_resolves(stack: list[object], result: P) -> None:
-    assert resolve([decider(policy) for policy in stack], MM, "aten.mm.default", (), {}) is result
+    pushed = [Pushed(decider(policy), "train.py", 1) for policy in stack]
+    assert resolve(pushed, MM, facts_of(MM), (), {}, None) is result
 
 
 def test_two_different_musts_are_an_error_that_names_both() -> None:
     x = torch.randn(2, 2, requires_grad=True)
     with (
         pytest.raises(
-            PolicyConflict, match=r"MUST_SAVE by .*must_save_all.* and MUST_RECOMPUTE by the function"
+            PolicyConflict,
+            match=r"MUST_SAVE by .*must_save_all.*test_policies.py:\d+.* and MUST_RECOMPUTE by the function",
         ),
         save_recompute_policy("must_save_all"),
         save_recompute_policy(asked(P.MUST_RECOMPUTE)),
@@ -78,6 +83,29 @@ def test_what_is_no_policy_is_refused(policy: object) -> None:
 def test_a_function_that_answers_neither_policy_nor_bool_is_an_error() -> None:
     with (
         pytest.raises(TypeError, match="returned 'save'"),
-        save_recompute_policy(lambda ctx, op, *a, **k: "save"),
+        save_recompute_policy(lambda ctx, out, op, *a, **k: "save"),
     ):
         torch.ones(2) + 1
+
+
+def test_a_function_sees_the_output_of_the_op() -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+    seen = []
+
+    def small_ones(ctx: Any, out: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        seen.append((op, out.shape))
+        return bool(out.numel() <= 3)
+
+    log = Log()
+    with save_recompute_policy(small_ones, log=log):
+        row = (x @ x).sin().sum(0)
+        y = row.exp().sum()
+    y.backward()
+    assert seen[0] == (MM, (3, 3))
+    # The sum over rows is small, so it is saved, and exp as well; of what is large only mm is wanted.
+    assert [name for kind, name in log.events if kind == "recompute"] == ["aten.mm.default"]
+
+
+def test_a_function_in_the_form_of_torchs_selective_checkpoint_is_refused_with_advice() -> None:
+    with pytest.raises(TypeError, match=r"\(ctx, out, op, \*args, \*\*kwargs\)"):
+        save_recompute_policy(lambda ctx, op, *args, **kwargs: True)

@@ -34,7 +34,7 @@ def test_any_program_has_the_plain_gradients(
     plain = gradients(program, None, twice=twice)
     coin = random.Random(seed)
     planned = gradients(
-        program, lambda ctx, op, *args, **kwargs: coin.random() < save, nested=nested, twice=twice
+        program, lambda ctx, out, op, *args, **kwargs: coin.random() < save, nested=nested, twice=twice
     )
     if plain == "modified":
         return  # autograd cannot differentiate it; what is recomputed may
