@@ -68,6 +68,9 @@ class Applied:
         self._planning = False
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
+        self._unseen = 0  # modules that are being called while the mode is off
+        self._watched: list[tuple[tuple[int, int] | None, int]] = []  # by module that is being called
+        self._quiet: set[tuple[int, int]] = set()  # stretches of saved ops that once wrote to nothing tracked
         self._off_path = ""
         self._told_busy = False
         self._measured_peak: int | None = None
@@ -178,6 +181,8 @@ class Applied:
             self._began.append(time.perf_counter())
         if not self._recomputes:
             return
+        self._unseen = 0
+        self._watched.clear()
         self._cursor = Cursor(self._route, strict=self._strict, report=self._off)
         self._region = save_recompute_policy(self._cursor)
         self._region.__enter__()
@@ -188,12 +193,31 @@ class Applied:
             region.__exit__(None, None, None)
 
     def _enter(self, path: str) -> None:
-        if self._cursor is not None and active.region is not None:
-            self._cursor.enter(path)
+        region = active.region
+        if self._cursor is None or region is None:
+            return
+        if self._unseen:
+            self._unseen += 1  # inside a module that runs without the mode
+            return
+        stretch = self._cursor.enter(path)
+        if stretch in self._quiet and not self._strict and region.pause(stretch[1] - stretch[0]):
+            self._unseen = 1
+        self._watched.append((stretch, region.tracked_writes))
 
     def _leave(self, path: str) -> None:
-        if self._cursor is not None and active.region is not None:
-            self._cursor.leave(path)
+        region = active.region
+        if self._cursor is None or region is None:
+            return
+        if self._unseen:
+            self._unseen -= 1
+            if self._unseen:
+                return
+            region.resume()
+            self._cursor.skip()
+        stretch, writes = self._watched.pop() if self._watched else (None, 0)
+        if stretch is not None and writes == region.tracked_writes:
+            self._quiet.add(stretch)
+        self._cursor.leave(path)
 
     def _off(self, off: OffPath) -> None:
         if not self._off_path:
@@ -223,6 +247,7 @@ class Applied:
     def _load(self, policy: Policy) -> None:
         self.policy = policy
         self._route = Route(policy.decisions)
+        self._quiet.clear()
         self._recomputes = "recompute" in policy.decisions.values()
         log.info(
             "%s: predicted peak %s, %d of %d ops recomputed",

@@ -46,6 +46,14 @@ class Route:
         self.ops = [key.rpartition("/")[2].rpartition("#")[0] for key in self.keys]
         self.decisions = list(decisions.values())
         self.runs = self._runs()
+        self._unsaved = [0]  # before each position, ops that are recomputed
+        for decision in self.decisions:
+            self._unsaved.append(self._unsaved[-1] + (decision != "save"))
+
+    def saved_whole(self, stretch: tuple[int, int]) -> bool:
+        """Whether every op of `stretch` is saved."""
+        begin, end = stretch
+        return self._unsaved[begin] == self._unsaved[end]
 
     def _runs(self) -> dict[str, list[tuple[int, int]]]:
         """For each module, the stretches [begin, end) in which it or a module inside it runs."""
@@ -103,15 +111,23 @@ class Cursor:
             self._left(name)
         return None
 
-    def enter(self, path: str) -> None:
-        """A module's forward begins."""
+    def enter(self, path: str) -> tuple[int, int] | None:
+        """A module's forward begins. Returns where in the route it is, if all its ops are saved."""
         stretch = self._route.run_from(path, self._position)
         self._stack.append(stretch)
         if stretch is None:
-            return
+            return None
         if self._lost or not stretch[0] <= self._position < stretch[1]:
             self._position = stretch[0]
             self._lost = False
+        ahead = self._position, stretch[1]
+        return ahead if self._route.saved_whole(ahead) else None
+
+    def skip(self) -> None:
+        """The innermost module's ops ran unseen: go on behind them."""
+        stretch = self._stack[-1] if self._stack else None
+        if stretch is not None:
+            self._position = stretch[1]
 
     def leave(self, path: str) -> None:
         """A module's forward is over."""

@@ -64,10 +64,11 @@ _serials = itertools.count()
 class Value:
     """One version of a storage that an unsaved op made."""
 
-    __slots__ = ("__weakref__", "node", "packs", "serial", "uses")
+    __slots__ = ("__weakref__", "node", "packs", "serial", "shown_by", "uses")
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, shown_by: Tensor) -> None:
         self.node = node
+        self.shown_by = weakref.ref(shown_by)  # the tensor that the op returned or wrote
         self.serial = next(_serials)  # identity for those who must not keep it alive
         self.uses = 0
         self.packs = 0  # how often it was packed; never counts down

@@ -47,20 +47,26 @@ class Guard:
     A base with a history is held weakly: held strongly it would keep alive the graph that we hang on.
     """
 
-    __slots__ = ("_owner", "_version", "_weak")
+    __slots__ = ("_owner", "_settled", "_version", "_weak")
 
     def __init__(self, tensor: Tensor) -> None:
         base = tensor._base
         owner = tensor if base is None else base
         self._weak = owner.grad_fn is not None
         self._owner: Any = weakref.ref(owner) if self._weak else owner
+        self._settled = False
         self._version = -1 if owner.is_inference() else owner._version
 
     def renew(self) -> None:
         """Take the version as it is now; what was written before was recorded."""
         owner = self._tensor()
-        if owner is not None and self._version >= 0:
+        if owner is not None and self._version >= 0 and not self._settled:
             self._version = owner._version
+
+    def settle(self) -> None:
+        """A write since the last renewal was not recorded: if there was one, it stays an error."""
+        owner = self._tensor()
+        self._settled = owner is not None and 0 <= self._version != owner._version
 
     def check(self, what: str) -> None:
         """Raise if there was a write since.

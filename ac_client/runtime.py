@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ac_client.nodes import Node, Opaque, Ref, Source, Value
 from ac_client.policies import Pushed, Stack, decider
-from ac_client.recipes import recipe_of
+from ac_client.recipes import Guard, recipe_of
 from ac_client.replay import Graph, Kept, Log, Packed, suspended
 from autoac.profiler.ops import (
     OpFacts,
@@ -43,6 +43,8 @@ class _Active(threading.local):
 
 active = _Active()
 
+WORTH_PAUSING = 8  # saved ops in a row from which on taking the mode off and putting it back pays
+
 _orders = itertools.count()  # forward order over all regions
 
 
@@ -55,6 +57,8 @@ class Region(TorchDispatchMode):
         self.log = log
         self.graph = Graph(log)
         self._asked: Stack = Stack(())
+        self.tracked_writes = 0  # writes to what an unsaved op made or has read
+        self._paused: list[tuple[weakref.ref[Tensor], int]] | None = None  # the mode is off
         self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
@@ -76,6 +80,7 @@ class Region(TorchDispatchMode):
 
     def close(self) -> None:
         """Take them away. What backward needs hangs on autograd's handles from now on."""
+        self.resume()
         active.region = None
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(None, None, None)
@@ -95,9 +100,52 @@ class Region(TorchDispatchMode):
 
     def _renew_guards(self) -> None:
         # Writes up to here were seen by the mode, and a counter moves only after the mode has returned.
+        for guard in self._guards():
+            guard.renew()
+
+    def _guards(self) -> Iterator[Guard]:
         for origin in self._origins.values():
             if type(origin) is not Value and (source := origin()) is not None and source.guard is not None:
-                source.guard.renew()
+                yield source.guard
+
+    def pause(self, ops: int) -> bool:
+        """Run the next `ops` ops, all of them saved, without the mode; whether that is worth it.
+
+        Nothing is recorded until `resume`. A write in place that happens all the same is noticed there.
+        """
+        depth = torch._C._len_torch_dispatch_stack()
+        if (
+            self._paused is not None
+            or ops < WORTH_PAUSING
+            or ops * 4 < len(self._origins.entries)
+            or depth == 0
+            or torch._C._get_dispatch_stack_at(depth - 1) is not self
+        ):
+            return False
+        versions: list[tuple[weakref.ref[Tensor], int]] = []
+        for origin in self._origins.values():
+            if type(origin) is Value:
+                tensor = origin.shown_by()
+                if tensor is None or tensor.is_inference():
+                    return False  # only a view is left of it: its counter cannot be reached
+                versions.append((origin.shown_by, tensor._version))
+        self._renew_guards()
+        self._paused = versions
+        self.__exit__(None, None, None)
+        return True
+
+    def resume(self) -> None:
+        """Record again. What was written meanwhile counts as written by an op that is saved."""
+        versions, self._paused = self._paused, None
+        if versions is None:
+            return
+        self.__enter__()  # type: ignore[no-untyped-call]
+        for ref, version in versions:
+            tensor = ref()
+            if tensor is not None and tensor._version != version:
+                self._origins.drop(tensor)
+        for guard in self._guards():
+            guard.settle()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -150,7 +198,7 @@ class Region(TorchDispatchMode):
                     self._origins.drop(tensor)
             return out
         for old, tensor in rewritten:
-            new = Value(node)
+            new = Value(node, tensor)
             node.rewrites.append((old, weakref.ref(new)))
             self._origins.set(tensor, new)
         entries = self._origins.entries
@@ -161,7 +209,7 @@ class Region(TorchDispatchMode):
                 # Arguments are in the table, so what is not there is new, or was written just now.
                 storage = tensor.untyped_storage()
                 if storage._cdata not in entries and storage._cdata not in old_storages:
-                    value = Value(node)
+                    value = Value(node, tensor)
                     self._origins.put(storage, value)
                     ref = weakref.ref(value)
             node.outs.append(ref)
@@ -225,6 +273,7 @@ class Region(TorchDispatchMode):
             origin = self._origins.get(tensor)
             if origin is None:
                 continue
+            self.tracked_writes += 1
             if type(origin) is not Value:
                 source = origin()
                 if source is not None:
