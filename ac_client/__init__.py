@@ -13,12 +13,14 @@ from torch import nn
 from ac_client.applied import Applied, applied, check_untouched
 from ac_client.cursor import LeftThePath
 from ac_client.errors import AlreadyApplied, ApplyError, CheckpointingActive, NotApplied
+from ac_client.pins import Pin, pin
 from ac_client.policies import PolicyConflict
 from ac_client.recipes import StaleError
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy
 from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner.units import bytes_from_gb
+from autoac.profiler.errors import PinConflict
 
 __all__ = [
     "AlreadyApplied",
@@ -29,11 +31,14 @@ __all__ = [
     "InvalidBudget",
     "LeftThePath",
     "NotApplied",
+    "Pin",
+    "PinConflict",
     "PolicyConflict",
     "Report",
     "StaleError",
     "applied",
     "apply",
+    "pin",
     "save_recompute_policy",
 ]
 

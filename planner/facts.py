@@ -235,6 +235,8 @@ def _leader(
     if len(bosses) != 1:
         return None
     boss = bosses.pop()
+    if graph.ops[boss].must_recompute:
+        return None
     mine = _holdable(graph, op)
     theirs = _holdable(graph, OpId(boss))
     if any(graph.storages[values[w].storage].values[-1] != w for w in graph.ops[boss].writes):

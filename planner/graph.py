@@ -40,6 +40,7 @@ class Op:
     workspace: int  # bytes that the kernel holds beside its outputs
     other: int  # bytes live in forward at this op that belong to no storage of the graph
     must_save: str  # why the planner may not drop its outputs; "" if it may
+    must_recompute: bool = False  # the user insists that its outputs are not saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ class Graph:
 
     @property
     def everything(self) -> SaveSet:
-        """The save set that recomputes nothing."""
-        return frozenset(op.id for op in self.ops)
+        """The save set that recomputes nothing but what must be."""
+        return frozenset(op.id for op in self.ops if not op.must_recompute)
 
     @property
     def must_save(self) -> SaveSet:
@@ -171,6 +172,7 @@ def build(profile: Profile) -> Graph:
                 workspace=columns.workspace_nbytes[i],
                 other=columns.other_nbytes[i],
                 must_save=_must_save(profile, i),
+                must_recompute=bool(columns.flags[i] & OpFlag.MUST_RECOMPUTE) and not _must_save(profile, i),
             )
             for i, name in enumerate(profile.keys())
         ),
@@ -225,9 +227,9 @@ def closed(graph: Graph, save_set: SaveSet) -> SaveSet:
     """`save_set` with the ops that are saved whether or not it names them.
 
     Those that must be, and those that write in place over a saved value and make nothing else: the old
-    version is gone, so the new one is kept in its place.
+    version is gone, so the new one is kept in its place. Those that must be run again are left out.
     """
-    result = set(save_set | graph.must_save)
+    result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
     for op in graph.ops:
         if op.id not in result and op.writes:
             previous = [graph.values[w].previous for w in op.writes]
@@ -281,7 +283,7 @@ def normalised(graph: Graph, ops: Iterable[OpId]) -> SaveSet:
     """
     save_set = frozenset(ops) | graph.must_save
     run = wanted(graph, save_set)
-    return save_set | frozenset(op.id for op in graph.ops if not run[op.id])
+    return (save_set | frozenset(op.id for op in graph.ops if not run[op.id])) & graph.everything
 
 
 def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:

@@ -136,6 +136,8 @@ class Builder:
                 return Expr(constant=1.0)
             case Role.FOLLOWS:
                 return Expr()
+            case Role.FREE if self.graph.ops[op].must_recompute:
+                return Expr()
             case Role.FREE:
                 if op not in self.saved:
                     self.saved[op] = self._column(f"s{op}", integer=True)

@@ -165,7 +165,7 @@ def plan(
         )
 
     if known.ceiling <= budget:
-        return finished(graph.everything, 0.0, Stopped.OPTIMAL, 0)
+        return finished(graph.everything, math.inf, Stopped.OPTIMAL, 0)  # nothing takes less than that
     options = options or Options()
     f = facts(graph, merge=options.merge)
     if known.floor > budget:

@@ -39,6 +39,7 @@ class OpFlag(IntFlag):
     RANDOM = 1  # draws from a generator
     MUTATES = 2  # writes a storage that it did not make
     COLLECTIVE = 4  # talks to other ranks
+    MUST_RECOMPUTE = 8  # the user insists that its outputs are not saved
 
 
 class Table(BaseModel):
@@ -142,7 +143,7 @@ class Ops(Table):
     flops: tuple[Count, ...]  # 0 where not known
     workspace_nbytes: tuple[Count, ...]  # most that the kernel holds beside its outputs
     other_nbytes: tuple[Count, ...]  # live at the op and in no recorded storage
-    flags: tuple[Annotated[int, Field(ge=0, le=7)], ...]  # OpFlag
+    flags: tuple[Annotated[int, Field(ge=0, le=15)], ...]  # OpFlag
     must_save: tuple[OptionalIndex, ...]  # into Profile.reasons; -1: the planner decides
 
 

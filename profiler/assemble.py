@@ -74,6 +74,7 @@ def assemble(
         OpFlag.RANDOM * op.random
         | OpFlag.MUTATES * op.facts.mutates
         | OpFlag.COLLECTIVE * op.facts.collective
+        | OpFlag.MUST_RECOMPUTE * op.must_recompute
         for op in forward.ops
     ]
     return Profile(

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from autoac.profiler.allocations import AllocationRecord
 from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.modules import watch_modules
+from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
 from autoac.profiler.timing import DeviceClock
@@ -89,6 +90,7 @@ def _step(
     device: torch.device,
 ) -> tuple[int, int]:
     path = [recorder.module]
+    recorder.pins = pins_of(model)
 
     def enter(name: str) -> None:
         path.append(name)

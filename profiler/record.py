@@ -21,6 +21,7 @@ from autoac.profiler.ops import (
     tensors_in,
     written_tensors,
 )
+from autoac.profiler.pins import MUST_RECOMPUTE, MUST_SAVE
 from autoac.profiler.randomness import GeneratorState, capture, generator_of
 from autoac.profiler.storages import StorageTable
 
@@ -36,6 +37,7 @@ class RecordedOp:
     random: bool
     flops: int
     must_save: str
+    must_recompute: bool = False
     began: int = -1  # mark
     ended: int = -1
 
@@ -75,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.current: StorageTable[int] = StorageTable()  # newest value of each storage
         self.paused = False
         self.module = ROOT
+        self.pins: Mapping[str, str] = {}  # by module path
         self.generators: dict[int, GeneratorState] = {}  # explicit ones, as they were
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read a storage from outside
         self._mark = mark
@@ -94,7 +97,8 @@ class Recorder(TorchDispatchMode):
         if facts.view:
             return func(*args, **kwargs)
         index = len(self.record.ops)
-        must_save = facts.must_save
+        pin = self.pins.get(self.module)
+        must_save = facts.must_save if pin is None else "pinned" if pin == MUST_SAVE else ""
         written = list(written_tensors(facts, args, kwargs))
         reads: list[int] = []
         for tensor in tensors_in(args, kwargs):
@@ -115,6 +119,7 @@ class Recorder(TorchDispatchMode):
             draws,
             0,
             must_save,
+            pin == MUST_RECOMPUTE,
         )
         self.record.ops.append(op)
         op.began = self._mark()
