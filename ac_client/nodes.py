@@ -64,14 +64,23 @@ _serials = itertools.count()
 class Value:
     """One version of a storage that an unsaved op made."""
 
-    __slots__ = ("__weakref__", "node", "packs", "serial", "shown_by", "uses")
+    __slots__ = ("__weakref__", "_recipe", "node", "packs", "serial", "shown_by", "uses")
 
     def __init__(self, node: Node, shown_by: Tensor) -> None:
         self.node = node
         self.shown_by = weakref.ref(shown_by)  # the tensor that the op returned or wrote
+        self._recipe: Recipe | None = None  # of that tensor
         self.serial = next(_serials)  # identity for those who must not keep it alive
         self.uses = 0
         self.packs = 0  # how often it was packed; never counts down
+
+    def recipe_of(self, tensor: Tensor) -> Recipe:
+        """How `tensor` shows this storage. Nearly always it is the tensor that the op returned."""
+        if self.shown_by() is not tensor:
+            return recipe_of(tensor)
+        if self._recipe is None:
+            self._recipe = recipe_of(tensor)
+        return self._recipe
 
 
 class Ref(NamedTuple):
@@ -134,8 +143,8 @@ class Node:
         self.reads = reads  # distinct
         self.random = random
         self.grad_enabled = torch.is_grad_enabled()
-        self.outs: list[weakref.ref[Value] | None] = []  # by output tensor
-        self.rewrites: list[tuple[Value, weakref.ref[Value]]] = []  # old version, new version
+        self.outs: tuple[weakref.ref[Value] | None, ...] = ()  # by output tensor
+        self.rewrites: tuple[tuple[Value, weakref.ref[Value]], ...] = ()  # old version, new version
         self.writes_sources = False  # replay those on copies
         self.used_outs = 0  # outputs with a use
 

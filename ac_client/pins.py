@@ -26,7 +26,7 @@ class Pin:
         self._module = module
         policy = Always(_WORDS[word], f"the pin {word} of {type(module).__name__}")
         self._pushed = Pushed(policy, file, line)
-        self._inside: list[Region | None] = []  # the region of each call in progress, None outside of all regions
+        self._inside: list[Region | None] = []  # of the calls in progress
         self._handles = [
             module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
             module.register_forward_hook(ModuleHook(self._leave), always_call=True),

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ac_client.nodes import Node, Opaque, Ref, Source, Value
 from ac_client.policies import Pushed, Stack, decider
-from ac_client.recipes import Guard, recipe_of
+from ac_client.recipes import Guard
 from ac_client.replay import Graph, Kept, Log, Packed, suspended
 from autoac.profiler.ops import (
     OpFacts,
@@ -176,7 +176,9 @@ class Region(TorchDispatchMode):
             given = [None if i in facts.statistics else arg for i, arg in enumerate(args)]
         reads: dict[Value, None] = {}
         flat = self._arguments(given, reads)
-        named = dict(zip(kwargs, self._arguments(kwargs.values(), reads), strict=True)) if kwargs else {}
+        named = (
+            dict(zip(kwargs, self._arguments(kwargs.values(), reads), strict=True)) if kwargs else _NO_KWARGS
+        )
         random = None
         if facts.random and facts.draws(args, kwargs or {}):
             random = capture(generator_of(args, kwargs or {}))
@@ -197,23 +199,31 @@ class Region(TorchDispatchMode):
                 if has_storage(tensor):
                     self._origins.drop(tensor)
             return out
-        for old, tensor in rewritten:
-            new = Value(node, tensor)
-            node.rewrites.append((old, weakref.ref(new)))
-            self._origins.set(tensor, new)
-        entries = self._origins.entries
-        old_storages = {t.untyped_storage()._cdata for t in written if has_storage(t)} if written else ()
-        for tensor in (out,) if isinstance(out, Tensor) else outputs_of(out):
-            ref = None
-            if tensor.layout is _STRIDED and (type(tensor) is Tensor or has_storage(tensor)):
-                # Arguments are in the table, so what is not there is new, or was written just now.
-                storage = tensor.untyped_storage()
-                if storage._cdata not in entries and storage._cdata not in old_storages:
-                    value = Value(node, tensor)
-                    self._origins.put(storage, value)
-                    ref = weakref.ref(value)
-            node.outs.append(ref)
+        if rewritten:
+            rewrites = []
+            for old, tensor in rewritten:
+                new = Value(node, tensor)
+                rewrites.append((old, weakref.ref(new)))
+                self._origins.set(tensor, new)
+            node.rewrites = tuple(rewrites)
+        if type(out) is Tensor:
+            node.outs = (self._made(out, node, written),)
+        else:
+            node.outs = tuple(self._made(tensor, node, written) for tensor in outputs_of(out))
         return out
+
+    def _made(self, tensor: Tensor, node: Node, written: Sequence[Tensor]) -> weakref.ref[Value] | None:
+        """The Value of an output; None if it is no new storage. Arguments are in the table already."""
+        if tensor.layout is not _STRIDED or (type(tensor) is not Tensor and not has_storage(tensor)):
+            return None
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._origins.entries:
+            return None
+        if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
+            return None  # from outside: it was forgotten when it was written
+        value = Value(node, tensor)
+        self._origins.put(storage, value)
+        return weakref.ref(value)
 
     def _saves_after(
         self,
@@ -245,7 +255,7 @@ class Region(TorchDispatchMode):
                 origin = entry[1] if entry is not None else None
                 if type(origin) is Value:
                     reads[origin] = None
-                    held.append(Ref(origin, recipe_of(arg)))
+                    held.append(Ref(origin, origin.recipe_of(arg)))
                     continue
                 source = origin() if origin is not None else None
                 if source is None:
@@ -291,11 +301,12 @@ class Region(TorchDispatchMode):
             return tensor.detach() if tensor.grad_fn is not None else tensor
         entry = self._origins.entries.get(tensor.untyped_storage()._cdata)
         if entry is not None and type(value := entry[1]) is Value:
-            return Packed(value, recipe_of(tensor), self.graph)
+            return Packed(value, value.recipe_of(tensor), self.graph)
         return Kept(tensor)
 
 
 _STRIDED = torch.strided
+_NO_KWARGS: dict[str, Any] = {}
 
 # Dynamo is not to look into what the mode does when a compiled submodule runs under it.
 _frames = torch._C._dynamo.eval_frame

@@ -36,13 +36,14 @@ def wrap_blocks(blocks: Iterable[nn.Module], baseline: Baseline) -> None:
 
     options: dict[str, Any] = {"use_reentrant": False}
     if baseline == "selective":
-        saved = [_overload(torch.ops, name) for name in SAVED_BY_SELECTIVE]
+        saved = [overload(torch.ops, name) for name in SAVED_BY_SELECTIVE]
         options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _overload(ops: Any, name: str) -> Any:
+def overload(ops: Any, name: str) -> Any:
+    """The op of that name: `overload(torch.ops, "aten.mm.default")`."""
     for part in name.split("."):
         ops = getattr(ops, part)
     return ops

@@ -1,0 +1,237 @@
+"""What recording costs: `python -m benchmarks.overhead [--rounds N] [--out FOLDER]`.
+
+Tiny ops (worst case: the cost is all overhead), views, a GPT-2 block, and a training step of a whole GPT-2
+under a plan that saves everything. All ways of running are measured in turn within each round, in one
+process; the least of the rounds is quoted for tiny ops, the paired median for steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import ac_client
+from ac_client.cli import write_whole
+from ac_client.demo.baselines import SAVED_BY_SELECTIVE, overload
+from ac_client.demo.setting import Setting, build_model, make_batch
+from ac_client.runtime import save_recompute_policy
+from autoac.planner import Policy, plan
+from autoac.planner.graph import build
+from autoac.planner.simulate import peak_bytes
+from autoac.profiler import profile
+
+OPS = 400
+Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+class Empty(TorchDispatchMode):
+    """A mode that does nothing: what any runtime in Python pays at least."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under(context: Callable[[], Any]) -> Run:
+    """Run inside a context."""
+
+    def run(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        with context():
+            return function(x)
+
+    return run
+
+
+def selective(policy: CheckpointPolicy) -> Run:
+    """Run under torch's selective checkpoint."""
+
+    def says(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return policy
+
+    contexts = partial(create_selective_checkpoint_contexts, says)
+    return lambda function, x: checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+
+WAYS: dict[str, Run] = {
+    "plain": lambda function, x: function(x),
+    "empty mode": under(Empty),
+    "torch checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "torch selective, recompute": selective(CheckpointPolicy.PREFER_RECOMPUTE),
+    "torch selective, save": selective(CheckpointPolicy.MUST_SAVE),
+    "ours, recompute all": under(lambda: save_recompute_policy("recompute_all")),
+    "ours, save all": under(lambda: save_recompute_policy("must_save_all")),
+}
+
+
+def products(x: Tensor) -> Tensor:
+    """Ops of which autograd packs both inputs."""
+    y = x
+    for _ in range(OPS):
+        y = y * x
+    return y
+
+
+def views(x: Tensor) -> Tensor:
+    """Ops that only make views."""
+    y = x
+    for _ in range(OPS):
+        y = y.view(-1)
+    return y
+
+
+def seconds(run: Run, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
+    """Of forward and of backward."""
+    x.grad = None
+    begin = time.perf_counter()
+    y = run(function, x)
+    middle = time.perf_counter()
+    y.sum().backward()
+    return middle - begin, time.perf_counter() - middle
+
+
+def per_op(function: Callable[[Tensor], Tensor], rounds: int) -> dict[str, dict[str, float]]:
+    """Microseconds of an op, forward and backward, by way of running."""
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for _ in range(rounds):
+        for way, run in WAYS.items():
+            found[way].append(seconds(run, function, torch.randn(8, requires_grad=True)))
+    return {
+        way: {
+            "forward_us": min(f for f, _ in times) / OPS * 1e6,
+            "backward_us": min(b for _, b in times) / OPS * 1e6,
+        }
+        for way, times in found.items()
+    }
+
+
+def block_steps(rounds: int) -> dict[str, float]:
+    """Time of a GPT-2 block's forward and backward against plain, and under a real plan for it."""
+    x = torch.randn(1, 256, 768, requires_grad=True)
+    block = build_model(Setting(layers=1)).get_submodule("transformer.h.0")
+    planned = copy.deepcopy(block)
+    found = profile(block, x)
+    graph = build(found)
+    budget = int(peak_bytes(graph, graph.everything) * 0.97)
+    ac_client.apply(planned, policy=plan(found, budget_bytes=budget).policy())
+    ways = WAYS | {"torch selective, matmuls": _selective_as_in_the_demo()}
+    del ways["torch selective, save"], ways["torch selective, recompute"]  # the first raises on dropout
+    runs = {way: partial(_block_step, run, block, x) for way, run in ways.items()}
+    return paired({**runs, "ours, a plan": partial(_block_step, WAYS["plain"], planned, x)}, rounds)
+
+
+def _selective_as_in_the_demo() -> Run:
+    saved = [overload(torch.ops, name) for name in SAVED_BY_SELECTIVE]
+    contexts = partial(create_selective_checkpoint_contexts, saved)
+    return lambda function, x: checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+
+def _block_step(run: Run, block: nn.Module, x: Tensor) -> None:
+    def forward(x: Tensor) -> Tensor:
+        out: Tensor | tuple[Tensor, ...] = block(x)
+        return out if isinstance(out, Tensor) else out[0]
+
+    x.grad = None
+    block.zero_grad()
+    run(forward, x).sum().backward()
+
+
+def gpt2_steps(setting: Setting, rounds: int) -> dict[str, float]:
+    """Time of a training step of a GPT-2 against plain: a plan that saves all, and one that must not."""
+    ids = make_batch(setting)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(ids, labels=ids).loss.backward()
+
+    observed = build_model(setting)
+    found = profile(observed, ids, labels=ids)
+    graph = build(found)
+    most = peak_bytes(graph, graph.everything)
+    models = {"plain": build_model(setting)}
+    for name, budget in (("ours, save-all plan", most), ("ours, 3 % less memory", int(most * 0.97))):
+        policy: Policy = plan(found, budget_bytes=budget).policy()
+        models[name] = ac_client.apply(build_model(setting), policy=policy)
+    watched = build_model(setting)
+    runs: dict[str, Callable[[], None]] = {name: partial(step, model) for name, model in models.items()}
+
+    def in_a_region() -> None:
+        with save_recompute_policy("must_save_all"):
+            watched.zero_grad()
+            torch.manual_seed(0)
+            loss = watched(ids, labels=ids).loss
+        loss.backward()
+
+    runs["ours, save-all region"] = in_a_region
+    return paired(runs, rounds)
+
+
+def paired(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The median over rounds of each run's time over that of the first, in the same round."""
+    first = next(iter(runs))
+    ratios: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    for i in range(rounds):
+        times = {}
+        order = list(runs) if i % 2 else list(reversed(runs))
+        for name in order:
+            begin = time.perf_counter()
+            runs[name]()
+            times[name] = time.perf_counter() - begin
+        for name in runs:
+            ratios[name].append(times[name] / times[first])
+    return {name: statistics.median(values) for name, values in ratios.items()}
+
+
+def main() -> int:
+    """Measure, print Markdown, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the results")
+    given = parser.parse_args()
+    result: dict[str, Any] = {}
+    with _one_thread():
+        for name, function in (("product", products), ("view", views)):
+            result[name] = per_op(function, given.rounds)
+            print(f"\n| a tiny {name} | forward us | above plain | backward us |\n| --- | --- | --- | --- |")
+            plain = result[name]["plain"]["forward_us"]
+            for way, us in result[name].items():
+                above = us["forward_us"] - plain
+                print(f"| {way} | {us['forward_us']:.1f} | {above:.1f} | {us['backward_us']:.1f} |")
+    result["block"] = block_steps(given.rounds)
+    setting = Setting(layers=4)
+    result["gpt2"] = gpt2_steps(setting, max(7, given.rounds // 2))
+    for title, name in (("a GPT-2 block, width 768, 256 tokens", "block"), (setting.describe(), "gpt2")):
+        print(f"\n| {title} | time / plain |\n| --- | --- |")
+        for way, ratio in result[name].items():
+            print(f"| {way} | {ratio:.3f} |")
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_whole(given.out / "overhead.json", json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+@contextlib.contextmanager
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
