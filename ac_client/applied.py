@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from ac_client.errors import AlreadyApplied, CheckpointingActive, NotApplied
 from ac_client.measure import AllocatorTimeline
 from ac_client.remote import ServiceUnavailable, request_policy
 from ac_client.report import Report
-from ac_client.runtime import active, save_recompute_policy
+from ac_client.runtime import active, enter_hooks, save_recompute_policy
 from autoac.planner import Plan, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import ProfilerBusy, device_of, observe
@@ -32,6 +33,19 @@ log = logging.getLogger("ac_client")
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 
 MOST_STEP_TIMES = 1000  # kept for the median
+
+
+class _Call(threading.local):
+    """The forward that is running on this thread."""
+
+    planning = False
+    region: save_recompute_policy | None = None
+    cursor: Cursor | None = None
+    unseen = 0  # modules that are being called while the mode is off
+    watched: list[tuple[tuple[int, int] | None, int]]  # by module that is being called
+
+    def __init__(self) -> None:
+        self.watched = []
 
 
 class Applied:
@@ -65,11 +79,8 @@ class Applied:
         self._name = type(model).__name__
         self._route: Route | None = None
         self._recomputes = False
-        self._planning = False
-        self._region: save_recompute_policy | None = None
-        self._cursor: Cursor | None = None
-        self._unseen = 0  # modules that are being called while the mode is off
-        self._watched: list[tuple[tuple[int, int] | None, int]] = []  # by module that is being called
+        self._here = _Call()
+        self._plan_lock = threading.Lock()
         self._quiet: set[tuple[int, int]] = set()  # stretches of saved ops that once wrote to nothing tracked
         self._off_path = ""
         self._told_busy = False
@@ -129,6 +140,8 @@ class Applied:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if not self._here.planning:
+            self._after(None, None, None)  # left open by a forward that was interrupted
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
@@ -155,14 +168,23 @@ class Applied:
         ]
 
     def _before(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self._planning or not model.training or not torch.is_grad_enabled():
+        here = self._here
+        if here.planning:
+            return
+        if not model.training or not torch.is_grad_enabled():
+            if not model.training:
+                self._after(model, None, None)  # as below; no part of a forward in training
             return
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
         self._after(model, None, None)
         if self._route is None:
+            enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            hooks.__exit__()
             try:
-                self._plan(model, args, kwargs)
+                with self._plan_lock:  # a forward on another thread waits for the plan
+                    if self._route is None:
+                        self._plan(model, args, kwargs)
             except ProfilerBusy:
                 if not self._told_busy:
                     self._told_busy = True
@@ -181,43 +203,45 @@ class Applied:
             self._began.append(time.perf_counter())
         if not self._recomputes:
             return
-        self._unseen = 0
-        self._watched.clear()
-        self._cursor = Cursor(self._route, strict=self._strict, report=self._off)
-        self._region = save_recompute_policy(self._cursor)
-        self._region.__enter__()
+        here.cursor = Cursor(self._route, strict=self._strict, report=self._off)
+        here.unseen = 0
+        here.watched = []
+        region = save_recompute_policy(here.cursor)
+        region.__enter__()
+        here.region = region
 
-    def _after(self, _model: nn.Module, _args: Any, _out: Any) -> None:
-        region, self._region, self._cursor = self._region, None, None
+    def _after(self, _model: nn.Module | None, _args: Any, _out: Any) -> None:
+        here = self._here
+        region, here.region, here.cursor = here.region, None, None
         if region is not None:
             region.__exit__(None, None, None)
 
     def _enter(self, path: str) -> None:
-        region = active.region
-        if self._cursor is None or region is None:
+        here, region = self._here, active.region
+        if here.cursor is None or region is None:
             return
-        if self._unseen:
-            self._unseen += 1  # inside a module that runs without the mode
+        if here.unseen:
+            here.unseen += 1  # inside a module that runs without the mode
             return
-        stretch = self._cursor.enter(path)
+        stretch = here.cursor.enter(path)
         if stretch in self._quiet and not self._strict and region.pause(stretch[1] - stretch[0]):
-            self._unseen = 1
-        self._watched.append((stretch, region.tracked_writes))
+            here.unseen = 1
+        here.watched.append((stretch, region.tracked_writes))
 
     def _leave(self, path: str) -> None:
-        region = active.region
-        if self._cursor is None or region is None:
+        here, region = self._here, active.region
+        if here.cursor is None or region is None:
             return
-        if self._unseen:
-            self._unseen -= 1
-            if self._unseen:
+        if here.unseen:
+            here.unseen -= 1
+            if here.unseen:
                 return
             region.resume()
-            self._cursor.skip()
-        stretch, writes = self._watched.pop() if self._watched else (None, 0)
+            here.cursor.skip()
+        stretch, writes = here.watched.pop() if here.watched else (None, 0)
         if stretch is not None and writes == region.tracked_writes:
             self._quiet.add(stretch)
-        self._cursor.leave(path)
+        here.cursor.leave(path)
 
     def _off(self, off: OffPath) -> None:
         if not self._off_path:
@@ -226,11 +250,11 @@ class Applied:
 
     def _plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         assert self.budget_bytes is not None
-        self._planning = True
+        self._here.planning = True
         try:
             profile = observe(model, args, kwargs, optimizer=self._optimizer)
         finally:
-            self._planning = False
+            self._here.planning = False
         if self._service is not None:
             try:
                 self._load(
@@ -256,6 +280,10 @@ class Applied:
             sum(decision == "recompute" for decision in policy.decisions.values()),
             len(policy.decisions),
         )
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def applied(model: nn.Module) -> Applied:

@@ -32,22 +32,26 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ac_client.recipes import Guard, Recipe, recipe_of, show
+from ac_client.recipes import Guard, Recipe, StaleError, recipe_of, show, without_history
 from autoac.profiler.randomness import GeneratorState
 
 
 class Source:
     """A storage from outside the tracked ops: a parameter, an input, a saved value."""
 
-    __slots__ = ("__weakref__", "guard", "tensors")
+    __slots__ = ("__weakref__", "guard", "nbytes", "tensors")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensors: list[Tensor] = []  # as nodes read it: bare, on the same storage, without a history
-        self.guard: Guard | None = Guard(tensor)
+        self.nbytes = tensor.untyped_storage().nbytes()
+        historic = tensor.grad_fn is not None or tensor._base is not None
+        self.guard: Guard | None = Guard(without_history(tensor) if historic else tensor)
 
     def hold(self, tensor: Tensor) -> Held:
         """`tensor` as an argument of a node."""
         self.tensors.append(tensor.data)
+        if self.guard is not None and self.guard.blind:
+            self.keep_copy()  # a later write could not be noticed
         return Held(self, len(self.tensors) - 1)
 
     def keep_copy(self) -> None:
@@ -55,6 +59,24 @@ class Source:
         storage = self.tensors[0].untyped_storage().clone()
         self.tensors = [show(storage, recipe_of(tensor)) for tensor in self.tensors]
         self.guard = None
+
+    def read(self, at: int, reader: str) -> Tensor:
+        """The tensor, for the node called `reader` that runs again.
+
+        Raises:
+            StaleError: it was written, freed or resized since.
+        """
+        tensor = self.tensors[at]
+        if self.guard is not None:
+            self.guard.check(reader)
+            nbytes = tensor.untyped_storage().nbytes()
+            if nbytes != self.nbytes:
+                raise StaleError(
+                    f"the storage of a {tensor.dtype} {list(tensor.shape)}, which {reader} reads, has "
+                    f"{nbytes} bytes instead of {self.nbytes}: it was freed or resized after forward. Keep "
+                    "it until backward is over, or save what is computed from it."
+                )
+        return tensor
 
 
 _serials = itertools.count()
@@ -101,10 +123,8 @@ class Held(NamedTuple):
         return self.source.tensors[self.at]
 
 
-class Opaque(NamedTuple):
-    """A tensor that storage and recipe do not describe, held as it is."""
-
-    tensor: Tensor
+class Undescribed(Exception):
+    """An argument is a tensor that storage and recipe do not describe, so it could change unnoticed."""
 
 
 class Node:
@@ -112,6 +132,7 @@ class Node:
 
     __slots__ = (
         "args",
+        "default_dtype",
         "func",
         "grad_enabled",
         "kwargs",
@@ -143,6 +164,7 @@ class Node:
         self.reads = reads  # distinct
         self.random = random
         self.grad_enabled = torch.is_grad_enabled()
+        self.default_dtype = torch.get_default_dtype()  # of what ops make from numbers and integers
         self.outs: tuple[weakref.ref[Value] | None, ...] = ()  # by output tensor
         self.rewrites: tuple[tuple[Value, weakref.ref[Value]], ...] = ()  # old version, new version
         self.writes_sources = False  # replay those on copies

@@ -49,7 +49,7 @@ class Pin:
     def _leave(self, _module: nn.Module, _args: Any, _out: Any) -> None:
         region = self._inside.pop() if self._inside else None
         if region is not None and active.region is region:
-            region.end()
+            region.end(self._pushed)
 
 
 def pin(module: nn.Module, policy: str | CheckpointPolicy) -> Pin:

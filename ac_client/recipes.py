@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -36,37 +33,53 @@ def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
     return tensor
 
 
+def without_history(tensor: Tensor) -> Tensor:
+    """`tensor` detached, with the version counter of `tensor`. For use inside a dispatch mode.
+
+    A plain `detach()` there gives a counter of its own: the key that shares it is excluded.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def hidden_alias(tensor: Tensor) -> Tensor:
+    """As `without_history`, for use above autograd: no dispatch mode sees the alias being made."""
+    unseen = torch._C._DisableTorchDispatch()  # from here on, not only in a with-block
+    alias = tensor.detach()
+    del unseen
+    return alias
+
+
 class StaleError(RuntimeError):
     """What backward needs was written in place after forward had recorded it."""
 
 
 class Guard:
-    """Notices writes in place that happen outside of a region, where nothing is recorded.
+    """Holds a tensor, and notices writes in place to it that happen where nothing is recorded.
 
-    A version counter is shared by a tensor and its views. The base of a view is what lives longest.
-    A base with a history is held weakly: held strongly it would keep alive the graph that we hang on.
+    The tensor must be without history, else it would keep alive the graph that we hang on. An inference
+    tensor has no version counter, so writes to it go unnoticed (`blind`).
     """
 
-    __slots__ = ("_owner", "_settled", "_version", "_weak")
+    __slots__ = ("_settled", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        base = tensor._base
-        owner = tensor if base is None else base
-        self._weak = owner.grad_fn is not None
-        self._owner: Any = weakref.ref(owner) if self._weak else owner
+        self.tensor = tensor
         self._settled = False
-        self._version = -1 if owner.is_inference() else owner._version
+        self._version = -1 if tensor.is_inference() else tensor._version
+
+    @property
+    def blind(self) -> bool:
+        return self._version < 0
 
     def renew(self) -> None:
         """Take the version as it is now; what was written before was recorded."""
-        owner = self._tensor()
-        if owner is not None and self._version >= 0 and not self._settled:
-            self._version = owner._version
+        if self._version >= 0 and not self._settled:
+            self._version = self.tensor._version
 
     def settle(self) -> None:
         """A write since the last renewal was not recorded: if there was one, it stays an error."""
-        owner = self._tensor()
-        self._settled = owner is not None and 0 <= self._version != owner._version
+        self._settled = 0 <= self._version != self.tensor._version
 
     def check(self, what: str) -> None:
         """Raise if there was a write since.
@@ -74,8 +87,8 @@ class Guard:
         Raises:
             StaleError: names `what` and the tensor.
         """
-        owner = self._tensor()
-        if owner is None or self._version < 0 or owner._version == self._version:
+        owner = self.tensor
+        if self._version < 0 or owner._version == self._version:
             return
         raise StaleError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -83,7 +96,3 @@ class Guard:
             f"expected version {self._version} instead. It was written after forward; keep it as it is until "
             "backward is over."
         )
-
-    def _tensor(self) -> Tensor | None:
-        owner: Tensor | None = self._owner() if self._weak else self._owner
-        return owner

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ac_client.nodes import Held, Node, Opaque, Ref, Value, add_use, alive, take_use
-from ac_client.recipes import Guard, Recipe, recipe_of, show
+from ac_client.nodes import Held, Node, Ref, Value, add_use, alive, take_use
+from ac_client.recipes import Guard, Recipe, StaleError, hidden_alias, recipe_of, show
 from autoac.profiler import randomness
 from autoac.profiler.ops import outputs_of
 
@@ -33,6 +33,8 @@ class Pass:
         self.cache: dict[int, Tensor] = {}  # by serial of the Value
         self.left: dict[int, int] = {}  # uses, by serial of the Value
         self.ran: set[int] = set()  # orders of Nodes
+        # What unpacks gave out of the cache and is needed there still, by serial, with its version then.
+        self.given_out: dict[int, list[tuple[Tensor, int]]] = {}
 
     def left_of(self, value: Value) -> int:
         left = self.left.get(value.serial)
@@ -46,6 +48,26 @@ class Pass:
         self.left[value.serial] = left
         if left <= 0:
             self.cache.pop(value.serial, None)
+            if self.given_out:
+                self.given_out.pop(value.serial, None)
+
+    def give_out(self, value: Value, tensor: Tensor) -> None:
+        """Remember that a backward got `tensor`, if others will read the same memory."""
+        if value.serial in self.cache:
+            self.given_out.setdefault(value.serial, []).append((tensor, tensor._version))
+
+    def check(self, value: Value, reader: str) -> None:
+        """Raise if a backward wrote over `value` after it got it.
+
+        Raises:
+            StaleError: names `reader` and the tensor.
+        """
+        for tensor, version in self.given_out.get(value.serial, ()):
+            if tensor._version != version:
+                raise StaleError(
+                    f"{reader} reads a saved tensor [{tensor.dtype} {list(tensor.shape)}] that a backward "
+                    "has modified by an inplace operation after unpacking it. Let it write on a clone()."
+                )
 
     def lose(self, value: Value) -> None:
         """A Packed went away without having been unpacked in this pass (rule f).
@@ -105,6 +127,7 @@ class _Owner:
 
     def __call__(self) -> None:
         self._owned.cache.clear()
+        self._owned.given_out.clear()
 
 
 class Packed:
@@ -135,10 +158,13 @@ class Packed:
             made = running.cache.get(value.serial)
             if made is None:
                 made = realize(value, running, self.graph)
+            elif running.given_out:
+                running.check(value, "backward")
             tensor = _shown(made, self.recipe)
             if uses_up:
                 if self._task != running.task:
                     running.use(value)
+                    running.give_out(value, tensor)
                 self._task = running.task
                 self._last = weakref.ref(tensor)
             return tensor
@@ -152,24 +178,14 @@ class Packed:
             take_use(value)
 
 
-class Kept:
-    """What autograd holds in place of a tensor that stays as it is, with a guard.
+class Kept(Guard):
+    """What autograd holds in place of a tensor that stays as it is."""
 
-    A tensor with a history is held without it: itself it would be a cycle through that history.
-    """
-
-    __slots__ = ("guard", "tensor")
+    __slots__ = ()
 
     def __init__(self, tensor: Tensor) -> None:
-        self.guard = Guard(tensor)
-        if tensor.grad_fn is None:
-            self.tensor = tensor
-        else:
-            unseen = (
-                torch._C._DisableTorchDispatch()
-            )  # a mode would see the alias being made, at ten times the cost
-            self.tensor = tensor.data
-            del unseen
+        historic = tensor.grad_fn is not None or tensor._base is not None
+        super().__init__(hidden_alias(tensor) if historic else tensor)
 
     def unpack(self) -> Tensor:
         """The tensor.
@@ -177,8 +193,31 @@ class Kept:
         Raises:
             StaleError: it was written since.
         """
-        self.guard.check("backward")
+        self.check("backward")
         return self.tensor
+
+
+class HandedOn:
+    """What autograd holds in place of a tensor that stays as it is, where hooks are around the region.
+
+    They see it as they would without us, so that they can move it to the host.
+    """
+
+    __slots__ = ("_unpack", "packed")
+
+    def __init__(
+        self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> None:
+        self._unpack = unpack
+        suspended.depth += 1
+        try:
+            self.packed = pack(hidden_alias(tensor) if tensor.grad_fn is not None else tensor)
+        finally:
+            suspended.depth -= 1
+
+    def unpack(self) -> Tensor:
+        """The tensor, from the hooks that have it."""
+        return self._unpack(self.packed)
 
 
 def _shown(made: Tensor, recipe: Recipe) -> Tensor:
@@ -202,6 +241,7 @@ def realize(wanted: Value, running: Pass, graph: Graph) -> Tensor:
         # Used up before, and wanted again (a custom function that unpacks late): not to be counted.
         spare, running = running, Pass(running.task)
         running.cache.update(spare.cache)
+        running.given_out.update(spare.given_out)
     with _Ambient():
         for node in sorted(burst, key=_order):
             _run_again(node, running, graph, wanted)
@@ -217,6 +257,9 @@ def _order(node: Node) -> int:
 
 def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
     cache = running.cache
+    if running.given_out:
+        for read in node.reads:
+            running.check(read, node.name)
     taken = _buffers_to_write(node, running)
 
     args = [_argument(arg, node, cache, taken) for arg in node.args]
@@ -226,6 +269,9 @@ def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
     previous = torch.is_grad_enabled()
     if previous != node.grad_enabled:
         torch._C._set_grad_enabled(node.grad_enabled)
+    default_dtype = torch.get_default_dtype()
+    if default_dtype is not node.default_dtype:
+        torch.set_default_dtype(node.default_dtype)
     try:
         if node.random is None:
             out = node.func(*args, **kwargs)
@@ -235,6 +281,8 @@ def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
     finally:
         if previous != node.grad_enabled:
             torch._C._set_grad_enabled(previous)
+        if default_dtype is not node.default_dtype:
+            torch.set_default_dtype(default_dtype)
     for old, new in node.rewrites:
         value = new()
         if value is not None:
@@ -270,11 +318,7 @@ def _argument(
         written = taken.get(id(source)) if taken else None
         if written is not None:
             return show(written, recipe_of(arg.tensor))
-        if source.guard is not None:
-            source.guard.check(node.name)
-        return arg.tensor
-    if kind is Opaque:
-        return arg.tensor
+        return source.read(arg.at, node.name)
     if kind is list or kind is tuple:
         return kind(_argument(item, node, cache, taken) for item in arg)
     return arg

@@ -9,19 +9,19 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ac_client.nodes import Node, Opaque, Ref, Source, Value
+from ac_client.nodes import Node, Ref, Source, Undescribed, Value
 from ac_client.policies import Pushed, Stack, decider
 from ac_client.recipes import Guard
-from ac_client.replay import Graph, Kept, Log, Packed, suspended
+from ac_client.replay import Graph, HandedOn, Kept, Log, Packed, suspended
 from autoac.profiler.ops import (
     OpFacts,
     facts_of,
@@ -51,6 +51,8 @@ _orders = itertools.count()  # forward order over all regions
 class Region(TorchDispatchMode):
     """The mode of the outermost region; policies are pushed on it."""
 
+    supports_higher_order_operators = True  # they pass as one opaque op
+
     def __init__(self, log: Log | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.policies: list[Pushed] = []
@@ -60,6 +62,7 @@ class Region(TorchDispatchMode):
         self.tracked_writes = 0  # writes to what an unsaved op made or has read
         self._paused: list[tuple[weakref.ref[Tensor], int]] | None = None  # the mode is off
         self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
+        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     @classmethod
@@ -74,13 +77,26 @@ class Region(TorchDispatchMode):
 
     def open(self) -> None:
         """Install mode and hooks."""
-        self._hooks.__enter__()
+        if not torch.compiler.is_compiling():
+            self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        enter_hooks(self._hooks)
         self.__enter__()  # type: ignore[no-untyped-call]
         active.region = self
 
+    def on_top(self) -> bool:
+        """Whether this thread has neither mode nor hooks that were entered after ours."""
+        if torch.compiler.is_compiling():
+            return True
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return (
+            active.region is self
+            and _get_current_dispatch_mode() is self
+            and hooks is not None
+            and hooks[0] == self.pack
+        )
+
     def close(self) -> None:
         """Take them away. What backward needs hangs on autograd's handles from now on."""
-        self.resume()
         active.region = None
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(None, None, None)
@@ -93,10 +109,12 @@ class Region(TorchDispatchMode):
         self.policies.append(policy)
         self._asked = Stack(self.policies)
 
-    def end(self) -> None:
-        """Take the last policy away."""
-        self.policies.pop()
+    def end(self, policy: Pushed) -> bool:
+        """Take `policy` away, which need not be the last; whether it was the last one left."""
+        newest = max(i for i, pushed in enumerate(self.policies) if pushed is policy)
+        del self.policies[newest]
         self._asked = Stack(self.policies)
+        return not self.policies
 
     def _renew_guards(self) -> None:
         # Writes up to here were seen by the mode, and a counter moves only after the mode has returned.
@@ -160,25 +178,39 @@ class Region(TorchDispatchMode):
             saved = asked.all_saved or asked.saves(func, facts, args, kwargs)
             if not saved and facts.in_place and not self._rewrites_tracked(facts, args, kwargs):
                 saved = True  # written from outside, it is held from outside
-            if saved:
-                if facts.mutates:
-                    self._before_write(written_tensors(facts, args, kwargs or {}), forget=True)
-                return func(*args, **kwargs) if kwargs else func(*args)
+            if saved or facts.kept:
+                return self._run_kept(func, facts, args, kwargs)
+        elif facts.kept:
+            return self._run_kept(func, facts, args, kwargs)
         return self._run_unsaved(func, facts, args, kwargs)
+
+    def _run_kept(self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op that is not run again."""
+        if facts.mutates:
+            self._before_write(written_tensors(facts, args, kwargs or {}), forget=True)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _run_unsaved(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
     ) -> Any:
         """Run an op that may be run again, and make a node of it."""
         given = args
-        if facts.statistics and updates_statistics(facts, args, kwargs or {}):
-            # Run again without them, so that they move once (pytorch#96136).
+        if (
+            facts.statistics
+            and updates_statistics(facts, args, kwargs or {})
+            and not self._rewrites_tracked(facts, args, kwargs)
+        ):
+            # Run again without them, so that they move once (pytorch#96136). Those that an unsaved op made
+            # are written again like any value.
             given = [None if i in facts.statistics else arg for i, arg in enumerate(args)]
         reads: dict[Value, None] = {}
-        flat = self._arguments(given, reads)
-        named = (
-            dict(zip(kwargs, self._arguments(kwargs.values(), reads), strict=True)) if kwargs else _NO_KWARGS
-        )
+        try:
+            flat = self._arguments(given, reads)
+            named = _NO_KWARGS
+            if kwargs:
+                named = dict(zip(kwargs, self._arguments(kwargs.values(), reads), strict=True))
+        except Undescribed:
+            return self._run_kept(func, facts, args, kwargs)
         random = None
         if facts.random and facts.draws(args, kwargs or {}):
             random = capture(generator_of(args, kwargs or {}))
@@ -187,11 +219,15 @@ class Region(TorchDispatchMode):
         rewritten: list[tuple[Value, Tensor]] = []
         if facts.mutates:
             written = list(written_tensors(facts, args, kwargs or {}))
+            if given is not args:
+                # The run again makes no new statistics: whoever reads these finds them held from outside.
+                self._before_write(written, forget=True)
+                written = []
             for tensor in written:
                 origin = self._origins.get(tensor) if has_storage(tensor) else None
                 if type(origin) is Value and all(origin is not old for old, _ in rewritten):
                     rewritten.append((origin, tensor))
-            node.writes_sources = len(rewritten) < len(written) and given is args
+            node.writes_sources = len(rewritten) < len(written)
             self._before_write(written, forget=False)
         out = func(*args, **kwargs) if kwargs else func(*args)
         if self._asked.after and self._saves_after(func, facts, out, args, kwargs, rewritten):
@@ -214,7 +250,7 @@ class Region(TorchDispatchMode):
 
     def _made(self, tensor: Tensor, node: Node, written: Sequence[Tensor]) -> weakref.ref[Value] | None:
         """The Value of an output; None if it is no new storage. Arguments are in the table already."""
-        if tensor.layout is not _STRIDED or (type(tensor) is not Tensor and not has_storage(tensor)):
+        if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
         if storage._cdata in self._origins.entries:
@@ -245,11 +281,8 @@ class Region(TorchDispatchMode):
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
-                if arg.layout is not _STRIDED or (
-                    kind is not Tensor and kind is not Parameter and not has_storage(arg)
-                ):
-                    held.append(Opaque(arg.detach()))
-                    continue
+                if not has_storage(arg):
+                    raise Undescribed
                 storage = arg.untyped_storage()
                 entry = entries.get(storage._cdata)
                 origin = entry[1] if entry is not None else None
@@ -294,18 +327,31 @@ class Region(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd is to hold in place of `tensor`."""
-        kind = type(tensor)
-        if tensor.layout is not _STRIDED or (
-            kind is not Tensor and kind is not Parameter and not has_storage(tensor)
-        ):
-            return tensor.detach() if tensor.grad_fn is not None else tensor
-        entry = self._origins.entries.get(tensor.untyped_storage()._cdata)
-        if entry is not None and type(value := entry[1]) is Value:
-            return Packed(value, value.recipe_of(tensor), self.graph)
+        if has_storage(tensor):
+            entry = self._origins.entries.get(tensor.untyped_storage()._cdata)
+            if (
+                entry is not None
+                and type(value := entry[1]) is Value
+                and value.node.name not in _UNINITIALIZED
+            ):
+                return Packed(value, value.recipe_of(tensor), self.graph)
+        if self._outer is not None:
+            return HandedOn(tensor, *self._outer)
         return Kept(tensor)
 
 
-_STRIDED = torch.strided
+# Autograd packs what the op that is about to run will fill: rrelu's noise. The write moves no counter.
+_UNINITIALIZED = {
+    f"aten.{name}"
+    for name in [
+        "empty.memory_format",
+        "empty_like.default",
+        "empty_strided.default",
+        "new_empty.default",
+        "new_empty_strided.default",
+    ]
+}
+
 _NO_KWARGS: dict[str, Any] = {}
 
 # Dynamo is not to look into what the mode does when a compiled submodule runs under it.
@@ -323,12 +369,29 @@ def _unpack(packed: Any) -> Tensor:
     return tensor
 
 
+def enter_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+    """Enter saved-tensor hooks, where torch allows any.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    try:
+        hooks.__enter__()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a planned model or region cannot run inside torch.func.grad, vjp, jacrev or hessian: they allow "
+            "no saved-tensor hooks, which recomputing needs. Differentiate with torch.autograd.grad, or call "
+            "ac_client.applied(model).remove() first."
+        ) from error
+
+
 class save_recompute_policy:
     """Run what is inside under `policy`: which saved tensors are kept, which are made again in backward.
 
     Regions nest: the outermost installs the runtime, inner ones only push their policy, and the stack
     resolves from the outermost to the innermost (PREFER_SAVE to begin with; a MUST beats a PREFER; two
-    different MUSTs are an error).
+    different MUSTs are an error). Regions of generators and coroutines that interleave on one thread share
+    one runtime, which goes with the last of them.
 
     Args:
         policy: "recompute_all"; "must_save_all"; a list of ops to save; a function
@@ -338,28 +401,51 @@ class save_recompute_policy:
     Raises:
         TypeError, ValueError: `policy` is none of these.
         PolicyConflict: from an op inside, on which two policies insist differently.
+        RuntimeError: on entering, if it is entered already or inside of torch.func.grad and its like; on
+            leaving, if that is on another thread or before a mode or hook that was entered inside is left.
     """
 
     def __init__(self, policy: Any, *, log: Log | None = None) -> None:
         self._decider = decider(policy)
         self._log = log
-        self._outermost = False
+        self._entered: tuple[Region, Pushed] | None = None
 
     def __enter__(self) -> None:
+        if self._entered is not None:
+            raise RuntimeError("this save_recompute_policy is entered already: make one for each with-block")
         caller = sys._getframe(1)
         region = active.region
-        self._outermost = region is None
         if region is None:
             region = Region(self._log)
             region.open()
-        region.begin(Pushed(self._decider, caller.f_code.co_filename, caller.f_lineno))
-        self._region = region
+        pushed = Pushed(self._decider, caller.f_code.co_filename, caller.f_lineno)
+        region.begin(pushed)
+        self._entered = region, pushed
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        region = self._region
-        del self._region
-        region.end()
-        if self._outermost:
-            region.close()
+        if not self._leave() and (error is None or isinstance(error, GeneratorExit)):
+            # From now on it saves all that it sees, and the next region where it was entered takes it over.
+            raise RuntimeError(
+                "a region must be left on the thread that entered it, and after the dispatch modes and "
+                "saved-tensor hooks that were entered inside: leave it before handing over"
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "_entered", None) is not None:
+            self._leave()  # entered by hand, and an exception went past the exit
+
+    def _leave(self) -> bool:
+        """Take the policy off; False if it was the last and the region cannot be closed from here."""
+        entered, self._entered = self._entered, None
+        assert entered is not None
+        region, pushed = entered
+        # Generators and coroutines that suspend inside leave in any order.
+        if not region.end(pushed):
+            return True
+        region.resume()
+        if not region.on_top():
+            return False
+        region.close()
+        return True

@@ -14,16 +14,41 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 # Return a tensor on their input's storage, which their schema does not say.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}
 
-# Write running_mean and running_var (arguments 3 and 4) in training, though their schema says nothing.
+_STATISTICS = (3, 4)  # running_mean and running_var as arguments of a batch norm
+
+# Write them in training, though their schema says nothing.
 _HIDDEN_WRITES = {
-    "aten::native_batch_norm": (3, 4),
-    "aten::cudnn_batch_norm": (3, 4),
-    "aten::miopen_batch_norm": (3, 4),
+    "aten::native_batch_norm": _STATISTICS,
+    "aten::cudnn_batch_norm": _STATISTICS,
+    "aten::miopen_batch_norm": _STATISTICS,
+}
+
+# Higher-order ops that write some of their arguments.
+_WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_code", "auto_functionalized"}
+
+# Return a workspace for backward only where an input requires a gradient: never below autograd.
+_WORKSPACES = {"aten::mkldnn_rnn_layer", "aten::_sparse_mm_reduce_impl"}
+
+# Give a tensor another storage, or a storage another size: run again on a private buffer, they would be
+# seen by none of the tensors that show the old one.
+_REBINDS = {
+    f"aten::{name}"
+    for name in [
+        "set_",
+        "set",
+        "resize_",
+        "resize",
+        "resize_as_",
+        "resize_as_sparse_",
+        "_resize_output_",
+        "_resize_output",
+    ]
 }
 
 # Outputs that decide: where something goes, how large it is. A kernel that is not deterministic to the
@@ -72,6 +97,8 @@ _DECIDING_OVERLOADS = {"aten::max.dim", "aten::min.dim", "aten::median.dim", "at
 
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
+_OWN_NAMESPACES = {"aten", "prims", "prim"} | _COLLECTIVE_NAMESPACES  # torch's own, tagged where they draw
+
 _DROPOUT_ARGUMENTS = ("dropout_p", "p")
 
 
@@ -88,11 +115,13 @@ class OpFacts:
     dropout_at: int  # position of the dropout probability; -1: draws whatever the arguments are
     must_save: str  # why its outputs are saved by default; "" if there is no reason
     collective: bool
+    writes_any: bool = False  # may write any of its arguments
+    kept: bool = False  # never run again, whatever a policy says
     statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
 
     @property
     def mutates(self) -> bool:
-        return bool(self.writes or self.writes_named)
+        return bool(self.writes or self.writes_named or self.writes_any)
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call draws random numbers: not if its dropout probability is 0."""
@@ -121,12 +150,25 @@ def facts_of(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
 def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     if not isinstance(op, OpOverload):
         # What runs inside cannot be seen from here, so it is kept and never guessed.
-        return OpFacts(f"higher_order.{op}", False, (), (), False, False, -1, "higher-order op", False)
+        return OpFacts(
+            f"higher_order.{op.name()}",
+            False,
+            (),
+            (),
+            False,
+            False,
+            -1,
+            "higher-order op",
+            False,
+            writes_any=op.name() in _WRITING_HIGHER_ORDER,
+            kept=True,
+        )
     schema = op._schema
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     hidden = _HIDDEN_WRITES.get(schema.name, ())
     positional = [a for a in schema.arguments if not a.kwarg_only]
-    random = torch.Tag.nondeterministic_seeded in op.tags
+    # What an op from elsewhere draws, only its author knows, and few tag it.
+    random = torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in _OWN_NAMESPACES
     aliases = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
     collective = op.namespace in _COLLECTIVE_NAMESPACES
     return OpFacts(
@@ -139,6 +181,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         dropout_at=_dropout_position(positional) if random else -1,
         must_save=_must_save(op, collective),
         collective=collective,
+        kept=schema.name in _REBINDS,
         statistics=hidden,
     )
 
@@ -158,7 +201,9 @@ def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
     name = op._schema.name
     if name in _DECIDING or f"{name}.{op._overloadname}" in _DECIDING_OVERLOADS:
         return "its values decide"
-    if op._schema.name == "aten::mkldnn_rnn_layer":
+    if name in _REBINDS:
+        return "it moves a tensor to another storage"
+    if name in _WORKSPACES:
         return "its workspace cannot be made again"
     return ""
 
@@ -178,10 +223,12 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
 
 def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that this call writes."""
-    if facts.name.startswith("aten.") and "batch_norm" in facts.name and not _trains(args, kwargs):
-        return
+    if facts.writes_any:
+        yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    batch_norm = facts.name.startswith("aten.") and "batch_norm" in facts.name
+    unmoved = _STATISTICS if batch_norm and not _trains(args, kwargs) else ()
     for i in facts.writes:
-        if i < len(args):
+        if i < len(args) and i not in unmoved:
             yield from tensors_in((args[i],), {})
     for name in facts.writes_named:
         if name in kwargs:
@@ -211,11 +258,11 @@ def outputs_of(out: Any) -> Iterator[Tensor]:
 def has_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is a plain window on one storage, so that storage and recipe say all about it.
 
-    Not so: sparse, nested and mkldnn layouts, and subclasses that wrap other tensors.
+    Not so: sparse and mkldnn layouts, nested and quantized tensors, and subclasses that wrap other tensors.
     """
     if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter and is_wrapper(tensor):
         return False
-    return tensor.layout is torch.strided
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def is_wrapper(tensor: Tensor) -> bool:

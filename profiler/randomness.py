@@ -29,7 +29,7 @@ class GeneratorState:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """The generator that ops on `device` draw from when they are given none."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):  # on meta nothing is drawn, and there is no generator
         return torch.default_generator
     module = torch.get_device_module(device)
     index = device.index if device.index is not None else module.current_device()

@@ -71,6 +71,8 @@ class ForwardRecord:
 class Recorder(TorchDispatchMode):
     """Records ops while active; `paused` lets what we do ourselves pass unseen."""
 
+    supports_higher_order_operators = True  # they pass as one opaque op
+
     def __init__(self, mark: Callable[[], int], on_device: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = ForwardRecord()

@@ -92,10 +92,10 @@ def in_a_pause(write: Any) -> tuple[list[Tensor], list[Tensor]]:
         made = leaf.sin()
         early = made.exp() * constant
         if region is not None:
-            assert region._region.pause(100)
+            assert region._entered[0].pause(100)
         write(made, constant)
         if region is not None:
-            region._region.resume()
+            region._entered[0].resume()
         y = (made * made).cos() + early
         if region is not None:
             region.__exit__(None, None, None)
