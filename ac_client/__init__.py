@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ac_client.applied import Applied, applied, check_untouched
+from ac_client.checkpoint import checkpoint, checkpoint_sequential
 from ac_client.cursor import LeftThePath
 from ac_client.errors import AlreadyApplied, ApplyError, CheckpointingActive, NotApplied
 from ac_client.pins import Pin, pin
@@ -38,6 +39,8 @@ __all__ = [
     "StaleError",
     "applied",
     "apply",
+    "checkpoint",
+    "checkpoint_sequential",
     "pin",
     "save_recompute_policy",
 ]

@@ -49,7 +49,9 @@ class Source:
 
     def hold(self, tensor: Tensor) -> Held:
         """`tensor` as an argument of a node."""
+        unseen = torch._C._DisableTorchDispatch()  # by modes around ours
         self.tensors.append(tensor.data)
+        del unseen
         if self.guard is not None and self.guard.blind:
             self.keep_copy()  # a later write could not be noticed
         return Held(self, len(self.tensors) - 1)
@@ -166,7 +168,7 @@ class Node:
         self.grad_enabled = torch.is_grad_enabled()
         self.default_dtype = torch.get_default_dtype()  # of what ops make from numbers and integers
         self.outs: tuple[weakref.ref[Value] | None, ...] = ()  # by output tensor
-        self.rewrites: tuple[tuple[Value, weakref.ref[Value]], ...] = ()  # old version, new version
+        self.rewrites: tuple[tuple[Value, Callable[[], Value | None]], ...] = ()  # old version, new version
         self.writes_sources = False  # replay those on copies
         self.used_outs = 0  # outputs with a use
 
@@ -195,6 +197,31 @@ def take_use(value: Value) -> None:
             node.used_outs -= 1
             if node.used_outs == 0:
                 stack.extend(node.reads)
+
+
+def hold(value: Value, tensor: Tensor, order: int) -> None:
+    """From now on `value` is what `tensor` holds, kept from outside; its node no longer makes it."""
+    before, uses = value.node, value.uses
+    if uses:
+        value.uses = 1
+        take_use(value)
+    before.outs = tuple(None if ref is not None and ref() is value else ref for ref in before.outs)
+    before.rewrites = tuple((old, _gone if new() is value else new) for old, new in before.rewrites)
+    # It reads no value, so it may come before all others.
+    node = Node(-order, "held", _itself, (Source(tensor).hold(tensor),), {}, (), None)
+    node.outs = (weakref.ref(value),)
+    value.node = node
+    if uses:
+        add_use(value)
+        value.uses = uses
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _gone() -> None:
+    """In place of a reference to what is not made any more."""
 
 
 def alive(node: Node) -> list[Value]:

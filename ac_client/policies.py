@@ -95,7 +95,8 @@ class Asked:
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy:
-        return checked(self.function(_CONTEXT, out, op, *args, **kwargs), self.description, op)
+        named = {name: value for name, value in kwargs.items() if name != "out"}  # the same tensor as `out`
+        return checked(self.function(_CONTEXT, out, op, *args, **named), self.description, op)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class AskedAsByTorch:
     """A function `(ctx, op, *args, **kwargs)`, as torch's selective checkpoint takes it."""
 
     function: PolicyFunction
-    after = False
+    after = True  # ctx.op_output is the output
 
     @property
     def description(self) -> str:
@@ -112,7 +113,8 @@ class AskedAsByTorch:
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy:
-        return checked(self.function(_CONTEXT, op, *args, **kwargs), self.description, op)
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
+        return checked(self.function(context, op, *args, **kwargs), self.description, op)
 
 
 _CONTEXT = SelectiveCheckpointContext(is_recompute=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autoac.profiler.ops import is_wrapper
+
 Recipe = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
 """How a tensor shows its storage: dtype, size, stride, offset, conjugate, negative."""
 
@@ -34,20 +36,24 @@ def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
 
 
 def without_history(tensor: Tensor) -> Tensor:
-    """`tensor` detached, with the version counter of `tensor`. For use inside a dispatch mode.
+    """`tensor` detached, with the version counter of `tensor`. Seen by no dispatch mode."""
+    if is_wrapper(tensor):
+        return _with_counter(tensor)  # only its own dispatch knows how
+    unseen = torch._C._DisableTorchDispatch()  # from here on, not only in a with-block
+    alias = (
+        _with_counter(tensor) if torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS) else tensor.detach()
+    )
+    del unseen
+    return alias
 
-    A plain `detach()` there gives a counter of its own: the key that shares it is excluded.
-    """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+
+def _with_counter(tensor: Tensor) -> Tensor:
+    # Inside a dispatch mode the key that shares the version counter is excluded.
+    with torch._C._SetExcludeDispatchKeyGuard(_COUNTS, False):
         return tensor.detach()
 
 
-def hidden_alias(tensor: Tensor) -> Tensor:
-    """As `without_history`, for use above autograd: no dispatch mode sees the alias being made."""
-    unseen = torch._C._DisableTorchDispatch()  # from here on, not only in a with-block
-    alias = tensor.detach()
-    del unseen
-    return alias
+_COUNTS = torch._C.DispatchKey.ADInplaceOrView
 
 
 class StaleError(RuntimeError):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ac_client.nodes import Held, Node, Ref, Value, add_use, alive, take_use
-from ac_client.recipes import Guard, Recipe, StaleError, hidden_alias, recipe_of, show
+from ac_client.recipes import Guard, Recipe, StaleError, recipe_of, show, without_history
 from autoac.profiler import randomness
 from autoac.profiler.ops import outputs_of
 
@@ -185,7 +185,7 @@ class Kept(Guard):
 
     def __init__(self, tensor: Tensor) -> None:
         historic = tensor.grad_fn is not None or tensor._base is not None
-        super().__init__(hidden_alias(tensor) if historic else tensor)
+        super().__init__(without_history(tensor) if historic else tensor)
 
     def unpack(self) -> Tensor:
         """The tensor.
@@ -211,7 +211,7 @@ class HandedOn:
         self._unpack = unpack
         suspended.depth += 1
         try:
-            self.packed = pack(hidden_alias(tensor) if tensor.grad_fn is not None else tensor)
+            self.packed = pack(without_history(tensor) if tensor.grad_fn is not None else tensor)
         finally:
             suspended.depth -= 1
 

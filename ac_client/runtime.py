@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from ac_client.nodes import Node, Ref, Source, Undescribed, Value
+from ac_client.nodes import Node, Ref, Source, Undescribed, Value, hold
 from ac_client.policies import Pushed, Stack, decider
 from ac_client.recipes import Guard
 from ac_client.replay import Graph, HandedOn, Kept, Log, Packed, suspended
@@ -44,6 +44,8 @@ class _Active(threading.local):
 active = _Active()
 
 WORTH_PAUSING = 8  # saved ops in a row from which on taking the mode off and putting it back pays
+
+_NO_KWARGS: dict[str, Any] = {}
 
 _orders = itertools.count()  # forward order over all regions
 
@@ -173,6 +175,8 @@ class Region(TorchDispatchMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if self.log is not None:
             self.log.add("compute", facts.name)
+        if facts.fills_packed >= 0:
+            self._hold(args[facts.fills_packed])
         asked = self._asked
         if not asked.after:
             saved = asked.all_saved or asked.saves(func, facts, args, kwargs)
@@ -301,6 +305,13 @@ class Region(TorchDispatchMode):
                 held.append(arg)
         return tuple(held)
 
+    def _hold(self, tensor: Tensor) -> None:
+        """What was packed of `tensor`'s storage is to show what the op that runs next writes there."""
+        origin = self._origins.get(tensor) if has_storage(tensor) else None
+        if type(origin) is Value:
+            hold(origin, tensor, next(_orders))
+            self._origins.drop(tensor)
+
     def _rewrites_tracked(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
         written = [t for t in written_tensors(facts, args, kwargs or {}) if has_storage(t)]
         return any(type(self._origins.get(t)) is Value for t in written)
@@ -329,30 +340,12 @@ class Region(TorchDispatchMode):
         """What autograd is to hold in place of `tensor`."""
         if has_storage(tensor):
             entry = self._origins.entries.get(tensor.untyped_storage()._cdata)
-            if (
-                entry is not None
-                and type(value := entry[1]) is Value
-                and value.node.name not in _UNINITIALIZED
-            ):
+            if entry is not None and type(value := entry[1]) is Value:
                 return Packed(value, value.recipe_of(tensor), self.graph)
         if self._outer is not None:
             return HandedOn(tensor, *self._outer)
         return Kept(tensor)
 
-
-# Autograd packs what the op that is about to run will fill: rrelu's noise. The write moves no counter.
-_UNINITIALIZED = {
-    f"aten.{name}"
-    for name in [
-        "empty.memory_format",
-        "empty_like.default",
-        "empty_strided.default",
-        "new_empty.default",
-        "new_empty_strided.default",
-    ]
-}
-
-_NO_KWARGS: dict[str, Any] = {}
 
 # Dynamo is not to look into what the mode does when a compiled submodule runs under it.
 _frames = torch._C._dynamo.eval_frame

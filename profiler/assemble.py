@@ -54,6 +54,10 @@ def assemble(
     copies = [block for copy in saved.copies if (block := _block(record, copy)) is not None]
     other = _Levels.of(record, hidden=mine + copies)
     n = len(forward.ops)
+    made: list[list[Block]] = [[] for _ in forward.ops]
+    for value in forward.values:
+        if value.previous < 0 and (output := blocks[value.storage]) is not None:
+            made[value.op].append(output)
 
     steps = _cut(step, other)
     ends = [following.first for following in steps[1:]] + [at[step.backward_ended]]
@@ -92,7 +96,8 @@ def assemble(
             spread_us=tuple(spreads),
             flops=tuple(op.flops for op in forward.ops),
             workspace_nbytes=tuple(
-                other.peak(at[op.began], at[op.ended]) - other.at(at[op.began]) for op in forward.ops
+                other.workspace(at[op.began], at[op.ended], outputs)
+                for op, outputs in zip(forward.ops, made, strict=True)
             ),
             other_nbytes=tuple(other.at(at[op.began]) for op in forward.ops),
             flags=tuple(int(flag) for flag in flags),
@@ -177,6 +182,17 @@ class _Levels:
         """The most bytes live from place `begin` to place `end`."""
         return max(self.after[begin : end + 1])
 
+    def workspace(self, begin: int, end: int, outputs: Sequence[Block]) -> int:
+        """The most bytes that an op, from place `begin` to place `end`, holds beside all of its outputs.
+
+        What it frees before it allocates an output, that output takes the place of.
+        """
+        most = max(
+            self.after[place] + sum(block.nbytes for block in outputs if block.allocated < place)
+            for place in range(begin, end + 1)
+        )
+        return max(0, most - self.after[begin] - sum(block.nbytes for block in outputs))
+
     def works(self, begin: int, end: int) -> bool:
         """Whether anything comes or goes from place `begin` to place `end`."""
         i = bisect.bisect_left(self.active, begin)
@@ -222,16 +238,18 @@ def _cut(step: HollowStep, other: _Levels) -> list[_Step]:
     steps = [current]
     closing = False  # the current step has let go of something
     previous = begin
+    mark = step.backward_began  # the latest so far: what an old unpack gave out may go late
     for event in _events(step):
+        mark = max(mark, event.mark)
         if other.works(previous, event.place):
             if closing:
-                current, closing = _Step(previous, event.mark), False
+                current, closing = _Step(previous, mark), False
                 steps.append(current)
             if current.work < 0:
                 current.work = previous
         if event.kind == "unpack":
             if closing or current.work >= 0:
-                current, closing = _Step(event.place, event.mark), False
+                current, closing = _Step(event.place, mark), False
                 steps.append(current)
             current.unpacks.append(event.saved)
             current.name = current.name or event.node

@@ -145,6 +145,8 @@ def _isolated(
 
     def alias(tensor: Tensor) -> Tensor:
         copy = tensor.detach()
+        if tensor._is_view():
+            copy = copy.view_as(copy)  # autocast keeps what it made of a leaf, but not of a view
         if tensor.requires_grad:
             copy.requires_grad_()
             leaves.append(copy)

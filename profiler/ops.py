@@ -35,6 +35,9 @@ _WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_co
 # Return a workspace for backward only where an input requires a gradient: never below autograd.
 _WORKSPACES = {"aten::mkldnn_rnn_layer", "aten::_sparse_mm_reduce_impl"}
 
+# Fill an argument, by its position, after autograd has packed it, and leave its version counter where it was.
+_FILLS_PACKED = {"aten::rrelu_with_noise": 1, "aten::rrelu_with_noise_": 1}
+
 # Give a tensor another storage, or a storage another size: run again on a private buffer, they would be
 # seen by none of the tensors that show the old one.
 _REBINDS = {
@@ -117,6 +120,7 @@ class OpFacts:
     collective: bool
     writes_any: bool = False  # may write any of its arguments
     kept: bool = False  # never run again, whatever a policy says
+    fills_packed: int = -1  # the argument that it fills after autograd has packed it
     statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
 
     @property
@@ -182,6 +186,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         must_save=_must_save(op, collective),
         collective=collective,
         kept=schema.name in _REBINDS,
+        fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
     )
 

@@ -95,7 +95,8 @@ class Routed(nn.Module):
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             rows, slots = (chosen == i).nonzero(as_tuple=True)
-            out.index_add_(0, rows, expert(x[rows]) * weights[rows, slots, None])
+            routed = expert(x[rows]) * weights[rows, slots, None]
+            out.index_add_(0, rows, routed.to(out.dtype))  # autocast made it another
         return out + x
 
 

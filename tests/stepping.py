@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+import ac_client
+from ac_client.measure import AllocatorTimeline
 from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
+from autoac.planner import Graph, Policy, schedule
+from autoac.planner.graph import SaveSet
+from autoac.planner.schedule import Compute, Recompute
 
 
 @dataclass
@@ -26,6 +33,7 @@ class Outcome:
     buffers: dict[str, Tensor]
     generator: Tensor
     log: Log
+    peak: int | None  # bytes, by the allocator's record; None: not measured
 
     def recomputed(self) -> list[str]:
         return [name for kind, name in self.log.events if kind == "recompute"]
@@ -33,7 +41,7 @@ class Outcome:
 
 def scalar(out: Any) -> Tensor:
     """Something to differentiate that depends on every differentiable output."""
-    loss = getattr(out, "loss", None)
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     leaves = tree_leaves(list(out.values()) if isinstance(out, dict) else out)
@@ -49,9 +57,19 @@ def step(
     policy: Any = None,
     around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     backward: Callable[[Tensor], None] = lambda loss: loss.backward(),
+    standing: int | None = None,
     **kwargs: Any,
 ) -> Outcome:
-    """One training step of a fresh model; `policy` None is the plain step."""
+    """One training step of a fresh model.
+
+    Args:
+        make: the model.
+        args, kwargs: its batch.
+        policy: None is the plain step; a Policy is carried out by `apply`, all else by a region.
+        around: the context of forward.
+        backward: from the loss.
+        standing: bytes live before the step; given, the peak is measured.
+    """
     torch.manual_seed(0)
     model = make()
     for t in tree_leaves((args, kwargs)):
@@ -59,10 +77,18 @@ def step(
             t.grad = None
     torch.manual_seed(1)
     log = Log()
-    region = save_recompute_policy(policy, log=log) if policy is not None else contextlib.nullcontext()
-    with around(), region:
-        out = model(*args, **kwargs)
-    backward(scalar(out))
+    logging = functools.partial(save_recompute_policy, log=log)
+    region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if isinstance(policy, Policy):
+        ac_client.apply(model, policy=policy, strict=True)
+        region = mock.patch("ac_client.applied.save_recompute_policy", logging)
+    elif policy is not None:
+        region = logging(policy)
+    timeline = AllocatorTimeline(base=standing) if standing is not None else None
+    with timeline or contextlib.nullcontext():
+        with around(), region:
+            out = model(*args, **kwargs)
+        backward(scalar(out))
     return Outcome(
         [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor)],
         {name: p.grad for name, p in model.named_parameters()},
@@ -70,7 +96,18 @@ def step(
         {name: b.clone() for name, b in model.named_buffers()},
         torch.get_rng_state(),
         log,
+        timeline.peak_bytes if timeline is not None else None,
     )
+
+
+def expected_log(graph: Graph, save_set: SaveSet) -> list[tuple[str, str]]:
+    """What the runtime's log has to say of a step in which `save_set` is saved."""
+    events: list[tuple[str, str]] = []
+    for event in schedule(graph, save_set):
+        if isinstance(event, Compute | Recompute):
+            _, _, name = graph.ops[event.op].name.rpartition("/")
+            events.append((type(event).__name__.lower(), name.partition("#")[0]))
+    return events
 
 
 def assert_same(plain: Outcome, planned: Outcome) -> None:
@@ -81,10 +118,14 @@ def assert_same(plain: Outcome, planned: Outcome) -> None:
             return a is b
         return a.dtype == b.dtype and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
-    assert all(map(same, plain.outputs, planned.outputs)), "outputs differ"
+    def all_same(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+        return len(a) == len(b) and all(map(same, a, b))
+
+    assert all_same(plain.outputs, planned.outputs), "outputs differ"
+    assert plain.gradients.keys() == planned.gradients.keys()
     for name, gradient in plain.gradients.items():
         assert same(gradient, planned.gradients[name]), f"gradient of {name} differs"
-    assert all(map(same, plain.input_gradients, planned.input_gradients)), "gradients of inputs differ"
+    assert all_same(plain.input_gradients, planned.input_gradients), "gradients of inputs differ"
     for name, buffer in plain.buffers.items():
         assert same(buffer, planned.buffers[name]), f"buffer {name} differs"
     assert torch.equal(plain.generator, planned.generator), "the generator moved"

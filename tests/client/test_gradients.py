@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from models import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 from stepping import assert_same, step
 from torch import nn
+
+from ac_client.replay import Log
+from ac_client.runtime import save_recompute_policy
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "transformer": (Transformer, lambda: ((torch.randn(2, 8, 32, requires_grad=True),), {})),
@@ -69,10 +73,113 @@ def test_autocast_in_forward_and_around_backward(dtype: torch.dtype, backward_in
     assert_same(plain, planned)
 
 
+def test_a_replay_makes_the_type_that_was_the_default_in_forward() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return (x.exp() * torch.full((4,), 3.0)).sin()
+
+    x = torch.randn(4, dtype=torch.double, requires_grad=True)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        (want,) = torch.autograd.grad(model(x).sum(), x)
+        with save_recompute_policy("recompute_all"):
+            y = model(x)
+    finally:
+        torch.set_default_dtype(default)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, want)
+    assert torch.get_default_dtype() is default
+
+
+class Leaky(nn.Module):
+    """A random op whose noise autograd packs before the op has drawn it."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rrelu(x.exp() - 1, training=True, inplace=self.inplace).sin()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    ["recompute_all", [torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_]],
+    ids=["recompute all", "save rrelu"],
+)
+def test_noise_that_is_packed_before_it_is_drawn(inplace: bool, policy: Any) -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    plain = step(lambda: Leaky(inplace), x)
+    planned = step(lambda: Leaky(inplace), x, policy=policy)
+    assert_same(plain, planned)
+    assert "aten.exp.default" in planned.recomputed()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_kept_as_they_are() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        ragged = torch.nested.as_nested_tensor([x[:2], x[2:3]])
+        return torch.nested.to_padded_tensor(ragged.sin(), 0.0).exp().cos()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    (want,) = torch.autograd.grad(model(x).sum(), x)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        y = model(x)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, want)
+    assert ("recompute", "aten.exp.default") in log.events
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_workspace_that_a_replay_would_not_fill_is_kept() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        sparse = torch.eye(4).to_sparse_csr().requires_grad_()
+        return torch.sparse.mm(sparse, x.exp(), "amax").sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    (want,) = torch.autograd.grad(model(x).sum(), x)
+    with save_recompute_policy("recompute_all"):
+        y = model(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+
+
+def test_random_ops_on_meta_tensors_are_recorded() -> None:
+    x = torch.empty(4, device="meta", requires_grad=True)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        y = nn.functional.dropout(x.exp(), 0.5).sin()
+    y.sum().backward()
+    assert ("recompute", "aten.bernoulli_.float") in log.events
+    assert x.grad is not None
+
+
 def test_statistics_of_batch_norm_move_once() -> None:
     planned = step(ConvNet, torch.randn(4, 3, 8, 8), policy="recompute_all")
     assert planned.buffers["bn1.num_batches_tracked"] == 1
     assert "aten.native_batch_norm.default" in planned.recomputed()
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_statistics_that_were_made_in_the_region(both: bool) -> None:
+    def model(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+        mean = mean * 2
+        if both:
+            var = var * 2
+        y = nn.functional.batch_norm(x.exp(), mean, var, training=True).sin()
+        return y * mean.exp() * var.sin()
+
+    def gradients(policy: str | None) -> list[torch.Tensor]:
+        x, mean, var = torch.randn(6, 3, requires_grad=True), torch.ones(3), torch.ones(3)
+        with save_recompute_policy(policy) if policy else contextlib.nullcontext():
+            y = model(x, mean, var)
+        return [*torch.autograd.grad(y.sum(), x), mean, var]
+
+    torch.manual_seed(2)
+    want = gradients(None)
+    torch.manual_seed(2)
+    assert all(map(torch.equal, gradients("recompute_all"), want))
 
 
 def test_every_op_is_run_again_at_most_once() -> None:

@@ -173,6 +173,37 @@ def test_a_step_without_gradients_is_refused() -> None:
         profile(model, X)
 
 
+def test_autocast_holds_its_copy_of_a_leaf_but_not_of_a_view() -> None:
+    def released(x: Tensor) -> int:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = profile(Two(), x)
+        assert found.keys()[:2] == ["./aten._to_copy.default#0", "./aten._to_copy.default#1"]
+        return sorted(found.storages.released[:2])[0]
+
+    leaf = torch.randn(8, 4)
+    view = leaf[:]
+    assert released(leaf.requires_grad_()) >= 5  # the weight's and the input's: to the end of forward
+    assert released(view.requires_grad_()) < 5
+
+
+@torch.library.custom_op("autoac_tests::scratch", mutates_args=())
+def scratch(x: Tensor) -> Tensor:
+    """Holds 4,000 bytes, and lets them go before it allocates its output."""
+    held = torch.empty(1000)
+    del held
+    return x.clone()
+
+
+def test_what_a_kernel_frees_before_it_allocates_its_output_counts_once() -> None:
+    class Scratch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scratch(x.detach()) * x
+
+    x = torch.randn(10, requires_grad=True)
+    found = profile(Scratch(), x)
+    assert found.ops.workspace_nbytes[0] == 4000 - x.nbytes
+
+
 def test_two_profilers_cannot_run_at_once() -> None:
     with torch.profiler.profile(), pytest.raises(ProfilerBusy):
         profile(Two(), X)
