@@ -39,19 +39,27 @@ from autoac.profiler.randomness import GeneratorState
 class Source:
     """A storage from outside the tracked ops: a parameter, an input, a saved value."""
 
-    __slots__ = ("__weakref__", "guard", "nbytes", "tensors")
+    __slots__ = ("__weakref__", "_first", "guard", "nbytes", "tensors")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensors: list[Tensor] = []  # as nodes read it: bare, on the same storage, without a history
+        self._first: weakref.ref[Tensor] | None = None  # whose like tensors[0] is
         self.nbytes = tensor.untyped_storage().nbytes()
         historic = tensor.grad_fn is not None or tensor._base is not None
         self.guard: Guard | None = Guard(without_history(tensor) if historic else tensor)
 
     def hold(self, tensor: Tensor) -> Held:
         """`tensor` as an argument of a node."""
-        unseen = torch._C._DisableTorchDispatch()  # by modes around ours
-        self.tensors.append(tensor.data)
-        del unseen
+        if self._first is not None and self._first() is tensor:
+            return Held(self, 0)
+        if not self.tensors:
+            self._first = weakref.ref(tensor)
+        if _modes():
+            unseen = torch._C._DisableTorchDispatch()  # by modes around ours
+            self.tensors.append(tensor.data)
+            del unseen
+        else:
+            self.tensors.append(tensor.data)
         if self.guard is not None and self.guard.blind:
             self.keep_copy()  # a later write could not be noticed
         return Held(self, len(self.tensors) - 1)
@@ -80,6 +88,8 @@ class Source:
                 )
         return tensor
 
+
+_modes = torch._C._len_torch_dispatch_stack
 
 _serials = itertools.count()
 

@@ -184,8 +184,11 @@ class Kept(Guard):
     __slots__ = ()
 
     def __init__(self, tensor: Tensor) -> None:
-        historic = tensor.grad_fn is not None or tensor._base is not None
-        super().__init__(without_history(tensor) if historic else tensor)
+        if tensor.grad_fn is not None or tensor._base is not None:
+            tensor = without_history(tensor)
+        self.tensor = tensor
+        self._settled = False
+        self._version = -1 if tensor.is_inference() else tensor._version
 
     def unpack(self) -> Tensor:
         """The tensor.

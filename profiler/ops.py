@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -101,6 +102,8 @@ _DECIDING_OVERLOADS = {"aten::max.dim", "aten::min.dim", "aten::median.dim", "at
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
 _OWN_NAMESPACES = {"aten", "prims", "prim"} | _COLLECTIVE_NAMESPACES  # torch's own, tagged where they draw
+
+_STRIDED = torch.strided
 
 _DROPOUT_ARGUMENTS = ("dropout_p", "p")
 
@@ -265,9 +268,10 @@ def has_storage(tensor: Tensor) -> bool:
 
     Not so: sparse and mkldnn layouts, nested and quantized tensors, and subclasses that wrap other tensors.
     """
-    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter and is_wrapper(tensor):
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
         return False
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized
 
 
 def is_wrapper(tensor: Tensor) -> bool:
