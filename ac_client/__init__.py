@@ -19,6 +19,7 @@ from ac_client.policies import PolicyConflict
 from ac_client.recipes import StaleError
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy
+from ac_client.split import split_backward
 from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner.units import bytes_from_gb
 from autoac.profiler.errors import PinConflict
@@ -43,6 +44,7 @@ __all__ = [
     "checkpoint_sequential",
     "pin",
     "save_recompute_policy",
+    "split_backward",
 ]
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -1,11 +1,13 @@
 """Backward: what autograd holds in place of a tensor, and how a value is made again when it asks.
 
 Rules c to f of NOTE [ Rules of the schedule ] in planner/schedule.py; a `Pass` counts down the uses that
-`Value.uses` counts (NOTE [ What is tracked ] in nodes.py).
+`Value.uses` counts (NOTE [ What is tracked ] in nodes.py). docs/backwards.md tells which backward passes
+there are: several, partial, split, compiled.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +18,24 @@ from torch import Tensor
 
 from ac_client.nodes import Held, Node, Ref, Value, add_use, alive, take_use
 from ac_client.recipes import Guard, Recipe, StaleError, recipe_of, show, without_history
+from ac_client.split import Split, current_split, leaves_gradients
 from autoac.profiler import randomness
 from autoac.profiler.ops import outputs_of
 
 
 class Pass:
-    """What one backward pass (one graph task) has made again in one region, and still needs.
+    """What one backward pass has made again in one region, and still needs.
 
-    The engine's graph task owns it through a callback, so it ends with the task, also when that ends
-    by an exception. It keeps no Value and no Node alive: each goes with the last Packed that needs it, and
-    takes along the saved values that it would have read.
+    A pass is one graph task, or, when backward is split, the several tasks of its parts. The engine's
+    graph task owns it through a callback, so it ends with the task, also when that ends by an exception.
+    It keeps no Value and no Node alive: each goes with the last Packed that needs it, and takes along the
+    saved values that it would have read.
     """
 
     def __init__(self, task: int) -> None:
-        self.task = task
+        self.first = task  # the graph task in which it began; its identity
+        self.task = task  # the one that is running
+        self.split: Split | None = None
         self.cache: dict[int, Tensor] = {}  # by serial of the Value
         self.left: dict[int, int] = {}  # uses, by serial of the Value
         self.ran: set[int] = set()  # orders of Nodes
@@ -102,6 +108,7 @@ class Graph:
     def __init__(self, log: Log | None) -> None:
         self.lock = threading.RLock()
         self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+        self.resting: Pass | None = None  # between two parts of a split backward
         self.log = log
 
     def current_pass(self) -> tuple[Pass, bool]:
@@ -114,32 +121,68 @@ class Graph:
             return Pass(-1), False
         running = self.passes.get(task)
         if running is None:
-            running = self.passes[task] = Pass(task)
-            torch.autograd.Variable._execution_engine.queue_callback(_Owner(running))
+            running, self.resting = self.resting, None
+            if running is None:
+                running = Pass(task)
+                running.split = current_split()
+            else:
+                del self.passes[running.task]
+                running.task = task
+            self._begin(running)
         return running, True
+
+    def afresh(self) -> Pass:
+        """A pass that takes the place of the running one: a split backward came by again, and is none."""
+        task = torch._C._current_graph_task_id()
+        fresh = Pass(task)
+        self._begin(fresh)
+        return fresh
+
+    def _begin(self, running: Pass) -> None:
+        self.passes[running.task] = running
+        torch.autograd.Variable._execution_engine.queue_callback(_Owner(running, self))
+
+    def rest(self, ended: Pass) -> None:
+        """A graph task ended. What it made is kept if it was a part of a split backward, else freed."""
+        with self.lock:
+            split = ended.split
+            if split is not None and split.open and self.passes.get(ended.task) is ended:
+                self.resting = ended
+                split.graphs.add(self)
+            else:
+                ended.cache.clear()
+                ended.given_out.clear()
+
+    def forget(self) -> None:
+        """The split backward is over."""
+        with self.lock:
+            self.resting = None
 
 
 class _Owner:
-    """Held by the engine until the graph task ends."""
+    """Held by the engine until the graph task ends, and called if it ends well."""
 
-    def __init__(self, owned: Pass) -> None:
+    def __init__(self, owned: Pass, graph: Graph) -> None:
         self._owned = owned
+        self._graph = graph
 
     def __call__(self) -> None:
-        self._owned.cache.clear()
-        self._owned.given_out.clear()
+        self._graph.rest(self._owned)
 
 
 class Packed:
     """What autograd holds in place of a tensor that can be made again."""
 
-    __slots__ = ("_last", "_task", "_value", "graph", "recipe")
+    __slots__ = ("__weakref__", "_last", "_pass", "_task", "_value", "device", "graph", "key", "recipe")
 
-    def __init__(self, value: Value, recipe: Recipe, graph: Graph) -> None:
+    def __init__(self, value: Value, recipe: Recipe, graph: Graph, device: torch.device) -> None:
         self._value = value
         self.recipe = recipe
         self.graph = graph
+        self.device = device
+        self.key = _register(self)
         self._task = -1  # the last graph task in which it was unpacked
+        self._pass = -1  # the last pass in which it was used up
         self._last: weakref.ref[Tensor] | None = None
         value.packs += 1
         add_use(value)
@@ -154,6 +197,8 @@ class Packed:
             running, uses_up = self.graph.current_pass()
             if self._task == running.task and self._last is not None and (last := self._last()) is not None:
                 return last
+            if running.split is not None and self._pass == running.first and self._task != running.task:
+                running = self.graph.afresh()
             value = self._value
             made = running.cache.get(value.serial)
             if made is None:
@@ -162,18 +207,28 @@ class Packed:
                 running.check(value, "backward")
             tensor = _shown(made, self.recipe)
             if uses_up:
-                if self._task != running.task:
+                if self._pass != running.first and not (running.split is not None and leaves_gradients()):
                     running.use(value)
                     running.give_out(value, tensor)
+                    self._pass = running.first
                 self._task = running.task
                 self._last = weakref.ref(tensor)
             return tensor
 
+    def unpack_own(self) -> Tensor:
+        """The tensor, a copy of it if it is needed elsewhere: compiled code may write over what it gets."""
+        with self.graph.lock:
+            tensor = self.unpack()
+            self._last = None
+            running, _ = self.graph.current_pass()
+            return tensor.clone() if self._value.serial in running.cache else tensor
+
     def __del__(self) -> None:
         graph, value = self.graph, self._value
+        _by_key.pop(self.key, None)
         with graph.lock:
             for running in list(graph.passes.values()):
-                if running.task != self._task:
+                if running.first != self._pass:
                     running.lose(value)
             take_use(value)
 
@@ -181,7 +236,7 @@ class Packed:
 class Kept(Guard):
     """What autograd holds in place of a tensor that stays as it is."""
 
-    __slots__ = ()
+    __slots__ = ("__weakref__", "key")
 
     def __init__(self, tensor: Tensor) -> None:
         if tensor.grad_fn is not None or tensor._base is not None:
@@ -189,6 +244,7 @@ class Kept(Guard):
         self.tensor = tensor
         self._settled = False
         self._version = -1 if tensor.is_inference() else tensor._version
+        self.key = _register(self)
 
     def unpack(self) -> Tensor:
         """The tensor.
@@ -198,6 +254,13 @@ class Kept(Guard):
         """
         self.check("backward")
         return self.tensor
+
+    def unpack_own(self) -> Tensor:
+        """A copy of the tensor, which compiled code may write over."""
+        return self.unpack().clone()
+
+    def __del__(self) -> None:
+        _by_key.pop(self.key, None)
 
 
 class HandedOn:
@@ -221,6 +284,54 @@ class HandedOn:
     def unpack(self) -> Tensor:
         """The tensor, from the hooks that have it."""
         return self._unpack(self.packed)
+
+
+# NOTE [ Compiled autograd ]
+#
+# Compiled autograd traces the unpack hook. What Dynamo sees of it must be one opaque call: traced through,
+# all that a replay makes would become outputs of the graph, and a hook that it may not trace would break
+# the graph at every unpack. So the call takes plain data only: a key, and what a fake tensor needs.
+_keys = itertools.count()
+_by_key: dict[int, weakref.ref[Packed | Kept]] = {}
+
+
+def _register(packed: Packed | Kept) -> int:
+    key = next(_keys)
+    _by_key[key] = weakref.ref(packed)
+    return key
+
+
+@torch.library.custom_op(
+    "ac_client::unpack",
+    mutates_args=(),
+    schema="(SymInt key, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device) -> Tensor",
+)
+def _opaque(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    packed = _by_key[key]()
+    assert packed is not None
+    return packed.unpack_own().resolve_conj().resolve_neg()
+
+
+@_opaque.register_fake
+def _(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def unpack(packed: Any) -> Tensor:
+    """The unpack hook."""
+    kind = type(packed)
+    if (kind is Packed or kind is Kept) and torch.compiler.is_dynamo_compiling():
+        if kind is Packed:
+            dtype, size, stride = packed.recipe[:3]
+            device = packed.device
+        else:
+            shown = packed.tensor
+            dtype, size, stride, device = shown.dtype, shown.size(), shown.stride(), shown.device
+        return _opaque(packed.key, size, stride, dtype, device)  # type: ignore[no-any-return]
+    if isinstance(packed, Tensor):
+        return packed
+    tensor: Tensor = packed.unpack()
+    return tensor
 
 
 def _shown(made: Tensor, recipe: Recipe) -> Tensor:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ac_client.nodes import Node, Ref, Source, Undescribed, Value, hold
 from ac_client.policies import Pushed, Stack, decider
 from ac_client.recipes import Guard
-from ac_client.replay import Graph, HandedOn, Kept, Log, Packed, suspended
+from ac_client.replay import Graph, HandedOn, Kept, Log, Packed, suspended, unpack
 from autoac.profiler.ops import (
     OpFacts,
     facts_of,
@@ -65,7 +65,7 @@ class Region(TorchDispatchMode):
         self._paused: list[tuple[weakref.ref[Tensor], int]] | None = None  # the mode is off
         self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
         self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -341,7 +341,7 @@ class Region(TorchDispatchMode):
         if has_storage(tensor):
             entry = self._origins.entries.get(tensor.untyped_storage()._cdata)
             if entry is not None and type(value := entry[1]) is Value:
-                return Packed(value, value.recipe_of(tensor), self.graph)
+                return Packed(value, value.recipe_of(tensor), self.graph, tensor.device)
         if self._outer is not None:
             return HandedOn(tensor, *self._outer)
         return Kept(tensor)
@@ -353,13 +353,6 @@ _frames.set_code_exec_strategy(
     Region.__torch_dispatch__.__code__,
     _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),
 )
-
-
-def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    tensor: Tensor = packed.unpack()
-    return tensor
 
 
 def enter_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:

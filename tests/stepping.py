@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import ac_client
+from ac_client import replay
 from ac_client.measure import AllocatorTimeline
+from ac_client.nodes import Node, Value, alive
 from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
 from autoac.planner import Graph, Policy, schedule
@@ -150,3 +153,38 @@ def nothing_left() -> Iterator[None]:
         assert alive() == before, f"{alive() - before} storages, values or nodes are left"
     finally:
         gc.enable()
+
+
+class Replays:
+    """How many storages replays have made, are alive, and were alive at most at once."""
+
+    made = alive = most = 0
+
+    def born(self, storage: torch.UntypedStorage) -> None:
+        self.made += 1
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(storage, self.died)
+
+    def died(self) -> None:
+        self.alive -= 1
+
+
+@contextlib.contextmanager
+def replays() -> Iterator[Replays]:
+    """Watch the storages that replays make, without a mode or a profiler."""
+    seen = Replays()
+    run_again = replay._run_again
+
+    def watched(node: Node, running: replay.Pass, graph: replay.Graph, wanted: Value) -> None:
+        run_again(node, running, graph, wanted)
+        for value in alive(node):
+            tensor = running.cache.get(value.serial)
+            if tensor is not None:
+                seen.born(tensor.untyped_storage())
+
+    replay._run_again = watched
+    try:
+        yield seen
+    finally:
+        replay._run_again = run_again
