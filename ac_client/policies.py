@@ -223,7 +223,7 @@ class Pushed(NamedTuple):
 class Stack:
     """The policies in force, outermost first, and what they say together."""
 
-    __slots__ = ("_always", "_plan", "after", "all_saved", "policies")
+    __slots__ = ("_always", "_plan", "after", "all_saved", "none_saved", "policies")
 
     def __init__(self, policies: Iterable[Pushed]) -> None:
         self.policies = tuple(policies)
@@ -232,6 +232,7 @@ class Stack:
         only = self.policies[0].decider if len(self.policies) == 1 else None
         self._always = only.policy if isinstance(only, Always) else None
         self.all_saved = self._always in SAVES
+        self.none_saved = self._always is not None and not self.all_saved  # but what must be
         self._plan = only.cursor if isinstance(only, Planned) else None
 
     def saves(

@@ -102,11 +102,33 @@ class Log:
         self.events.append((kind, name))
 
 
+class Home(list["weakref.ref[Packed | Kept]"]):
+    """What one region packed, by number: for those who can only pass a number on."""
+
+    __slots__ = ("__weakref__", "_base")
+
+    def __init__(self) -> None:
+        super().__init__()
+        serial = next(_serials)
+        self._base = serial << 32
+        _homes[serial] = self
+
+    def number(self, packed: Packed | Kept) -> int:
+        """The key of `packed`, for as long as the region's graph lives."""
+        self.append(weakref.ref(packed))
+        return self._base + len(self) - 1
+
+
+_serials = itertools.count()
+_homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+
+
 class Graph:
     """What is shared by all that one region recorded: its passes in progress, and a lock."""
 
     def __init__(self, log: Log | None) -> None:
         self.lock = threading.RLock()
+        self.home = Home()
         self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
         self.resting: Pass | None = None  # between two parts of a split backward
         self.log = log
@@ -180,12 +202,15 @@ class Packed:
         self.recipe = recipe
         self.graph = graph
         self.device = device
-        self.key = _register(self)
+        self.key = graph.home.number(self)
         self._task = -1  # the last graph task in which it was unpacked
         self._pass = -1  # the last pass in which it was used up
         self._last: weakref.ref[Tensor] | None = None
         value.packs += 1
-        add_use(value)
+        if value.uses:
+            value.uses += 1
+        else:
+            add_use(value)
 
     def unpack(self) -> Tensor:
         """The tensor, made again if need be.
@@ -225,7 +250,6 @@ class Packed:
 
     def __del__(self) -> None:
         graph, value = self.graph, self._value
-        _by_key.pop(self.key, None)
         with graph.lock:
             for running in list(graph.passes.values()):
                 if running.first != self._pass:
@@ -236,15 +260,16 @@ class Packed:
 class Kept(Guard):
     """What autograd holds in place of a tensor that stays as it is."""
 
-    __slots__ = ("__weakref__", "key")
+    __slots__ = ("__weakref__", "_home", "key")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, graph: Graph) -> None:
         if tensor.grad_fn is not None or tensor._base is not None:
             tensor = without_history(tensor)
         self.tensor = tensor
         self._settled = False
         self._version = -1 if tensor.is_inference() else tensor._version
-        self.key = _register(self)
+        self._home = graph.home
+        self.key = self._home.number(self)
 
     def unpack(self) -> Tensor:
         """The tensor.
@@ -258,9 +283,6 @@ class Kept(Guard):
     def unpack_own(self) -> Tensor:
         """A copy of the tensor, which compiled code may write over."""
         return self.unpack().clone()
-
-    def __del__(self) -> None:
-        _by_key.pop(self.key, None)
 
 
 class HandedOn:
@@ -291,23 +313,13 @@ class HandedOn:
 # Compiled autograd traces the unpack hook. What Dynamo sees of it must be one opaque call: traced through,
 # all that a replay makes would become outputs of the graph, and a hook that it may not trace would break
 # the graph at every unpack. So the call takes plain data only: a key, and what a fake tensor needs.
-_keys = itertools.count()
-_by_key: dict[int, weakref.ref[Packed | Kept]] = {}
-
-
-def _register(packed: Packed | Kept) -> int:
-    key = next(_keys)
-    _by_key[key] = weakref.ref(packed)
-    return key
-
-
 @torch.library.custom_op(
     "ac_client::unpack",
     mutates_args=(),
     schema="(SymInt key, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device) -> Tensor",
 )
 def _opaque(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    packed = _by_key[key]()
+    packed = _homes[key >> 32][key & 0xFFFFFFFF]()
     assert packed is not None
     return packed.unpack_own().resolve_conj().resolve_neg()
 

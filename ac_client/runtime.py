@@ -179,7 +179,10 @@ class Region(TorchDispatchMode):
             self._hold(args[facts.fills_packed])
         asked = self._asked
         if not asked.after:
-            saved = asked.all_saved or asked.saves(func, facts, args, kwargs)
+            if asked.none_saved and not facts.must_save:
+                saved = False
+            else:
+                saved = asked.all_saved or asked.saves(func, facts, args, kwargs)
             if not saved and facts.in_place and not self._rewrites_tracked(facts, args, kwargs):
                 saved = True  # written from outside, it is held from outside
             if saved or facts.kept:
@@ -344,7 +347,7 @@ class Region(TorchDispatchMode):
                 return Packed(value, value.recipe_of(tensor), self.graph, tensor.device)
         if self._outer is not None:
             return HandedOn(tensor, *self._outer)
-        return Kept(tensor)
+        return Kept(tensor, self.graph)
 
 
 # Dynamo is not to look into what the mode does when a compiled submodule runs under it.
