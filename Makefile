@@ -7,13 +7,17 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: demo test check fmt bench clean
+.PHONY: demo test nightly check fmt bench clean
 
 demo: $(READY)
 	$(BIN)/autoac demo
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# The fuzzer on 3,000 programs and the op sweep on every sample: an hour or so.
+nightly: $(READY)
+	AUTOAC_PROGRAMS=3000 AUTOAC_OP_SAMPLES=all $(BIN)/python -m pytest tests/client/test_programs.py tests/client/test_ops.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -25,6 +29,7 @@ fmt: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
+	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.demo_table
 
 clean:

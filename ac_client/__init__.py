@@ -18,7 +18,7 @@ from ac_client.pins import Pin, pin
 from ac_client.policies import PolicyConflict
 from ac_client.recipes import StaleError
 from ac_client.report import Report
-from ac_client.runtime import save_recompute_policy
+from ac_client.runtime import save_recompute_policy, tag
 from ac_client.split import split_backward
 from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner.units import bytes_from_gb
@@ -45,6 +45,7 @@ __all__ = [
     "pin",
     "save_recompute_policy",
     "split_backward",
+    "tag",
 ]
 
 Model = TypeVar("Model", bound=nn.Module)

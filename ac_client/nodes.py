@@ -147,6 +147,7 @@ class Node:
         "default_dtype",
         "func",
         "grad_enabled",
+        "insists",
         "kwargs",
         "name",
         "order",
@@ -179,6 +180,7 @@ class Node:
         self.default_dtype = torch.get_default_dtype()  # of what ops make from numbers and integers
         self.outs: tuple[weakref.ref[Value] | None, ...] = ()  # by output tensor
         self.rewrites: tuple[tuple[Value, Callable[[], Value | None]], ...] = ()  # old version, new version
+        self.insists = ""  # who insisted that it is run again
         self.writes_sources = False  # replay those on copies
         self.used_outs = 0  # outputs with a use
 

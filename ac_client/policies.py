@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
@@ -209,12 +210,17 @@ def _checked_ops(ops: Iterable[Any]) -> Iterable[Any]:
         yield op
 
 
+Packing = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""What to hold in place of a saved tensor, and how to get the tensor back."""
+
+
 class Pushed(NamedTuple):
     """A policy of the stack, and who pushed it."""
 
     decider: Decider
     file: str
     line: int
+    packing: Packing | None = None
 
     def __str__(self) -> str:
         return f"{self.decider.description} ({self.file}:{self.line})"
@@ -223,17 +229,21 @@ class Pushed(NamedTuple):
 class Stack:
     """The policies in force, outermost first, and what they say together."""
 
-    __slots__ = ("_always", "_plan", "after", "all_saved", "none_saved", "policies")
+    __slots__ = ("_always", "_plan", "after", "all_saved", "insists", "none_saved", "packing", "policies")
 
     def __init__(self, policies: Iterable[Pushed]) -> None:
         self.policies = tuple(policies)
         self.after = any(pushed.decider.after for pushed in self.policies)
+        self.insists = ""  # who insisted that the op decided last is run again
+        self.packing = next((p.packing for p in reversed(self.policies) if p.packing is not None), None)
         # The two common stacks of one policy need no resolving.
         only = self.policies[0].decider if len(self.policies) == 1 else None
         self._always = only.policy if isinstance(only, Always) else None
         self.all_saved = self._always in SAVES
         self.none_saved = self._always is not None and not self.all_saved  # but what must be
         self._plan = only.cursor if isinstance(only, Planned) else None
+        if self._always is CheckpointPolicy.MUST_RECOMPUTE:
+            self.insists = str(self.policies[0])
 
     def saves(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None, out: Any = None
@@ -245,19 +255,23 @@ class Stack:
         """
         if self._plan is not None:
             return self._plan.op(facts.name) != "recompute" or facts.must_save != ""
-        word = self._always or resolve(self.policies, op, facts, args, kwargs or {}, out)
+        word = self._always
+        if word is None:
+            word, said_by = resolve(self.policies, op, facts, args, kwargs or {}, out)
+            self.insists = str(said_by) if word is CheckpointPolicy.MUST_RECOMPUTE else ""
         return word in SAVES or (facts.must_save != "" and word is not CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def resolve(
     stack: Sequence[Pushed], op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-) -> CheckpointPolicy:
-    """What the whole stack says of one call.
+) -> tuple[CheckpointPolicy, Pushed | None]:
+    """What the whole stack says of one call, and which policy of it.
 
     Raises:
         PolicyConflict: two policies of the stack insist on different things.
     """
-    result, said_by = CheckpointPolicy.PREFER_SAVE, None
+    result: CheckpointPolicy = CheckpointPolicy.PREFER_SAVE
+    said_by: Pushed | None = None
     for pushed in stack:
         word = pushed.decider.decide(op, facts, args, kwargs, out)
         if word is None:
@@ -267,4 +281,4 @@ def resolve(
                 raise PolicyConflict(facts.name, f"{result.name} by {said_by}", f"{word.name} by {pushed}")
             continue
         result, said_by = word, pushed
-    return result
+    return result, said_by

@@ -390,7 +390,7 @@ def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
 
     args = [_argument(arg, node, cache, taken) for arg in node.args]
     kwargs = {name: _argument(arg, node, cache, taken) for name, arg in node.kwargs.items()}
-    if graph.log is not None:
+    if graph.log is not None and node.order >= 0:  # else it is only held
         graph.log.add("recompute", node.name)
     previous = torch.is_grad_enabled()
     if previous != node.grad_enabled:

@@ -11,15 +11,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.nodes import Node, Ref, Source, Undescribed, Value, hold
-from ac_client.policies import Pushed, Stack, decider
+from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider
 from ac_client.recipes import Guard
 from ac_client.replay import Graph, HandedOn, Kept, Log, Packed, suspended, unpack
 from autoac.profiler.ops import (
@@ -242,6 +243,7 @@ class Region(TorchDispatchMode):
                 if has_storage(tensor):
                     self._origins.drop(tensor)
             return out
+        node.insists = self._asked.insists
         if rewritten:
             rewrites = []
             for old, tensor in rewritten:
@@ -315,6 +317,22 @@ class Region(TorchDispatchMode):
             hold(origin, tensor, next(_orders))
             self._origins.drop(tensor)
 
+    def tag(self, tensor: Tensor, word: CheckpointPolicy) -> None:
+        """The innermost word on one tensor, which has been made."""
+        origin = self._origins.get(tensor) if has_storage(tensor) else None
+        if type(origin) is not Value:
+            if word is CheckpointPolicy.MUST_RECOMPUTE:
+                raise RuntimeError(
+                    f"a {tensor.dtype} {list(tensor.shape)} tagged must_recompute was saved when it was made, "
+                    "or made outside; run what makes it under save_recompute_policy(...) instead"
+                )
+        elif word in SAVES:
+            insists = origin.node.insists
+            if not insists:
+                self._hold(tensor)
+            elif word is CheckpointPolicy.MUST_SAVE:
+                raise PolicyConflict(origin.node.name, f"MUST_RECOMPUTE by {insists}", "MUST_SAVE by the tag")
+
     def _rewrites_tracked(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
         written = [t for t in written_tensors(facts, args, kwargs or {}) if has_storage(t)]
         return any(type(self._origins.get(t)) is Value for t in written)
@@ -345,8 +363,9 @@ class Region(TorchDispatchMode):
             entry = self._origins.entries.get(tensor.untyped_storage()._cdata)
             if entry is not None and type(value := entry[1]) is Value:
                 return Packed(value, value.recipe_of(tensor), self.graph, tensor.device)
-        if self._outer is not None:
-            return HandedOn(tensor, *self._outer)
+        packing = self._asked.packing or self._outer
+        if packing is not None:
+            return HandedOn(tensor, *packing)
         return Kept(tensor, self.graph)
 
 
@@ -386,6 +405,9 @@ class save_recompute_policy:
         policy: "recompute_all"; "must_save_all"; a list of ops to save; a function
             `(ctx, out, op, *args, **kwargs) -> CheckpointPolicy | bool`, asked after the op has run, with
             its output.
+        packing: a pair of functions: what to hold in place of a tensor that stays saved for backward, and
+            the tensor back from it; for offload, or saves of half the width. The innermost counts. Hooks of
+            torch.autograd.graph around the region serve as well. What a recompute reads stays as it is.
 
     Raises:
         TypeError, ValueError: `policy` is none of these.
@@ -394,8 +416,9 @@ class save_recompute_policy:
             leaving, if that is on another thread or before a mode or hook that was entered inside is left.
     """
 
-    def __init__(self, policy: Any, *, log: Log | None = None) -> None:
+    def __init__(self, policy: Any, *, packing: Packing | None = None, log: Log | None = None) -> None:
         self._decider = decider(policy)
+        self._packing = packing
         self._log = log
         self._entered: tuple[Region, Pushed] | None = None
 
@@ -407,7 +430,7 @@ class save_recompute_policy:
         if region is None:
             region = Region(self._log)
             region.open()
-        pushed = Pushed(self._decider, caller.f_code.co_filename, caller.f_lineno)
+        pushed = Pushed(self._decider, caller.f_code.co_filename, caller.f_lineno, self._packing)
         region.begin(pushed)
         self._entered = region, pushed
 
@@ -438,3 +461,30 @@ class save_recompute_policy:
             return False
         region.close()
         return True
+
+
+_TAGS = {policy.name.lower(): policy for policy in CheckpointPolicy}
+Tagged = TypeVar("Tagged", bound=Tensor)
+
+
+def tag(tensor: Tagged, policy: str | CheckpointPolicy) -> Tagged:
+    """Say of one tensor, which an op inside a region has just made, whether it is saved. Returns it.
+
+    Outside of regions it says nothing. Its word is the innermost: it replaces a PREFER of the policies
+    around, and a MUST of theirs stands.
+
+    Args:
+        tensor: what the op returned, or a view of it: all of its memory is meant.
+        policy: "must_save", "prefer_save", "must_recompute", "prefer_recompute", or torch's words for them.
+
+    Raises:
+        ValueError: `policy` is none of these.
+        PolicyConflict: "must_save" where a policy insists on recomputing.
+        RuntimeError: "must_recompute" for a tensor that was saved when it was made.
+    """
+    word = policy if isinstance(policy, CheckpointPolicy) else _TAGS.get(policy)
+    if word is None:
+        raise ValueError(f"cannot tag {policy!r}: use one of {', '.join(map(repr, _TAGS))}")
+    if active.region is not None:
+        active.region.tag(tensor, word)
+    return tensor

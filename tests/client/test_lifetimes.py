@@ -158,7 +158,7 @@ def test_use_counts_do_not_explode_over_residual_adds() -> None:
         return time.perf_counter() - began
 
     seconds(8)
-    assert seconds(400) < 100 * max(seconds(8), 0.01)  # 2**400 at the time of the first attempt
+    assert seconds(1000) < 250 * max(seconds(8), 0.01)  # 2**1000 at the time of the first attempt
 
 
 def test_a_chain_of_many_ops_recurses_nowhere() -> None:
@@ -166,8 +166,8 @@ def test_a_chain_of_many_ops_recurses_nowhere() -> None:
     x = torch.randn(2, requires_grad=True)
     with save_recompute_policy("recompute_all", log=log):
         y = x
-        for _ in range(20_000):
+        for _ in range(100_000):
             y = y.sin()
     y.sum().backward()
-    assert sum(kind == "recompute" for kind, _ in log.events) == 19_999
+    assert sum(kind == "recompute" for kind, _ in log.events) == 99_999
     del y

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy as P
 
+import ac_client
 from ac_client import PolicyConflict
 from ac_client.policies import Pushed, decider, resolve
 from ac_client.replay import Log
@@ -37,7 +39,7 @@ def asked(word: P) -> object:
 )
 def test_how_a_stack_resolves(stack: list[object], result: P) -> None:
     pushed = [Pushed(decider(policy), "train.py", 1) for policy in stack]
-    assert resolve(pushed, MM, facts_of(MM), (), {}, None) is result
+    assert resolve(pushed, MM, facts_of(MM), (), {}, None)[0] is result
 
 
 def test_two_different_musts_are_an_error_that_names_both() -> None:
@@ -109,3 +111,67 @@ def test_a_function_sees_the_output_of_the_op() -> None:
 def test_a_function_in_the_form_of_torchs_selective_checkpoint_is_refused_with_advice() -> None:
     with pytest.raises(TypeError, match=r"\(ctx, out, op, \*args, \*\*kwargs\)"):
         save_recompute_policy(lambda ctx, op, *args, **kwargs: True)
+
+
+def recomputed(policy: Any, tag: Any, **options: Any) -> tuple[list[str], Tensor]:
+    """What runs again of sin, exp, cos, with a tag on exp's output; and the gradient."""
+    x, log = torch.linspace(0.1, 1, 6, requires_grad=True), Log()
+    with save_recompute_policy(policy, log=log, **options):
+        y = ac_client.tag(x.sin().exp(), tag).cos()
+    y.sum().backward()
+    assert x.grad is not None
+    return [name for kind, name in log.events if kind == "recompute"], x.grad
+
+
+@pytest.mark.parametrize("tag", ["must_save", "prefer_save", P.MUST_SAVE])
+def test_a_tagged_tensor_is_saved(tag: Any) -> None:
+    again, gradient = recomputed("recompute_all", tag)
+    without, plain = recomputed("recompute_all", "prefer_recompute")
+    assert without == ["aten.sin.default", "aten.exp.default"]
+    assert again == []  # exp's own saved tensor is the one that is tagged, and nothing asks for sin's output
+    assert torch.equal(gradient, plain)
+
+
+def test_a_tag_outside_of_regions_says_nothing() -> None:
+    x = torch.ones(2)
+    assert ac_client.tag(x, "must_save") is x
+
+
+def test_a_tag_against_a_policy_that_insists_is_an_error_that_names_both() -> None:
+    with pytest.raises(
+        PolicyConflict, match=r"MUST_RECOMPUTE by .*test_policies.py:\d+.* and MUST_SAVE by the tag"
+    ):
+        recomputed(P.MUST_RECOMPUTE, "must_save")
+    with pytest.raises(PolicyConflict, match=r"MUST_RECOMPUTE by the function .* and MUST_SAVE by the tag"):
+        recomputed(asked(P.MUST_RECOMPUTE), "must_save")
+    assert recomputed(P.MUST_RECOMPUTE, "prefer_save")[0] == ["aten.sin.default", "aten.exp.default"]
+
+
+def test_what_is_saved_already_cannot_be_tagged_for_recomputation() -> None:
+    with pytest.raises(RuntimeError, match="was saved when it was made"):
+        recomputed("must_save_all", "must_recompute")
+    with pytest.raises(ValueError, match="cannot tag"):
+        recomputed("recompute_all", "save")
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", "must_save_all", [torch.ops.aten.exp]])
+def test_a_packing_decides_how_a_saved_tensor_is_held(policy: Any) -> None:
+    packed: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Any:
+        packed.append(tuple(tensor.shape))
+        return tensor.numpy(force=True).copy()
+
+    _, plain = recomputed(policy, "prefer_recompute")
+    assert not packed
+    _, gradient = recomputed(policy, "prefer_recompute", packing=(pack, torch.from_numpy))
+    assert torch.equal(gradient, plain)
+    assert packed
+
+
+def test_a_packing_of_half_the_width_changes_the_gradient_it_should() -> None:
+    half = (lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32))
+    _, plain = recomputed("must_save_all", "prefer_save")
+    _, coarse = recomputed("must_save_all", "prefer_save", packing=half)
+    assert not torch.equal(coarse, plain)
+    assert torch.allclose(coarse, plain, rtol=0.02)
