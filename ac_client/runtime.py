@@ -323,8 +323,8 @@ class Region(TorchDispatchMode):
         if type(origin) is not Value:
             if word is CheckpointPolicy.MUST_RECOMPUTE:
                 raise RuntimeError(
-                    f"a {tensor.dtype} {list(tensor.shape)} tagged must_recompute was saved when it was made, "
-                    "or made outside; run what makes it under save_recompute_policy(...) instead"
+                    f"a {tensor.dtype} {list(tensor.shape)} tagged must_recompute was saved when it was "
+                    "made, or made outside; run what makes it under save_recompute_policy(...) instead"
                 )
         elif word in SAVES:
             insists = origin.node.insists
