@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.nodes import Node, Ref, Source, Undescribed, Value, hold
+from ac_client.packed import HandedOn, Kept, Packed, unpack
 from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider
 from ac_client.recipes import Guard
-from ac_client.replay import Graph, HandedOn, Kept, Log, Packed, suspended, unpack
+from ac_client.replay import Graph, Log, suspended
 from autoac.profiler.ops import (
     OpFacts,
     facts_of,

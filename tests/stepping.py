@@ -141,7 +141,8 @@ def nothing_left() -> Iterator[None]:
     def alive() -> int:
         types = map(type, gc.get_objects())
         return sum(
-            t is torch.UntypedStorage or t.__module__ in ("ac_client.nodes", "ac_client.replay")
+            t is torch.UntypedStorage
+            or t.__module__ in ("ac_client.nodes", "ac_client.packed", "ac_client.replay")
             for t in types
         )
 
