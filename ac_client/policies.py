@@ -91,7 +91,7 @@ class Asked:
 
     @property
     def description(self) -> str:
-        return f"the function {getattr(self.function, '__qualname__', self.function)!s}"
+        return _described(self.function)
 
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
@@ -109,13 +109,17 @@ class AskedAsByTorch:
 
     @property
     def description(self) -> str:
-        return f"the function {getattr(self.function, '__qualname__', self.function)!s}"
+        return _described(self.function)
 
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
         return checked(self.function(context, op, *args, **kwargs), self.description, op)
+
+
+def _described(function: PolicyFunction) -> str:
+    return f"the function {getattr(function, '__qualname__', function)!s}"
 
 
 _CONTEXT = SelectiveCheckpointContext(is_recompute=False)

@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -66,7 +66,7 @@ class Region(TorchDispatchMode):
         self.tracked_writes = 0  # writes to what an unsaved op made or has read
         self._paused: list[tuple[weakref.ref[Tensor], int]] | None = None  # the mode is off
         self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
-        self._outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+        self._outer: Packing | None = None  # the hooks around the region
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
     @classmethod

@@ -32,7 +32,6 @@ from autoac.planner.units import bytes_from_gb
 
 FIRST_WINDOWS = 40  # stretches of backward with a point to start from: three or so in each block of a dozen
 MORE = 6  # points that a round adds at most
-ROUNDED = 2  # rounds at most that add points from rounded decisions
 WINDOW = 0.1  # of backward: how early an op may run in the smaller program
 UNSAVED = 1e-6  # a decision of the relaxation below this is to save nothing
 FEW_NODES = 20  # around the relaxation: what is not found soon is not there
