@@ -25,7 +25,13 @@ def bounds(graph: Graph) -> Bounds:
     itself holds and what must be saved; in a step of backward what the step has anyway and every value
     that an unpack has asked for and a later one will ask for again.
     """
-    at, nbytes = _floor(facts(graph))
+    return bounds_of(facts(graph))
+
+
+def bounds_of(f: Facts) -> Bounds:
+    """`bounds`, from facts that are known already."""
+    graph = f.graph
+    at, nbytes = _floor(f)
     return Bounds(floor=nbytes, floor_at=Moment(at), ceiling=peak_bytes(graph, graph.everything))
 
 
@@ -39,19 +45,23 @@ def _floor(f: Facts) -> tuple[int, int]:
             change[begin] += nbytes
             change[until] -= nbytes
 
+    waiting = 0  # of another microbatch, whatever is saved
     for storage in graph.storages:
         if storage.values:
+            waiting += storage.nbytes * (f.base_release[storage.id] > n)
             hold(graph.values[storage.values[0]].op, f.base_release[storage.id], storage.nbytes)
     for value in graph.values:
         v, nbytes = value.id, graph.nbytes(value.id)
         free_until = f.extra_from[v]  # until then a saved value takes no more than forward's own
         if f.role[value.op] is Role.SAVED:
+            waiting += nbytes * (free_until <= n < f.dropped[v])
             hold(max(value.op, free_until), f.dropped[v], nbytes)
         elif value.handles:
             unpacked = [j for h in value.handles for j in graph.handles[h].unpacked[:1]]
             if unpacked:
                 hold(max(n + min(unpacked), free_until), n + f.last_use[v] + 1, nbytes)
     most, at, live = graph.static_bytes + graph.closing_bytes, end, graph.static_bytes
+    live += graph.others * waiting
     for moment in range(end):
         live += change[moment]
         if moment < n:

@@ -3,30 +3,68 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from itertools import chain
 
-from autoac.planner.graph import Graph, OpId, SaveSet, normalised
+from autoac.planner.graph import Graph, OpId, SaveSet, normalised, recompute_us
 
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 
 
-def candidates(graph: Graph) -> list[SaveSet]:
-    """Simple save sets, each once: everything, block boundaries, and both with what is worth its bytes."""
-    boundary_sets = [frozenset[OpId]()]
-    depths = sorted({len(_LAYER.findall(_module(op.name))) for op in graph.ops} - {0})
-    for depth in depths:
-        blocks = [_block(op.name, depth) for op in graph.ops]
-        boundary_sets.append(_crossing(graph, blocks))
-        boundary_sets.append(_crossing(graph, blocks) | _outside(graph, blocks))
+def candidates(graph: Graph) -> Iterator[SaveSet]:
+    """Simple save sets, each once: everything, block boundaries, and these with what is worth its bytes.
+
+    Boundaries are those of every block, and of every few blocks, for each depth of nesting.
+    """
+    seen: set[SaveSet] = set()
+    for save_set in chain([graph.everything], (normalised(graph, s) for s in _simple(graph))):
+        if save_set not in seen:
+            seen.add(save_set)
+            yield save_set
+
+
+def greedy(graph: Graph, faster_than_us: float) -> SaveSet:
+    """The fewest of the ops that are dear for their bytes whose saving leaves less to run again than that.
+
+    What a greedy knapsack saves, at the first size at which it would be faster.
+    """
+    worth = _worth(graph)
+    order = sorted((op.id for op in graph.ops), key=lambda op: -worth[op])
+    few, many = 0, len(order)
+    while few < many:
+        middle = (few + many) // 2
+        if recompute_us(graph, frozenset(order[:middle])) < faster_than_us:
+            many = middle
+        else:
+            few = middle + 1
+    return normalised(graph, order[:few])
+
+
+def _simple(graph: Graph) -> Iterator[SaveSet]:
+    boundary_sets: list[SaveSet] = []
+    for blocks in _blocks(graph):
+        boundary_sets += [_crossing(graph, blocks), _crossing(graph, blocks) | _outside(graph, blocks)]
+        yield from boundary_sets[-2:]
     worth = _worth(graph)
     thresholds = sorted({w for w in worth if w > 0})
     levels = sorted({thresholds[len(thresholds) * i // 12] for i in range(12)}) if thresholds else []
-    found = [graph.everything]
-    for boundary in boundary_sets:
-        found.append(normalised(graph, boundary))
+    for boundary in [frozenset[OpId](), *boundary_sets]:
+        yield boundary
         for level in levels:
-            dear = frozenset(op.id for op in graph.ops if worth[op.id] >= level)
-            found.append(normalised(graph, boundary | dear))
-    return list(dict.fromkeys(found))
+            yield boundary | frozenset(op.id for op in graph.ops if worth[op.id] >= level)
+
+
+def _blocks(graph: Graph) -> Iterator[list[str]]:
+    """By op, which block it is in: by depth, then with every 1, 2, 4, ... neighbouring blocks as one."""
+    depths = sorted({len(_LAYER.findall(_module(op.name))) for op in graph.ops} - {0})
+    for depth in depths:
+        blocks = [_block(op.name, depth) for op in graph.ops]
+        names = [name for name in dict.fromkeys(blocks) if name]
+        together = 1
+        while together <= max(len(names) // 2, 1):
+            group = {name: names[i // together * together] for i, name in enumerate(names)}
+            yield [group.get(name, "") for name in blocks]
+            together *= 2
 
 
 def _module(name: str) -> str:

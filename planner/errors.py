@@ -6,7 +6,14 @@
     +-- UnknownVersion        it is one, of a version that this release does not read
     +-- InvalidBudget         not a positive number of bytes
     +-- UnknownOp             a save set names an op that the graph does not have
+    +-- UnknownKey            no op has this key; says which come near
+    +-- OtherProfile          a policy was not made for this profile
+    +-- InvalidPipeline       no such schedule, or numbers that it does not take
+    +-- InvalidConstraints    they cannot be met, whatever the budget
+    |   +-- UnmatchedPattern      a pattern stands for nothing; says what comes near
+    |   +-- ConflictingPins       an op would have to be saved and run again
     +-- InfeasibleBudget      no plan fits; says what would
+    |   +-- InfeasibleConstraints   and constraints have to do with it
     +-- SolverOutOfTime       the time was over before any plan was found
 
 Each error carries its numbers as fields and pickles, since it crosses a process boundary.
@@ -77,6 +84,57 @@ class UnknownOp(PlannerError):
         super().__init__(f"op {op} is not in this graph, which has ops 0 to {n_ops - 1}")
 
 
+class UnknownKey(PlannerError):
+    """No op, or more than one, answers to a name that a person gave. `near` are keys to try instead."""
+
+    def __init__(self, key: str, near: Sequence[str], n_ops: int) -> None:
+        self.key, self.near, self.n_ops = key, tuple(near), n_ops
+        advice = "pass a whole key: " + ", ".join(self.near) if self.near else "a policy lists all keys"
+        super().__init__(f"{key!r} names none or several of the {n_ops} ops; {advice}")
+
+
+class OtherProfile(PlannerError):
+    """A policy and a profile do not belong together. `key` is the first op that only one of them has."""
+
+    def __init__(self, policy_model: str, profile_model: str, key: str) -> None:
+        self.policy_model, self.profile_model, self.key = policy_model, profile_model, key
+        super().__init__(
+            f"the policy for {policy_model} was not made for this profile of {profile_model}: only one of "
+            f"them has {key!r}; pass the profile that the policy was planned from, or plan again"
+        )
+
+
+class InvalidPipeline(PlannerError):
+    """No such schedule, or numbers of stages, microbatches or chunks that it does not take."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
+class InvalidConstraints(PlannerError):
+    """Constraints that no plan of this profile can meet, whatever the budget."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
+
+class UnmatchedPattern(InvalidConstraints):
+    """A pattern stands for no op or module. `near` are names to try instead."""
+
+    def __init__(self, field: str, pattern: str, near: Sequence[str], n_ops: int) -> None:
+        self.field, self.pattern, self.near, self.n_ops = field, pattern, tuple(near), n_ops
+        advice = f"did you mean {' or '.join(self.near)}?" if self.near else "a policy lists all keys"
+        super().__init__(f"{field} {pattern!r} stands for nothing among {n_ops} ops; {advice}")
+
+
+class ConflictingPins(InvalidConstraints):
+    """An op, or a pattern, would have to be saved and run again. `first` and `second` say who asks."""
+
+    def __init__(self, key: str, first: str, second: str) -> None:
+        self.key, self.first, self.second = key, first, second
+        super().__init__(f"{key} cannot obey both: {first}; {second}. Take one of them off")
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """Something that is live at a peak."""
@@ -115,6 +173,28 @@ class InfeasibleBudget(PlannerError):
             lines += [f"  {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})" for h in self.live[:8]]
         lines.append(f"Pass budget_gb={_ceil_gb(needed)} or more, or use a smaller batch.")
         super().__init__("\n".join(lines))
+
+
+class InfeasibleConstraints(InfeasibleBudget):
+    """No plan fits in the budget under the constraints, and these have to do with it.
+
+    Fields as of InfeasibleBudget. Where forward has a limit of its own, `proven_floor` and
+    `smallest_found` are budgets at which that limit is raised by as much. `culprits` has a line for each
+    constraint to blame and what it takes.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        proven_floor: int,
+        smallest_found: int | None,
+        peak_at: str,
+        live: Sequence[Holding],
+        culprits: Sequence[str],
+    ) -> None:
+        super().__init__(budget, proven_floor, smallest_found, peak_at, live)
+        self.culprits = tuple(culprits)
+        self.args = ("\n".join([str(self.args[0]), *self.culprits]),)
 
 
 class SolverOutOfTime(PlannerError):

@@ -2,73 +2,36 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-
 from autoac.planner.errors import PlannerError
-from autoac.planner.graph import wanted
 from autoac.planner.highs import Stopped
+from autoac.planner.modules import Decided, Fate, as_table, by_module, decided, in_words
 from autoac.planner.plan import Plan
 from autoac.planner.policy import Policy
 from autoac.planner.simulate import live_at_peak
 from autoac.planner.units import format_bytes, format_us
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
-
-def explain(subject: Plan | Policy | PlannerError) -> str:
+def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> str:
     """What was decided, where the peak is, what it costs and how good that is proven to be.
 
-    Repeated blocks are told once: `h.*.mlp` stands for the `mlp` of every numbered block.
+    Layers that decide alike are told once: `h.0-11.mlp` stands for the `mlp` of twelve blocks.
+
+    Args:
+        subject: what to tell of.
+        table: of a Plan, bytes and times by module as a table instead of the names of the ops.
     """
     match subject:
         case Plan():
-            return _plan(subject)
+            return _plan(subject, table=table)
         case Policy():
             return _policy(subject)
         case _:
             return str(subject)
 
 
-@dataclass(slots=True)
-class _Kind:
-    """One op of a module, over all blocks that look alike."""
-
-    kept: int = 0  # saved and held
-    again: int = 0  # run again in backward
-    idle: int = 0  # neither: nothing asks for it
-    nbytes: int = 0  # of those kept
-    runtime_us: float = 0.0  # of those run again
-
-
-@dataclass(slots=True)
-class _Modules:
-    """Decisions by module pattern and op."""
-
-    kinds: dict[str, dict[str, _Kind]] = field(default_factory=dict)
-
-    def at(self, key: str) -> _Kind:
-        module, _, op = key.partition("/")
-        pattern = _NUMBER.sub("*", module)
-        name = op.split("#", 1)[0].removeprefix("aten.")
-        return self.kinds.setdefault(pattern, {}).setdefault(f"{name}#{op.rpartition('#')[2]}", _Kind())
-
-
-def _plan(plan: Plan) -> str:
+def _plan(plan: Plan, *, table: bool) -> str:
     graph = plan.graph
-    asked = wanted(graph, frozenset())
-    modules = _Modules()
-    for op in graph.ops:
-        kind = modules.at(op.name)
-        if op.id in plan.recompute_set:
-            kind.again += 1
-            kind.runtime_us += op.runtime_us
-        elif asked[op.id] and _is_held(plan, op.id):
-            kind.kept += 1
-            kind.nbytes += sum(graph.nbytes(w) for w in op.writes)
-        else:
-            kind.idle += 1
+    rows = by_module(decided(graph, plan.save_set))
     lines = [
         f"The peak is {format_bytes(plan.peak)} of a budget of {format_bytes(plan.budget)}"
         f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
@@ -76,7 +39,7 @@ def _plan(plan: Plan) -> str:
         _cost(plan.recompute_us, plan.step_us, len(plan.recompute_set)),
         _proof(plan.gap, plan.bound_us, plan.stopped.value),
         "",
-        *_table(modules),
+        *(as_table(rows) if table else in_words(rows)),
         "",
         f"The peak is at {plan.peak_at}, while these are live:",
         *(
@@ -87,24 +50,9 @@ def _plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _is_held(plan: Plan, op: int) -> bool:
-    """Whether backward still finds an output of a saved op."""
-    graph = plan.graph
-    return any(
-        graph.values[w].handles or any(r in plan.recompute_set for r in graph.values[w].readers)
-        for w in graph.ops[op].writes
-    )
-
-
 def _policy(policy: Policy) -> str:
     predicted = policy.predicted
-    modules = _Modules()
-    for key, decision in policy.decisions.items():
-        kind = modules.at(key)
-        if decision == "save":
-            kind.kept += 1
-        else:
-            kind.again += 1
+    ops = [Decided(key, Fate.KEPT if d == "save" else Fate.AGAIN) for key, d in policy.decisions.items()]
     again = sum(decision == "recompute" for decision in policy.decisions.values())
     lines = [
         f"A policy for {policy.model} on {policy.device}, inputs {', '.join(policy.inputs) or 'none'}.",
@@ -115,7 +63,7 @@ def _policy(policy: Policy) -> str:
         _cost(predicted.recompute_us, predicted.step_us, again),
         _proof(predicted.gap, predicted.recompute_bound_us, policy.stopped),
         "",
-        *_table(modules),
+        *in_words(by_module(ops)),
     ]
     return "\n".join(lines)
 
@@ -136,31 +84,3 @@ def _proof(gap: float, bound_us: float, stopped: str) -> str:
     if stopped == Stopped.OPTIMAL.value:
         return f"{proven}."
     return f"{proven}; the solver stopped early: {stopped}."
-
-
-def _table(modules: _Modules) -> Iterable[str]:
-    for pattern, kinds in modules.kinds.items():
-        kept = _list(kinds, {name: kind.kept for name, kind in kinds.items()})
-        again = _list(kinds, {name: kind.again for name, kind in kinds.items()})
-        if not kept and not again:
-            continue
-        yield pattern or "(outside all modules)"
-        nbytes = sum(kind.nbytes for kind in kinds.values())
-        runtime_us = sum(kind.runtime_us for kind in kinds.values())
-        if kept:
-            yield f"  keeps {kept}{f'  ({format_bytes(nbytes)})' if nbytes else ''}"
-        if again:
-            yield f"  recomputes {again}{f'  ({format_us(runtime_us)})' if runtime_us else ''}"
-
-
-def _list(kinds: Mapping[str, _Kind], counts: Mapping[str, int]) -> str:
-    """`addmm.default, mul.Tensor#1 (3 of 12)`: an ordinal where the module has several of an op."""
-    several = {name.rpartition("#")[0] for name in kinds if not name.endswith("#0")}
-    words = []
-    for name, count in counts.items():
-        if count:
-            kind = kinds[name]
-            total = kind.kept + kind.again + kind.idle
-            shown = name if name.rpartition("#")[0] in several else name.rpartition("#")[0]
-            words.append(shown if count == total else f"{shown} ({count} of {total})")
-    return ", ".join(words)

@@ -100,6 +100,7 @@ class Graph:
     steps: tuple[Step, ...]
     static_bytes: int  # parameters, buffers, gradients before the step, optimizer state, the batch
     closing_bytes: int  # gradients and the optimizer's own, at optimizer.step()
+    others: int = 0  # microbatches beside this one, each holding what this one holds after forward
 
     @property
     def end(self) -> Moment:
@@ -278,8 +279,9 @@ def recompute_us(graph: Graph, save_set: SaveSet) -> float:
 def normalised(graph: Graph, ops: Iterable[OpId]) -> SaveSet:
     """`ops` and all that must be saved, and every op that would not be run again anyway.
 
-    Saving an op that nothing needs costs nothing: the runtime holds a value only if autograd packed
-    it or an op of the recompute set reads it.
+    Saving an op that nothing needs costs nothing as a rule: the runtime holds a value only if autograd
+    packed it or an op of the recompute set reads it. The exception is a value that is held for a saved
+    tensor that is dropped without having been unpacked; so the planner tries both.
     """
     save_set = frozenset(ops) | graph.must_save
     run = wanted(graph, save_set)

@@ -8,7 +8,7 @@ nothing of PuLP's status is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -22,6 +22,7 @@ THREADS = 1  # one number for the whole process: HiGHS refuses a second one
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 
 
 class Stopped(StrEnum):
@@ -63,14 +64,20 @@ class Rows:
         return len(self.lower)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A mixed-integer program: PuLP's variables and objective, and the rows as arrays."""
+    """A mixed-integer program: minimise `costs @ x` over `rows` and `lower <= x <= upper`."""
 
-    problem: pulp.LpProblem
-    variables: tuple[pulp.LpVariable, ...]  # in column order
     costs: Floats
+    lower: Floats
+    upper: Floats
+    integer: Bools
     rows: Rows
+
+    @property
+    def n_columns(self) -> int:
+        """How many columns there are."""
+        return len(self.costs)
 
     def allows(self, values: Floats) -> bool:
         """Whether `values` satisfies every row, up to the solver's tolerance."""
@@ -90,19 +97,33 @@ class Program:
             np.append(rows.lower, -np.inf),
             np.append(rows.upper, objective),
         )
-        return Program(self.problem, self.variables, self.costs, more)
+        return replace(self, rows=more)
 
-    def with_rows(self) -> pulp.LpProblem:
-        """The same problem with PuLP holding the rows as well. Slow: for other solvers and for tests."""
-        problem, rows = pulp.LpProblem(self.problem.name, pulp.LpMinimize), self.rows
-        variables = [problem.add_variable(v.name, v.lowBound, v.upBound, cat=v.cat) for v in self.variables]
+    def fixed(self, columns: npt.NDArray[np.intp], values: Floats) -> Program:
+        """The same program with some columns fixed."""
+        lower, upper = self.lower.copy(), self.upper.copy()
+        lower[columns] = upper[columns] = values
+        return replace(self, lower=lower, upper=upper)
+
+    def as_pulp(self) -> pulp.LpProblem:
+        """The same problem in PuLP's own words. Slow: for other solvers and for tests."""
+        problem, rows = pulp.LpProblem("plan", pulp.LpMinimize), self.rows
+        variables = [
+            problem.add_variable(
+                f"c{j}",
+                float(self.lower[j]),
+                float(self.upper[j]) if np.isfinite(self.upper[j]) else None,
+                cat=pulp.LpInteger if self.integer[j] else pulp.LpContinuous,
+            )
+            for j in range(self.n_columns)
+        ]
 
         def weighted(columns: Ints, coefficients: Floats) -> pulp.LpAffineExpression:
             return pulp.LpAffineExpression(
                 [(variables[j], float(a)) for j, a in zip(columns, coefficients, strict=True) if a]
             )
 
-        problem.setObjective(weighted(np.arange(len(variables), dtype=np.int32), self.costs))
+        problem.setObjective(weighted(np.arange(self.n_columns, dtype=np.int32), self.costs))
         for i in range(len(rows)):
             span = slice(rows.starts[i], rows.starts[i + 1])
             expression = weighted(rows.columns[span], rows.coefficients[span])
@@ -122,43 +143,34 @@ class Outcome:
     objective: float | None  # of the candidate
     bound: float  # proven: no solution costs less. -inf if nothing is proven, +inf if infeasible
     seconds: float  # HiGHS's own run time
+    reduced_costs: Floats | None = None  # of a program without integers: what moving a column costs
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
     """pulp.HiGHS that hands columns and rows over as arrays."""
 
-    def __init__(
-        self, program: Program, start: Floats | None, fixed: Mapping[int, float], **arguments: Any
-    ) -> None:
+    def __init__(self, program: Program, start: Floats | None, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._program = program
         self._start = start
-        self._fixed = fixed
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
-        model, rows = lp.solverModel, self._program.rows
-        variables = self._program.variables
+        model, program, rows = lp.solverModel, self._program, self._program.rows
         nothing_int, nothing = np.empty(0, np.int32), np.empty(0, np.float64)
-        lower = np.array([_or(v.lowBound, -highspy.kHighsInf) for v in variables], np.float64)
-        upper = np.array([_or(v.upBound, highspy.kHighsInf) for v in variables], np.float64)
-        for column, value in self._fixed.items():
-            lower[column] = upper[column] = value
         model.addCols(
-            len(variables),
-            self._program.costs,
-            lower,
-            upper,
+            program.n_columns,
+            program.costs,
+            program.lower,
+            program.upper,
             0,
-            np.zeros(len(variables), np.int32),
+            np.zeros(program.n_columns, np.int32),
             nothing_int,
             nothing,
         )
-        integer = [i for i, v in enumerate(variables) if v.cat == pulp.LpInteger]
-        if self.mip and integer:
+        integer = np.flatnonzero(program.integer).astype(np.int32)
+        if self.mip and len(integer):
             model.changeColsIntegrality(
-                len(integer),
-                np.array(integer, np.int32),
-                np.array([highspy.HighsVarType.kInteger] * len(integer)),
+                len(integer), integer, np.full(len(integer), highspy.HighsVarType.kInteger)
             )
         model.addRows(
             len(rows),
@@ -186,10 +198,9 @@ def solve(
     gap: float = 0.0,
     target: float | None = None,
     start: Floats | None = None,
-    fixed: Mapping[int, float] | None = None,
     progress: OnProgress | None = None,
     relaxed: bool = False,
-    options: dict[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """Minimise `program`, deterministically: one thread and a fixed seed.
 
@@ -199,7 +210,6 @@ def solve(
         gap: stop once the candidate is proven to be within this of the best, relative to the candidate.
         target: stop at a candidate that costs no more than this.
         start: a feasible assignment to start from.
-        fixed: columns that must take a value. The bound then holds for such solutions alone.
         progress: called now and then while solving; returning True stops the solver.
         relaxed: forget that variables are integer.
         options: further options of HiGHS, for experiments.
@@ -220,7 +230,6 @@ def solve(
     solver = _Highs(
         program,
         start,
-        fixed or {},
         mip=not relaxed,
         msg=False,
         threads=THREADS,
@@ -231,13 +240,13 @@ def solve(
         **hooks,
         **(options or {}),
     )
-    problem = program.problem
+    problem = pulp.LpProblem("plan", pulp.LpMinimize)  # carries the options; columns and rows go as arrays
     solver.createAndConfigureSolver(problem)
     solver.buildSolverModel(problem)
     solver.callSolver(problem)
     model = problem.solverModel
     problem.solverModel = None
-    return _outcome(model, relaxed or all(v.cat != pulp.LpInteger for v in program.variables))
+    return _outcome(model, relaxed or not program.integer.any())
 
 
 def _outcome(model: Any, linear: bool) -> Outcome:
@@ -263,8 +272,5 @@ def _outcome(model: Any, linear: bool) -> Outcome:
         bound = objective if objective is not None and stopped is Stopped.OPTIMAL else -np.inf
     else:
         bound = float(info.mip_dual_bound)
-    return Outcome(stopped, values, objective, float(bound), float(model.getRunTime()))
-
-
-def _or(bound: float | None, otherwise: float) -> float:
-    return otherwise if bound is None else float(bound)
+    reduced_costs = np.array(model.getSolution().col_dual, np.float64) if linear and feasible else None
+    return Outcome(stopped, values, objective, float(bound), float(model.getRunTime()), reduced_costs)

@@ -12,13 +12,15 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from autoac.planner.constraints import Constraints
 from autoac.planner.errors import MalformedPolicy, UnknownVersion
-from autoac.planner.profile import Count, Microseconds, Name, Profile, describe
+from autoac.planner.profile import MAX_INT, Count, Microseconds, Name, Profile, describe
 
 FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
 
 Decision = Literal["save", "recompute"]
+Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # also less than nothing
 
 
 class Predicted(BaseModel):
@@ -49,14 +51,23 @@ class Policy(BaseModel):
     inputs: tuple[Name, ...]
     device: Name
     budget_bytes: Count
+    corrected_by_bytes: Bytes = 0  # taken off the budget when planning again, after what the allocator said
     stopped: Name  # why the solver stopped
     predicted: Predicted
     tools: dict[str, Name]  # versions of what made it
+    constraints: Constraints | None = None  # what it was planned under; left out where there are none
     decisions: dict[Name, Decision]  # by op key, in execution order
 
     def to_json(self) -> str:
         """The published form: one decision to a line, the same text for the same policy."""
-        return json.dumps(self.model_dump(mode="json"), indent=1) + "\n"
+        return json.dumps(self.data(), indent=1) + "\n"
+
+    def data(self) -> dict[str, Any]:
+        """The published form before it is text. What does not apply is not mentioned."""
+        left_out = {"constraints"} if self.constraints is None else set()
+        if not self.corrected_by_bytes:
+            left_out.add("corrected_by_bytes")
+        return self.model_dump(mode="json", exclude=left_out)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Policy:

@@ -24,6 +24,8 @@ from autoac.planner.errors import MalformedProfile, UnknownVersion
 
 FORMAT: Final = "autoac.profile"
 VERSION: Final = 1
+DECIDES: Final = "its values decide"  # a reason of `must_save`: by default only, the user may lift it
+PINNED: Final = "pinned"  # another: by the user
 MAX_INT = 2**53  # integers beyond this do not survive JSON readers that use doubles
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]

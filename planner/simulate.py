@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.errors import Holding
@@ -33,8 +34,9 @@ class Timeline:
 def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     """Replay one training step and count the bytes live at every event.
 
-    Counted: static bytes; every storage that an op of `graph` allocates, once, however many tensors
-    view it; gradients and temporaries of backward; what a kernel holds beside its outputs while it runs.
+    Counted: static bytes; what `graph.others` hold, except at the optimizer step; every storage that an op
+    of `graph` allocates, once, however many tensors view it; gradients and temporaries of backward; what
+    a kernel holds beside its outputs while it runs.
     `live_bytes` compares with a budget as it is.
 
     Args:
@@ -51,35 +53,56 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     >>> simulate(chain(1, 8, 1, 8, 0), frozenset({0, 2})).peak.live_bytes
     10
     """
+    instants = [Instant(event, live, place) for event, live, place in _instants(graph, save_set)]
+    return Timeline(tuple(instants))
+
+
+def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event | None, int, int]]:
+    """(event, live bytes, place), as in Instant."""
     n = len(graph.ops)
-    instants: list[Instant] = []
-    live = graph.static_bytes
+    beside = graph.others * waiting_bytes(graph, save_set) if graph.others else 0
+    live = graph.static_bytes + beside
     place = 0
     for event in schedule(graph, save_set):
-        at = live
         match event:
+            case Free(_, nbytes):
+                live -= nbytes
+                yield event, live, place
             case Compute(op, nbytes):
                 place = op
                 live += nbytes
-                at = live + graph.ops[op].workspace + graph.ops[op].other
+                yield event, live + graph.ops[op].workspace + graph.ops[op].other, place
             case Recompute(op, nbytes, step):
                 place = n + step
                 live += nbytes
-                at = live + graph.ops[op].workspace + graph.steps[step].other
+                yield event, live + graph.ops[op].workspace + graph.steps[step].other, place
             case Backward(step):
                 place = n + step
-                at = live + graph.steps[step].peak
+                yield event, live + graph.steps[step].peak, place
+    yield None, live - beside + graph.closing_bytes, graph.end
+
+
+def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
+    """Bytes that a microbatch holds from the end of its forward until its backward begins.
+
+    What is saved and wanted, and what forward or Python holds beyond forward (the outputs). Each of
+    `graph.others` holds so much while this one runs (docs/pipelines.md).
+    """
+    live = 0
+    for event in schedule(graph, save_set):
+        match event:
+            case Compute(_, nbytes):
+                live += nbytes
             case Free(_, nbytes):
                 live -= nbytes
-                at = live
-        instants.append(Instant(event, at, place))
-    instants.append(Instant(None, live + graph.closing_bytes, graph.end))
-    return Timeline(tuple(instants))
+            case _:
+                break
+    return live
 
 
 def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
     """The most bytes live at any event of the step."""
-    return simulate(graph, save_set).peak.live_bytes
+    return max(live for _, live, _ in _instants(graph, save_set))
 
 
 def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
@@ -106,6 +129,9 @@ def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
     holdings = [
         Holding(size, graph.ops[graph.values[v].op].name, why) for v, (size, why) in held.items() if size
     ]
+    if graph.others and peak.event is not None:
+        waiting = graph.others * waiting_bytes(graph, save_set)
+        holdings.append(Holding(waiting, "other microbatches in flight", f"{graph.others}"))
     rest = peak.live_bytes - graph.static_bytes - sum(h.nbytes for h in holdings)
     holdings.append(
         Holding(graph.static_bytes, "parameters, buffers, gradients, optimizer state, batch", "not planned")

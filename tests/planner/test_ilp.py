@@ -11,6 +11,7 @@ import pulp
 import pytest
 
 from autoac.planner import Graph, Stopped, build
+from autoac.planner.columns import columns
 from autoac.planner.facts import Facts, facts
 from autoac.planner.graph import chain
 from autoac.planner.highs import Floats, Program, Rows, solve
@@ -56,7 +57,7 @@ def test_every_save_set_satisfies_every_row_with_no_more_than_its_peak(
         points = every_point(f)
         if not everywhere:
             points = random.Random(seed).sample(points, min(3, len(points)))
-        built = build_program(f, None, points, options=options)
+        built = build_program(columns(f), None, points, options=options)
         assert built.peak is not None
         for save_set in oracles.every_save_set(graph):
             values = assignment(f, built, save_set)
@@ -70,7 +71,7 @@ def test_with_all_points_the_least_peak_of_most_graphs_is_exact() -> None:
     for seed in range(40):
         graph = small(seed)
         f = facts(graph)
-        outcome = solve(build_program(f, None, every_point(f)).program, time_limit_s=30, gap=0.0)
+        outcome = solve(build_program(columns(f), None, every_point(f)).program, time_limit_s=30, gap=0.0)
         smallest = oracles.smallest_peak(oracles.peaks_and_times(graph))
         assert outcome.bound <= smallest + 1e-6
         exact += max(outcome.bound, graph.static_bytes + graph.closing_bytes) >= smallest - 1e-6
@@ -81,22 +82,23 @@ def test_the_order_of_columns_and_rows_changes_no_objective() -> None:
     for seed in range(15):
         graph = small(seed)
         f = facts(graph)
-        built = build_program(f, None, every_point(f))
+        built = build_program(columns(f), None, every_point(f))
         as_is = solve(built.program, time_limit_s=30, gap=0.0)
         mixed = solve(shuffled(built.program, random.Random(seed)), time_limit_s=30, gap=0.0)
         assert mixed.objective == pytest.approx(as_is.objective)
 
 
 def shuffled(program: Program, rng: random.Random) -> Program:
-    n, rows = len(program.variables), program.rows
+    n, rows = program.n_columns, program.rows
     to_new = np.array(rng.sample(range(n), n), np.int32)
     to_old = np.argsort(to_new)
     order = rng.sample(range(len(rows)), len(rows))
     spans = [slice(rows.starts[i], rows.starts[i + 1]) for i in order]
     return Program(
-        program.problem,
-        tuple(program.variables[j] for j in to_old),
         program.costs[to_old],
+        program.lower[to_old],
+        program.upper[to_old],
+        program.integer[to_old],
         Rows(
             np.concatenate([[0], np.cumsum([s.stop - s.start for s in spans])]).astype(np.int32),
             np.concatenate([to_new[rows.columns[s]] for s in spans]).astype(np.int32),
@@ -110,9 +112,9 @@ def shuffled(program: Program, rng: random.Random) -> Program:
 def test_pulp_with_its_own_rows_finds_the_same_optimum() -> None:
     graph = build(graphs.dropout())
     f = facts(graph)
-    built = build_program(f, 30, every_point(f))
+    built = build_program(columns(f), 30, every_point(f))
     ours = solve(built.program, time_limit_s=30, gap=0.0)
-    problem = built.program.with_rows()
+    problem = built.program.as_pulp()
     problem.solve(pulp.HiGHS(msg=False, threads=1))
     assert ours.stopped is Stopped.OPTIMAL
     assert pulp.value(problem.objective) == pytest.approx(ours.objective)
@@ -120,14 +122,14 @@ def test_pulp_with_its_own_rows_finds_the_same_optimum() -> None:
 
 def test_an_infeasible_program_has_no_candidate_and_an_infinite_bound() -> None:
     f = facts(chain(8, 8))
-    outcome = solve(build_program(f, 3, every_point(f)).program, time_limit_s=30, gap=0.0)
+    outcome = solve(build_program(columns(f), 3, every_point(f)).program, time_limit_s=30, gap=0.0)
     assert (outcome.stopped, outcome.values, outcome.bound) == (Stopped.INFEASIBLE, None, np.inf)
 
 
 def test_without_time_there_is_no_candidate_and_no_claim() -> None:
     graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
     f = facts(graph)
-    program = build_program(f, None, [Work(step.id) for step in graph.steps[::4]]).program
+    program = build_program(columns(f), None, [Work(step.id) for step in graph.steps[::4]]).program
     outcome = solve(program, time_limit_s=1e-3, gap=0.0)
     assert outcome.stopped is Stopped.TIME_LIMIT
     assert outcome.values is None

@@ -1,0 +1,145 @@
+"""The trade between memory and time: plans from the smallest peak to the peak with nothing recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autoac.planner.constraints import Constraints, constrained, no_forward_budget
+from autoac.planner.errors import InvalidBudget
+from autoac.planner.floor import Floor, FloorSearch
+from autoac.planner.graph import Graph
+from autoac.planner.highs import OnProgress
+from autoac.planner.ilp import Options
+from autoac.planner.plan import Plan, plan_of
+from autoac.planner.profile import Profile
+from autoac.planner.search import Problem, Search
+from autoac.planner.units import format_bytes, format_us
+
+KINK = 2.0  # slope before a kink over slope after it
+
+
+@dataclass(frozen=True, slots=True)
+class Kink:
+    """A budget up to which memory buys much more time than beyond it."""
+
+    plan: Plan
+    before_us_per_gib: float  # saved for each GiB on the way to it
+    after_us_per_gib: float  # on the way from it to the next
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Plans in order of their peaks: each takes more memory and less time than the one before it."""
+
+    plans: tuple[Plan, ...]
+    floor: Floor
+
+    @property
+    def kinks(self) -> tuple[Kink, ...]:
+        """Where the curve bends most: budgets worth choosing, largest bend first."""
+        found = []
+        for before, here, after in zip(self.plans, self.plans[1:], self.plans[2:], strict=False):
+            steep, flat = _slope(before, here), _slope(here, after)
+            if steep > KINK * flat:
+                found.append(Kink(here, steep, flat))
+        return tuple(sorted(found, key=lambda k: k.after_us_per_gib / k.before_us_per_gib))
+
+
+def frontier(
+    profile: Profile | Graph,
+    *,
+    points: int = 16,
+    constraints: Constraints | None = None,
+    gap: float = 0.01,
+    time_limit_s: float = 60.0,
+    floor_time_limit_s: float = 3.0,
+    progress: OnProgress | None = None,
+    options: Options | None = None,
+) -> Frontier:
+    """Plans at budgets spread evenly from the smallest peak found to the peak with nothing recomputed.
+
+    Each starts from its neighbour of more memory: what is proven there holds here too, and the moments that
+    mattered there probably matter here. A plan that another one beats in memory and in time is left out,
+    so both axes are monotone.
+
+    Args:
+        profile: one training step, or the Graph of one.
+        points: how many budgets, both ends included; at least 2.
+        constraints: what must hold beside the budgets; no budget of forward.
+        gap: stop each plan once its recompute time is proven to be within this fraction of the least.
+        time_limit_s: seconds of the solver's own clock, for each plan.
+        floor_time_limit_s: the same for the search of the smallest peak.
+        progress: called now and then while solving; returning True stops the solver.
+        options: switches of the program, for tests.
+
+    Returns:
+        At most `points` plans.
+
+    Raises:
+        InvalidBudget: fewer than 2 points.
+        InvalidConstraints: a pattern stands for nothing, pins contradict each other, or forward has a budget.
+    """
+    if points < 2:
+        raise InvalidBudget(f"a frontier has at least 2 points, not {points}")
+    observed = None if isinstance(profile, Graph) else profile
+    graph = constrained(profile, no_forward_budget(constraints))
+    options = options or Options()
+    problem = Problem.of(graph, options)
+    smallest = FloorSearch(problem, problem.bounds.floor, floor_time_limit_s, 0.02, progress).run()
+    low, high = smallest.found, problem.bounds.ceiling
+    plans = [plan_of(problem, observed, high, graph.everything)]
+    bound_us, moments = 0.0, None
+    for i in reversed(range(1, points - 1)):
+        budget = low + (high - low) * i // (points - 1)
+        search = Search(
+            problem,
+            budget,
+            gap=gap,
+            time_limit_s=time_limit_s,
+            options=options,
+            progress=progress,
+            start=(smallest.save_set,),
+            points=moments or (),
+            bound_us=bound_us,  # of a larger budget: less memory can do no better
+            polish=False,
+        )
+        stopped = search.run()
+        assert search.best is not None  # the smallest save set fits everywhere
+        plans.append(plan_of(problem, observed, budget, search.best[1], search, stopped))
+        bound_us, moments = search.bound_us, search.points
+    least = plan_of(problem, observed, low, smallest.save_set, stopped=smallest.stopped)
+    plans.append(replace(least, bound_us=min(bound_us, least.recompute_us)))
+    if constraints is not None:
+        plans = [replace(made, constraints=constraints) for made in plans]
+    return Frontier(_monotone(plans), smallest)
+
+
+def _monotone(plans: list[Plan]) -> tuple[Plan, ...]:
+    """`plans`, from small budgets to large, without those that another beats in memory and in time."""
+    kept: list[Plan] = []
+    for made in sorted(plans, key=lambda p: (p.peak, p.recompute_us)):
+        if not kept or made.recompute_us < kept[-1].recompute_us:
+            kept.append(made)
+    return tuple(kept)
+
+
+def _slope(less: Plan, more: Plan) -> float:
+    """Microseconds that each further GiB saves, on the way from one plan to the next."""
+    return (less.recompute_us - more.recompute_us) / max((more.peak - less.peak) / 2**30, 1e-12)
+
+
+def frontier_in_words(found: Frontier) -> str:
+    """A line for each plan, and which budgets are worth choosing."""
+    kinks = {kink.plan.peak for kink in found.kinks}
+    lines = [
+        f"smallest peak {format_bytes(found.floor.found)}, proven {format_bytes(found.floor.proven)}",
+        f"{'peak':>12}  {'recompute':>12}  {'of the step':>11}  {'gap':>5}",
+    ]
+    for made in found.plans:
+        share = made.recompute_us / made.step_us if made.step_us else 0.0
+        mark = "  less memory costs much more from here" if made.peak in kinks else ""
+        lines.append(
+            f"{format_bytes(made.peak):>12}  {format_us(made.recompute_us):>12}  {share:>11.1%}  "
+            f"{made.gap:>5.1%}{mark}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,372 @@
+"""Pipeline schedules: in which order a stage works, how many microbatches it holds, how long a step takes.
+
+NOTE [ What is counted ]
+
+A microbatch is *in flight* on a stage from the beginning of its forward there to the end of its backward.
+Where a schedule splits backward into an input half (gradients that the stage before waits for) and a
+weight half, it is in flight until the weight half has ended, since that half still reads activations. The
+numbers here come from replaying each stage's order of actions; the closed forms of the papers are in the
+tests and in docs/pipelines.md.
+
+A stage may hold several *chunks* of the model (virtual stages). Then each (chunk, microbatch) counts by
+itself, and is about a chunk's part of the stage in size.
+
+Sources: GPipe (Huang et al., NeurIPS 2019). 1F1B and interleaved 1F1B (Narayanan et al., "Efficient
+Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021). ZB-H1, ZB-H2 and ZB-V (Qi
+et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, sections 2 and 6), in the forms that are handcrafted
+for halves that take equally long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, StrEnum, auto
+
+from autoac.planner.errors import InvalidPipeline
+
+
+class Schedule(StrEnum):
+    """The order in which stages work on microbatches."""
+
+    GPIPE = "gpipe"  # all forwards, then all backwards
+    ONE_F_ONE_B = "1f1b"  # backward as soon as it can
+    INTERLEAVED = "interleaved-1f1b"  # the same over several chunks for each stage
+    ZB_H1 = "zb-h1"  # weight halves fill the end; no more in flight than the first stage of 1F1B
+    ZB_H2 = "zb-h2"  # more forwards at the start, no bubble
+    ZB_V = "zb-v"  # two chunks for each stage, down and up again
+
+
+class Kind(Enum):
+    """What a stage does with a microbatch."""
+
+    FORWARD = auto()
+    BACKWARD = auto()  # both halves in one
+    INPUT = auto()
+    WEIGHT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a stage does."""
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a stage has in flight while it does something, by chunk."""
+
+    action: Action
+    backward: tuple[int, ...]  # microbatches whose forward has begun and whose backward has not ended
+    weights: tuple[int, ...]  # whose input half has ended and whose weight half has not
+
+    @property
+    def total(self) -> int:
+        """All that is in flight."""
+        return sum(self.backward) + sum(self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """How long a stage takes with one microbatch of one chunk, in microseconds."""
+
+    forward_us: float
+    input_us: float  # of backward; without a split the halves run one after the other
+    weight_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long a step of the pipeline takes, in microseconds. By stage, where there are several."""
+
+    step_us: float  # from the first action to the end of the last
+    busy_us: tuple[float, ...]
+    bubble_us: tuple[float, ...]  # idle between the first and the last action of the stage
+
+    @property
+    def bottleneck(self) -> int:
+        """The stage that has most to do."""
+        return max(range(len(self.busy_us)), key=lambda stage: (self.busy_us[stage], -stage))
+
+
+def in_flight(
+    schedule: Schedule | str, stage: int, n_stages: int, n_microbatches: int, *, chunks: int | None = None
+) -> int:
+    """The most (chunk, microbatch) pairs that `stage` holds at once. See NOTE [ What is counted ].
+
+    Args:
+        schedule: a Schedule, or its name.
+        stage: from 0; the first one gets the batch.
+        n_stages: devices in the pipeline.
+        n_microbatches: in one step.
+        chunks: of the model for each stage; 1, where the schedule does not ask for several.
+
+    Raises:
+        InvalidPipeline: no such schedule, stage or number.
+
+    >>> [in_flight("1f1b", stage, 4, 8) for stage in range(4)], in_flight("gpipe", 0, 4, 8)
+    ([4, 3, 2, 1], 8)
+    """
+    return max(now.total for now in held(schedule, stage, n_stages, n_microbatches, chunks=chunks))
+
+
+def held(
+    schedule: Schedule | str, stage: int, n_stages: int, n_microbatches: int, *, chunks: int | None = None
+) -> tuple[Held, ...]:
+    """What `stage` has in flight during each of its actions. Arguments and errors as for `in_flight`."""
+    order = actions(schedule, stage, n_stages, n_microbatches, chunks=chunks)
+    n_chunks = 1 + max(action.chunk for action in order)
+    backward, weights = [0] * n_chunks, [0] * n_chunks
+    found = []
+    for action in order:
+        if action.kind is Kind.FORWARD:
+            backward[action.chunk] += 1
+        found.append(Held(action, tuple(backward), tuple(weights)))
+        match action.kind:
+            case Kind.BACKWARD:
+                backward[action.chunk] -= 1
+            case Kind.INPUT:
+                backward[action.chunk] -= 1
+                weights[action.chunk] += 1
+            case Kind.WEIGHT:
+                weights[action.chunk] -= 1
+            case Kind.FORWARD:
+                pass
+    return tuple(found)
+
+
+def actions(
+    schedule: Schedule | str, stage: int, n_stages: int, n_microbatches: int, *, chunks: int | None = None
+) -> tuple[Action, ...]:
+    """What `stage` does in one step, in order. Arguments and errors as for `in_flight`."""
+    kind, v = _checked(schedule, stage, n_stages, n_microbatches, chunks)
+    p, m = n_stages, n_microbatches
+    match kind:
+        case Schedule.GPIPE:
+            return _one_by_one(m, warmup=m)
+        case Schedule.ONE_F_ONE_B:
+            return _one_by_one(m, warmup=p - stage)
+        case Schedule.INTERLEAVED:
+            return _interleaved(stage, p, m, v)
+        case Schedule.ZB_H1:
+            return _split(m, warmup=p - stage, waiting=stage)
+        case Schedule.ZB_H2:
+            return _split(m, warmup=2 * (p - stage) - 1, waiting=2 * stage)
+        case Schedule.ZB_V:
+            return _v(stage, p, m)
+
+
+def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatches: int) -> Times:
+    """How long a step takes when sending costs nothing.
+
+    Args:
+        schedule: a Schedule, or its name.
+        costs: for each stage, one cost for each of its chunks.
+        n_microbatches: in one step.
+
+    Raises:
+        InvalidPipeline: as for `in_flight`; or stages differ in their number of chunks.
+    """
+    p, v = len(costs), len(costs[0]) if costs else 0
+    if any(len(of_stage) != v for of_stage in costs):
+        raise InvalidPipeline(f"each stage must have {v} chunks, as the first one has")
+    orders = [actions(schedule, stage, p, n_microbatches, chunks=v) for stage in range(p)]
+    folded = Schedule(schedule) is Schedule.ZB_V
+    done: dict[tuple[bool, int, int], float] = {}  # (is forward, place in the model, microbatch) -> when
+    clock, begin, busy, at = [0.0] * p, [-1.0] * p, [0.0] * p, [0] * p
+    moved = True
+    while moved:
+        moved = False
+        for stage in range(p):
+            while at[stage] < len(orders[stage]):
+                action = orders[stage][at[stage]]
+                chunk, microbatch = action.chunk, action.microbatch
+                place = (2 * p - 1 - stage) if folded and chunk else chunk * p + stage
+                cost = costs[stage][chunk]
+                needs: list[tuple[bool, int, int]] = []
+                match action.kind:
+                    case Kind.FORWARD:
+                        needs, us = [(True, place - 1, microbatch)] if place else [], cost.forward_us
+                    case Kind.WEIGHT:
+                        us = cost.weight_us
+                    case Kind.INPUT | Kind.BACKWARD:
+                        last = place == p * v - 1
+                        needs = [(True, place, microbatch) if last else (False, place + 1, microbatch)]
+                        us = cost.input_us + (cost.weight_us if action.kind is Kind.BACKWARD else 0.0)
+                if any(need not in done for need in needs):
+                    break
+                start = max([clock[stage], *(done[need] for need in needs)])
+                if begin[stage] < 0:
+                    begin[stage] = start
+                clock[stage] = start + us
+                busy[stage] += us
+                if action.kind is not Kind.WEIGHT:
+                    done[action.kind is Kind.FORWARD, place, microbatch] = clock[stage]
+                at[stage] += 1
+                moved = True
+    assert all(at[stage] == len(orders[stage]) for stage in range(p)), "the orders wait for one another"
+    idle = [clock[stage] - begin[stage] - busy[stage] for stage in range(p)]
+    return Times(max(clock), tuple(busy), tuple(idle))
+
+
+def balance(
+    n_blocks: int, n_stages: int, stage_us: Callable[[int, int, int], float]
+) -> tuple[tuple[int, int], ...]:
+    """Which blocks each stage gets, as half-open ranges, so that the slowest stage is as fast as can be.
+
+    Every stage gets at least one block. Dynamic programming: asks `stage_us` about a range at most once for
+    each stage, and leaves out those that cannot be better.
+
+    Args:
+        n_blocks: of the model, in order.
+        n_stages: among which to divide them.
+        stage_us: (stage, begin, end) -> microseconds that the stage takes with one microbatch if it gets the
+            blocks from `begin` up to but not including `end`, recompute included; infinite where no plan
+            fits. One more block must never make it less.
+
+    Raises:
+        InvalidPipeline: fewer blocks than stages, or no division has a plan on every stage.
+
+    >>> balance(5, 2, lambda stage, begin, end: float(end - begin) * (1 + (stage == 0)))
+    ((0, 2), (2, 5))
+    """
+    if not 1 <= n_stages <= n_blocks:
+        raise InvalidPipeline(
+            f"{n_blocks} blocks cannot be divided among {n_stages} stages; pass at most as many stages"
+        )
+    slowest = [math.inf, *(stage_us(0, 0, end) for end in range(1, n_blocks + 1))]  # so far, by end
+    begins: list[list[int]] = [[0] * (n_blocks + 1)]
+    for stage in range(1, n_stages):
+        before, slowest, chosen = slowest, [math.inf] * (n_blocks + 1), [0] * (n_blocks + 1)
+        for end in range(stage + 1, n_blocks + 1):
+            for begin in range(end - 1, stage - 1, -1):
+                if before[begin] >= slowest[end]:
+                    continue
+                this = stage_us(stage, begin, end)
+                if this >= slowest[end]:
+                    break  # with still more blocks it takes no less
+                slowest[end], chosen[end] = max(before[begin], this), begin
+        begins.append(chosen)
+    if math.isinf(slowest[n_blocks]):
+        raise InvalidPipeline(
+            f"no division of {n_blocks} blocks among {n_stages} stages has a plan on every stage; "
+            "allow a larger budget or use more stages"
+        )
+    ends = [n_blocks]
+    for chosen in reversed(begins[1:]):
+        ends.append(chosen[ends[-1]])
+    ends.reverse()
+    return tuple(zip([0, *ends], ends, strict=False))
+
+
+def _checked(
+    schedule: Schedule | str, stage: int, n_stages: int, n_microbatches: int, chunks: int | None
+) -> tuple[Schedule, int]:
+    try:
+        kind = Schedule(schedule)
+    except ValueError:
+        raise InvalidPipeline(
+            f"{schedule!r} is no schedule; pass one of {', '.join(kind.value for kind in Schedule)}"
+        ) from None
+    if n_stages < 1 or n_microbatches < 1:
+        raise InvalidPipeline(
+            f"a pipeline has at least one stage and one microbatch, not {n_stages} and {n_microbatches}"
+        )
+    if not 0 <= stage < n_stages:
+        raise InvalidPipeline(f"stage {stage} is not among the {n_stages} stages 0 to {n_stages - 1}")
+    takes = {Schedule.ZB_V: 2, Schedule.INTERLEAVED: chunks or 2}.get(kind, 1)
+    if chunks is not None and chunks != takes:
+        raise InvalidPipeline(f"{kind.value} has {takes} chunks for each stage, not {chunks}")
+    if kind is Schedule.INTERLEAVED and n_microbatches % n_stages:
+        raise InvalidPipeline(
+            f"{kind.value} takes a multiple of {n_stages} microbatches, one for each stage in turn, not"
+            f" {n_microbatches}"
+        )
+    return kind, takes
+
+
+def _one_by_one(m: int, warmup: int) -> tuple[Action, ...]:
+    """`warmup` forwards, then a backward for each forward."""
+    order: list[Action] = []
+    forward = min(warmup, m)
+    order += [Action(Kind.FORWARD, 0, k) for k in range(forward)]
+    for k in range(m):
+        order.append(Action(Kind.BACKWARD, 0, k))
+        if forward < m:
+            order.append(Action(Kind.FORWARD, 0, forward))
+            forward += 1
+    return tuple(order)
+
+
+def _split(m: int, warmup: int, waiting: int) -> tuple[Action, ...]:
+    """As `_one_by_one`; up to `waiting` weight halves wait before the next forward begins."""
+    order: list[Action] = []
+    forward, weight = min(warmup, m), 0
+    order += [Action(Kind.FORWARD, 0, k) for k in range(forward)]
+    for k in range(m):
+        order.append(Action(Kind.INPUT, 0, k))
+        if k + 1 - weight > waiting:
+            order.append(Action(Kind.WEIGHT, 0, weight))
+            weight += 1
+        if forward < m:
+            order.append(Action(Kind.FORWARD, 0, forward))
+            forward += 1
+    return tuple(order + [Action(Kind.WEIGHT, 0, k) for k in range(weight, m)])
+
+
+def _interleaved(stage: int, p: int, m: int, v: int) -> tuple[Action, ...]:
+    """Groups of `p` microbatches go through one chunk after another; on the way back, last chunk first."""
+
+    def pair(i: int) -> tuple[int, int]:
+        group, within = divmod(i, p * v)
+        chunk, microbatch = divmod(within, p)
+        return chunk, group * p + microbatch
+
+    total = m * v
+    warmup = min((p - stage - 1) * 2 + (v - 1) * p, total)
+    forwards = [Action(Kind.FORWARD, *pair(i)) for i in range(total)]
+    backwards = [
+        Action(Kind.BACKWARD, v - 1 - chunk, microbatch) for chunk, microbatch in map(pair, range(total))
+    ]
+    order = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        order += [forward, backward]
+    return tuple(order + backwards[total - warmup :])
+
+
+def _v(stage: int, p: int, m: int) -> tuple[Action, ...]:
+    """ZB-V for halves that take equally long. It is laid out for 2p - 1 microbatches or more."""
+    laid_out = max(2 * p - 1, m)
+    order: list[Action] = []
+    done = {(kind, chunk): 0 for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) for chunk in (0, 1)}
+
+    def do(chunk: int, *kinds: Kind) -> None:
+        for kind in kinds:
+            order.append(Action(kind, chunk, done[kind, chunk]))
+            done[kind, chunk] += 1
+
+    for _ in range(2 * (p - stage) - 1):
+        do(0, Kind.FORWARD)
+    for _ in range(stage):
+        do(1, Kind.FORWARD)
+        do(0, Kind.FORWARD)
+    for _ in range(p - stage):
+        do(1, Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    while done[Kind.FORWARD, 1] < laid_out:
+        if done[Kind.FORWARD, 0] < laid_out:
+            do(0, Kind.FORWARD)
+        do(0, Kind.INPUT, Kind.WEIGHT)
+        do(1, Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    for _ in range(stage):
+        do(0, Kind.INPUT)
+        do(1, Kind.INPUT)
+    for _ in range(p - stage):
+        do(0, Kind.INPUT, Kind.WEIGHT)
+    for chunk in (1, 0):
+        while done[Kind.WEIGHT, chunk] < laid_out:
+            do(chunk, Kind.WEIGHT)
+    return tuple(action for action in order if action.microbatch < m)

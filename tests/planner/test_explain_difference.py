@@ -1,0 +1,56 @@
+"""The difference between two plans or policies."""
+
+from __future__ import annotations
+
+import graphs
+
+from autoac.planner import Plan, bounds, build, difference, difference_in_words, plan
+
+
+def at(share: float, layers: int = 3) -> Plan:
+    profile = graphs.gpt2(layers)
+    known = bounds(build(profile))
+    return plan(profile, budget_bytes=int(known.floor + share * (known.ceiling - known.floor)))
+
+
+def test_a_plan_does_not_differ_from_itself() -> None:
+    made = at(0.5)
+    found = difference(made, made)
+    assert found.same
+    assert "Both keep the same." in difference_in_words(found)
+    assert difference(made.policy(), made.policy()).same
+
+
+def test_one_op_more_is_one_op_more() -> None:
+    before, after = plan(graphs.greedy_trap(), budget_bytes=10), plan(graphs.greedy_trap(), budget_bytes=16)
+    found = difference(before, after)
+    (change,) = found.changes
+    assert (change.name, change.gained, change.lost) == ("m", ("a",), ())
+    assert (change.gained_bytes, change.lost_bytes) == (6, 0)
+    assert (found.before.again, found.after.again) == (1, 0)
+    text = difference_in_words(found, "small", "large")
+    assert "large peaks 6 B higher and recomputes 3 us less." in text
+    assert "  only large keeps a  (6 B)" in text
+
+
+def test_turning_it_round_swaps_gains_and_losses() -> None:
+    small, large = at(0.3), at(0.7)
+    there, back = difference(small, large), difference(large, small)
+    assert (there.before, there.after) == (back.after, back.before)
+    gained = {c.name: (c.gained, c.gained_bytes) for c in there.changes}
+    assert gained == {c.name: (c.lost, c.lost_bytes) for c in back.changes}
+    assert sum(c.gained_bytes - c.lost_bytes for c in there.changes) > 0
+
+
+def test_layers_that_change_alike_are_told_once() -> None:
+    found = difference(at(0.1), at(0.9))
+    assert any(len(change.modules) == 3 for change in found.changes)
+
+
+def test_plans_of_two_models_name_the_ops_that_only_one_has() -> None:
+    found = difference(at(0.5, 2).policy(), at(0.5, 3).policy())
+    assert not found.only_before
+    assert all(key.startswith("transformer.h.2") for key in found.only_after)
+    text = difference_in_words(found)
+    assert text.startswith("Two models: gpt2-2 and gpt2-3.")
+    assert "more" in text.splitlines()[-1]
