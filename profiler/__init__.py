@@ -2,41 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence, Set
+from itertools import accumulate
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autoac.planner.profile import Environment, Profile
-from autoac.profiler import hollow
+from autoac.profiler import fake, hollow
 from autoac.profiler.assemble import assemble
-from autoac.profiler.errors import NothingToProfile, ProfilerBusy, ProfilerError
-from autoac.profiler.hollow import Loss
+from autoac.profiler.devices import DATASHEETS, Device
+from autoac.profiler.errors import (
+    CannotFake,
+    CannotProfile,
+    NothingToProfile,
+    ProfilerBusy,
+    ProfilerError,
+    Unsteady,
+)
+from autoac.profiler.hollow import HollowStep, Loss
+from autoac.profiler.plain import with_times_of
 from autoac.profiler.static import allocator_rounding, optimizer_bytes, static_bytes
+from autoac.profiler.times import Measured, Times, machine
+from autoac.profiler.wrappers import buckets_of, check_sharded
 
-__all__ = ["NothingToProfile", "ProfilerBusy", "ProfilerError", "observe", "profile"]
+__all__ = [
+    "DATASHEETS",
+    "CannotFake",
+    "CannotProfile",
+    "Device",
+    "NothingToProfile",
+    "ProfilerBusy",
+    "ProfilerError",
+    "Times",
+    "Unsteady",
+    "observe",
+    "profile",
+]
 
 
-def profile(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any) -> Profile:
-    """Profile one training step `loss(model(*args, **kwargs)).backward()` on the model's device.
+Mode = Literal["hollow", "measured", "fake"]
 
-    One hollow step (see hollow.py): no memory for saved activations is needed, and parameters,
-    gradients, buffers and generators are afterwards as before. The model's own output is taken to be
-    held until the end of backward, as in `out = model(batch); out.loss.backward()`.
+
+def profile(
+    model: nn.Module,
+    *args: Any,
+    loss: Loss | None = None,
+    on: Device | None = None,
+    mode: Mode | None = None,
+    times: Times | None = None,
+    **kwargs: Any,
+) -> Profile:
+    """Profile one training step `loss(model(*args, **kwargs)).backward()`.
+
+    By default on the model's device, in one hollow step (see hollow.py): no memory for saved activations
+    is needed, and parameters, gradients, buffers and generators are afterwards as before. With `on`, on a
+    device that need not be here, in one fake step (see fake.py): nothing is allocated, run times are
+    estimated from the datasheet, and the model and the batch may be on the meta device.
+
+    The model's own output is taken to be held until the end of backward, as in
+    `out = model(batch); out.loss.backward()`.
 
     Args:
         model: in the mode (`train()`, `eval()`) and under the autocast that training will have.
         args, kwargs: a batch, as the training loop passes it.
         loss: output -> scalar. By default the output's `.loss`, else all of the output that
             requires a gradient.
+        on: the datasheet of the device to profile for, such as `DATASHEETS["h100"]`.
+        mode: "hollow", "measured" or "fake" (docs/profiling.md). "measured" takes a plain step besides, and
+            run times from that: it needs the memory of one. By default "fake" with `on`, else "hollow".
+        times: where run times are kept, so that they are measured once. By default the file that the
+            environment variable AUTOAC_TIMES names, or none.
 
     Raises:
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
+        CannotProfile: the model is sharded by FSDP.
+        CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
+        Unsteady: with mode="measured", the model took another path the second time.
+        ValueError: `mode` and `on` do not go together.
     """
-    return observe(model, args, kwargs, loss=loss)
+    return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times)
 
 
 def observe(
@@ -46,20 +94,112 @@ def observe(
     *,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    on: Device | None = None,
+    mode: Mode | None = None,
+    times: Times | None = None,
+    accumulates: bool | None = None,
 ) -> Profile:
-    """As `profile`, with the state and workspace of `optimizer` counted."""
-    device = device_of(model, args, kwargs)
-    step = hollow.run(model, args, kwargs, loss, device)
-    needs = optimizer_bytes(optimizer, device)
-    return assemble(
+    """As `profile`, with the state and workspace of `optimizer` counted.
+
+    Args:
+        model, args, kwargs, loss, on, mode, times: as for `profile`.
+        optimizer: counted as it is, and as it will be after its first step.
+        accumulates: gradients are there before the step, as for all microbatches but the first. By
+            default what holds for `model` now; True counts them where they are not there yet.
+    """
+    mode = _mode(mode, on)
+    check_sharded(model)
+    if buckets_of(model, None).holds_gradients:
+        accumulates = True  # each gradient goes into its bucket, and goes
+    inputs = [describe(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
+    if on is not None:
+        step, notes = fake.run(model, args, kwargs, loss, on, accumulates)
+        notes.append(f"run times are estimated from the datasheet of {on.name}")
+        notes.append("what kernels allocate inside themselves is not known and counts as nothing")
+        environment = _environment_on(on, model)
+        device = fake.CPU
+    else:
+        device, notes = device_of(model, args, kwargs), []
+        environment = _environment(model, device)
+        step = _observed(model, args, kwargs, loss, device, environment, accumulates, mode, times, notes)
+    needs = optimizer_bytes(optimizer, device, elsewhere=on is not None)
+    found = assemble(
         step,
         model=type(model).__name__,
-        inputs=[describe(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))],
-        environment=_environment(model, device),
-        static=static_bytes(model, args, kwargs, needs.state, device),
+        inputs=inputs,
+        environment=environment,
+        static=static_bytes(model, args, kwargs, needs.state, device, on, accumulates=accumulates),
         optimizer_workspace_nbytes=needs.workspace,
-        notes=[needs.note] if needs.note else [],
+        notes=[*notes, *([needs.note] if needs.note else [])],
     )
+    times = times or Times.of_environment()
+    if on is None and times is not None:
+        found = _with_kept_backward(found, times, machine(device, environment.device_name))
+    return found
+
+
+def _mode(mode: Mode | None, on: Device | None) -> Mode:
+    if mode is None:
+        return "hollow" if on is None else "fake"
+    if mode not in ("hollow", "measured", "fake"):
+        raise ValueError(f"mode={mode!r} is none of 'hollow', 'measured' and 'fake'")
+    if mode == "fake" and on is None:
+        raise ValueError("mode='fake' is for a device that is not here: pass on=DATASHEETS[...] to say which")
+    if mode != "fake" and on is not None:
+        raise ValueError(f"mode={mode!r} runs on the model's own device: leave out on=..., or mode=...")
+    return mode
+
+
+def _observed(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Loss | None,
+    device: torch.device,
+    environment: Environment,
+    accumulates: bool | None,
+    mode: Mode,
+    times: Times | None,
+    notes: list[str],
+) -> HollowStep:
+    """A hollow step with run times of its own, of a plain step, or of the file; adds to `notes`."""
+    times = times or Times.of_environment()
+    here = machine(device, environment.device_name)
+    known: dict[Hashable, Measured] = {}
+
+    def look_up(signatures: Set[Hashable]) -> Mapping[Hashable, Measured]:
+        known.update(times.ops(here, signatures) if times is not None else {})
+        return dict(known)
+
+    if mode == "measured":
+        # A plain step does not show what Python holds without autograd; a hollow one before it does.
+        hollow_step = hollow.run(model, args, kwargs, loss, device, accumulates=accumulates, time_ops=False)
+        plain = hollow.run(
+            model, args, kwargs, loss, device, accumulates=accumulates, keep=True, known=look_up
+        )
+        step = with_times_of(hollow_step, plain)
+        above = max([0, *accumulate(change.nbytes for change in plain.allocations.changes)])
+        notes.append(f"measured: a plain step held {above} bytes at most beside what was there before")
+    else:
+        step = hollow.run(model, args, kwargs, loss, device, accumulates=accumulates, known=look_up)
+    fresh = {signature: row for signature, row in step.measured.items() if signature not in known}
+    if times is not None:
+        times.keep_ops(here, fresh)
+    kinds = len(step.measured)
+    once = sum(samples == 1 for _, _, samples in step.measured.values())
+    said = f"measured: run times of {kinds} kinds of op"
+    notes.append(f"{said}; {once} of them were seen once" if once else said)
+    return step
+
+
+def _with_kept_backward(found: Profile, times: Times, here: str) -> Profile:
+    """The profile with the run times that its backward was once measured with."""
+    kept = times.backward(here, found.fingerprint, len(found.backward))
+    if kept is None:
+        times.keep_backward(here, found.fingerprint, found.backward.runtime_us)
+        return found
+    backward = found.backward.model_copy(update={"runtime_us": tuple(kept)})
+    return found.model_copy(update={"backward": backward})
 
 
 def device_of(
@@ -80,15 +220,32 @@ def describe(leaf: Any) -> str:
 
 
 def _environment(model: nn.Module, device: torch.device) -> Environment:
+    return _environment_of(
+        model,
+        device.type,
+        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        allocator_rounding(device),
+        torch.get_num_threads() if device.type == "cpu" else 0,
+    )
+
+
+def _environment_on(device: Device, model: nn.Module) -> Environment:
+    return _environment_of(
+        model, device.device_type, f"{device.name} (estimated)", device.allocator_rounding, 0
+    )
+
+
+def _environment_of(
+    model: nn.Module, device_type: str, device_name: str, rounding: int, threads: int
+) -> Environment:
     parameter = next(iter(model.parameters()), None)
-    autocast = torch.is_autocast_enabled(device.type)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    autocast = torch.is_autocast_enabled(device_type)
     return Environment(
         torch=torch.__version__,
-        device_type=device.type,
-        device_name=name,
+        device_type=device_type,
+        device_name=device_name,
         dtype=str(parameter.dtype).removeprefix("torch.") if parameter is not None else "none",
-        autocast=str(torch.get_autocast_dtype(device.type)).removeprefix("torch.") if autocast else "off",
-        allocator_rounding=allocator_rounding(device),
-        threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        autocast=str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if autocast else "off",
+        allocator_rounding=rounding,
+        threads=threads,
     )

@@ -11,7 +11,7 @@ import bisect
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._profiler import _EventType, _RecordFunctionFast
@@ -38,6 +38,18 @@ class Change:
 
     block: Block
     nbytes: int  # negative: a free
+
+
+class Allocations(Protocol):
+    """What is read off a record of allocations, whoever took it."""
+
+    changes: list[Change]  # every allocation and free, in order
+    places: list[int]  # for each mark, how many changes came before it
+    times_ns: list[int]  # for each mark, when it was
+
+    def mark(self) -> int: ...
+
+    def block_at(self, address: int, mark: int) -> Block | None: ...
 
 
 class AllocationRecord:

@@ -18,10 +18,9 @@ from autoac.planner.profile import (
     Storages,
     Values,
 )
-from autoac.profiler.allocations import AllocationRecord, Block
+from autoac.profiler.allocations import Allocations, Block
 from autoac.profiler.hollow import HollowStep
 from autoac.profiler.record import RecordedStorage
-from autoac.profiler.timing import by_signature
 
 
 @dataclass(slots=True)
@@ -73,7 +72,7 @@ def assemble(
             dropped[h] = n + j + 1
     modules = _Names(["."])
     overloads, nodes, reasons = _Names(), _Names(), _Names()
-    runtimes, spreads = by_signature(step.op_runtimes_us, [op.signature for op in forward.ops])
+    measured = [step.measured[op.signature] for op in forward.ops]
     flags = [
         OpFlag.RANDOM * op.random
         | OpFlag.MUTATES * op.facts.mutates
@@ -92,8 +91,8 @@ def assemble(
             module=tuple(modules.index(op.module) for op in forward.ops),
             overload=tuple(overloads.index(op.facts.name) for op in forward.ops),
             reads=Ragged.of([op.reads for op in forward.ops]),
-            runtime_us=tuple(runtimes),
-            spread_us=tuple(spreads),
+            runtime_us=tuple(runtime for runtime, _, _ in measured),
+            spread_us=tuple(spread for _, spread, _ in measured),
             flops=tuple(op.flops for op in forward.ops),
             workspace_nbytes=tuple(
                 other.workspace(at[op.began], at[op.ended], outputs)
@@ -120,7 +119,7 @@ def assemble(
             name=tuple(nodes.index(s.name or "backward") for s in steps),
             unpacks=Ragged.of([s.unpacks for s in steps]),
             runtime_us=tuple(
-                (record.times_ns[end] - record.times_ns[s.began]) / 1e3
+                (step.times_ns[end] - step.times_ns[s.began]) / 1e3
                 for s, end in zip(steps, end_marks, strict=True)
             ),
             other_nbytes=tuple(other.at(s.first) for s in steps),
@@ -137,7 +136,7 @@ def assemble(
     )
 
 
-def _block(record: AllocationRecord, storage: RecordedStorage) -> Block | None:
+def _block(record: Allocations, storage: RecordedStorage) -> Block | None:
     """The block behind a storage; None if the device's allocator did not make it."""
     return record.block_at(storage.address, storage.mark) if storage.address else None
 
@@ -164,7 +163,7 @@ class _Levels:
     active: list[int]  # places of the changes that count, ascending
 
     @classmethod
-    def of(cls, record: AllocationRecord, hidden: Sequence[Block]) -> _Levels:
+    def of(cls, record: Allocations, hidden: Sequence[Block]) -> _Levels:
         """Bytes in the blocks that are not `hidden`."""
         hide = set(map(id, hidden))
         after, active, live = [0], [], 0

@@ -3,6 +3,9 @@
 ProfilerError
 +-- ProfilerBusy      torch.profiler is already running on this thread
 +-- NothingToProfile  the step has no gradient to compute
++-- CannotProfile     the model cannot take a step that leaves it as it was
++-- CannotFake        an op needs values, or a kernel, that a fake step does not have
++-- Unsteady          the model did not do the same twice
 +-- PinConflict       a module is pinned one way and one inside it the other way
 """
 
@@ -28,6 +31,45 @@ class NothingToProfile(ProfilerError):
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
+
+
+class CannotProfile(ProfilerError):
+    """The model cannot take a step that leaves it as it was."""
+
+    def __init__(self, where: str, why: str, instead: str) -> None:
+        self.where, self.why, self.instead = where, why, instead
+        super().__init__(f"{where} cannot be profiled: {why}; {instead}")
+
+    def __reduce__(self) -> tuple[type[CannotProfile], tuple[str, str, str]]:
+        return CannotProfile, (self.where, self.why, self.instead)
+
+
+class CannotFake(ProfilerError):
+    """An op needs values, or a kernel, that a fake step does not have."""
+
+    def __init__(self, op: str, why: str) -> None:
+        self.op, self.why = op, why
+        super().__init__(
+            f"{op} cannot run on tensors without memory: {why}; "
+            "or profile the model where it is, without `on`"
+        )
+
+    def __reduce__(self) -> tuple[type[CannotFake], tuple[str, str]]:
+        return CannotFake, (self.op, self.why)
+
+
+class Unsteady(ProfilerError):
+    """The model did not do the same in two steps on one batch."""
+
+    def __init__(self, where: str, first: str, second: str) -> None:
+        self.where, self.first, self.second = where, first, second
+        super().__init__(
+            f"two steps on the same batch differ at {where}: first {first}, then {second}; "
+            "profile the model in mode 'hollow', which takes one"
+        )
+
+    def __reduce__(self) -> tuple[type[Unsteady], tuple[str, str, str]]:
+        return Unsteady, (self.where, self.first, self.second)
 
 
 class PinConflict(ProfilerError):

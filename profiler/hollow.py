@@ -4,11 +4,14 @@ Forward runs as it is. Autograd is handed descriptions in place of floating-poin
 backward gets ones of the right shape, so every kernel runs, in order, on meaningless numbers. The
 step works on aliases of the parameters and copies of the buffers, so gradients, buffers and the hooks
 of parameters (an optimizer in backward, DDP) are not touched.
+
+A plain step (`keep=True`) is the same with everything kept: it needs the memory that training needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +20,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autoac.profiler.allocations import AllocationRecord
+from autoac.profiler.allocations import AllocationRecord, Allocations
+from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import NothingToProfile
-from autoac.profiler.modules import watch_modules
+from autoac.profiler.modules import modules_restored, watch_modules
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
-from autoac.profiler.timing import DeviceClock
+from autoac.profiler.times import Measured
+from autoac.profiler.timing import DeviceClock, forwards, middle_and_spread, timed_forward
+from autoac.profiler.wrappers import disarmed
 
 Loss = Callable[[Any], Tensor]
+
+Known = Callable[[Set[Hashable]], Mapping[Hashable, Measured]]
+
+
+def _nothing_known(_signatures: Set[Hashable]) -> Mapping[Hashable, Measured]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +46,34 @@ class HollowStep:
 
     forward: ForwardRecord
     saved: SavedTensorsRecord
-    allocations: AllocationRecord
-    op_runtimes_us: list[float]
+    allocations: Allocations
+    measured: Mapping[Hashable, Measured]  # run times of ops, by signature
+    times_ns: Sequence[int]  # for each mark, when it was
     backward_began: int  # mark
     backward_ended: int  # mark; outputs of the model are still held
 
 
 def run(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Loss | None, device: torch.device
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Loss | None,
+    device: torch.device,
+    *,
+    accumulates: bool | None = None,
+    keep: bool = False,
+    known: Known = _nothing_known,
+    time_ops: bool = True,
 ) -> HollowStep:
-    """Run one hollow step.
+    """Run one hollow step, or with `keep` a plain one.
+
+    Args:
+        model, args, kwargs, loss: as for `autoac.profiler.profile`.
+        device: where the model is.
+        accumulates: as for `isolated`.
+        keep: keep what autograd saves.
+        known: signatures of ops -> run times of those that need not be measured.
+        time_ops: False if the run times are of no interest: then no forward is run for them alone.
 
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
@@ -52,34 +82,52 @@ def run(
     allocations = AllocationRecord(device)
     clock = DeviceClock(device)
     recorder = Recorder(allocations.mark, clock.stamp)
-    saved = SavedTensorsRecord(recorder, allocations.mark)
-    with generators_restored(device), _isolated(model, args, kwargs) as (call, leaves):
-        with torch.no_grad():
-            call()  # warms up kernels and their libraries, so that the first op is timed like the rest
-        torch.clear_autocast_cache()
+    saved = SavedTensorsRecord(recorder, allocations.mark, keep=keep)
+    with (
+        generators_restored(device),
+        modules_restored(model),
+        disarmed(model),
+        isolated(model, args, kwargs, accumulates=accumulates) as (call, leaves),
+    ):
         try:
+            timed_forward(call, device)  # warms up, so that the first op is timed like the rest
+            began = time.perf_counter()
             with allocations:
                 with torch.enable_grad():
-                    backward_began, backward_ended = _step(
+                    backward_began, backward_ended = take_step(
                         model, call, leaves, loss, recorder, saved, allocations.mark, device
                     )
                 saved.closed = True
-        finally:
-            saved.closed = True
+            step_s = time.perf_counter() - began
             for state in recorder.generators.values():
                 state.restore()
-    spans = [(op.began, op.ended) for op in recorder.record.ops]
+            ops = recorder.record.ops
+            signatures: list[Hashable] = [op.signature for op in ops]
+            measured = known(set(signatures))
+            wanted = set(signatures) - measured.keys()
+            # Ranks must run forward equally often, and clocks would decide.
+            alone = not any(op.facts.collective for op in ops)
+            if wanted:
+                more = forwards(call, device, wanted, step_s) if time_ops and alone else {}
+                in_step = clock.runtimes_us(allocations.times_ns, [(op.began, op.ended) for op in ops])
+                measured = {**middle_and_spread(in_step, signatures, more), **measured}
+        finally:
+            saved.closed = True
+            torch.clear_autocast_cache()
+            for state in recorder.generators.values():
+                state.restore()
     return HollowStep(
         recorder.record,
         saved,
         allocations,
-        clock.runtimes_us(allocations.times_ns, spans),
+        measured,
+        allocations.times_ns,
         backward_began,
         backward_ended,
     )
 
 
-def _step(
+def take_step(
     model: nn.Module,
     call: Callable[[], Any],
     leaves: Sequence[Tensor],
@@ -89,6 +137,7 @@ def _step(
     mark: Callable[[], int],
     device: torch.device,
 ) -> tuple[int, int]:
+    """Forward under the recorder and backward after it; returns the marks around backward."""
     path = [recorder.module]
     recorder.pins = pins_of(model)
 
@@ -100,6 +149,7 @@ def _step(
         path.pop()
         recorder.module = path[-1]
 
+    watch_compiled()
     handles = watch_modules(model, enter, leave)
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
@@ -135,16 +185,33 @@ def _roots(out: Any) -> list[Tensor]:
     return [t for t in found if isinstance(t, Tensor) and t.requires_grad]
 
 
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
 @contextmanager
-def _isolated(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+def isolated(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    of_parameter: Callable[[Tensor], Tensor] = Tensor.detach,
+    of_buffer: Callable[[Tensor], Tensor] = _cloned,
+    of_input: Callable[[Tensor], Tensor] = Tensor.detach,
+    *,
+    accumulates: bool | None = None,
 ) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
-    """A call of the model on aliases: nothing that it does reaches the model's own tensors."""
+    """A call of the model on aliases: nothing that it does reaches the model's own tensors.
+
+    Yields the call and the leaves that it may give gradients to. Without gradients of their own, what
+    `of_parameter`, `of_buffer` and `of_input` return stands in for the tensors of the model and the batch.
+    `accumulates`: gradients go into ones that are there already; None: if the model has any.
+    """
     leaves: list[Tensor] = []
-    accumulate = False
+    if accumulates is None:
+        accumulates = any(parameter.grad is not None for parameter in model.parameters())
 
     def alias(tensor: Tensor) -> Tensor:
-        copy = tensor.detach()
+        copy = of_input(tensor)
         if tensor._is_view():
             copy = copy.view_as(copy)  # autocast keeps what it made of a leaf, but not of a view
         if tensor.requires_grad:
@@ -154,14 +221,13 @@ def _isolated(
 
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        tensors[name] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        tensors[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
         if parameter.requires_grad:
             leaves.append(tensors[name])
-        accumulate = accumulate or parameter.grad is not None
     for name, buffer in model.named_buffers():
-        tensors[name] = buffer.detach().clone()
+        tensors[name] = of_buffer(buffer)
     own_args, own_kwargs = tree_map_only(Tensor, alias, (tuple(args), dict(kwargs)))
-    if accumulate:
+    if accumulates:
         # A gradient that is there already takes the new one in and frees it.
         for leaf in leaves:
             leaf.register_post_accumulate_grad_hook(_drop_gradient)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -52,3 +53,31 @@ def watch_modules(
         handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
         handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
     return handles
+
+
+_KEPT = ("_parameters", "_buffers", "_modules")
+
+_ABSENT = object()
+
+
+@contextmanager
+def modules_restored(model: nn.Module) -> Iterator[None]:
+    """Leave the attributes of `model` and its submodules as they were: counters, caches, `training`.
+
+    What a module assigns is put back. What it changes inside a list or a dictionary of its own stays.
+    """
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    tables = [(t, dict(t)) for module in model.modules() for name in _KEPT if (t := module.__dict__[name])]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            now = module.__dict__
+            for name in [name for name in now if name not in attributes]:
+                del now[name]
+            for name, value in attributes.items():
+                if now.get(name, _ABSENT) is not value:
+                    now[name] = value
+        for table, content in tables:
+            if any(table.get(name, _ABSENT) is not value for name, value in content.items()):
+                table.update(content)

@@ -8,18 +8,24 @@ attention overload is tagged random, also without dropout); what they leave out 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from autoac.planner.profile import DECIDES
+
 # Return a tensor on their input's storage, which their schema does not say.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}
+
+# Ask a tensor something that is no tensor. Only tensors that are fake or wrap others dispatch it.
+_QUESTIONS = {"prim::device"}
 
 _STATISTICS = (3, 4)  # running_mean and running_var as arguments of a batch norm
 
@@ -95,6 +101,9 @@ _DECIDING = {
         "isclose",
         "isin",
         "signbit",
+        "cummax",
+        "cummin",
+        "frexp",
     ]
 }
 _DECIDING_OVERLOADS = {"aten::max.dim", "aten::min.dim", "aten::median.dim", "aten::nanmedian.dim"}
@@ -123,12 +132,14 @@ class OpFacts:
     collective: bool
     writes_any: bool = False  # may write any of its arguments
     kept: bool = False  # never run again, whatever a policy says
+    opaque: bool = False  # a higher-order op: what runs inside is not seen
     fills_packed: int = -1  # the argument that it fills after autograd has packed it
     statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
+    mutates: bool = field(init=False)  # may write an argument
 
-    @property
-    def mutates(self) -> bool:
-        return bool(self.writes or self.writes_named or self.writes_any)
+    def __post_init__(self) -> None:
+        writes = bool(self.writes or self.writes_named or self.writes_any or self.opaque)
+        object.__setattr__(self, "mutates", writes)
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether this call draws random numbers: not if its dropout probability is 0."""
@@ -169,6 +180,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
             False,
             writes_any=op.name() in _WRITING_HIGHER_ORDER,
             kept=True,
+            opaque=True,
         )
     schema = op._schema
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -180,7 +192,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     collective = op.namespace in _COLLECTIVE_NAMESPACES
     return OpFacts(
         name=str(op),
-        view=(bool(aliases) and not written) or schema.name in _HIDDEN_VIEWS,
+        view=(bool(aliases) and not written) or schema.name in _HIDDEN_VIEWS | _QUESTIONS,
         writes=tuple(i for i, a in enumerate(positional) if a in written) + hidden,
         writes_named=tuple(a.name for a in written if a.kwarg_only),
         in_place=bool(written) and all(r.alias_info is not None for r in schema.returns),
@@ -208,12 +220,25 @@ def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
         return "its shape depends on data"
     name = op._schema.name
     if name in _DECIDING or f"{name}.{op._overloadname}" in _DECIDING_OVERLOADS:
-        return "its values decide"
+        return DECIDES
     if name in _REBINDS:
         return "it moves a tensor to another storage"
     if name in _WORKSPACES:
         return "its workspace cannot be made again"
     return ""
+
+
+def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+    """Whether this call turns numbers into integers or truth values, which may say where something goes.
+
+    From integers and truth values the same ones come a second time, whatever the kernel.
+    """
+    made = [tensor.dtype for tensor in outputs_of(out)]
+    if not made or any(dtype.is_floating_point or dtype.is_complex for dtype in made):
+        return False
+    if facts.name.startswith("aten.new_") or facts.name.partition(".")[2].partition(".")[0].endswith("_like"):
+        return False  # asks for no number of its argument
+    return any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors_in(args, kwargs))
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -233,7 +258,7 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
     """The tensors that this call writes."""
     if facts.writes_any:
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-    batch_norm = facts.name.startswith("aten.") and "batch_norm" in facts.name
+    batch_norm = bool(facts.writes) and facts.name.startswith("aten.") and "batch_norm" in facts.name
     unmoved = _STATISTICS if batch_norm and not _trains(args, kwargs) else ()
     for i in facts.writes:
         if i < len(args) and i not in unmoved:
@@ -241,6 +266,15 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
     for name in facts.writes_named:
         if name in kwargs:
             yield from tensors_in((kwargs[name],), {})
+
+
+def versions(operands: Any) -> list[tuple[Tensor, int]]:
+    """The plain tensors among the operands of an opaque op, with their versions: what moves, it writes."""
+    return [
+        (leaf, leaf._version)
+        for leaf in tree_leaves(operands)
+        if isinstance(leaf, Tensor) and has_storage(leaf) and not leaf.is_inference()
+    ]
 
 
 def updates_statistics(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -266,12 +300,20 @@ def outputs_of(out: Any) -> Iterator[Tensor]:
 def has_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is a plain window on one storage, so that storage and recipe say all about it.
 
-    Not so: sparse and mkldnn layouts, nested and quantized tensors, and subclasses that wrap other tensors.
+    Not so: sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors,
+    and the fake tensors with which torch traces: their storages have no address.
     """
     kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter and is_wrapper(tensor):
+    if kind is not Tensor and kind is not Parameter and (kind is FakeTensor or is_wrapper(tensor)):
         return False
     return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized
+
+
+def has_storage_or_fake(tensor: Tensor) -> bool:
+    """As `has_storage`, for a step on fake tensors: one has a storage of the right size like any other."""
+    if type(tensor) is FakeTensor:
+        return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized
+    return has_storage(tensor)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -280,8 +322,12 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating-point operations of a call by torch's own counter; 0 where it has no formula."""
+    """Floating-point operations of a call as torch's own counter counts; 0 where there is no formula."""
     packet = getattr(op, "_overloadpacket", None)
+    if packet is torch.ops.aten._grouped_mm:  # torch has no formula for it
+        a, b = args[0], args[1]
+        groups = len(a) if a.dim() == b.dim() == 3 else 1
+        return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
     count = flop_registry.get(packet)
     if count is None:
         return 0

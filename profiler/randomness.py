@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 from autoac.profiler.ops import tensors_in
@@ -65,7 +67,8 @@ def at(state: GeneratorState) -> Iterator[None]:
 
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
-    """Leave the default generators of the CPU and of `device` where they were."""
+    """Leave the default generators of the CPU, of `device`, of Python and of numpy where they were."""
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
     states = [capture(torch.default_generator)]
     if device.type != "cpu":
         states.append(capture(default_generator(device)))
@@ -74,3 +77,5 @@ def generators_restored(device: torch.device) -> Iterator[None]:
     finally:
         for state in states:
             state.restore()
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)

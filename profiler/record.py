@@ -9,16 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoac.planner.profile import DECIDES, PINNED
+from autoac.profiler.compiled import SeesCompiled
 from autoac.profiler.modules import ROOT
 from autoac.profiler.ops import (
     OpFacts,
+    decides,
     facts_of,
     flops_of,
     has_storage,
+    has_storage_or_fake,
     outputs_of,
     tensors_in,
+    versions,
     written_tensors,
 )
 from autoac.profiler.pins import MUST_RECOMPUTE, MUST_SAVE
@@ -68,16 +72,25 @@ class ForwardRecord:
     storages: list[RecordedStorage] = field(default_factory=list)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(SeesCompiled):
     """Records ops while active; `paused` lets what we do ourselves pass unseen."""
 
     supports_higher_order_operators = True  # they pass as one opaque op
 
-    def __init__(self, mark: Callable[[], int], on_device: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        mark: Callable[[], int],
+        on_device: Callable[[], None],
+        locate: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr,
+        has_storage: Callable[[Tensor], bool] = has_storage,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.locate = locate  # the address under which the record of allocations knows a storage
+        self.has_storage = has_storage  # which tensors are plain windows on one storage
         self.record = ForwardRecord()
         self.current: StorageTable[int] = StorageTable()  # newest value of each storage
         self.paused = False
+        self._compiled = 0  # compiled parts that are running, one inside the other
         self.module = ROOT
         self.pins: Mapping[str, str] = {}  # by module path
         self.generators: dict[int, GeneratorState] = {}  # explicit ones, as they were
@@ -100,11 +113,11 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         index = len(self.record.ops)
         pin = self.pins.get(self.module)
-        must_save = facts.must_save if pin is None else "pinned" if pin == MUST_SAVE else ""
+        must_save = facts.must_save if pin is None else PINNED if pin == MUST_SAVE else ""
         written = list(written_tensors(facts, args, kwargs))
         reads: list[int] = []
         for tensor in tensors_in(args, kwargs):
-            if not has_storage(tensor):
+            if not self.has_storage(tensor):
                 must_save = must_save or "reads a tensor without a storage of its own"
             elif (value := self.current.get(tensor)) is not None:
                 reads.append(value)
@@ -117,49 +130,70 @@ class Recorder(TorchDispatchMode):
             facts,
             self.module,
             tuple(dict.fromkeys(reads)),
-            _signature(facts, args, kwargs),
+            signature_of(facts, args, kwargs),
             draws,
             0,
             must_save,
             pin == MUST_RECOMPUTE,
         )
         self.record.ops.append(op)
+        operands = versions((args, kwargs)) if facts.opaque else []
         op.began = self._mark()
         self._on_device()
         out = func(*args, **kwargs)
         self._on_device()
         op.ended = self._mark()
         op.flops = flops_of(func, args, kwargs, out)
+        if pin is None and not op.must_save and not draws and decides(facts, args, kwargs, out):
+            op.must_save = DECIDES
+        written += [tensor for tensor, version in operands if tensor._version != version]
         for tensor in written:
             self._new_version(tensor, index)
         for tensor in outputs_of(out):
             self._new_output(tensor, index, args, kwargs)
         return out
 
+    def enter_compiled(self, written: Sequence[Tensor]) -> None:
+        """What compiled code runs is no op of the plan, and what it writes is from outside."""
+        for tensor in written:
+            if self.has_storage(tensor):
+                self._overwritten(tensor, by=-1)
+                self.current.drop(tensor)
+        self._compiled += 1
+        self.paused = True
+
+    def leave_compiled(self) -> None:
+        """Record again."""
+        self._compiled -= 1
+        self.paused = self._compiled > 0
+
+    def _overwritten(self, tensor: Tensor, *, by: int) -> None:
+        # What is from outside stays where it is, and what read it before can not be run again.
+        for reader in self._readers.get(tensor) or ():
+            if reader != by:
+                self.record.ops[reader].must_save = "reads what is overwritten later"
+
     def _new_version(self, tensor: Tensor, op: int) -> None:
-        if not has_storage(tensor):
+        if not self.has_storage(tensor):
             return
         previous = self.current.get(tensor)
         if previous is None:
-            # From outside: it stays where it is, and what read it before can not be run again.
-            for reader in self._readers.get(tensor) or ():
-                if reader != op:
-                    self.record.ops[reader].must_save = "reads what is overwritten later"
+            self._overwritten(tensor, by=op)
             return
         if self.record.values[previous].op == op:
             return  # two views of one storage
         self._add_value(tensor, op, self.record.values[previous].storage, previous)
 
     def _new_output(self, tensor: Tensor, op: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if not has_storage(tensor):
+        if not self.has_storage(tensor):
             self.record.ops[op].must_save = "its output has no storage of its own"
             return
         if self.current.get(tensor) is not None:
             return
         storage = tensor.untyped_storage()
-        if any(has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
+        if any(self.has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
             return
-        self.record.storages.append(RecordedStorage(storage.data_ptr(), self.record.ops[op].ended))
+        self.record.storages.append(RecordedStorage(self.locate(storage), self.record.ops[op].ended))
         self._add_value(tensor, op, len(self.record.storages) - 1, -1)
 
     def _add_value(self, tensor: Tensor, op: int, storage: int, previous: int) -> None:
@@ -179,10 +213,12 @@ class Recorder(TorchDispatchMode):
             self.generators[id(generator)] = capture(generator)
 
 
-def _signature(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def signature_of(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a call does, without its numbers: op, types, shapes and strides. Equal ones do the same work."""
+
     def describe(arg: Any) -> Any:
         if isinstance(arg, Tensor):
-            if not has_storage(arg):
+            if not has_storage_or_fake(arg):
                 return (str(arg.layout), arg.dtype, tuple(arg.shape))
             return (arg.dtype, tuple(arg.shape), arg.stride())
         if isinstance(arg, (list, tuple)):
@@ -196,12 +232,14 @@ class SavedTensorsRecord:
     """Saved-tensor hooks that keep of each floating-point activation only what describes it.
 
     Parameters, inputs and all that no recorded op made are kept as they are. Integer and bool tensors
-    index and decide, so a copy of them is kept. Backward so runs every kernel, on ones.
+    index and decide, so a copy of them is kept. Backward so runs every kernel, on ones. With `keep` all are
+    kept as they are, at the same marks: a plain step.
     """
 
-    def __init__(self, recorder: Recorder, mark: Callable[[], int]) -> None:
+    def __init__(self, recorder: Recorder, mark: Callable[[], int], *, keep: bool = False) -> None:
         self._recorder = recorder
         self._mark = mark
+        self._keep = keep
         self.values: list[int] = []  # by saved tensor
         self.packed: list[int] = []  # ops that had started
         self.events: list[SavedEvent] = []
@@ -209,16 +247,20 @@ class SavedTensorsRecord:
         self.closed = False
 
     def pack(self, tensor: Tensor) -> Any:
-        if not has_storage(tensor) or (value := self._recorder.current.get(tensor)) is None:
+        if not self._recorder.has_storage(tensor) or (value := self._recorder.current.get(tensor)) is None:
             return tensor
         index = len(self.values)
         self.values.append(value)
         self.packed.append(len(self._recorder.record.ops))
         copy = None
-        if not (tensor.is_floating_point() or tensor.is_complex()):
+        if self._keep:
+            copy = tensor
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                self._mark()  # where a hollow step has made its copy
+        elif not (tensor.is_floating_point() or tensor.is_complex()):
             with _paused(self._recorder):
                 copy = tensor.detach().clone()
-            self.copies.append(RecordedStorage(copy.untyped_storage().data_ptr(), self._mark()))
+            self.copies.append(RecordedStorage(self._recorder.locate(copy.untyped_storage()), self._mark()))
         return _HollowHandle(index, tensor, copy, weakref.ref(self))
 
     def unpack(self, packed: Any) -> Tensor:
@@ -235,7 +277,7 @@ class SavedTensorsRecord:
             fresh = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype, device=packed.device)
             fresh.fill_(1)  # zeros send some kernels (prod) along a path of their own
         event.ended = self._mark()
-        event.stand_in = RecordedStorage(fresh.untyped_storage().data_ptr(), event.ended)
+        event.stand_in = RecordedStorage(self._recorder.locate(fresh.untyped_storage()), event.ended)
         self.copies.append(event.stand_in)
         fresh = torch._neg_view(fresh) if packed.negative else fresh
         return fresh.conj() if packed.conjugate else fresh

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoac.planner.profile import StaticBytes
-from autoac.profiler.ops import has_storage, outputs_of
+from autoac.profiler.devices import Device
+from autoac.profiler.ops import has_storage_or_fake, outputs_of
 from autoac.profiler.storages import StorageTable
+from autoac.profiler.wrappers import buckets_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +37,24 @@ def static_bytes(
     kwargs: Mapping[str, Any],
     optimizer_state: int,
     device: torch.device,
+    on: Device | None = None,
+    *,
+    accumulates: bool | None = None,
 ) -> StaticBytes:
-    """Count each storage on `device` once. In bytes, as the allocator rounds them."""
+    """Count each storage on `device` once, or each storage at all as if it were on `on`.
+
+    In bytes, as the allocator rounds them. With `accumulates` every parameter that wants a gradient is
+    taken to have one. The buckets of DistributedDataParallel count as gradients.
+    """
     seen: set[int] = set()
-    rounding = allocator_rounding(device)
+    rounding = allocator_rounding(device) if on is None else on.allocator_rounding
 
     def count(tensors: Iterable[Any]) -> int:
         total = 0
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or tensor.device.type != device.type or not has_storage(tensor):
+            if not isinstance(tensor, Tensor) or not has_storage_or_fake(tensor):
+                continue
+            if on is None and tensor.device.type != device.type:
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
@@ -51,10 +62,19 @@ def static_bytes(
                 total += -(-storage.nbytes() // rounding) * rounding
         return total
 
+    buckets = buckets_of(model, device if on is None else None)
+    to_come = sum(
+        -(-parameter.nbytes // rounding) * rounding
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.grad is None
+        if on is not None or parameter.device.type == device.type
+    )
     return StaticBytes(
         parameters=count(model.parameters()),
         buffers=count(model.buffers()),
-        gradients=count(p.grad for p in model.parameters()),
+        gradients=count(p.grad for p in model.parameters())
+        + (to_come if accumulates else 0)
+        + (0 if buckets.holds_gradients else buckets.nbytes),
         optimizer_state=optimizer_state,
         inputs=count(tree_leaves((tuple(args), dict(kwargs)))),
     )
@@ -65,16 +85,20 @@ def allocator_rounding(device: torch.device) -> int:
     return 512 if device.type == "cuda" else 1
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer | None, device: torch.device) -> OptimizerBytes:
-    """State and workspace of `optimizer`, also before its first step.
+def optimizer_bytes(
+    optimizer: torch.optim.Optimizer | None, device: torch.device, *, elsewhere: bool = False
+) -> OptimizerBytes:
+    """State and workspace of `optimizer` on `device`, also before its first step.
 
-    Runs one step of a copy of the optimizer on fake tensors, which allocates nothing.
+    Runs two steps of a copy of the optimizer on fake tensors, which allocates nothing. Where it looks at a
+    number (Adafactor at norms), it finds a one. With `elsewhere`, its parameters are taken to be on
+    `device`, wherever they are.
     """
     if optimizer is None:
         return OptimizerBytes(0, 0)
     existing = optimizer_state_nbytes(optimizer, device)
     try:
-        state, workspace = _fake_step(optimizer, device)
+        state, workspace = _fake_step(optimizer, device, elsewhere)
     except Exception as error:  # noqa: BLE001 - the optimizer is the user's code; its own step is the judge
         note = f"{type(optimizer).__name__} could not be run on fake tensors ({type(error).__name__})"
         return OptimizerBytes(existing, 0, f"{note}: only its state so far is counted")
@@ -94,7 +118,7 @@ def _state_nbytes(states: Iterable[Any], device: torch.device) -> int:
     )
 
 
-def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
+def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, elsewhere: bool) -> tuple[int, int]:
     twin = copy.copy(optimizer)
     with FakeTensorMode(allow_non_fake_inputs=True):
         groups = []
@@ -103,7 +127,10 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[
             for parameter in group["params"]:
                 fake = nn.Parameter(
                     torch.empty_strided(
-                        parameter.size(), parameter.stride(), dtype=parameter.dtype, device=parameter.device
+                        parameter.size(),
+                        parameter.stride(),
+                        dtype=parameter.dtype,
+                        device=device if elsewhere else parameter.device,
                     )
                 )
                 if parameter.requires_grad:
@@ -114,15 +141,23 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[
         twin.state = defaultdict(dict)
         twin._optimizer_step_pre_hooks = {}
         twin._optimizer_step_post_hooks = {}
-        with torch.no_grad():
+        with torch.no_grad(), _Workspace(device) as first:
             type(optimizer).step(twin)  # makes the state
-            with _Workspace(device) as workspace:
-                type(optimizer).step(twin)
-        return _state_nbytes(twin.state.values(), device), workspace.peak
+        with torch.no_grad(), _Workspace(device) as second:
+            type(optimizer).step(twin)
+        state = _state_nbytes(twin.state.values(), device)
+        # The state is counted as there from the beginning, so of the first step what is more than that.
+        return state, max(second.peak, first.peak - state)
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    if dtype is torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point or dtype.is_complex else 1
 
 
 class _Workspace(TorchDispatchMode):
-    """The most bytes of tensors made inside it that are live at once."""
+    """The most bytes of tensors made inside it that are live at once. A number that is not known is one."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,7 +167,12 @@ class _Workspace(TorchDispatchMode):
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        try:
+            out = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return _one(args[0].dtype)
         inputs = {
             t.untyped_storage()._cdata
             for t in tree_leaves((args, kwargs))

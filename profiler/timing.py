@@ -1,12 +1,31 @@
-"""How long each op takes on the device."""
+"""How long each op takes on the device.
+
+Times come from the profiled step itself and from further forwards, which keep nothing (`OpTimer`). One
+forward runs each kind of op once per block, so a few of them are many samples of most kinds.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac.profiler.ops import facts_of
+from autoac.profiler.randomness import GeneratorState, capture, generator_of
+from autoac.profiler.record import signature_of
+
+SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards
+LEAST_SAMPLES = 3  # of them, that do without those of the profiled step
+EXTRA_S = 0.25  # that more forwards may take, in seconds, or
+EXTRA_OF_STEP = 0.5  # this part of the profiled step, whichever is longer
+
+Samples = dict[Hashable, list[float]]
+"""Run times in microseconds, by signature."""
 
 
 class DeviceClock:
@@ -31,19 +50,121 @@ class DeviceClock:
         return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
 
 
-def by_signature(
-    runtimes_us: Sequence[float], signatures: Sequence[Hashable]
-) -> tuple[list[float], list[float]]:
-    """Median and median absolute deviation over the calls that do the same work, for each call.
+class OpTimer(TorchDispatchMode):
+    """Times the ops of a forward: by the clock on the CPU, elsewhere by events of the device's stream.
 
-    Models repeat their blocks, so one step measures most kinds of op many times.
+    `generators` are the explicit ones that the forward drew from, as they were.
     """
-    samples: dict[Hashable, list[float]] = {}
-    for runtime, signature in zip(runtimes_us, signatures, strict=True):
+
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.generators: dict[int, GeneratorState] = {}
+        self._device = device
+        self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = facts_of(func)
+        if facts.view:
+            return func(*args, **kwargs)
+        if facts.draws(args, kwargs):
+            generator = generator_of(args, kwargs)
+            if id(generator) not in self.generators:
+                self.generators[id(generator)] = capture(generator)
+        signature = signature_of(facts, args, kwargs)
+        began = self._now()
+        out = func(*args, **kwargs)
+        self._spans.append((signature, began, self._now()))
+        return out
+
+    def _now(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter_ns()
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def samples(self) -> Samples:
+        """What was timed. On a device with a stream this waits for it."""
+        on_cpu = self._device.type == "cpu"
+        if not on_cpu and self._spans:
+            torch.get_device_module(self._device).synchronize(self._device)
+        found: Samples = {}
+        for signature, began, ended in self._spans:
+            us = (ended - began) / 1e3 if on_cpu else began.elapsed_time(ended) * 1e3
+            found.setdefault(signature, []).append(us)
+        return found
+
+
+def timed_forward(call: Callable[[], Any], device: torch.device) -> Samples:
+    """Run forward as in training, but so that autograd keeps nothing of it.
+
+    Explicit generators that it draws from are afterwards as before; torch's own are the caller's affair.
+    """
+    timer = OpTimer(device)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_described, _ones), torch.enable_grad(), timer:
+            call()
+    finally:
+        torch.clear_autocast_cache()
+        for state in timer.generators.values():
+            state.restore()
+    return timer.samples()
+
+
+def forwards(call: Callable[[], Any], device: torch.device, wanted: Set[Hashable], step_s: float) -> Samples:
+    """Run forward again and again, until every kind of op in `wanted` has been seen often enough.
+
+    `step_s` is what the profiled step took, in seconds; the time that this may take depends on it.
+    """
+    samples: Samples = {}
+    spent, last, allowed = 0.0, 0.0, max(EXTRA_S, EXTRA_OF_STEP * step_s)
+    for _ in range(SAMPLES):
+        if spent + last > allowed or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
+            break
+        began = time.perf_counter()
+        found = timed_forward(call, device)
+        for key in wanted & found.keys():
+            samples.setdefault(key, []).extend(found[key])
+        last = time.perf_counter() - began
+        spent += last
+    return samples
+
+
+def _described(tensor: Tensor) -> Any:
+    return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
+
+
+def _ones(packed: Any) -> Tensor:
+    """For a model that differentiates inside its forward."""
+    size, stride, dtype, device = packed
+    return torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
+
+
+def middle_and_spread(
+    in_step_us: Sequence[float], signatures: Sequence[Hashable], more: Mapping[Hashable, Sequence[float]]
+) -> dict[Hashable, tuple[float, float, int]]:
+    """Median, median absolute deviation and number of samples, by kind of op.
+
+    Where `more` has enough samples, those taken in the profiled step are left out: the record of
+    allocations makes each op a little slower.
+    """
+    samples: Samples = {}
+    for runtime, signature in zip(in_step_us, signatures, strict=True):
         samples.setdefault(signature, []).append(runtime)
-    middle = {key: statistics.median(values) for key, values in samples.items()}
-    spread = {
-        key: statistics.median(abs(value - middle[key]) for value in values)
-        for key, values in samples.items()
-    }
-    return [round(middle[s], 3) for s in signatures], [round(spread[s], 3) for s in signatures]
+    found: dict[Hashable, tuple[float, float, int]] = {}
+    for signature, own in samples.items():
+        others = list(more.get(signature, ()))
+        taken = others if len(others) >= LEAST_SAMPLES else own + others
+        middle = statistics.median(taken)
+        spread = statistics.median(abs(value - middle) for value in taken)
+        found[signature] = (round(middle, 3), round(spread, 3), len(taken))
+    return found
