@@ -10,17 +10,18 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ac_client.applied import Applied, applied, check_untouched
+from ac_client.applied import Applied, Shapes, applied, check_untouched
 from ac_client.checkpoint import checkpoint, checkpoint_sequential
 from ac_client.cursor import LeftThePath
-from ac_client.errors import AlreadyApplied, ApplyError, CheckpointingActive, NotApplied
+from ac_client.errors import AlreadyApplied, ApplyError, CheckpointingActive, NotApplied, ShapeNotPlanned
 from ac_client.pins import Pin, pin
 from ac_client.policies import PolicyConflict
 from ac_client.recipes import StaleError
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy, tag
 from ac_client.split import split_backward
-from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
+from autoac.planner import Constraints, InfeasibleBudget, InvalidBudget, InvalidConstraints, Policy, PolicySet
+from autoac.planner.policy_set import SET_FORMAT
 from autoac.planner.units import bytes_from_gb
 from autoac.profiler.errors import PinConflict
 
@@ -29,14 +30,18 @@ __all__ = [
     "Applied",
     "ApplyError",
     "CheckpointingActive",
+    "Constraints",
     "InfeasibleBudget",
     "InvalidBudget",
+    "InvalidConstraints",
     "LeftThePath",
     "NotApplied",
     "Pin",
     "PinConflict",
     "PolicyConflict",
+    "PolicySet",
     "Report",
+    "ShapeNotPlanned",
     "StaleError",
     "applied",
     "apply",
@@ -56,36 +61,53 @@ def apply(
     budget_gb: float | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    policy: Policy | str | os.PathLike[str] | None = None,
+    policy: Policy | PolicySet | str | os.PathLike[str] | None = None,
     service: str | None = None,
     headroom_gb: float = 0.0,
+    constraints: Constraints | None = None,
     strict: bool = False,
+    shapes: Shapes = "bucket",
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
     Changes the model in place and returns it. The first training forward is profiled on its real batch,
-    planned, and already runs planned; a forward in `eval()` or under `no_grad` is left alone.
+    planned, and already runs planned; a forward in `eval()` or under `no_grad` is left alone. A batch of a
+    shape that no earlier plan covers is planned when it is met.
 
     Args:
         model: as it will be trained. Must not checkpoint itself.
         budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
             optimizer state included. May be left out if `policy` is given.
         optimizer: counts its state, also before its first step.
-        policy: carry this one out and plan nothing: a Policy, or the path of a policy file.
+        policy: carry this out: a Policy, for every batch; a PolicySet, for the batches that it covers, and
+            for others too if there is no budget to plan them for; or the path of a file with either.
         service: URL of a planning service to ask; with it away, the plan is made in this process.
         headroom_gb: left free below the budget, for fragmentation.
+        constraints: what must hold for the plan beside the budget: pins by module path or op, FSDP units, a
+            budget for forward, ... (docs/constraints.md).
         strict: raise LeftThePath where the ops that run are not those of the policy, instead of saving
-            what is unknown.
+            what is unknown; and ShapeNotPlanned for a batch that no plan covers, instead of planning it. The
+            first batch is always planned.
+        shapes: "bucket": one policy for each shape of batch that is met and not covered by an earlier
+            one (docs/shapes.md). "first": the first batch's policy carries out every batch.
 
     Raises:
-        InvalidBudget: the budget is not a positive, finite number of GiB.
+        InvalidBudget: the budget is not a positive, finite number of GiB; or there is none, and the policy
+            set is empty.
+        ValueError: `shapes` is neither of the two.
         AlreadyApplied: the model or a part of it is planned already.
         CheckpointingActive: the model checkpoints itself.
+        InvalidConstraints: a pattern stands for nothing, or constraints contradict each other. From the first
+            training forward, which leaves the model as it was; from `apply` if a policy is given as well.
         InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
             training forward, which leaves the model as it was.
     """
     if budget_gb is None and policy is None:
         raise InvalidBudget("pass budget_gb=..., the device's peak in GiB, or policy=...")
+    if constraints is not None and policy is not None:
+        raise InvalidConstraints(
+            "a policy is carried out as it is: plan it under the constraints, or leave policy=... out"
+        )
     budget_bytes = None
     if budget_gb is not None:
         if not math.isfinite(budget_gb) or budget_gb <= 0:
@@ -99,22 +121,39 @@ def apply(
         raise InvalidBudget(
             f"headroom_gb={headroom_gb!r} must be at least 0 and below budget_gb={budget_gb!r}"
         )
+    if shapes not in ("bucket", "first"):
+        raise ValueError(f'shapes={shapes!r}: pass "bucket" or "first"')
     check_untouched(model)
-    loaded = None
-    if policy is not None:
-        loaded = policy if isinstance(policy, Policy) else Policy.from_json(Path(policy).read_text("utf-8"))
-        peak = loaded.predicted.peak_bytes
-        if budget_bytes is not None and peak > budget_bytes - bytes_from_gb(headroom_gb):
+    loaded = _read(policy)
+    if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
+        raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
+    for predicted in (made.predicted for made in _policies(loaded)):
+        if budget_bytes is not None and predicted.peak_bytes > budget_bytes - bytes_from_gb(headroom_gb):
             raise InfeasibleBudget(
-                budget_bytes, loaded.predicted.static_bytes, peak, loaded.predicted.peak_at, ()
+                budget_bytes, predicted.static_bytes, predicted.peak_bytes, predicted.peak_at, ()
             )
     Applied(
         model,
         budget_bytes=budget_bytes,
         headroom_bytes=bytes_from_gb(headroom_gb),
+        constraints=constraints,
         optimizer=optimizer,
         policy=loaded,
         service=service,
         strict=strict,
+        shapes=shapes,
     )
     return model
+
+
+def _read(policy: Policy | PolicySet | str | os.PathLike[str] | None) -> Policy | PolicySet | None:
+    if policy is None or isinstance(policy, (Policy, PolicySet)):
+        return policy
+    text = Path(policy).read_text("utf-8")
+    return PolicySet.from_json(text) if f'"{SET_FORMAT}"' in text[:200] else Policy.from_json(text)
+
+
+def _policies(given: Policy | PolicySet | None) -> list[Policy]:
+    if isinstance(given, PolicySet):
+        return [bucket.policy for bucket in given.buckets]
+    return [given] if given is not None else []

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import statistics
+import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ac_client.cursor import Cursor, OffPath, Route
-from ac_client.errors import AlreadyApplied, CheckpointingActive, NotApplied
+from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded
+from ac_client.cursor import Cursor, OffPath
+from ac_client.errors import AlreadyApplied, CheckpointingActive, NotApplied, ShapeNotPlanned
 from ac_client.measure import AllocatorTimeline
-from ac_client.remote import ServiceUnavailable, request_policy
+from ac_client.outofmemory import Before, is_out_of_memory
+from ac_client.peaks import (
+    WATCHED_STEPS,
+    AllocatorPeak,
+    Seen,
+    allocator_peak,
+    proposed_headroom,
+)
+from ac_client.planning import Planning
+from ac_client.remote import RemoteError
 from ac_client.report import Report
 from ac_client.runtime import active, enter_hooks, save_recompute_policy
-from autoac.planner import Plan, Policy, plan
+from ac_client.shapes import key_of, leaves_of, shape_of
+from autoac.planner import (
+    Constraints,
+    Plan,
+    PlannerError,
+    Policy,
+    PolicySet,
+)
+from autoac.planner.policy_set import Bucket, Extent, Shape, shape_in_words
 from autoac.planner.units import format_bytes
-from autoac.profiler import ProfilerBusy, device_of, observe
+from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
 from autoac.profiler.modules import ModuleHook, watch_modules
 from autoac.profiler.ops import tensors_in
 from autoac.profiler.static import optimizer_state_nbytes, static_bytes
@@ -32,7 +53,11 @@ log = logging.getLogger("ac_client")
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 
+PROBES = 8  # parameters that are asked whether gradients exist
 MOST_STEP_TIMES = 1000  # kept for the median
+
+Shapes = Literal["bucket", "first"]
+Result = TypeVar("Result")
 
 
 class _Call(threading.local):
@@ -41,10 +66,12 @@ class _Call(threading.local):
     planning = False
     region: save_recompute_policy | None = None
     cursor: Cursor | None = None
+    quiet: set[tuple[int, int]]  # of the policy that the cursor walks
     unseen = 0  # modules that are being called while the mode is off
     watched: list[tuple[tuple[int, int] | None, int]]  # by module that is being called
 
     def __init__(self) -> None:
+        self.quiet = set()
         self.watched = []
 
 
@@ -53,8 +80,6 @@ class Applied:
 
     Attributes:
         budget_bytes: of the device, for the whole step; None if a policy was given without a budget.
-        policy: what is carried out; None until the first training forward.
-        plan: the decision with its evidence; None until then, and where the policy was not made here.
     """
 
     def __init__(
@@ -63,40 +88,157 @@ class Applied:
         *,
         budget_bytes: int | None,
         headroom_bytes: int,
+        constraints: Constraints | None,
         optimizer: torch.optim.Optimizer | None,
-        policy: Policy | None,
+        policy: Policy | PolicySet | None,
         service: str | None,
         strict: bool,
+        shapes: Shapes = "bucket",
     ) -> None:
         self.budget_bytes = budget_bytes
-        self.policy: Policy | None = None
-        self.plan: Plan | None = None
-        self._headroom_bytes = headroom_bytes
         self._optimizer = optimizer
-        self._service = service
         self._strict = strict
         self._model = weakref.ref(model)
         self._name = type(model).__name__
-        self._route: Route | None = None
-        self._recomputes = False
+        self._planning = Planning(self._name, budget_bytes, headroom_bytes, constraints, optimizer, service)
+        self._shapes = shapes
+        self._buckets = Buckets()
+        self._serves_all: Loaded | None = None  # one policy, whatever the batch
+        self._current: Loaded | None = None  # of the last forward
+        self._unplanned: set[Hashable] = set()  # keys of batches with nothing to differentiate
         self._here = _Call()
-        self._plan_lock = threading.Lock()
-        self._quiet: set[tuple[int, int]] = set()  # stretches of saved ops that once wrote to nothing tracked
+        self._plan_lock = threading.RLock()
         self._off_path = ""
-        self._told_busy = False
+        self._told: set[str] = set()
+        self._allocator: AllocatorPeak | None = None
+        self._reading: tuple[Loaded, int, int] | None = None  # a step that is watched: policy, peak, versions
+        self._retries = 0
         self._measured_peak: int | None = None
         self._batch: list[weakref.ref[Tensor]] = []  # of the last forward
         self._steps = 0
         self._began: list[float] = []
         self._handles: list[RemovableHandle] = []
-        if policy is not None:
-            self._load(policy)
+        if isinstance(policy, Policy):
+            self._serves_all = self._loaded(Loaded(None, policy))
+        elif policy is not None:
+            for bucket in policy.buckets:
+                self._loaded(Loaded(bucket.shape, bucket.policy))
+        trainable = [weakref.ref(p) for p in model.parameters() if p.requires_grad]
+        self._probes = trainable[:: max(1, len(trainable) // PROBES)]  # to see whether gradients exist
         _applied[model] = self
         self._attach(model)
+
+    @property
+    def policy(self) -> Policy | None:
+        """What the last training forward carried out; None before the first, unless one was given."""
+        loaded = self._current or self._serves_all
+        return loaded.policy if loaded is not None else None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The decision behind `policy` with its evidence; None where that was not made in this process."""
+        loaded = self._current or self._serves_all
+        return loaded.plan if loaded is not None else None
+
+    @property
+    def policies(self) -> PolicySet:
+        """One policy for each shape of batch that was planned. A policy given alone has no shape."""
+        return PolicySet(
+            buckets=tuple(
+                Bucket(shape=dict(loaded.shape), policy=loaded.policy)
+                for loaded in self._buckets.all
+                if loaded.shape is not None
+            )
+        )
+
+    def plan_for(self, *args: Any, **kwargs: Any) -> Policy:
+        """Plan for one more shape of batch now: profiles `model(*args, **kwargs)` and changes nothing.
+
+        A loop that begins with its largest batch plans once; one whose small batches are not to recompute
+        what only the large ones must plans for those too.
+
+        Raises:
+            RuntimeError: one policy serves every shape, there is no budget, or the model is in `eval()`.
+            InfeasibleBudget: no plan fits. What was planned before stays.
+        """
+        model = self._model()
+        if model is None or self.budget_bytes is None or self._serves_all is not None:
+            raise RuntimeError(
+                'plan_for plans shapes for a budget: apply(model, budget_gb=..., shapes="bucket") first'
+            )
+        if not model.training:
+            raise RuntimeError("plan_for plans training steps: call model.train() first")
+        self._read(model)  # profiling is no part of the step before
+        with self._plan_lock:
+            return self._plan(model, args, kwargs, shape_of(args, kwargs)).policy
+
+    def step(
+        self, fn: Callable[[], Result], *, retry_oom: bool = False, keep_gradients: bool = False
+    ) -> Result:
+        """Run `fn()`, the forward and backward of one step, and see it through an out-of-memory error.
+
+        With `retry_oom` a step that runs out of memory is undone, planned again for less memory, and run
+        once more: gradients that it made are dropped, buffers and generators are put back. Else the error
+        goes on, with what to do about it.
+
+        Args:
+            fn: forward and backward, the same if called again; `zero_grad` and the optimizer stay outside.
+            retry_oom: run it a second time.
+            keep_gradients: copy the gradients that are there before the step to the host's memory, to be
+                able to undo a step that adds to them (gradient accumulation). Without, such a step is run
+                again only if it has not come to add to them.
+
+        Raises:
+            torch.OutOfMemoryError: also from the second time, or it could not be undone. A note says so.
+        """
+        model = self._model()
+        before = Before(model, keep_gradients=keep_gradients) if retry_oom and model is not None else None
+        peak = self._allocator.allocated_peak() if self._allocator is not None else 0
+        try:
+            return fn()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._abandon()
+            loaded = self._current
+            why = before.why_not() if before is not None else "retry_oom=True was not passed to step()"
+            if loaded is None:
+                why = "it was not planned yet: the profiled step itself did not fit"
+            elif not why and (loaded.profile is None or self.budget_bytes is None):
+                why = "its policy was given, and cannot be planned again without budget_gb and a profile"
+            if why or before is None or loaded is None:
+                self._note(error, f"The step was not run again: {why}.")
+                raise
+            came_from = "".join(traceback.format_tb(error.__traceback__, limit=-4))
+            # What its frames hold is not to be there for the second try.
+            failed = error.with_traceback(None)
+            failed.__context__ = failed.__cause__ = None
+        assert before is not None
+        assert loaded is not None
+        gc.collect()
+        if self._allocator is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what was freed may lie in pieces
+        before.restore()
+        try:
+            self._planning.tighten(loaded, self._allocator, peak)
+        except (PlannerError, RemoteError) as error:
+            failed.add_note(f"It came from:\n{came_from}")
+            self._note(failed, f"The step was not run again, for there is no tighter plan: {error}")
+            raise failed from None
+        self._retries += 1
+        try:
+            return fn()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._abandon()
+                self._note(error, "The step was planned again for less memory, and ran out again.")
+            raise
 
     def report(self) -> Report:
         """Predicted and measured peak and step time, so far."""
         policy = self.policy
+        allocated, reserved = self._allocated_and_reserved()
+        budget = self.budget_bytes
         predicted = policy.predicted if policy is not None else None
         gaps = [b - a for a, b in zip(self._began[1:], self._began[2:], strict=False)]
         return Report(
@@ -113,6 +255,17 @@ class Applied:
             recomputed=sum(d == "recompute" for d in policy.decisions.values()) if policy else 0,
             steps=self._steps,
             off_path=self._off_path,
+            buckets=len(self._buckets.all),
+            corrections=sum(loaded.corrections for loaded in self._buckets.all),
+            corrected_by_bytes=policy.corrected_by_bytes if policy else 0,
+            retries=self._retries,
+            allocated_peak_bytes=allocated,
+            reserved_peak_bytes=reserved,
+            proposed_headroom_bytes=(
+                proposed_headroom(allocated, reserved, budget)
+                if allocated is not None and reserved is not None and budget is not None
+                else None
+            ),
         )
 
     @contextmanager
@@ -120,7 +273,9 @@ class Applied:
         """Measure the peak of what runs inside, one or more whole steps, by the allocator's own record.
 
         On CUDA the allocator counts by itself and this resets its counter. On CPU torch.profiler counts,
-        so none may be running, and the model must have been planned by an earlier step.
+        so none may be running, and the model must have been planned by an earlier step. What was measured
+        is then compared with what was predicted: where that was over the budget, or far from using it, the
+        model is planned again (docs/budget.md).
 
         Raises:
             RuntimeError: the model is not planned yet, or torch.profiler is running.
@@ -131,9 +286,18 @@ class Applied:
                 "run one training step first: the model is planned in its first training forward"
             )
         timeline = AllocatorTimeline(device_of(model), base=self._standing_bytes(model))
+        self._reading = None  # the counter is about to be reset
+        steps = {loaded: loaded.steps for loaded in self._buckets.all}
+        versions = _versions(model)
         with timeline:
             yield
         self._measured_peak = timeline.peak_bytes
+        self._reading = None
+        ran = [loaded for loaded in self._buckets.all if loaded.steps > steps.get(loaded, 0)]
+        if ran:
+            loaded = max(ran, key=lambda loaded: loaded.policy.predicted.peak_bytes)
+            loaded.seen = Seen.exactly(timeline.peak_bytes)
+            self._planning.judge(model, loaded, whole=_versions(model) != versions)
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`. May be called twice."""
@@ -160,10 +324,15 @@ class Applied:
                 return torch.cuda.max_memory_allocated(device)
         return self._measured_peak
 
+    def _allocated_and_reserved(self) -> tuple[int | None, int | None]:
+        if self._allocator is None:
+            return None, None
+        return self._allocator.allocated_peak(), self._allocator.reserved_peak()
+
     def _attach(self, model: nn.Module) -> None:
         self._handles = [
             model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True, prepend=True),
-            model.register_forward_hook(ModuleHook(self._after), always_call=True),
+            model.register_forward_hook(ModuleHook(self._left), always_call=True),
             *watch_modules(model, self._enter, self._leave),
         ]
 
@@ -171,6 +340,8 @@ class Applied:
         here = self._here
         if here.planning:
             return
+        if self._reading is not None:
+            self._read(model)  # the step that was watched is over
         if not model.training or not torch.is_grad_enabled():
             if not model.training:
                 self._after(model, None, None)  # as below; no part of a forward in training
@@ -178,37 +349,38 @@ class Applied:
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
         self._after(model, None, None)
-        if self._route is None:
-            enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
-            hooks.__exit__()
-            try:
-                with self._plan_lock:  # a forward on another thread waits for the plan
-                    if self._route is None:
-                        self._plan(model, args, kwargs)
-            except ProfilerBusy:
-                if not self._told_busy:
-                    self._told_busy = True
-                    log.warning(
-                        "%s runs unplanned while torch.profiler is active, and will be planned after",
-                        self._name,
-                    )
+        loaded = self._serves_all
+        if loaded is None:
+            key = key_of(args, kwargs)
+            loaded = self._buckets.known.get(key) or self._meet(model, args, kwargs, key)
+            if loaded is None:
                 return
-            except BaseException:
-                self.remove()
-                raise
-        assert self._route is not None
+        if loaded.knows_no_gradients and self._gradients_exist():
+            loaded = self._plan_with_gradients(model, args, kwargs, loaded)
+        self._current = loaded
+        loaded.steps += 1
+        if self._allocator is not None and loaded.watched < WATCHED_STEPS:
+            self._reading = loaded, self._allocator.allocated_peak(), _versions(model)
         self._steps += 1
         self._batch = [weakref.ref(t) for t in tensors_in(args, kwargs)]
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
-        if not self._recomputes:
+        if not loaded.recomputes:
             return
-        here.cursor = Cursor(self._route, strict=self._strict, report=self._off)
+        route, here.quiet = loaded.way
+        here.cursor = Cursor(route, strict=self._strict, report=self._off)
         here.unseen = 0
         here.watched = []
         region = save_recompute_policy(here.cursor)
         region.__enter__()
         here.region = region
+
+    def _left(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
+        self._after(None, None, None)
+        if out is None and is_out_of_memory(error := sys.exception()):
+            assert error is not None
+            what = "Profiling a step" if self._here.planning else "A planned forward"
+            self._note(error, f"{what} ran out of memory.")
 
     def _after(self, _model: nn.Module | None, _args: Any, _out: Any) -> None:
         here = self._here
@@ -224,7 +396,7 @@ class Applied:
             here.unseen += 1  # inside a module that runs without the mode
             return
         stretch = here.cursor.enter(path)
-        if stretch in self._quiet and not self._strict and region.pause(stretch[1] - stretch[0]):
+        if stretch in here.quiet and not self._strict and region.pause(stretch[1] - stretch[0]):
             here.unseen = 1
         here.watched.append((stretch, region.tracked_writes))
 
@@ -240,7 +412,7 @@ class Applied:
             here.cursor.skip()
         stretch, writes = here.watched.pop() if here.watched else (None, 0)
         if stretch is not None and writes == region.tracked_writes:
-            self._quiet.add(stretch)
+            here.quiet.add(stretch)
         here.cursor.leave(path)
 
     def _off(self, off: OffPath) -> None:
@@ -248,31 +420,117 @@ class Applied:
             self._off_path = str(off)
             log.warning("%s left its policy: %s; what is unknown is saved", self._name, off)
 
-    def _plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _meet(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Hashable
+    ) -> Loaded | None:
+        """The policy for a batch whose key is new, planned if no bucket covers it; None: run it unplanned.
+
+        Raises:
+            ShapeNotPlanned: strict, and beyond all buckets.
+        """
+        if key in self._unplanned:
+            return None
+        with self._plan_lock:  # a forward on another thread waits for the plan
+            loaded = self._buckets.covering(Extent.of_leaves(leaves_of(args, kwargs)))
+            if loaded is None:
+                shape = shape_of(args, kwargs)
+                first = not self._buckets.all
+                if not first:
+                    if self._strict:
+                        planned = [b.shape for b in self._buckets.all if b.shape is not None]
+                        raise ShapeNotPlanned(shape, planned)
+                    if self.budget_bytes is None or len(self._buckets.all) >= MOST_BUCKETS:
+                        return self._beyond(shape, key)
+                enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
+                hooks.__exit__()
+                try:
+                    loaded = self._plan(model, args, kwargs, shape)
+                except ProfilerBusy:
+                    if not first:
+                        return self._buckets.largest()  # for this time
+                    self._tell_once(
+                        "busy",
+                        "%s runs unplanned while torch.profiler is active, and will be planned after",
+                        self._name,
+                    )
+                    return None
+                except BaseException as error:
+                    if first:
+                        self.remove()
+                    elif isinstance(error, NothingToProfile):
+                        self._unplanned.add(key)
+                        return None
+                    raise
+            if self._serves_all is None:
+                self._buckets.remember(key, loaded)
+        return loaded
+
+    def _gradients_exist(self) -> bool:
+        return any((p := ref()) is not None and p.grad is not None for ref in self._probes)
+
+    def _plan_with_gradients(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: Loaded
+    ) -> Loaded:
+        """Plan again where gradients exist before a step that was planned as one that makes them.
+
+        So it is with microbatches after the first, and with `zero_grad(set_to_none=False)`. The new plan
+        then serves first microbatches too, which need less.
+        """
+        shape = shape_of(args, kwargs)
+        if shape != loaded.planned_for:
+            return loaded  # wait for a batch like the one that was profiled
+        loaded.knows_no_gradients = False  # asked once, whatever comes of it
+        with self._plan_lock:
+            try:
+                again = self._plan(model, args, kwargs, shape)
+            except ProfilerBusy:
+                loaded.knows_no_gradients = True
+                return loaded
+            except (PlannerError, RemoteError) as error:
+                self._tell_once(
+                    "gradients",
+                    "%s: gradients exist before the step, and no plan leaves room for them (%s): it stays",
+                    self._name,
+                    str(error).partition("\n")[0],
+                )
+                return loaded
+        log.info("%s: planned again, since gradients exist before the step", self._name)
+        return again
+
+    def _beyond(self, shape: Shape, key: Hashable) -> Loaded:
+        """What runs a batch that no bucket covers and that is not planned."""
+        loaded = self._buckets.largest()
+        self._tell_once(
+            "beyond",
+            "%s: no bucket covers a batch of %s, and none is added (%s): it runs under the largest of %d, "
+            "and may need more memory than that was planned for",
+            self._name,
+            shape_in_words(shape),
+            "no budget_gb was given" if self.budget_bytes is None else f"there are {MOST_BUCKETS}",
+            len(self._buckets.all),
+        )
+        self._buckets.remember(key, loaded)
+        return loaded
+
+    def _plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Shape) -> Loaded:
         assert self.budget_bytes is not None
         self._here.planning = True
         try:
             profile = observe(model, args, kwargs, optimizer=self._optimizer)
         finally:
             self._here.planning = False
-        if self._service is not None:
-            try:
-                self._load(
-                    request_policy(
-                        self._service, profile, self.budget_bytes, headroom_bytes=self._headroom_bytes
-                    )
-                )
-                return
-            except ServiceUnavailable as error:
-                log.warning("planning in-process, because %s", error)
-        self.plan = plan(profile, budget_bytes=self.budget_bytes, headroom_bytes=self._headroom_bytes)
-        self._load(self.plan.policy())
+        policy, made = self._planning.first(profile)
+        loaded = self._loaded(Loaded(shape, policy, made, profile))
+        if self._shapes == "first":
+            loaded.shape = None
+            self._serves_all = loaded
+        if self._allocator is None:
+            self._allocator = allocator_peak(device_of(model))
+        return loaded
 
-    def _load(self, policy: Policy) -> None:
-        self.policy = policy
-        self._route = Route(policy.decisions)
-        self._quiet.clear()
-        self._recomputes = "recompute" in policy.decisions.values()
+    def _loaded(self, loaded: Loaded) -> Loaded:
+        self._buckets.add(loaded)
+        policy = loaded.policy
         log.info(
             "%s: predicted peak %s, %d of %d ops recomputed",
             self._name,
@@ -280,6 +538,50 @@ class Applied:
             sum(decision == "recompute" for decision in policy.decisions.values()),
             len(policy.decisions),
         )
+        return loaded
+
+    def _read(self, model: nn.Module) -> None:
+        """Compare the step that is over with what was predicted of it."""
+        reading, self._reading = self._reading, None
+        if reading is None or self._allocator is None:
+            return
+        loaded, before, versions = reading
+        seen = Seen.between(before, self._allocator.allocated_peak())
+        loaded.seen = seen if loaded.seen is None else loaded.seen.joined(seen)
+        loaded.watched += 1
+        self._planning.judge(
+            model, loaded, whole=loaded.watched == WATCHED_STEPS and _versions(model) != versions
+        )
+
+    def _abandon(self) -> None:
+        """The step that is running will not end."""
+        self._reading = None
+        self._after(None, None, None)
+
+    def _note(self, error: BaseException, what: str) -> None:
+        """Say with `error` what was done about it, and, once, what can be."""
+        told = any(note.startswith("autoac:") for note in getattr(error, "__notes__", ()))
+        error.add_note(f"autoac: {what}")
+        if told:
+            return
+        if (policy := self.policy) is not None:
+            peak, budget = policy.predicted.peak_bytes, self.budget_bytes
+            of = f" of a budget of {format_bytes(budget)}" if budget is not None else ""
+            error.add_note(f"The planned peak was {format_bytes(peak)}{of}.")
+        error.add_note(
+            "Pass a smaller budget_gb or more headroom_gb to ac_client.apply, use a smaller batch, or run "
+            "the step as ac_client.applied(model).step(fn, retry_oom=True)."
+        )
+
+    def _tell_once(self, what: str, message: str, *args: Any) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning(message, *args)
+
+
+def _versions(model: nn.Module) -> int:
+    """Rises with every step of an optimizer."""
+    return sum(p._version for p in model.parameters() if p.requires_grad and not p.is_inference())
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -6,24 +6,30 @@ imported before a command needs it.
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
-    from torch import nn
+from ac_client.console import (
+    CommandError,
+    deliver,
+    format_of,
+    header,
+    load_case,
+    not_negative,
+    plain,
+    progress_of,
+    read,
+    write_whole,
+)
 
-    from autoac.planner import Policy, Progress
+if TYPE_CHECKING:
+    from autoac.planner import Constraints, Policy, Stages
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -40,9 +46,57 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for an error.")]
 
+ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE", help="As `autoac profile` wrote it.")]
+Gap = Annotated[float, typer.Option(help="Stop a plan once proven to be within this fraction of the best.")]
+TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for each plan.")]
 
-class CommandError(Exception):
-    """What the user should read, in one line."""
+# Constraints, of every command that plans.
+PinSave = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin-save",
+        metavar="PATTERN",
+        help="Ops that are never run again: a key, a module (h.*.attn), or ops in one (h.*/aten.mm). May be "
+        "given several times, as every option with a PATTERN.",
+    ),
+]
+PinRecompute = Annotated[
+    list[str] | None,
+    typer.Option("--pin-recompute", metavar="PATTERN", help="Ops whose outputs are never saved."),
+]
+RecomputeOnly = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--recompute-only", metavar="PATTERN", help="What may be run again at all; the rest is saved."
+    ),
+]
+FsdpUnit = Annotated[
+    list[str] | None,
+    typer.Option("--fsdp-unit", metavar="PATTERN", help="Modules whose inputs from elsewhere are saved."),
+]
+LiftDeciding = Annotated[
+    bool, typer.Option("--lift-deciding", help="Let values that decide (top-k, comparisons) be run again.")
+]
+ForwardBudget = Annotated[
+    float | None, typer.Option("--forward-budget-gb", help="GiB that the device may hold in forward.")
+]
+ExtraStatic = Annotated[
+    float,
+    typer.Option("--extra-static-gb", help="GiB that are taken over the whole step, beside the profile."),
+]
+
+
+class GradientsBefore(StrEnum):
+    """Whether gradients exist before the step."""
+
+    PRESENT = "present"
+    ABSENT = "absent"
+
+
+GradientsOption = Annotated[
+    GradientsBefore | None,
+    typer.Option("--gradients", help="Whether gradients exist before the step; by default as profiled."),
+]
 
 
 # --- commands -------------------------------------------------------------------------------------------
@@ -83,7 +137,7 @@ def demo(
     from ac_client.demo import demo as rows
     from ac_client.demo.page import render_page
 
-    with _progress() as progress:
+    with progress_of() as progress:
         result = rows.run(
             pairs=pairs, on_row=lambda name, i, n: progress.at(f"row {i} of {n}: {name}", i - 1, n)
         )
@@ -119,15 +173,23 @@ def profile(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")] = Path(
         "profile.json"
     ),
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="Estimate for a device that is not here: h100, h200, a100, ..."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Profile one training step of the model that FUNCTION returns, without the memory that it would need."""
-    case = _load_case(function)
+    from autoac.profiler import DATASHEETS
     from autoac.profiler import profile as profile_step
 
-    with _progress(f"profiling {type(case.model).__name__}"):
-        observed = profile_step(case.model, *case.args, loss=case.loss, **case.kwargs)
-    _deliver(
+    if on is not None and on not in DATASHEETS:
+        raise typer.BadParameter(f"{on!r} is none of {', '.join(DATASHEETS)}", param_hint="--on")
+    case = load_case(function)
+    device = DATASHEETS[on] if on is not None else None
+    with progress_of(f"profiling {type(case.model).__name__}"):
+        observed = profile_step(case.model, *case.args, loss=case.loss, on=device, **case.kwargs)
+    deliver(
         output,
         observed.to_json() + "\n",
         {
@@ -146,7 +208,7 @@ def profile(
 
 @app.command(epilog=_EXIT_CODES)
 def plan(
-    profile_file: Annotated[Path, typer.Argument(metavar="PROFILE", help="As `autoac profile` wrote it.")],
+    profile_file: ProfileFile,
     budget_gb: Annotated[
         float, typer.Option("--budget-gb", help="GiB that the device may hold at any moment of the step.")
     ],
@@ -154,10 +216,16 @@ def plan(
         "policy.json"
     ),
     headroom_gb: Annotated[float, typer.Option(help="GiB of the budget to leave unused.")] = 0.0,
-    gap: Annotated[
-        float, typer.Option(help="Stop once proven to be within this fraction of the best.")
-    ] = 0.01,
-    time_limit_s: Annotated[float, typer.Option("--time-limit", help="Seconds for the solver.")] = 60.0,
+    pin_save: PinSave = None,
+    pin_recompute: PinRecompute = None,
+    recompute_only: RecomputeOnly = None,
+    fsdp_units: FsdpUnit = None,
+    lift_deciding: LiftDeciding = False,
+    forward_budget_gb: ForwardBudget = None,
+    extra_static_gb: ExtraStatic = 0.0,
+    gradients: GradientsOption = None,
+    gap: Gap = 0.01,
+    time_limit_s: TimeLimit = 60.0,
     as_json: Json = False,
 ) -> None:
     """Find the save set that fits in the budget at the least recompute time, and write it as a policy."""
@@ -165,23 +233,33 @@ def plan(
     from autoac.planner import plan as plan_profile
     from autoac.planner.units import bytes_from_gb, format_bytes, format_us
 
-    observed = Profile.from_json(_read(profile_file))
-    if not 0 <= headroom_gb < float("inf"):
-        raise typer.BadParameter("must not be negative", param_hint="--headroom-gb")
-    with _progress(f"planning {observed.model}") as progress:
+    observed = Profile.from_json(read(profile_file))
+    not_negative(headroom_gb, "--headroom-gb")
+    constraints = _constraints(
+        pin_save,
+        pin_recompute,
+        recompute_only,
+        fsdp_units,
+        lift_deciding=lift_deciding,
+        forward_budget_gb=forward_budget_gb,
+        extra_static_gb=extra_static_gb,
+        gradients=gradients,
+    )
+    with progress_of(f"planning {observed.model}") as progress:
         made = plan_profile(
             observed,
             budget_gb=budget_gb,
             headroom_bytes=bytes_from_gb(headroom_gb),
+            constraints=constraints,
             gap=gap,
             time_limit_s=time_limit_s,
             progress=progress.solving,
         )
     policy = made.policy()
-    _deliver(
+    deliver(
         output,
         policy.to_json(),
-        {"policy": str(output)} | _header(policy),
+        {"policy": str(output)} | header(policy),
         f"{policy.model}: peak {format_bytes(made.peak)} of {format_bytes(policy.budget_bytes)}, "
         f"{format_us(made.recompute_us)} of recompute, gap {made.gap:.1%} -> {output}",
         as_json,
@@ -189,19 +267,269 @@ def plan(
 
 
 @app.command(epilog=_EXIT_CODES)
+def stages(
+    profile_files: Annotated[
+        list[Path],
+        typer.Option(
+            "--profile",
+            help="One for each stage, the first first: the step of one microbatch on one of its chunks. "
+            "More may follow as plain arguments.",
+        ),
+    ],
+    budget_gb: Annotated[
+        list[float],
+        typer.Option(
+            "--budget-gb",
+            help="GiB that each device may hold; one for all, or once for each stage.",
+        ),
+    ],
+    n_microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="In one step.")],
+    more_profiles: Annotated[
+        list[Path] | None, typer.Argument(metavar="[PROFILE]...", help="The further stages' profiles.")
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2 or zb-v.")
+    ] = "1f1b",
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder to write stage-0.json, stage-1.json, ... to.")
+    ] = Path("policies"),
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="Of the model for each stage, where the schedule has several.")
+    ] = None,
+    weight_half_gb: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="GiB that a microbatch holds between the halves of a split backward; once for each stage."
+        ),
+    ] = None,
+    headroom_gb: Annotated[float, typer.Option(help="GiB of each budget to leave unused.")] = 0.0,
+    pin_save: PinSave = None,
+    pin_recompute: PinRecompute = None,
+    recompute_only: RecomputeOnly = None,
+    fsdp_units: FsdpUnit = None,
+    lift_deciding: LiftDeciding = False,
+    forward_budget_gb: ForwardBudget = None,
+    extra_static_gb: ExtraStatic = 0.0,
+    gap: Gap = 0.01,
+    time_limit_s: TimeLimit = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Plan every stage of a pipeline within its device's budget; the slowest stage decides.
+
+    Prints a line for each stage and writes a policy for each. A pattern has to stand for something in every
+    stage.
+    """
+    from autoac.planner import InfeasibleBudget, Profile, plan_stages
+    from autoac.planner.units import bytes_from_gb
+
+    if more_profiles and len(profile_files) > 1:
+        raise typer.BadParameter(
+            "give --profile once before all files, or once before each", param_hint="--profile"
+        )
+    paths = [*profile_files, *(more_profiles or [])]
+    not_negative(headroom_gb, "--headroom-gb")
+    for gb in weight_half_gb or []:
+        not_negative(gb, "--weight-half-gb")
+    observed = [Profile.from_json(read(path)) for path in paths]
+    constraints = _constraints(
+        pin_save,
+        pin_recompute,
+        recompute_only,
+        fsdp_units,
+        lift_deciding=lift_deciding,
+        forward_budget_gb=forward_budget_gb,
+        extra_static_gb=extra_static_gb,
+        gradients=None,
+    )
+    with progress_of(f"planning {len(paths)} stages"):
+        try:
+            made = plan_stages(
+                observed,
+                schedule,
+                n_microbatches=n_microbatches,
+                budget_gb=budget_gb[0] if len(budget_gb) == 1 else budget_gb,
+                chunks=chunks,
+                weight_half_bytes=[bytes_from_gb(gb) for gb in weight_half_gb] if weight_half_gb else None,
+                headroom_bytes=bytes_from_gb(headroom_gb),
+                constraints=constraints,
+                gap=gap,
+                time_limit_s=time_limit_s,
+            )
+        except InfeasibleBudget as error:
+            where = " ".join(getattr(error, "__notes__", []))
+            raise CommandError(f"{one_line(error)}. {where}") from error
+    files = [output / f"stage-{s}.json" for s in range(len(paths))]
+    policies = [stage.plan.policy() for stage in made.stages]
+    output.mkdir(parents=True, exist_ok=True)
+    for path, policy in zip(files, policies, strict=True):
+        write_whole(path, policy.to_json())
+    if as_json:
+        told = [
+            {"policy": str(path), "in_flight": stage.in_flight, "busy_us": busy, "bubble_us": bubble}
+            | header(policy)
+            for path, stage, policy, busy, bubble in zip(
+                files, made.stages, policies, made.times.busy_us, made.times.bubble_us, strict=True
+            )
+        ]
+        whole = {
+            "schedule": made.schedule.value,
+            "microbatches": made.n_microbatches,
+            "step_us": made.times.step_us,
+            "plain_step_us": made.plain.step_us,
+            "slowdown": made.slowdown,
+            "bottleneck": made.times.bottleneck,
+        }
+        print(json.dumps(whole | {"stages": told}, indent=1))
+    else:
+        print("\n".join([*_stage_table(made), f"policies: {files[0]} to {files[-1].name}"]))
+
+
+@app.command(epilog=_EXIT_CODES)
 def explain(
-    policy_file: Annotated[Path, typer.Argument(metavar="POLICY", help="As `autoac plan` wrote it.")],
+    subject: Annotated[
+        Path,
+        typer.Argument(
+            metavar="POLICY|PROFILE",
+            help="As `autoac plan` or `autoac profile` wrote it. A profile is planned first.",
+        ),
+    ],
+    budget_gb: Annotated[
+        float | None, typer.Option("--budget-gb", help="Of a PROFILE: GiB that the device may hold.")
+    ] = None,
+    profile_file: Annotated[
+        Path | None,
+        typer.Option("--profile", help="Of a POLICY: the profile that it was planned from, for bytes."),
+    ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tensor",
+            help="Key of an op, or the end of one: why it is kept or not, and what the other decision "
+            "would do. May be given several times.",
+        ),
+    ] = None,
+    more_gb: Annotated[
+        float | None, typer.Option("--more-gb", help="Say what so many GiB more would buy. Plans again.")
+    ] = None,
+    table: Annotated[bool, typer.Option("--table", help="Bytes and times by module as a table.")] = False,
+    time_limit_s: TimeLimit = 60.0,
     as_json: Json = False,
 ) -> None:
     """Say in words what a policy keeps, what it recomputes, and what that costs."""
-    from autoac.planner import Policy
+    from autoac.planner import Graph, Plan, Policy, Profile, as_planned, more, more_in_words, why
     from autoac.planner import explain as in_words
+    from autoac.planner import plan as plan_profile
+    from autoac.planner import why_in_words as why_text
+    from autoac.planner.modules import by_module, decided
+    from autoac.planner.units import bytes_from_gb
 
-    policy = Policy.from_json(_read(policy_file))
-    if as_json:
-        print(json.dumps(_header(policy) | {"text": in_words(policy)}, indent=1))
+    if more_gb is not None and not 0 < more_gb < float("inf"):
+        raise typer.BadParameter("must be positive", param_hint="--more-gb")
+
+    def within(profile: Profile | Graph, budget: int) -> Plan:
+        name = profile.model if isinstance(profile, Profile) else "the graph"
+        with progress_of(f"planning {name}") as progress:
+            return plan_profile(
+                profile,
+                budget_bytes=budget,
+                constraints=made.constraints if made else None,
+                time_limit_s=time_limit_s,
+                progress=progress.solving,
+            )
+
+    text = read(subject)
+    made: Plan | None = None
+    if format_of(text) == "autoac.profile":
+        if budget_gb is None:
+            raise typer.BadParameter("a profile is explained at a budget: pass one", param_hint="--budget-gb")
+        made = within(Profile.from_json(text), bytes_from_gb(budget_gb))
+        policy = made.policy()
     else:
-        print(in_words(policy))
+        policy = Policy.from_json(text)
+        if profile_file is not None:
+            made = as_planned(policy, Profile.from_json(read(profile_file)))
+    if made is None and (tensors or more_gb is not None or table):
+        raise typer.BadParameter(
+            "bytes are in the profile, not in the policy: pass it", param_hint="--profile"
+        )
+    answer: dict[str, Any] = header(policy)
+    words = [in_words(made, table=table) if made else in_words(policy)]
+    if made is not None:
+        answer["modules"] = plain(by_module(decided(made.graph, made.save_set)))
+        answer["tensors"] = []
+        for key in tensors or []:
+            reason = why(made, key)
+            words.append(why_text(reason))
+            answer["tensors"].append(plain(reason) | {"fits": reason.fits})
+        if more_gb is not None:
+            bought = more(made, bytes_from_gb(more_gb), planning=within)
+            words.append(more_in_words(bought))
+            answer["more"] = plain(bought) | {"gain_us": bought.gain_us}
+    if as_json:
+        print(json.dumps(answer | {"text": "\n\n".join(words)}, indent=1))
+    else:
+        print("\n\n".join(words))
+
+
+@app.command(epilog=_EXIT_CODES)
+def frontier(
+    profile_file: ProfileFile,
+    points: Annotated[int, typer.Option(min=2, help="Budgets, both ends included.")] = 16,
+    gap: Gap = 0.01,
+    time_limit_s: TimeLimit = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Show what memory buys: plans from the smallest peak to the peak with nothing recomputed."""
+    from autoac.planner import Profile, frontier_in_words
+    from autoac.planner import frontier as frontier_of
+
+    observed = Profile.from_json(read(profile_file))
+    with progress_of(f"planning {observed.model}, {points} budgets") as progress:
+        made = frontier_of(
+            observed, points=points, gap=gap, time_limit_s=time_limit_s, progress=progress.solving
+        )
+    if not as_json:
+        print(frontier_in_words(made))
+        return
+    kinks = [kink.plan.peak for kink in made.kinks]
+    plans = [
+        {
+            "peak_bytes": plan.peak,
+            "recompute_us": plan.recompute_us,
+            "gap": plan.gap,
+            "step_us": plan.step_us,
+            "kink": plan.peak in kinks,
+        }
+        for plan in made.plans
+    ]
+    proven = {"floor_found_bytes": made.floor.found, "floor_proven_bytes": made.floor.proven}
+    print(json.dumps(proven | {"plans": plans}, indent=1))
+
+
+@app.command(epilog=_EXIT_CODES)
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A policy, as `autoac plan` wrote it.")],
+    second: Annotated[Path, typer.Argument(metavar="SECOND", help="The policy to compare with.")],
+    profile_file: Annotated[
+        Path | None,
+        typer.Option("--profile", help="The profile of both: compares what is really held, with bytes."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what one policy keeps and another does not, by module, and what that costs."""
+    from autoac.planner import Plan, Policy, Profile, as_planned, difference, difference_in_words
+
+    policies = [Policy.from_json(read(path)) for path in (first, second)]
+    subjects: list[Plan | Policy] = list(policies)
+    if profile_file is not None:
+        observed = Profile.from_json(read(profile_file))
+        subjects = [as_planned(policy, observed) for policy in policies]
+    found = difference(subjects[0], subjects[1])
+    text = difference_in_words(found, str(first), str(second))
+    if as_json:
+        print(json.dumps(plain(found) | {"same": found.same, "text": text}, indent=1))
+    else:
+        print(text)
 
 
 @app.command(epilog=_EXIT_CODES)
@@ -222,144 +550,76 @@ def serve(
         raise typer.Exit(ERROR if left.code else OK) from None
 
 
-# --- reading and writing --------------------------------------------------------------------------------
+# --- options -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is profiled."""
+def _constraints(
+    pin_save: list[str] | None,
+    pin_recompute: list[str] | None,
+    recompute_only: list[str] | None,
+    fsdp_units: list[str] | None,
+    *,
+    lift_deciding: bool,
+    forward_budget_gb: float | None,
+    extra_static_gb: float,
+    gradients: GradientsBefore | None,
+) -> Constraints:
+    """The constraints that the options say."""
+    from pydantic import ValidationError
 
-    model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    loss: Callable[[Any], Any] | None = None
+    from autoac.planner import Constraints
+    from autoac.planner.profile import describe
+    from autoac.planner.units import bytes_from_gb
 
-
-def _load_case(name: str) -> Case:
-    """Call the function that `MODULE:FUNCTION` names and read what it returns."""
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise typer.BadParameter(f"{name!r} is not MODULE:FUNCTION", param_hint="MODULE:FUNCTION")
-    sys.path.insert(0, os.getcwd())
+    not_negative(extra_static_gb, "--extra-static-gb")
+    if forward_budget_gb is not None and not 0 < forward_budget_gb < float("inf"):
+        raise typer.BadParameter("must be positive", param_hint="--forward-budget-gb")
     try:
-        function: Any = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            function = getattr(function, part)
-        returned = function()
-    except Exception as error:  # anything that the user's module does
-        raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
-    return case_of(returned, name)
-
-
-def case_of(returned: Any, name: str) -> Case:
-    """The case from what the user's function returned.
-
-    Raises:
-        CommandError: it is none of the forms that `autoac profile` takes.
-    """
-    from torch import nn
-
-    fields = ("model", "args", "kwargs", "loss")
-    match returned:
-        case Mapping() if "model" in returned and set(returned) <= set(fields):
-            case = Case(**returned)
-        case (model, args, kwargs):
-            case = Case(model, args, kwargs)
-        case (model, args, kwargs, loss):
-            case = Case(model, args, kwargs, loss)
-        case _:
-            raise CommandError(
-                f"{name} returned {type(returned).__name__}; it should return (model, args, kwargs), "
-                "(model, args, kwargs, loss), or a dict with these keys"
-            )
-    if not isinstance(case.model, nn.Module):
-        raise CommandError(
-            f"{name} returned a model of type {type(case.model).__name__}, not torch.nn.Module"
+        return Constraints(
+            pin_save=tuple(pin_save or ()),
+            pin_recompute=tuple(pin_recompute or ()),
+            recompute_only=tuple(recompute_only or ()),
+            fsdp_units=tuple(fsdp_units or ()),
+            save_deciding=not lift_deciding,
+            forward_budget_bytes=None if forward_budget_gb is None else bytes_from_gb(forward_budget_gb),
+            extra_static_bytes=bytes_from_gb(extra_static_gb),
+            gradients="as profiled" if gradients is None else gradients.value,
         )
-    if not isinstance(case.args, tuple | list) or not isinstance(case.kwargs, Mapping):
-        raise CommandError(f"{name} returned args or kwargs that are no tuple and dict")
-    return Case(case.model, tuple(case.args), case.kwargs, case.loss)
+    except ValidationError as error:
+        raise typer.BadParameter("; ".join(describe(error))) from None
 
 
-def _read(path: Path) -> bytes:
-    if str(path) == "-":
-        return sys.stdin.buffer.read()
-    return path.read_bytes()
+def _stage_table(made: Stages) -> list[str]:
+    """A line for each stage, and one for the whole pipeline."""
+    from autoac.planner.units import format_bytes, format_us
 
-
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`: all of it, or, if that fails, nothing."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: bool) -> None:
-    """Write the result; then say so on stdout, which is taken if the result itself goes there."""
-    if str(output) == "-":
-        sys.stdout.write(text)
-        return
-    write_whole(output, text)
-    print(json.dumps(facts, indent=1) if as_json else line)
-
-
-def _header(policy: Policy) -> dict[str, Any]:
-    again = sum(decision == "recompute" for decision in policy.decisions.values())
-    head: dict[str, Any] = policy.model_dump(mode="json", exclude={"decisions"})
-    return head | {"ops": len(policy.decisions), "recomputed": again}
-
-
-# --- progress -------------------------------------------------------------------------------------------
-
-
-class _Lines:
-    """Progress where nobody watches: a line on stderr when something begins."""
-
-    def __init__(self, what: str) -> None:
-        if what:
-            print(f"{what} ...", file=sys.stderr, flush=True)
-
-    def at(self, what: str, done: int, total: int) -> None:
-        print(what, file=sys.stderr, flush=True)
-
-    def solving(self, progress: Progress) -> None:
-        pass
-
-
-class _Bar:
-    """Progress on a terminal: one bar on stderr, which goes away."""
-
-    def __init__(self, bar: Any, task: TaskID, what: str) -> None:
-        self._bar, self._task, self._what = bar, task, what
-
-    def at(self, what: str, done: int, total: int) -> None:
-        self._bar.update(self._task, description=what, completed=done, total=total)
-
-    def solving(self, progress: Progress) -> None:
-        gap = f", gap {progress.gap:.1%}" if progress.gap < 10 else ""
-        self._bar.update(self._task, description=self._what + gap)
-
-
-@contextmanager
-def _progress(what: str = "") -> Iterator[_Lines | _Bar]:
-    if not sys.stderr.isatty():
-        yield _Lines(what)
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as RichProgress
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _Bar(bar, bar.add_task(what, total=None), what)
+    head = ("stage", "in flight", "peak", "budget", "recompute", "gap", "busy", "idle")
+    rows = [head]
+    for s, stage in enumerate(made.stages):
+        plan_ = stage.plan
+        rows.append(
+            (
+                f"{s}{' *' if s == made.times.bottleneck else ''}",
+                str(stage.in_flight),
+                format_bytes(plan_.peak),
+                format_bytes(plan_.budget + plan_.headroom),
+                format_us(plan_.recompute_us),
+                f"{plan_.gap:.1%}",
+                format_us(made.times.busy_us[s]),
+                format_us(made.times.bubble_us[s]),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return [
+        *lines,
+        f"{made.schedule.value}, {made.n_microbatches} microbatches: a step takes "
+        f"{format_us(made.times.step_us)}, {made.slowdown:.1%} more than with nothing recomputed. "
+        "* has most to do.",
+    ]
 
 
 # --- errors ---------------------------------------------------------------------------------------------
@@ -375,7 +635,7 @@ _state = _State()
 
 def one_line(error: BaseException) -> str:
     """What went wrong, in one line."""
-    from autoac.planner.errors import InfeasibleBudget, PlannerError
+    from autoac.planner.errors import InfeasibleBudget, InfeasibleConstraints, PlannerError
     from autoac.planner.units import format_bytes, gb_from_bytes
 
     match error:
@@ -386,6 +646,8 @@ def one_line(error: BaseException) -> str:
             if smallest is not None:
                 gb = -(-gb_from_bytes(smallest) * 1000 // 1) / 1000
                 text += f" (proven); a plan exists for --budget-gb {max(gb, gb_from_bytes(smallest)):.6g}"
+            if isinstance(error, InfeasibleConstraints):
+                text += ". " + " ".join(error.culprits)
         case CommandError() | PlannerError():
             text = str(error)
         case OSError() if error.filename is not None:

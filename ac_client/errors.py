@@ -4,12 +4,17 @@
     +-- AlreadyApplied         the model, or a part of it, is planned already
     +-- CheckpointingActive    the model checkpoints itself
     NotApplied (LookupError)   applied(model) of a model that is not planned
+    ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
 
 Further: InvalidBudget and InfeasibleBudget of the planner, PolicyConflict of policies.py, LeftThePath of
 cursor.py (strict mode), StaleError of nodes.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoac.planner.policy_set import Shape, shape_in_words
 
 
 class ApplyError(ValueError):
@@ -37,3 +42,18 @@ class NotApplied(LookupError):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"this {model} is not planned; call ac_client.apply(model, budget_gb=...) first")
+
+
+class ShapeNotPlanned(LookupError):
+    """Strict mode: no bucket covers the batch. Nothing was computed."""
+
+    def __init__(self, shape: Shape, planned: Sequence[Shape]) -> None:
+        self.shape, self.planned = dict(shape), tuple(dict(bucket) for bucket in planned)
+        super().__init__(
+            f"no plan covers a batch of {shape_in_words(shape)}; planned are "
+            f"{'; '.join(map(shape_in_words, planned))}. Call ac_client.applied(model).plan_for(...) with "
+            "such a batch, or pass strict=False to have it planned when it is met"
+        )
+
+    def __reduce__(self) -> tuple[type[ShapeNotPlanned], tuple[Shape, Sequence[Shape]]]:
+        return ShapeNotPlanned, (self.shape, self.planned)

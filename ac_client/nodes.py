@@ -186,7 +186,12 @@ class Node:
 
 
 def add_use(value: Value) -> None:
-    """One more use of `value`; if it is the first of its node, one of each value that the node reads."""
+    """One more use of `value`; if it is the first of its node, one of each value that the node reads.
+
+    The forward that is recording needs no lock for this, though a backward on another thread may take uses
+    away: a count and what follows from it change between two calls, so no other thread comes in between,
+    and the steps of both may come in any order.
+    """
     stack = [value]
     while stack:
         value = stack.pop()

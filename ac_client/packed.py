@@ -30,6 +30,7 @@ class Packed:
         self._pass = -1  # the last pass in which it was used up
         self._last: weakref.ref[Tensor] | None = None
         value.packs += 1
+        # Without the lock, which would cost as much as the count: see `add_use`.
         if value.uses:
             value.uses += 1
         else:

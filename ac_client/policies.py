@@ -16,6 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ac_client.cursor import Cursor
+from autoac.planner.profile import DECIDES
 from autoac.profiler.ops import OpFacts
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
@@ -258,7 +259,8 @@ class Stack:
             PolicyConflict: two policies of the stack insist on different things.
         """
         if self._plan is not None:
-            return self._plan.op(facts.name) != "recompute" or facts.must_save != ""
+            # A plan has what decides run again only where the user lifted the default.
+            return self._plan.op(facts.name) != "recompute" or facts.must_save not in ("", DECIDES)
         word = self._always
         if word is None:
             word, said_by = resolve(self.policies, op, facts, args, kwargs or {}, out)

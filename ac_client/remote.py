@@ -16,10 +16,13 @@ from typing import Any
 import httpx2
 import zstandard
 
+from autoac.planner.constraints import Constraints
 from autoac.planner.errors import (
     Holding,
     InfeasibleBudget,
+    InfeasibleConstraints,
     InvalidBudget,
+    InvalidConstraints,
     MalformedPolicy,
     MalformedProfile,
     PlannerError,
@@ -51,6 +54,7 @@ def request_policy(
     budget_bytes: int,
     *,
     headroom_bytes: int = 0,
+    constraints: Constraints | None = None,
     gap: float | None = None,
     time_limit_s: float | None = None,
     token: str | None = None,
@@ -64,6 +68,7 @@ def request_policy(
         profile: the step to plan.
         budget_bytes: the most bytes live on the device over the whole step.
         headroom_bytes: kept free below the budget.
+        constraints: what must hold beside the budget.
         gap, time_limit_s: as for `plan`; by default the service's.
         token: the service's token; by default the environment's AUTOAC_TOKEN.
         transport: what carries the request; by default the network.
@@ -72,12 +77,15 @@ def request_policy(
     Raises:
         ServiceUnavailable: there was no answer, or none worth having.
         ServiceRefused: the answer was no.
-        InfeasibleBudget, SolverOutOfTime, InvalidBudget, MalformedProfile, UnknownVersion: as `plan` does.
+        InfeasibleBudget, SolverOutOfTime, InvalidBudget, InvalidConstraints: as `plan` does.
+        MalformedProfile, UnknownVersion: the service cannot read the profile.
         ValueError: `url` is no http or https URL.
     """
     address = policies_url(url)
-    options: dict[str, float] = {"budget_bytes": budget_bytes, "headroom_bytes": headroom_bytes}
+    options: dict[str, Any] = {"budget_bytes": budget_bytes, "headroom_bytes": headroom_bytes}
     options |= {k: v for k, v in {"gap": gap, "time_limit_s": time_limit_s}.items() if v is not None}
+    if constraints is not None:
+        options["constraints"] = constraints.model_dump(mode="json")
     body = json.dumps(options)[:-1] + ', "profile": ' + profile.to_json() + "}"
     headers = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
     token = token or os.environ.get("AUTOAC_TOKEN")
@@ -135,6 +143,17 @@ def _problem(response: httpx2.Response) -> dict[str, Any]:
     return problem if isinstance(problem, dict) else {}
 
 
+def _sizes(problem: dict[str, Any]) -> tuple[int, int, int | None, str, list[Holding]]:
+    """The arguments of an InfeasibleBudget."""
+    return (
+        problem["budget_bytes"],
+        problem["proven_floor_bytes"],
+        problem["smallest_found_bytes"],
+        problem["peak_at"],
+        [Holding(h["nbytes"], h["name"], h["why"]) for h in problem["live"]],
+    )
+
+
 def planner_error(problem: dict[str, Any], profile: Profile, budget: int) -> PlannerError | None:
     """The planner's error that a problem document tells of; None if it tells of none."""
     try:
@@ -145,16 +164,14 @@ def planner_error(problem: dict[str, Any], profile: Profile, budget: int) -> Pla
                 return UnknownVersion(problem["format"], profile.version, problem["known"])
             case "invalid-budget":
                 return InvalidBudget(problem["detail"])
+            case "invalid-constraints":
+                return InvalidConstraints(problem["detail"])
             case "solver-out-of-time":
                 return SolverOutOfTime(budget, float(problem["time_limit_s"]))
             case "infeasible-budget":
-                return InfeasibleBudget(
-                    problem["budget_bytes"],
-                    problem["proven_floor_bytes"],
-                    problem["smallest_found_bytes"],
-                    problem["peak_at"],
-                    [Holding(h["nbytes"], h["name"], h["why"]) for h in problem["live"]],
-                )
+                return InfeasibleBudget(*_sizes(problem))
+            case "infeasible-constraints":
+                return InfeasibleConstraints(*_sizes(problem), problem["culprits"])
             case _:
                 return None
     except (KeyError, TypeError, ValueError, AttributeError):  # not as our service writes it

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from autoac.planner.units import format_bytes, format_us
+from autoac.planner.units import format_bytes, format_us, gb_from_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,13 @@ class Report:
     recomputed: int  # of them
     steps: int  # planned steps so far
     off_path: str  # the first op that the policy did not have; "" if there was none
+    buckets: int = 1  # policies, by the shape of the batch; the numbers above are of the last one that ran
+    corrections: int = 0  # how often a plan was made again, since the allocator said otherwise
+    corrected_by_bytes: int = 0  # what the policy was planned with less than the budget
+    retries: int = 0  # steps that ran out of memory and were run again
+    allocated_peak_bytes: int | None = None  # by the allocator's counter, since it was last reset (CUDA)
+    reserved_peak_bytes: int | None = None  # what the allocator took from the device for that
+    proposed_headroom_bytes: int | None = None  # headroom that keeps also what is reserved within the budget
 
     def __str__(self) -> str:
         def size(nbytes: int | None) -> str:
@@ -43,6 +51,22 @@ class Report:
             f"  step   predicted {time(self.predicted_step_us)}, measured {time(self.measured_step_us)}",
             f"  plan   {recompute}{gap}",
         ]
+        if self.buckets > 1:
+            lines.append(f"  shapes {self.buckets} buckets; the above is of the last one")
+        if self.corrections or self.retries:
+            lines.append(
+                f"  loop   planned again {self.corrections} times, corrected by "
+                f"{format_bytes(self.corrected_by_bytes)}; {self.retries} steps run again"
+            )
+        if self.reserved_peak_bytes is not None and self.allocated_peak_bytes is not None:
+            headroom = ""
+            if self.proposed_headroom_bytes:
+                gb = math.ceil(gb_from_bytes(self.proposed_headroom_bytes) * 1000) / 1000
+                headroom = f"; headroom_gb={gb:.3f} would keep it within the budget"
+            lines.append(
+                f"  device reserved {size(self.reserved_peak_bytes)} for "
+                f"{size(self.allocated_peak_bytes)} allocated{headroom}"
+            )
         if self.off_path:
             lines.append(f"  off the path: {self.off_path}")
         return "\n".join(lines)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.nodes import Node, Ref, Source, Undescribed, Value, hold
@@ -24,6 +24,7 @@ from ac_client.packed import HandedOn, Kept, Packed, unpack
 from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider
 from ac_client.recipes import Guard
 from ac_client.replay import Graph, Log, suspended
+from autoac.profiler.compiled import SeesCompiled, anything_compiled, watch_compiled
 from autoac.profiler.ops import (
     OpFacts,
     facts_of,
@@ -31,6 +32,7 @@ from autoac.profiler.ops import (
     known_facts,
     outputs_of,
     updates_statistics,
+    versions,
     written_tensors,
 )
 from autoac.profiler.randomness import capture, generator_of
@@ -52,7 +54,7 @@ _NO_KWARGS: dict[str, Any] = {}
 _orders = itertools.count()  # forward order over all regions
 
 
-class Region(TorchDispatchMode):
+class Region(SeesCompiled):
     """The mode of the outermost region; policies are pushed on it."""
 
     supports_higher_order_operators = True  # they pass as one opaque op
@@ -64,6 +66,7 @@ class Region(TorchDispatchMode):
         self.graph = Graph(log)
         self._asked: Stack = Stack(())
         self.tracked_writes = 0  # writes to what an unsaved op made or has read
+        self._untold = False  # nothing was compiled in this process when it was opened
         self._paused: list[tuple[weakref.ref[Tensor], int]] | None = None  # the mode is off
         self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
         self._outer: Packing | None = None  # the hooks around the region
@@ -81,6 +84,7 @@ class Region(TorchDispatchMode):
 
     def open(self) -> None:
         """Install mode and hooks."""
+        self._untold = not watch_compiled()
         if not torch.compiler.is_compiling():
             self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         enter_hooks(self._hooks)
@@ -100,13 +104,22 @@ class Region(TorchDispatchMode):
         )
 
     def close(self) -> None:
-        """Take them away. What backward needs hangs on autograd's handles from now on."""
+        """Take them away. What backward needs hangs on autograd's handles from now on.
+
+        Raises:
+            RuntimeError: what it recorded cannot be trusted.
+        """
         active.region = None
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(None, None, None)
         del self._hooks  # it holds our method, and so us
         self._renew_guards()
         self._origins.clear()
+        if self._untold and watch_compiled() and anything_compiled():
+            raise RuntimeError(
+                "torch.compile was used for the first time in this process, and inside this region, which "
+                "could not see what the compiled part writes: run the step again, or compile before it"
+            )
 
     def begin(self, policy: Pushed) -> None:
         """Let `policy` speak last."""
@@ -169,6 +182,15 @@ class Region(TorchDispatchMode):
         for guard in self._guards():
             guard.settle()
 
+    def enter_compiled(self, written: Sequence[Tensor]) -> None:
+        """What compiled code runs is not recorded, and what it writes is held from outside."""
+        self._before_write(written, forget=True)
+        suspended.depth += 1
+
+    def leave_compiled(self) -> None:
+        """Record again."""
+        suspended.depth -= 1
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -196,8 +218,23 @@ class Region(TorchDispatchMode):
     def _run_kept(self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """Run an op that is not run again."""
         if facts.mutates:
+            if facts.opaque and not facts.writes_any:
+                return self._run_opaque(func, args, kwargs or {})
             self._before_write(written_tensors(facts, args, kwargs or {}), forget=True)
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _run_opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a higher-order op: what it writes of its operands, their version counters tell afterwards."""
+        operands = versions((args, kwargs))
+        out = func(*args, **kwargs)
+        for tensor, version in operands:
+            if tensor._version == version or (origin := self._origins.get(tensor)) is None:
+                continue
+            self.tracked_writes += 1
+            if type(origin) is not Value and (source := origin()) is not None and source.guard is not None:
+                source.guard.settle()  # what read it before can not be run again
+            self._origins.drop(tensor)
+        return out
 
     def _run_unsaved(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
@@ -315,7 +352,8 @@ class Region(TorchDispatchMode):
         """What was packed of `tensor`'s storage is to show what the op that runs next writes there."""
         origin = self._origins.get(tensor) if has_storage(tensor) else None
         if type(origin) is Value:
-            hold(origin, tensor, next(_orders))
+            with self.graph.lock:
+                hold(origin, tensor, next(_orders))
             self._origins.drop(tensor)
 
     def tag(self, tensor: Tensor, word: CheckpointPolicy) -> None:

@@ -28,6 +28,7 @@ from autoac.api.errors import (
 from autoac.api.problems import (
     URN,
     Held,
+    InfeasibleConstraintsProblem,
     InfeasibleProblem,
     InvalidProblem,
     LimitProblem,
@@ -43,7 +44,9 @@ from autoac.api.settings import Settings
 from autoac.api.solver import Solve, SpawnedSolver
 from autoac.planner.errors import (
     InfeasibleBudget,
+    InfeasibleConstraints,
     InvalidBudget,
+    InvalidConstraints,
     MalformedProfile,
     PlannerError,
     SolverOutOfTime,
@@ -55,6 +58,16 @@ log = structlog.get_logger("autoac.api")
 
 MOST_CHARACTERS = 200  # of a complaint: it may quote a name that the client chose
 MOST_HELD = 100  # of what is live at a peak
+
+
+def _sizes(error: InfeasibleBudget) -> dict[str, Any]:
+    return {
+        "budget_bytes": error.budget,
+        "proven_floor_bytes": error.proven_floor,
+        "smallest_found_bytes": error.smallest_found,
+        "peak_at": error.peak_at,
+        "live": [Held(nbytes=h.nbytes, name=h.name, why=h.why) for h in error.live[:MOST_HELD]],
+    }
 
 
 def problem_of(error: Exception) -> Problem:
@@ -92,6 +105,18 @@ def problem_of(error: Exception) -> Problem:
             )
         case InvalidBudget():
             return _problem(Problem, 422, "invalid-budget", "Not a budget", text)
+        case InvalidConstraints():
+            return _problem(Problem, 422, "invalid-constraints", "Constraints that cannot be met", text)
+        case InfeasibleConstraints(culprits=culprits):
+            return _problem(
+                InfeasibleConstraintsProblem,
+                422,
+                "infeasible-constraints",
+                "No plan fits in the budget under the constraints",
+                text,
+                **_sizes(error),
+                culprits=list(culprits),
+            )
         case InfeasibleBudget():
             return _problem(
                 InfeasibleProblem,
@@ -99,11 +124,7 @@ def problem_of(error: Exception) -> Problem:
                 "infeasible-budget",
                 "No plan fits in the budget",
                 text,
-                budget_bytes=error.budget,
-                proven_floor_bytes=error.proven_floor,
-                smallest_found_bytes=error.smallest_found,
-                peak_at=error.peak_at,
-                live=[Held(nbytes=h.nbytes, name=h.name, why=h.why) for h in error.live[:MOST_HELD]],
+                **_sizes(error),
             )
         case SolverDied():
             return _problem(Problem, 500, "solver-died", "The solver died", text)

@@ -67,7 +67,21 @@ class InfeasibleProblem(Problem):
     live: list[Held]  # at that peak, largest first
 
 
-MODELS = (Problem, InvalidProblem, VersionProblem, LimitProblem, OutOfTimeProblem, InfeasibleProblem)
+class InfeasibleConstraintsProblem(InfeasibleProblem):
+    """No plan fits under the constraints, and these have to do with it."""
+
+    culprits: list[str]  # a line for each constraint to blame
+
+
+MODELS = (
+    Problem,
+    InvalidProblem,
+    VersionProblem,
+    LimitProblem,
+    OutOfTimeProblem,
+    InfeasibleProblem,
+    InfeasibleConstraintsProblem,
+)
 
 
 class ProblemResponse(JSONResponse):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from autoac.api.errors import MalformedRequest, NotJson
+from autoac.planner.constraints import Constraints
 from autoac.planner.errors import InvalidBudget
 from autoac.planner.policy import Policy
 from autoac.planner.profile import MAX_INT, Count, Profile, describe
@@ -36,6 +37,7 @@ class PolicyRequest(BaseModel):
     time_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="For the solver, in seconds. The service caps it."
     )
+    constraints: Constraints | None = Field(None, description="What must hold beside the budget.")
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
@@ -106,6 +108,8 @@ def answer(body: bytes, *, most_seconds: float, plan: Planner) -> str:
     """
     request = read_request(body)
     options: dict[str, Any] = {"gap": request.gap} if request.gap is not None else {}
+    if request.constraints is not None:
+        options["constraints"] = request.constraints
     planned = plan(
         request.profile,
         budget_gb=request.budget_gb,

@@ -18,6 +18,7 @@ from autoac.api.bodies import read_body
 from autoac.api.errors import Busy, Unauthorised
 from autoac.api.problems import (
     REF,
+    InfeasibleConstraintsProblem,
     InfeasibleProblem,
     InvalidProblem,
     LimitProblem,
@@ -121,8 +122,15 @@ async def livez() -> Alive:
                 413: ("The body is too large, as sent or decoded", (LimitProblem,)),
                 415: ("Another Content-Type or Content-Encoding", (Problem,)),
                 422: (
-                    "Malformed request or profile, unknown version, no budget, or no plan fits in it",
-                    (InfeasibleProblem, InvalidProblem, VersionProblem, Problem),
+                    "Malformed request or profile, unknown version, no budget, "
+                    "constraints that cannot be met, or no plan fits",
+                    (
+                        InfeasibleProblem,
+                        InfeasibleConstraintsProblem,
+                        InvalidProblem,
+                        VersionProblem,
+                        Problem,
+                    ),
                 ),
                 500: ("The solver died, or the service failed", (Problem,)),
                 503: ("Too many requests wait; Retry-After says when to ask again", (Problem,)),

@@ -16,7 +16,16 @@ import ac_client.remote
 from ac_client.remote import ServiceRefused, ServiceUnavailable, request_policy
 from autoac.api import Settings, create_app
 from autoac.api.errors import SolverDied
-from autoac.planner.errors import InfeasibleBudget, InvalidBudget, SolverOutOfTime, UnknownVersion
+from autoac.planner.constraints import Constraints
+from autoac.planner.errors import (
+    InfeasibleBudget,
+    InfeasibleConstraints,
+    InvalidBudget,
+    InvalidConstraints,
+    SolverOutOfTime,
+    UnknownVersion,
+)
+from autoac.planner.plan import plan
 from autoac.planner.policy import Policy
 from autoac.planner.profile import Profile
 
@@ -68,6 +77,27 @@ def test_an_infeasible_budget_is_the_planners_own_error(profile: Profile) -> Non
         ask(profile, InProcess(in_process(infeasible)))
     with pytest.raises(InfeasibleBudget) as embedded:
         infeasible(profile)
+    assert str(caught.value) == str(embedded.value)
+    assert vars(caught.value) == vars(embedded.value)
+
+
+def test_constraints_reach_the_planner_and_come_back_in_the_policy(profile: Profile) -> None:
+    transport = InProcess(in_process(plan))
+    rules = Constraints(pin_save=("*/aten.mm",), forward_budget_bytes=1 << 29)
+    policy = ask(profile, transport, constraints=rules)
+    assert policy == plan(profile, budget_bytes=1 << 30, constraints=rules).policy()
+    assert policy.constraints == rules
+
+
+def test_constraints_that_cannot_be_met_are_the_planners_own_errors(profile: Profile) -> None:
+    transport = InProcess(in_process(plan))
+    with pytest.raises(InvalidConstraints, match=r"'chian' stands for nothing .* did you mean chain"):
+        ask(profile, transport, constraints=Constraints(pin_save=("chian",)))
+    rules = Constraints(forward_budget_bytes=1)
+    with pytest.raises(InfeasibleConstraints) as caught:
+        ask(profile, transport, constraints=rules)
+    with pytest.raises(InfeasibleConstraints) as embedded:
+        plan(profile, budget_bytes=1 << 30, constraints=rules)
     assert str(caught.value) == str(embedded.value)
     assert vars(caught.value) == vars(embedded.value)
 

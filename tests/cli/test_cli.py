@@ -8,8 +8,9 @@ import sys
 import pytest
 from torch import nn
 
-from ac_client import cli
-from ac_client.cli import CommandError, case_of, main, write_whole
+from ac_client import cli, console
+from ac_client.cli import main
+from ac_client.console import CommandError, case_of, write_whole
 from autoac.planner import Policy, Profile
 
 MODEL = """
@@ -78,6 +79,169 @@ def test_from_a_model_to_a_policy_in_words(profiled, capsys):
     assert err == ""
 
 
+def test_a_plan_obeys_the_constraints_on_the_command_line(profiled, capsys):
+    argv = [
+        "plan",
+        "profile.json",
+        "--budget-gb",
+        "1",
+        "--forward-budget-gb",
+        "0.5",
+        "--extra-static-gb",
+        "0.25",
+    ]
+    argv += ["--pin-recompute", "2", "--pin-save", "7/aten.gelu", "--pin-save", "4", "--gradients", "present"]
+    code, out, err = run(capsys, *argv, "--json")
+    assert (code, err) == (cli.OK, "planning Sequential ...\n")
+    told = json.loads(out)
+    assert told["constraints"]["pin_save"] == ["7/aten.gelu", "4"]
+    assert told["constraints"]["forward_budget_bytes"] == 2**29
+    assert told["recomputed"] > 0
+    assert 2**28 < told["predicted"]["peak_bytes"] < 2**29
+    policy = Policy.from_json((profiled / "policy.json").read_text())
+    assert policy.decisions["2/aten.mul.Tensor#0"] == "recompute"
+    assert policy.decisions["4/aten.gelu.default#0"] == policy.decisions["7/aten.gelu.default#0"] == "save"
+    code, out, _ = run(
+        capsys, "explain", "policy.json", "--profile", "profile.json", "--tensor", "2/aten.mul.Tensor"
+    )
+    assert code == cli.OK
+    assert "That is what its pin asks for" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--pin-save", "10.mlp"], cli.ERROR, "pin_save '10.mlp' stands for nothing among"),
+        (["--pin-save", "1", "--pin-recompute", "1/*"], cli.ERROR, "1/aten.gelu.default#0 cannot obey both"),
+        (["--pin-save", ""], cli.USAGE, "pin_save"),
+        (["--forward-budget-gb", "0"], cli.USAGE, "must be positive"),
+        (["--extra-static-gb", "-1"], cli.USAGE, "must not be negative"),
+        (["--gradients", "maybe"], cli.USAGE, "--gradients"),
+        (["--forward-budget-gb", "0.00001"], cli.ERROR, "without that a plan with a peak of"),
+    ],
+)
+def test_constraints_that_cannot_be_met_are_one_line(profiled, capsys, options, code, words):
+    left, out, err = run(capsys, "plan", "profile.json", "--budget-gb", "1", *options)
+    assert (left, out) == (code, "")
+    assert words in err.splitlines()[-1]
+
+
+def test_the_stages_of_a_pipeline_are_planned(profiled, capsys):
+    text = (profiled / "profile.json").read_text()
+    (profiled / "b.json").write_text(text)
+    budget = gb_of(profiled / "profile.json", 1.5)
+    argv = ["stages", "--profile", "profile.json", "b.json", "--schedule", "1f1b", "--microbatches", "8"]
+    argv += ["--budget-gb", budget, "-o", "out", "--pin-recompute", "4"]
+    code, out, err = run(capsys, *argv)
+    assert (code, err) == (cli.OK, "planning 2 stages ...\n")
+    lines = out.splitlines()
+    assert lines[0].split() == ["stage", "in", "flight", "peak", "budget", "recompute", "gap", "busy", "idle"]
+    assert lines[1].startswith("0 *")  # the first stage holds two and recomputes more
+    assert " 2 " in lines[1]
+    assert lines[2].startswith("1 ")
+    assert lines[3].startswith("1f1b, 8 microbatches: a step takes ")
+    assert lines[4] == "policies: out/stage-0.json to stage-1.json"
+    first, second = (Policy.from_json((profiled / "out" / f"stage-{s}.json").read_text()) for s in (0, 1))
+    assert (
+        first.decisions["4/aten.gelu.default#0"] == second.decisions["4/aten.gelu.default#0"] == "recompute"
+    )
+    assert first.predicted.recompute_us >= second.predicted.recompute_us
+    code, out, _ = run(capsys, *argv, "--json")
+    told = json.loads(out)
+    assert (told["schedule"], [s["in_flight"] for s in told["stages"]]) == ("1f1b", [2, 1])
+    assert told["slowdown"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--budget-gb", "1", "--schedule", "2f2b"], cli.ERROR, "2f2b"),
+        (["--budget-gb", "0.0001"], cli.ERROR, "This is stage 0 of 2, which holds 2 microbatches"),
+        (["--budget-gb", "1", "--budget-gb", "1", "--budget-gb", "1"], cli.ERROR, "3 entries for 2 stages"),
+        (["--budget-gb", "1", "--profile", "profile.json"], cli.USAGE, "once before all files"),
+    ],
+)
+def test_stages_that_cannot_be_planned_are_one_line(profiled, capsys, options, code, words):
+    argv = ["stages", "--profile", "profile.json", "profile.json", "--microbatches", "4", *options]
+    left, out, err = run(capsys, *argv)
+    assert (left, out) == (code, "")
+    assert words in err.splitlines()[-1]
+    assert not (profiled / "policies").exists()
+
+
+def test_a_profile_is_explained_at_a_budget(profiled, capsys):
+    budget = gb_of(profiled / "profile.json", 0.5)
+    argv = [
+        "explain",
+        "profile.json",
+        "--budget-gb",
+        budget,
+        "--tensor",
+        "0/aten.addmm.default",
+        "--more-gb",
+        "1",
+    ]
+    code, out, err = run(capsys, *argv)
+    assert code == cli.OK
+    assert "The peak is" in out
+    assert "0/aten.addmm.default#0 is " in out
+    assert "the ceiling) would save" in out
+    assert err == "planning Sequential ...\n" * 2
+    code, out, _ = run(capsys, *argv, "--json")
+    told = json.loads(out)
+    assert code == cli.OK
+    assert told["tensors"][0]["key"] == "0/aten.addmm.default#0"
+    assert told["more"]["gain_us"] == told["more"]["recompute_us"] > 0
+    assert sum(row["kept_bytes"] for row in told["modules"]) > 0
+
+
+def test_a_policy_with_its_profile_is_explained_in_bytes_without_solving(profiled, capsys):
+    budget = gb_of(profiled / "profile.json", 0.5)
+    assert run(capsys, "plan", "profile.json", "--budget-gb", budget)[0] == cli.OK
+    code, _, err = run(capsys, "explain", "policy.json", "--table")
+    assert code == cli.USAGE
+    assert "--profile" in err
+    code, out, err = run(capsys, "explain", "policy.json", "--table", "--profile", "profile.json")
+    assert (code, err) == (cli.OK, "")
+    assert "\nall  " in out
+
+
+def test_two_policies_are_compared(profiled, capsys):
+    for name, share in (("a.json", 0.2), ("b.json", 0.8)):
+        budget = gb_of(profiled / "profile.json", share)
+        assert run(capsys, "plan", "profile.json", "--budget-gb", budget, "-o", name)[0] == cli.OK
+    code, out, err = run(capsys, "diff", "a.json", "b.json")
+    assert (code, err) == (cli.OK, "")
+    assert "only b.json keeps" in out
+    code, out, _ = run(capsys, "diff", "a.json", "b.json", "--profile", "profile.json", "--json")
+    told = json.loads(out)
+    assert (code, told["same"]) == (cli.OK, False)
+    assert sum(change["gained_bytes"] for change in told["changes"]) > 0
+    code, out, _ = run(capsys, "diff", "a.json", "a.json", "--json")
+    assert json.loads(out)["same"]
+
+
+def test_a_frontier_is_a_line_for_each_plan(profiled, capsys):
+    code, out, _ = run(capsys, "frontier", "profile.json", "--points", "4")
+    assert code == cli.OK
+    assert out.startswith("smallest peak ")
+    code, said, _ = run(capsys, "frontier", "profile.json", "--points", "4", "--json")
+    told = json.loads(said)
+    assert len(out.splitlines()) == 2 + len(told["plans"])
+    peaks = [plan["peak_bytes"] for plan in told["plans"]]
+    assert peaks == sorted(peaks)
+    assert peaks[0] == told["floor_found_bytes"] >= told["floor_proven_bytes"]
+    assert told["plans"][-1]["recompute_us"] == 0
+
+
+def test_a_profile_is_estimated_for_a_device_that_is_not_here(folder, capsys):
+    assert run(capsys, "profile", "small:make", "--on", "h100")[0] == cli.OK
+    assert "H100" in Profile.from_json((folder / "profile.json").read_bytes()).environment.device_name
+    code, _, err = run(capsys, "profile", "small:make", "--on", "abacus")
+    assert code == cli.USAGE
+    assert "'abacus' is none of h100, " in err
+
+
 def test_each_command_prints_one_json_object_when_asked(folder, capsys):
     code, out, _ = run(capsys, "profile", "small:make", "--json", "-o", "p.json")
     assert (code, json.loads(out)["model"]) == (cli.OK, "Sequential")
@@ -117,7 +281,11 @@ def test_a_profile_can_be_piped_in(profiled, capsys, monkeypatch):
         (["plan", "absent.json", "--budget-gb", "1"], cli.ERROR, "absent.json: No such file"),
         (["plan", "small.py", "--budget-gb", "1"], cli.ERROR, "not a valid profile"),
         (["plan", "profile.json", "--budget-gb", "1", "-o", "nowhere/p.json"], cli.ERROR, "nowhere"),
-        (["explain", "profile.json"], cli.ERROR, "not a valid policy"),
+        (["explain", "profile.json"], cli.USAGE, "--budget-gb"),
+        (["explain", "small.py"], cli.ERROR, "not a valid policy"),
+        (["explain", "profile.json", "--budget-gb", "1", "--tensor", "nope"], cli.ERROR, "'nope' names none"),
+        (["explain", "profile.json", "--budget-gb", "1", "--more-gb", "0"], cli.USAGE, "--more-gb"),
+        (["diff", "profile.json", "profile.json"], cli.ERROR, "not a valid policy"),
         (["profile", "small"], cli.USAGE, "MODULE:FUNCTION"),
         (["profile", "absent_module:make"], cli.ERROR, "No module named 'absent_module'"),
         (["profile", "small:absent"], cli.ERROR, "absent"),
@@ -162,18 +330,18 @@ def test_interrupting_leaves_with_130(folder, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_load_case", interrupted)
+    monkeypatch.setattr(cli, "load_case", interrupted)
     assert run(capsys, "profile", "small:make")[0] == cli.INTERRUPTED
 
 
 def test_help_names_the_commands_and_the_exit_codes(capsys):
     code, out, _ = run(capsys)
     assert code == cli.OK
-    assert {"demo", "profile", "plan", "explain", "serve"} <= set(out.split())
+    assert {"demo", "profile", "plan", "explain", "diff", "serve"} <= set(out.split())
     assert "0 fine, 1 error, 2 wrong usage" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", ["demo", "profile", "plan", "explain", "serve"])
+@pytest.mark.parametrize("command", ["demo", "profile", "plan", "explain", "diff", "serve"])
 def test_every_command_has_help_with_its_exit_codes(command, capsys):
     code, out, _ = run(capsys, command, "--help")
     assert code == cli.OK
@@ -187,7 +355,7 @@ def test_no_failed_write_leaves_anything_behind(tmp_path, monkeypatch):
     def fails(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cli.os, "replace", fails)
+    monkeypatch.setattr(console.os, "replace", fails)
     with pytest.raises(OSError, match="No space"):
         write_whole(path, "new")
     assert path.read_text() == "old"

@@ -225,7 +225,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None
 def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    plain, planned = made(), ac_client.apply(made(), budget_gb, shapes="first")
     gradients(planned)
     short, scale = torch.randn(2, 16, 64), {"by": torch.ones(64)}
     with caplog.at_level(logging.WARNING):
@@ -239,7 +239,7 @@ def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(
 
 
 def test_strict_raises_where_the_ops_differ(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb, strict=True)
+    model = ac_client.apply(made(), budget_gb, strict=True, shapes="first")
     gradients(model)
     with pytest.raises(ac_client.LeftThePath, match=r"found aten.mul.Tensor"):
         model(BATCH, scale={"by": torch.ones(64)})
@@ -299,3 +299,34 @@ def test_optimizer_state_is_in_the_budget_before_its_first_step(make_optimizer: 
         if torch.is_tensor(t)
     )
     assert counted == parameters + BATCH.nbytes + expected
+
+
+def test_gradients_that_stay_between_microbatches_are_planned_for(budget_gb: float) -> None:
+    plain, planned = made(), made()
+    ac_client.apply(planned, budget_gb)
+    policies = []
+    for model in (plain, planned):
+        for seed in range(4):
+            torch.manual_seed(seed)
+            scalar(model(BATCH)).backward()  # adds to the gradients of the one before
+            if model is planned:
+                policies.append(ac_client.applied(planned).policy)
+    assert_equal([p.grad for p in plain.parameters()], [p.grad for p in planned.parameters()])
+    first, second, *others = policies
+    size = sum(p.nbytes for p in planned.parameters())
+    assert second.predicted.static_bytes - first.predicted.static_bytes == pytest.approx(size, rel=0.01)
+    assert second.predicted.peak_bytes <= budget_gb * GIB
+    assert all(policy is second for policy in others)
+    planned.zero_grad()
+    scalar(planned(BATCH)).backward()
+    assert ac_client.applied(planned).policy is second  # a first microbatch needs less
+
+
+def test_a_plan_that_gradients_leave_no_room_for_stays_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    planned = made()
+    found = profile(planned, BATCH)
+    least = floor(found, time_limit_s=10).found / GIB
+    ac_client.apply(planned, least)
+    for _ in range(3):
+        scalar(planned(BATCH)).backward()
+    assert caplog.text.count("no plan leaves room for them") == 1

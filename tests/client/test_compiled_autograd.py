@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from ac_client import split_backward
 from ac_client.recipes import StaleError
 from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
@@ -144,3 +146,43 @@ def test_a_stale_input_is_an_error(compiled: Compiled) -> None:
     given.add_(1)
     with compiled_autograd._enable(compiled), pytest.raises(StaleError):
         loss.backward()
+
+
+def linears() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    return nn.Sequential(*layers), torch.randn(3, 4, requires_grad=True)
+
+
+def test_a_split_backward_gives_the_same_gradients_and_recomputes_in_both_halves(compiled: Compiled) -> None:
+    model, x = linears()
+    model(x).sum().backward()
+    want = [x.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    x.grad = None
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        out = model(x)
+    with compiled_autograd._enable(compiled), replays() as made_again:
+        _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
+        assert made_again.alive == 0, "the halves are no one pass here"
+        halfway = len(recomputed(log))
+        stage_backward_weight(model.parameters(), groups)
+        assert made_again.alive == 0
+    assert compiled.graphs > 1
+    assert halfway == 2 * 3
+    assert len(recomputed(log)) > halfway
+    for found, wanted in zip([x.grad, *(p.grad for p in model.parameters())], want, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_split_backward_in_a_block_gives_the_same_gradients(compiled: Compiled) -> None:
+    model, x = linears()
+    want = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
+    with save_recompute_policy("recompute_all"):
+        loss = model(x).sum()
+    with replays() as made_again, compiled_autograd._enable(compiled), split_backward():
+        (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+        dw = torch.autograd.grad(loss, list(model.parameters()))
+    assert made_again.alive == 0
+    assert all(map(torch.equal, (dx, *dw), want))

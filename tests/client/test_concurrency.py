@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
+from ac_client.nodes import Value
 from ac_client.replay import Log
 from ac_client.runtime import active, save_recompute_policy
 from autoac.planner import Policy, plan
@@ -140,6 +142,39 @@ def test_backward_in_a_thread_while_another_forward_runs() -> None:
         second = second * 1
     assert found == [True]
     assert is_plain(second, x)
+
+
+def test_uses_are_counted_right_while_other_threads_run_backward_over_the_same_region() -> None:
+    x = torch.ones(2, requires_grad=True)
+    want = (x.detach().sin().exp() * 2).cos() * 2
+    wrong: list[Tensor] = []
+
+    def backward(outs: list[Tensor]) -> None:
+        while outs:
+            found = gradient(outs.pop(), base)
+            if not torch.equal(found, want):
+                wrong.append(found)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool, save_recompute_policy("recompute_all"):
+            base = x.sin().exp()
+            assert active.region is not None
+            value = active.region._origins.get(base)
+            assert isinstance(value, Value)
+            before = value.uses, value.node.used_outs
+            running = []
+            for _ in range(100):
+                outs = [(base * 2).sin() for _ in range(10)]  # each adds a use, and backward takes it away
+                running.append(pool.submit(backward, outs))
+                del outs
+            for one in running:
+                one.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert (value.uses, value.node.used_outs) == before
 
 
 def test_several_planned_models_alive_at_once(policy: Policy) -> None:

@@ -286,14 +286,16 @@ class Wide(Net):
         return self.body(self, x.sin().exp().sin())
 
 
-def everything_recomputed(model: nn.Module) -> Any:
+def everything_recomputed(model: nn.Module, x: Tensor | None = None) -> Any:
     """A policy that recomputes all that may be."""
     from autoac.planner import plan
+    from autoac.planner.graph import build
     from autoac.profiler import profile
 
-    made = profile(model, torch.linspace(-1, 2, 16).view(4, 4).requires_grad_())
+    made = profile(model, torch.linspace(-1, 2, 16).view(4, 4).requires_grad_() if x is None else x)
     policy = plan(made, budget_bytes=1 << 30).policy()
-    must = {key for key in policy.decisions if key.split("/")[1].startswith(("autoac", "higher_order"))}
+    must = {op.name for op in build(made).ops if "storage of its own" in op.must_save}
+    must |= {key for key in policy.decisions if key.split("/")[1].startswith(("autoac", "higher_order"))}
     decisions = {key: "save" if key in must else "recompute" for key in policy.decisions}
     return policy.model_copy(update={"decisions": decisions})
 
@@ -434,6 +436,99 @@ def test_distributed_tensors(mesh: Any) -> None:
     planned, log = run("recompute_all")
     assert all(map(torch.equal, planned, run(None)[0]))
     assert ("recompute", "aten.sin.default") in log.events
+
+
+class PartlyWrapped(nn.Module):
+    """Plain layers, and one whose weights `wrap` has replaced by wrapped tensors."""
+
+    def __init__(self, wrap: Callable[[Tensor], Tensor], enter: Any, leave: Any) -> None:
+        super().__init__()
+        self.before, self.wrapped, self.after = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        for name, parameter in list(self.wrapped.named_parameters()):
+            setattr(self.wrapped, name, nn.Parameter(wrap(parameter.detach())))
+        self.enter, self.leave = enter, leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.enter(self.before(x).sin().exp().tanh())
+        y = F.gelu(self.wrapped(y)).sin().exp()
+        return self.after(self.leave(y).sin().tanh()).exp().sum()
+
+
+def two_tensors() -> Callable[[], nn.Module]:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return TwoTensor(x.clone(), x * 2)
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            return gradient.a + gradient.b * 2
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.a + x.b
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            return TwoTensor(gradient.clone(), gradient.clone())
+
+    return lambda: PartlyWrapped(lambda t: TwoTensor(t.clone(), t * 2), Twice.apply, Sum.apply)
+
+
+def distributed_tensors(mesh: Any) -> Callable[[], nn.Module]:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    return lambda: PartlyWrapped(
+        lambda t: distribute_tensor(t, mesh, [Shard(0)]),
+        lambda t: DTensor.from_local(t, mesh, [Replicate()]),
+        lambda t: t.full_tensor(),
+    )
+
+
+def insides(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a wrapper holds."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [t for held in inner if isinstance(held, Tensor) for t in insides(held)]
+
+
+@pytest.mark.parametrize("kind", ["two tensors", "distributed tensors"])
+def test_a_model_with_wrapped_weights(kind: str, request: pytest.FixtureRequest) -> None:
+    make = two_tensors() if kind == "two tensors" else distributed_tensors(request.getfixturevalue("mesh"))
+    x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+
+    def gradients(policy: Any) -> tuple[list[Tensor], list[str]]:
+        found = step(make, x, policy=policy)
+        wrapped = [g for g in found.gradients.values() if g is not None]
+        assert len(wrapped) == 6
+        return [g for w in (*wrapped, *found.input_gradients) for g in insides(w)], found.recomputed()
+
+    want, _ = gradients(None)
+    assert len(want) == (9 if kind == "two tensors" else 7)
+    for policy in ("recompute_all", everything_recomputed(make(), x.detach())):
+        found, recomputed = gradients(policy)
+        assert all(map(torch.equal, found, want))
+        assert "aten.tanh.default" in recomputed
+        assert "aten.gelu.default" not in recomputed, "what wrapped tensors do is kept"
+    ac_client.apply(model := make(), budget_gb=1.0)
+    model(x).backward()
+    assert ac_client.applied(model).report().steps == 1
+    assert ac_client.applied(model).report().off_path == ""
+
+
+@pytest.mark.parametrize("kind", ["two tensors", "distributed tensors"])
+def test_a_plan_counts_wrapped_activations_as_saved(kind: str, request: pytest.FixtureRequest) -> None:
+    from autoac.planner.graph import build
+    from autoac.profiler import profile
+
+    make = two_tensors() if kind == "two tensors" else distributed_tensors(request.getfixturevalue("mesh"))
+    ops = {op.name: op for op in build(profile(make(), torch.ones(3, 8))).ops}
+    assert ops["./aten.gelu.default#0"].must_save
+    assert not ops["./aten.tanh.default#0"].must_save
 
 
 class Counts(TorchDispatchMode):

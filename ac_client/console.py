@@ -1,0 +1,194 @@
+"""What the `autoac` command reads and writes, and how it tells how far it is.
+
+Results go to stdout; progress goes to stderr, as a bar where somebody watches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+    from torch import nn
+
+    from autoac.planner import Policy, Progress
+
+
+class CommandError(Exception):
+    """What the user should read, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is profiled."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], Any] | None = None
+
+
+def load_case(name: str) -> Case:
+    """Call the function that `MODULE:FUNCTION` names and read what it returns."""
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise typer.BadParameter(f"{name!r} is not MODULE:FUNCTION", param_hint="MODULE:FUNCTION")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function: Any = importlib.import_module(module_name)
+        for part in function_name.split("."):
+            function = getattr(function, part)
+        returned = function()
+    except Exception as error:  # anything that the user's module does
+        raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
+    return case_of(returned, name)
+
+
+def case_of(returned: Any, name: str) -> Case:
+    """The case from what the user's function returned.
+
+    Raises:
+        CommandError: it is none of the forms that `autoac profile` takes.
+    """
+    from torch import nn
+
+    keys = ("model", "args", "kwargs", "loss")
+    match returned:
+        case Mapping() if "model" in returned and set(returned) <= set(keys):
+            case = Case(**returned)
+        case (model, args, kwargs):
+            case = Case(model, args, kwargs)
+        case (model, args, kwargs, loss):
+            case = Case(model, args, kwargs, loss)
+        case _:
+            raise CommandError(
+                f"{name} returned {type(returned).__name__}; it should return (model, args, kwargs), "
+                "(model, args, kwargs, loss), or a dict with these keys"
+            )
+    if not isinstance(case.model, nn.Module):
+        raise CommandError(
+            f"{name} returned a model of type {type(case.model).__name__}, not torch.nn.Module"
+        )
+    if not isinstance(case.args, tuple | list) or not isinstance(case.kwargs, Mapping):
+        raise CommandError(f"{name} returned args or kwargs that are no tuple and dict")
+    return Case(case.model, tuple(case.args), case.kwargs, case.loss)
+
+
+def read(path: Path) -> bytes:
+    if str(path) == "-":
+        return sys.stdin.buffer.read()
+    return path.read_bytes()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` to `path`: all of it, or, if that fails, nothing."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: bool) -> None:
+    """Write the result; then say so on stdout, which is taken if the result itself goes there."""
+    if str(output) == "-":
+        sys.stdout.write(text)
+        return
+    write_whole(output, text)
+    print(json.dumps(facts, indent=1) if as_json else line)
+
+
+def not_negative(gb: float, option: str) -> None:
+    if not 0 <= gb < float("inf"):
+        raise typer.BadParameter("must not be negative", param_hint=option)
+
+
+def format_of(text: bytes) -> object:
+    """What a file says that it is; None if it is no JSON object."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return data.get("format") if isinstance(data, dict) else None
+
+
+def plain(value: Any) -> Any:
+    """A frozen value of the planner as JSON has it. A whole Plan is left out: it has a format of its own."""
+    from autoac.planner import Plan
+
+    match value:
+        case Enum():
+            return value.value
+        case tuple() | list():
+            return [plain(item) for item in value]
+        case _ if is_dataclass(value):
+            named = {field.name: getattr(value, field.name) for field in fields(value)}
+            return {name: plain(item) for name, item in named.items() if not isinstance(item, Plan)}
+        case _:
+            return value
+
+
+def header(policy: Policy) -> dict[str, Any]:
+    again = sum(decision == "recompute" for decision in policy.decisions.values())
+    head: dict[str, Any] = policy.model_dump(mode="json", exclude={"decisions"})
+    return head | {"ops": len(policy.decisions), "recomputed": again}
+
+
+class _Lines:
+    """Progress where nobody watches: a line on stderr when something begins."""
+
+    def __init__(self, what: str) -> None:
+        if what:
+            print(f"{what} ...", file=sys.stderr, flush=True)
+
+    def at(self, what: str, done: int, total: int) -> None:
+        print(what, file=sys.stderr, flush=True)
+
+    def solving(self, progress: Progress) -> None:
+        pass
+
+
+class _Bar:
+    """Progress on a terminal: one bar on stderr, which goes away."""
+
+    def __init__(self, bar: Any, task: TaskID, what: str) -> None:
+        self._bar, self._task, self._what = bar, task, what
+
+    def at(self, what: str, done: int, total: int) -> None:
+        self._bar.update(self._task, description=what, completed=done, total=total)
+
+    def solving(self, progress: Progress) -> None:
+        gap = f", gap {progress.gap:.1%}" if progress.gap < 10 else ""
+        self._bar.update(self._task, description=self._what + gap)
+
+
+@contextmanager
+def progress_of(what: str = "") -> Iterator[_Lines | _Bar]:
+    if not sys.stderr.isatty():
+        yield _Lines(what)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _Bar(bar, bar.add_task(what, total=None), what)

@@ -1,0 +1,118 @@
+"""A step that ran out of memory: whether it did, and what has to be put back before it can run again."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autoac.profiler import device_of
+from autoac.profiler.randomness import GeneratorState, capture, default_generator
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocator had nothing left: CUDA's, or the CPU's, which says so in words only."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A parameter before a step. What it does not hold is free to go in the step."""
+
+    parameter: nn.Parameter
+    version: int
+    gradient: weakref.ref[Tensor] | None
+    gradient_version: int
+    copy: Tensor | None  # of the gradient, in the host's memory
+
+    def written(self) -> bool:
+        return _version(self.parameter) != self.version
+
+    def kept(self) -> bool:
+        """Whether the gradient that was there is there still, as it was."""
+        gradient = self.parameter.grad
+        return (
+            self.gradient is None
+            or self.copy is not None
+            or (gradient is self.gradient() and _version(gradient) == self.gradient_version)
+        )
+
+    def restore(self) -> None:
+        gradient = self.parameter.grad
+        if self.gradient is None:
+            self.parameter.grad = None
+        elif self.copy is not None:
+            if gradient is not None and gradient is self.gradient():
+                gradient.copy_(self.copy)
+            else:
+                self.parameter.grad = self.copy.to(self.parameter.device)
+
+
+class Before:
+    """What a step may change that it must find again: gradients, buffers, generators.
+
+    Copies are in the host's memory. On a CPU that is the memory of the budget.
+
+    Args:
+        keep_gradients: copy the gradients that are there, so that a step that has added to them can be
+            undone. Else only those that are not there yet are dropped again.
+    """
+
+    def __init__(self, model: nn.Module, *, keep_gradients: bool) -> None:
+        device = device_of(model)
+        self._generators: list[GeneratorState] = [capture(torch.default_generator)]
+        if device.type not in ("cpu", "meta"):
+            self._generators.append(capture(default_generator(device)))
+        self._leaves = []
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            self._leaves.append(
+                _Leaf(
+                    parameter,
+                    _version(parameter),
+                    weakref.ref(gradient) if gradient is not None else None,
+                    _version(gradient),
+                    _copied(gradient) if keep_gradients and gradient is not None else None,
+                )
+            )
+        self._buffers = [
+            (module._buffers, name, buffer, _copied(buffer))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def why_not(self) -> str:
+        """What keeps the step from running again as if it had not run; "" if nothing does."""
+        if any(leaf.written() for leaf in self._leaves):
+            return "it has written to parameters (an optimizer in backward?)"
+        if not all(leaf.kept() for leaf in self._leaves):
+            return (
+                "it has changed gradients of earlier steps; step(fn, keep_gradients=True) keeps copies of "
+                "them, and zero_grad belongs before the step"
+            )
+        return ""
+
+    def restore(self) -> None:
+        """Put everything back."""
+        with torch.no_grad():
+            for leaf in self._leaves:
+                leaf.restore()
+            for owner, name, buffer, copy in self._buffers:
+                owner[name] = buffer
+                if not torch.equal(buffer.cpu(), copy):
+                    buffer.copy_(copy)
+        for state in self._generators:
+            state.restore()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version

@@ -1,0 +1,212 @@
+"""Makes policies for one budget, and makes them again where the allocator says otherwise.
+
+docs/budget.md is the page. See NOTE [ The counter is the user's ] in peaks.py for what is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+from torch import nn
+
+from ac_client.buckets import Loaded
+from ac_client.peaks import MOST_CORRECTIONS, AllocatorPeak, too_little, too_much
+from ac_client.remote import RemoteError, ServiceUnavailable, request_policy
+from autoac.planner import Constraints, InfeasibleBudget, Plan, PlannerError, Policy, Profile, plan
+from autoac.planner.units import format_bytes
+from autoac.profiler import device_of
+from autoac.profiler.static import optimizer_state_nbytes
+
+log = logging.getLogger("ac_client")
+
+TIGHTER = 0.9  # of a planned peak that the device did not have room for
+
+
+class Planning:
+    """Plans and corrects for one model."""
+
+    def __init__(
+        self,
+        name: str,
+        budget_bytes: int | None,
+        headroom_bytes: int,
+        constraints: Constraints | None,
+        optimizer: torch.optim.Optimizer | None,
+        service: str | None,
+    ) -> None:
+        self.name = name
+        self.budget_bytes = budget_bytes
+        self.headroom_bytes = headroom_bytes
+        self.constraints = constraints
+        self._optimizer = optimizer
+        self._service = service
+        self._lock = threading.Lock()  # of corrections
+
+    def first(self, profile: Profile) -> tuple[Policy, Plan | None]:
+        """A policy within the budget."""
+        assert self.budget_bytes is not None
+        return self.planned(profile, self.budget_bytes - self.headroom_bytes)
+
+    def planned(self, profile: Profile, within: int) -> tuple[Policy, Plan | None]:
+        """A policy whose peak is within so many bytes, by the service if there is one."""
+        budget = within + self.headroom_bytes
+        if self._service is not None:
+            try:
+                return (
+                    request_policy(
+                        self._service,
+                        profile,
+                        budget,
+                        headroom_bytes=self.headroom_bytes,
+                        constraints=self.constraints,
+                    ),
+                    None,
+                )
+            except ServiceUnavailable as error:
+                log.warning("planning in-process, because %s", error)
+        made = plan(
+            profile,
+            budget_bytes=budget,
+            headroom_bytes=self.headroom_bytes,
+            constraints=self.constraints,
+        )
+        return made.policy(), made
+
+    def judge(self, model: nn.Module, loaded: Loaded, *, whole: bool) -> None:
+        """Plan again if the steps seen were over the budget; or, `whole` ones, far from using it."""
+        if self.budget_bytes is None or loaded.seen is None:
+            return
+        limit = self.budget_bytes - self.headroom_bytes
+        predicted = loaded.policy.predicted.peak_bytes
+        if rise := too_much(loaded.seen, predicted, limit):
+            if loaded.profile is None or loaded.corrections >= MOST_CORRECTIONS:
+                if not loaded.told:
+                    loaded.told = True
+                    log.warning(
+                        "%s: measured %s where %s is the limit; %s, so its plan stays",
+                        self.name,
+                        format_bytes(loaded.seen.at_least),
+                        format_bytes(limit),
+                        "it was planned elsewhere"
+                        if loaded.profile is None
+                        else f"it was corrected {loaded.corrections} times",
+                    )
+                return
+            self._correct(loaded, rise)
+        elif (
+            whole
+            and loaded.profile is not None
+            and loaded.recomputes
+            # Only at first: what turns out too loose can then still be tightened.
+            and not loaded.corrections
+            and not loaded.withheld
+            and self._state_is_there(model, loaded.profile)
+            and (fall := too_little(loaded.seen, predicted, limit))
+        ):
+            self._correct(loaded, -fall)
+
+    def _state_is_there(self, model: nn.Module, profile: Profile) -> bool:
+        if self._optimizer is None:
+            return True
+        return optimizer_state_nbytes(self._optimizer, device_of(model)) >= profile.static.optimizer_state
+
+    def _correct(self, loaded: Loaded, change: int) -> None:
+        """Add what the prediction missed to it, and plan again."""
+        assert loaded.seen is not None
+        seen = loaded.seen.at_least if change > 0 else loaded.seen.at_most
+        predicted = loaded.policy.predicted.peak_bytes
+        with self._lock:
+            loaded.corrections += 1
+            loaded.correction += change
+            try:
+                self._plan_again(loaded)
+            except (PlannerError, RemoteError) as error:
+                loaded.correction -= change
+                log.warning(
+                    "%s: measured %s where %s was predicted, and no plan makes up for it (%s): it stays",
+                    self.name,
+                    format_bytes(seen or 0),
+                    format_bytes(predicted),
+                    str(error).partition("\n")[0],
+                )
+                return
+        log.warning(
+            "%s: measured %s where %s was predicted and %s is the budget: planned again, corrected by %s; "
+            "%d of %d ops recomputed, predicted %s",
+            self.name,
+            format_bytes(seen or 0),
+            format_bytes(predicted),
+            format_bytes(self.budget_bytes or 0),
+            format_bytes(change),
+            sum(decision == "recompute" for decision in loaded.policy.decisions.values()),
+            len(loaded.policy.decisions),
+            format_bytes(loaded.policy.predicted.peak_bytes),
+        )
+
+    def tighten(self, loaded: Loaded, allocator: AllocatorPeak | None, before: int) -> None:
+        """Plan again for less than the device turned out not to have.
+
+        Args:
+            loaded: whose step ran out of memory.
+            allocator: of the device, if it counts by itself.
+            before: what it counted before the step.
+
+        Raises:
+            PlannerError: there is no tighter plan.
+            RemoteError: the service would not make one.
+        """
+        assert self.budget_bytes is not None
+        limit = self.budget_bytes - self.headroom_bytes
+        had = loaded.policy.predicted.peak_bytes
+        aim = int(had * TIGHTER)
+        if allocator is not None and (seen := allocator.allocated_peak()) > before:
+            aim = min(aim, seen)  # so much the device had
+        withheld = loaded.withheld
+        with self._lock:
+            loaded.withheld = max(0, limit - aim)
+            try:
+                self._plan_again(loaded)
+            except (PlannerError, RemoteError):
+                loaded.withheld = withheld
+                raise
+        log.warning(
+            "%s ran out of memory under a plan for %s: planned again for %s, and the step runs again",
+            self.name,
+            format_bytes(had),
+            format_bytes(loaded.policy.predicted.peak_bytes),
+        )
+
+    def _plan_again(self, loaded: Loaded) -> None:
+        """As first, with `loaded`'s corrections; where that is too tight, the tightest plan there is.
+
+        Raises:
+            PlannerError: that is no other than the plan that it has.
+            RemoteError: the service would not make one.
+        """
+        assert loaded.profile is not None
+        assert self.budget_bytes is not None
+        given = self.budget_bytes - self.headroom_bytes
+        within = max(1, given - loaded.correction - loaded.withheld)
+        try:
+            policy, made = self.planned(loaded.profile, within)
+        except InfeasibleBudget as error:
+            if error.smallest_found is None:
+                raise
+            policy, made = self.planned(loaded.profile, error.smallest_found)
+            if policy.decisions == loaded.policy.decisions:
+                raise
+        predicted = policy.predicted
+        moved = {
+            name: max(0, getattr(predicted, name) + loaded.correction)
+            for name in ("peak_bytes", "save_all_peak_bytes", "static_bytes")
+        }
+        policy = policy.model_copy(
+            update={
+                "budget_bytes": self.budget_bytes,
+                "corrected_by_bytes": loaded.correction + loaded.withheld,
+                "predicted": predicted.model_copy(update=moved),
+            }
+        )
+        loaded.load(policy, made)
