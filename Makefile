@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: demo test nightly check fmt bench clean
+.PHONY: demo test nightly check fmt bench bench-plans bench-peak clean
 
 demo: $(READY)
 	$(BIN)/autoac demo
@@ -30,7 +30,16 @@ fmt: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.shapes
 	$(BIN)/python -m benchmarks.demo_table
+
+# Plans for real architectures beside every baseline -> docs/benchmarks.md: hours; goes on where it stopped.
+bench-plans: $(READY)
+	$(BIN)/python -m benchmarks.plans
+
+# Predicted and measured peak of the zoo's models, optimizer included -> docs/peaks.md: a quarter of an hour.
+bench-peak: $(READY)
+	$(BIN)/python -m benchmarks.peak
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,235 @@
+"""Checkmate's optimum: the least recompute time where an op may run again any number of times.
+
+P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020. Its
+program has a stage for each node of the forward and backward graph and decides for each stage which ops run
+(R) and which values stay in memory from the stage before (S). Here forward is eager PyTorch's and given, so
+it is no decision but for what survives it, and stages are those of backward: one for each unpack, in order,
+each ended by the work of its step where it is the step's last.
+
+*What is comparable.* Bytes, run times, gradients, temporaries and workspace are the graph's, counted at the
+same events as in `planner.simulate`. Checkmate may do all that our runtime does, and more: run an op
+several times, or earlier than it is asked for, drop a kept value before autograd does, and keep some
+outputs of an op without the others. Two things are counted in its favour, both rare: memory that Python
+holds into backward is free to use while it is held, and an op in place never needs a second buffer while it
+runs. So its optimum is never above ours at the same budget, and where it runs no op twice, what is left
+between the two is the price of our runtime's simpler rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pulp
+
+from autoac.planner.graph import Graph, OpId, StepId, ValueId
+
+MOST_OPS = 40  # beyond this the program is too large to be worth waiting for
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The best schedule that the solver found within a budget."""
+
+    recompute_us: float  # inf where none was found
+    bound_us: float  # proven: no schedule takes less
+    runs: dict[OpId, int]  # how often each op runs again
+
+    @property
+    def proven(self) -> bool:
+        """Whether the two are the same, up to the solver's tolerance."""
+        return self.recompute_us - self.bound_us <= 1e-4 * max(1.0, self.recompute_us)
+
+    @property
+    def twice(self) -> bool:
+        """Whether any op runs again more than once."""
+        return any(count > 1 for count in self.runs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An unpack of backward, or a step without any."""
+
+    step: StepId
+    wants: ValueId | None  # what is unpacked
+    pinned: tuple[ValueId, ...]  # unpacked earlier in the same step
+    works: bool  # the step's work follows
+
+
+def stages(graph: Graph) -> list[Stage]:
+    """Backward as a list of stages."""
+    found = []
+    for step in graph.steps:
+        values = list(dict.fromkeys(graph.handles[h].value for h in step.unpacks))
+        for i, value in enumerate(values):
+            found.append(Stage(step.id, value, tuple(values[:i]), i == len(values) - 1))
+        if not values:
+            found.append(Stage(step.id, None, (), works=True))
+    return found
+
+
+def optimum(graph: Graph, budget: int, *, time_limit_s: float = 60.0) -> Optimum | None:
+    """The least recompute time within `budget` bytes; None if nothing fits.
+
+    Args:
+        graph: of at most MOST_OPS ops, unless one has time.
+        budget: as our planner's: everything included.
+        time_limit_s: seconds of HiGHS's clock.
+    """
+    program = _Program(graph, budget)
+    return program.solve(time_limit_s)
+
+
+class _Program:
+    """The variables R and S of the paper, and its rows."""
+
+    def __init__(self, graph: Graph, budget: int) -> None:
+        self.graph, self.stages = graph, stages(graph)
+        self.scale = max(1, budget)
+        self.problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
+        self.runs: dict[tuple[int, OpId], Any] = {}  # R
+        self.stays: dict[tuple[int, ValueId], Any] = {}  # S
+        self.lives: dict[str, Any] = {}  # in memory while some op runs
+        self._decide()
+        self.problem += pulp.lpSum(graph.ops[o].runtime_us * column for (_, o), column in self.runs.items())
+        self._dependencies()
+        self._forward(budget)
+        for j in range(len(self.stages)):
+            self._backward(j, budget)
+
+    def _decide(self) -> None:
+        """A column for each run and each stay that anything later can have a use for."""
+        useful: set[ValueId] = set()
+        for j in reversed(range(len(self.stages))):
+            stage = self.stages[j]
+            useful |= {v for v in (stage.wants, *stage.pinned) if v is not None}
+            for op in reversed(self.graph.ops):
+                if any(w in useful for w in op.writes) and not op.must_save:
+                    useful.update(op.reads)
+                    self.runs[j, op.id] = self.problem.add_variable(f"R_{j}_{op.id}", 0, 1, cat="Integer")
+            for v in useful:
+                lost = j == 0 and self.graph.ops[self.graph.values[v].op].must_recompute
+                name = f"S_{j}_{v}"
+                self.stays[j, v] = self.problem.add_variable(name, 0, 0 if lost else 1, cat="Integer")
+
+    def _dependencies(self) -> None:
+        """An op runs only on what is there; what stays was there; what is unpacked is there."""
+        graph = self.graph
+        for (j, o), run in self.runs.items():
+            for v in graph.ops[o].reads:
+                self.problem += run <= self._there(j, v)
+        for (j, v), stay in self.stays.items():
+            if j:
+                self.problem += stay <= self._there(j - 1, v)
+        for j, stage in enumerate(self.stages):
+            if stage.wants is not None:
+                self.problem += self._there(j, stage.wants) >= 1
+            for v in stage.pinned:
+                self.problem += self.stays[j, v] >= 1
+
+    def _there(self, j: int, v: ValueId) -> Any:
+        return self.stays.get((j, v), 0) + self.runs.get((j, self.graph.values[v].op), 0)
+
+    def _forward(self, budget: int) -> None:
+        """At each op of forward: what forward holds, and what is to stay."""
+        graph = self.graph
+        for op in graph.ops:
+            live: Any = graph.static_bytes + op.workspace + op.other
+            live += sum(
+                storage.nbytes
+                for storage in graph.storages
+                if storage.values
+                and graph.values[storage.values[0]].op <= op.id
+                and op.id < max(storage.released, graph.values[storage.values[-1]].op + 1)
+            )
+            terms = [
+                graph.nbytes(v.id) * self.stays[0, v.id]
+                for v in graph.values
+                if (0, v.id) in self.stays and self._free_at(v.id) <= op.id
+            ]
+            self._within(terms, live, budget)
+
+    def _free_at(self, v: ValueId) -> int:
+        """The moment from which neither forward nor Python has `v` anyway."""
+        value = self.graph.values[v]
+        storage = self.graph.storages[value.storage]
+        following = storage.values.index(v) + 1
+        if following < len(storage.values):
+            return self.graph.values[storage.values[following]].op
+        return max(storage.released, value.op + 1)
+
+    def _backward(self, j: int, budget: int) -> None:
+        """At each op that stage `j` may run, and at the step's work."""
+        graph, stage = self.graph, self.stages[j]
+        moment = len(graph.ops) + stage.step
+        held = graph.static_bytes + sum(s.nbytes for s in graph.storages if s.released > moment)
+        wanted = {v for v in (stage.wants, *stage.pinned) if v is not None}
+        ops = sorted(o for (at, o) in self.runs if at == j)
+        step = graph.steps[stage.step]
+        counted = [
+            v for v in graph.values if self._free_at(v.id) <= moment and (j, v.id) in self.stays
+        ]  # what can be in memory at all
+        after: dict[ValueId, Any] = {}  # live from the last run on
+        for value in counted:
+            stays_on = self.stays.get((j + 1, value.id))
+            after[value.id] = 1 if value.id in wanted else 0 if stays_on is None else stays_on
+        for k in ops:
+            terms = [graph.ops[k].workspace * self.runs[j, k]]
+            for value in counted:
+                in_place = value.op == k and value.previous is not None
+                if not in_place:
+                    terms.append(graph.nbytes(value.id) * self._live(j, value.id, k, after[value.id]))
+            self._within(terms, held + step.other, budget)
+        if stage.works:
+            self._within([graph.nbytes(v) * live for v, live in after.items()], held + step.peak, budget)
+
+    def _live(self, j: int, v: ValueId, k: OpId, after: Any) -> Any:
+        """Whether `v` is in memory while op `k` runs in stage `j`.
+
+        Until its own op it is there if it stayed; then, if a reader from `k` on runs, or it is unpacked,
+        or it stays on. Each of these implies that it is there, so none needs a product.
+        """
+        graph = self.graph
+        if graph.values[v].op > k:
+            return self.stays[j, v]
+        readers = [r for r in graph.values[v].readers if r >= k and (j, r) in self.runs]
+        reasons = [self.runs[j, r] for r in readers] + [after]
+        if graph.values[v].op == k:
+            reasons += [self.runs[j, k], self.stays[j, v]]
+        if any(isinstance(reason, int) and reason == 1 for reason in reasons):
+            return 1
+        columns = [reason for reason in reasons if not isinstance(reason, int)]
+        if len(columns) < 2:
+            return columns[0] if columns else 0
+        key = f"L_{j}_{v}_{'own' if graph.values[v].op == k else readers[0] if readers else 'end'}"
+        if key not in self.lives:
+            self.lives[key] = self.problem.add_variable(key, 0, 1)
+            for column in columns:
+                self.problem += self.lives[key] >= column
+        return self.lives[key]
+
+    def _within(self, terms: Iterable[Any], constant: int, budget: int) -> None:
+        """A row of bytes, scaled to be near one."""
+        self.problem += pulp.lpSum(terms) * (1 / self.scale) <= (budget - constant) / self.scale
+
+    def solve(self, time_limit_s: float) -> Optimum | None:
+        """HiGHS's answer, read from HiGHS: PuLP calls a time-out with a candidate optimal."""
+        self.problem.solve(pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=1e-6))
+        highs = self.problem.solverModel
+        if highs is None or "nfeasible" in highs.modelStatusToString(highs.getModelStatus()):
+            return None
+        info = highs.getInfo()
+        found = info.primal_solution_status == 2  # HiGHS's kSolutionStatusFeasible
+        runs: dict[OpId, int] = {}
+        for (_, o), column in self.runs.items():
+            if found and round(column.value() or 0):
+                runs[o] = runs.get(o, 0) + 1
+        spent = sum(self.graph.ops[o].runtime_us * count for o, count in runs.items())
+        bound = info.mip_dual_bound
+        return Optimum(
+            recompute_us=spent if found else math.inf,
+            bound_us=max(0.0, min(bound, spent) if math.isfinite(bound) else 0.0),
+            runs=runs,
+        )

@@ -1,0 +1,330 @@
+"""The comparisons as a page: `python -m benchmarks.plans.report` writes docs/benchmarks.md and its plots."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from autoac.planner.units import GIB, format_bytes
+from benchmarks.plans.baselines import BASELINES
+from benchmarks.plans.compare import (
+    GAP,
+    LEAST_RATIO,
+    OUT,
+    ROOT,
+    Answer,
+    Comparison,
+    Point,
+    beaten,
+    best_within,
+    geometric_mean,
+    load,
+    pareto,
+    ratio,
+    selected,
+)
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+AIM = 0.75  # geometric mean of ours to the best baseline at its peak, at most
+WITHIN = 1.02  # of Checkmate's optimum where that runs nothing twice
+_SMALL = "small_"  # steps that are there for Checkmate
+_GROWTH = re.compile(r"^llama_l(\d+)\.")
+
+
+# Numbers.
+
+
+def rivals(done: Comparison) -> list[Point]:
+    """The baseline points at whose peak there is an answer of ours."""
+    return [p for p in selected(done.points, done.ceiling) if done.at(p.peak) is not None]
+
+
+def to_baseline(done: Comparison, baseline: str) -> list[float]:
+    """Our recompute time to a baseline's, at each of its peaks."""
+    found = []
+    for point in rivals(done):
+        ours = done.at(point.peak)
+        if point.baseline == baseline and ours is not None:
+            found.append(ratio(ours.recompute_us, point.recompute_us))
+    return [r for r in found if r is not None]
+
+
+def to_best(done: Comparison) -> list[float]:
+    """Our recompute time to that of the best baseline within the same peak, at each baseline's peaks."""
+    found = []
+    for peak in sorted({p.peak for p in rivals(done)}):
+        ours, best = done.at(peak), best_within(done.points, peak)
+        if ours is not None and best is not None:
+            found.append(ratio(ours.recompute_us, best.recompute_us))
+    return [r for r in found if r is not None]
+
+
+def growth(done: Iterable[Comparison]) -> list[tuple[int, Comparison]]:
+    """The comparisons that differ in layers alone, by layers."""
+    return sorted(
+        ((int(match[1]), c) for c in done if (match := _GROWTH.match(c.name))), key=lambda item: item[0]
+    )
+
+
+def exponent(sizes: Sequence[float], times: Sequence[float]) -> float | None:
+    """The `k` of time ~ size**k, by least squares on logarithms; 1 is linear."""
+    pairs = [(math.log(s), math.log(t)) for s, t in zip(sizes, times, strict=True) if s > 0 and t > 0]
+    if len(pairs) < 2:
+        return None
+    mean_x, mean_y = (statistics.fmean(column) for column in zip(*pairs, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in pairs)
+    return sum((x - mean_x) * (y - mean_y) for x, y in pairs) / spread if spread else None
+
+
+def building_share(answers: Iterable[Answer]) -> float | None:
+    """The part of planning that is not HiGHS's, over all answers that tell; None if none does."""
+    told = [(a.wall_s, a.solver_s) for a in answers if a.solver_s is not None]
+    total = sum(wall for wall, _ in told)
+    return 1 - sum(solver for _, solver in told) / total if total else None
+
+
+# Words.
+
+
+def page(done: Sequence[Comparison]) -> str:
+    """docs/benchmarks.md."""
+    against = [c for c in done if c.points]
+    parts = [
+        "# Plans against what else decides what to recompute\n\n"
+        "Made by `make bench-plans` (benchmarks/plans/); do not edit. Profiles are of whole training steps\n"
+        "on devices that were not there, with run times from a datasheet. Every save set, ours and theirs,\n"
+        f"is judged by one simulator (docs/memory-model.md). Our plans are asked for a gap of {GAP:.0%}.",
+        verdict(done, against),
+        models_table(done),
+        baselines_table(against),
+    ]
+    parts += [section for section in (growth_section(done), checkmate_section(done)) if section]
+    parts += [plots_section(against), footnotes(done)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def verdict(done: Sequence[Comparison], against: Sequence[Comparison]) -> str:
+    """What must hold, and whether it does."""
+    points = sum(len(rivals(c)) for c in against)
+    lost = sum(len(beaten(c)) for c in against)
+    models = [c for c in against if not c.name.startswith(_SMALL)]
+    mean = geometric_mean(r for c in models for r in to_best(c))
+    of_each = geometric_mean(r for c in models for name in BASELINES for r in to_baseline(c, name))
+    answers = [a for c in done for a in c.answers]
+    tight = sum(a.gap <= GAP for a in answers)
+    share = building_share(answers)
+    lines = [
+        f"- Never beaten: {_yes(not lost)}; at {points} peaks of baselines ours is slower at {lost}.",
+        f"- Geometric mean of our recompute time to the best baseline's at that peak: {_ratio(mean)} "
+        f"(at most {AIM}: {_yes(mean is not None and mean <= AIM)}).",
+        f"- The same to each baseline at its own peaks: {_ratio(of_each)}. A ratio below {LEAST_RATIO}\n"
+        "  counts as that in both, and small steps do not count.",
+        f"- Gap proven to be at most {GAP:.0%}: {_yes(tight == len(answers))}; "
+        f"{tight} of {len(answers)} plans.",
+    ]
+    if share is not None:
+        lines.append(
+            f"- Planning outside HiGHS: {share:.0%} of the time (at most half: {_yes(share <= 0.5)})."
+        )
+    return "\n".join(lines)
+
+
+def models_table(done: Sequence[Comparison]) -> str:
+    """A row for each model: sizes, how we do, what it takes."""
+    rows = []
+    for c in done:
+        times = [a.cpu_s for a in c.answers]
+        rows.append(
+            [
+                c.name,
+                f"{c.ops:,}",
+                format_bytes(c.static_bytes),
+                format_bytes(c.floor_found),
+                format_bytes(c.ceiling),
+                f"{len(beaten(c))} of {len(rivals(c))}" if c.points else "",
+                _ratio(geometric_mean(to_best(c))) if c.points else "",
+                f"{max((a.gap for a in c.answers), default=0):.2%}",
+                f"{statistics.median(times):.1f}" if times else "",
+                f"{max(times):.1f}" if times else "",
+            ]
+        )
+    head = [
+        "model",
+        "ops",
+        "static",
+        "floor",
+        "ceiling",
+        "beaten",
+        "to the best",
+        "worst gap",
+        "median s",
+        "most s",
+    ]
+    return (
+        _table(head, rows)
+        + "\n\n*to the best*: geometric mean of our recompute time to that of the fastest baseline within\n"
+        "the same peak. *median s*, *most s*: processor seconds from Profile to Plan, over all budgets."
+    )
+
+
+def baselines_table(against: Sequence[Comparison]) -> str:
+    """Our recompute time to each baseline's at its own peaks: geometric mean, and the worst."""
+    if not against:
+        return ""
+    rows = []
+    for c in against:
+        cells = [c.name]
+        for baseline in BASELINES:
+            ratios = to_baseline(c, baseline)
+            cells.append(f"{_ratio(geometric_mean(ratios))} ({max(ratios):.2f})" if ratios else "")
+        rows.append(cells)
+    models = [c for c in against if not c.name.startswith(_SMALL)]
+    means = [geometric_mean(r for c in models for r in to_baseline(c, baseline)) for baseline in BASELINES]
+    rows.append(["all but small", *(_ratio(mean) for mean in means)])
+    return (
+        "## To each baseline at its peak\n\n"
+        "Our recompute time to its: geometric mean over its points (the worst of them). Empty where it has\n"
+        "no point below the ceiling.\n\n" + _table(["model", *BASELINES], rows)
+    )
+
+
+def growth_section(done: Sequence[Comparison]) -> str:
+    """Solve time by layers."""
+    sizes = growth(done)
+    if len(sizes) < 2:
+        return ""
+    medians = [statistics.median(a.cpu_s for a in c.answers) if c.answers else 0.0 for _, c in sizes]
+    rows = [
+        [str(layers), f"{c.ops:,}", f"{median:.2f}", f"{max((a.cpu_s for a in c.answers), default=0):.2f}",
+         f"{1000 * median / c.ops:.2f}", f"{max((a.gap for a in c.answers), default=0):.2%}"]
+        for (layers, c), median in zip(sizes, medians, strict=True)
+    ]  # fmt: skip
+    power = exponent([c.ops for _, c in sizes], medians)
+    head = ["layers", "ops", "median s", "most s", "median s a 1,000 ops", "worst gap"]
+    grows = f"\n\nMedian time grows as ops to the power {power:.2f}." if power is not None else ""
+    return "## Growth with layers\n\n" + _table(head, rows) + grows
+
+
+def checkmate_section(done: Sequence[Comparison]) -> str:
+    """Our plans beside Checkmate's optimum, where a graph is small enough for it."""
+    rows = []
+    for c in done:
+        for o in c.optima:
+            ours = c.at(o.budget)
+            if ours is None or o.recompute_us is None:
+                continue
+            to = ratio(ours.recompute_us, o.recompute_us)
+            fine = o.twice or (ours.recompute_us or 0.0) <= WITHIN * o.recompute_us
+            proven = o.recompute_us - o.bound_us <= 1e-4 * max(1.0, o.recompute_us)
+            rows.append(
+                [c.name, format_bytes(o.budget), _us(o.recompute_us), _us(ours.recompute_us), _ratio(to),
+                 "yes" if o.twice else "no", "yes" if proven else "no", _yes(fine)]
+            )  # fmt: skip
+    if not rows:
+        return ""
+    head = ["model", "budget", "Checkmate us", "ours us", "ratio", "runs twice", "proven", "within 2 %"]
+    return "## Beside Checkmate's optimum\n\n" + _table(head, rows)
+
+
+def plots_section(against: Sequence[Comparison]) -> str:
+    """A plot for each model."""
+    if not against:
+        return ""
+    return "## Frontiers\n\n" + "\n\n".join(f"![{c.name}](benchmarks/{c.name}.svg)" for c in against)
+
+
+def footnotes(done: Sequence[Comparison]) -> str:
+    """Where we lose, and which baselines did not work."""
+    lines = []
+    for c in done:
+        for point, ours in beaten(c):
+            lines.append(
+                f"- {c.name}: {point.baseline} ({point.setting}) takes {_us(point.recompute_us)} us at "
+                f"{format_bytes(point.peak)}, ours {_us(ours.recompute_us)} us ({ours.stopped})."
+            )
+        for baseline, why in c.failures.items():
+            lines.append(f"- {c.name}: {baseline} does not work on it: {why}")
+    return "## Where it fails\n\n" + "\n".join(lines) if lines else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [list(head), ["---"] * len(head), *map(list, rows)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _us(value: float | None) -> str:
+    return "none" if value is None else f"{value:,.0f}"
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "**no**"
+
+
+# Pictures.
+
+
+def draw(done: Comparison, path: Path) -> None:
+    """The frontier of one model: ours, and each baseline's front."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "autoac"  # the same picture for the same numbers
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.5))
+    share = 100 / done.step_us if done.step_us else 0.0
+
+    def series(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
+        ordered = sorted(points)
+        return [nbytes / GIB for nbytes, _ in ordered], [us * share for _, us in ordered]
+
+    for marker, baseline in zip("sv^<>DPX*h", BASELINES, strict=False):
+        front = pareto(p for p in done.points if p.baseline == baseline and p.peak < done.ceiling)
+        if front:
+            x, y = series((p.peak, p.recompute_us) for p in front)
+            axes.plot(x, y, marker=marker, linestyle=":", linewidth=0.8, markersize=5, label=baseline)
+    ours = [(float(a.budget), a.recompute_us) for a in done.answers if a.recompute_us is not None]
+    x, y = series([*ours, (float(done.ceiling), 0.0)])
+    axes.plot(x, y, color="black", marker=".", linewidth=1.6, label="ours")
+    axes.axvline(done.floor_proven / GIB, color="gray", linewidth=0.8, linestyle="--", label="floor (proven)")
+    axes.set_xlabel("peak, GiB")
+    axes.set_ylabel("recomputed, % of the step's run time")
+    axes.set_title(done.name)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=7)
+    axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="svg", metadata={"Date": None}, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def write(done: Sequence[Comparison], target: Path = PAGE) -> None:
+    """The page, and its plots in a folder beside it."""
+    for comparison in done:
+        if comparison.points:
+            draw(comparison, target.with_suffix("") / f"{comparison.name}.svg")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page(done))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command in the module docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans.report")
+    parser.add_argument("--out", type=Path, default=OUT, help="where compare.py wrote")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    found = [load(path) for path in sorted(options.out.glob("*.json"))]
+    write([c for c in found if c is not None], options.page)
+    print(f"wrote {options.page}")
+
+
+if __name__ == "__main__":
+    main()

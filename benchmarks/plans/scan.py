@@ -1,0 +1,99 @@
+"""The selective scan of Mamba as one op, as its CUDA kernel is: shapes and saved tensors, no arithmetic.
+
+transformers' own fallback is a loop over the sequence. Source: `selective_scan_fwd` and
+`selective_scan_bwd` in csrc/selective_scan/selective_scan.cpp, and what `SelectiveScanFn` saves in
+mamba_ssm/ops/selective_scan_interface.py (state-spaces/mamba 2.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+CHUNK = 2048  # positions between two states that forward keeps for backward
+
+
+@torch.library.custom_op("autoac_bench::selective_scan", mutates_args=())
+def scan(
+    u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gated output, output, states at the ends of chunks)."""
+    raise NotImplementedError("the selective scan of the benchmarks runs on tensors without memory only")
+
+
+@scan.register_fake
+def _(
+    u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, width, length = u.shape
+    chunks = -(-length // CHUNK)
+    states = u.new_empty((batch, width, chunks, 2 * a.shape[1]), dtype=a.dtype)
+    return torch.empty_like(z), torch.empty_like(delta), states
+
+
+@torch.library.custom_op("autoac_bench::selective_scan_backward", mutates_args=())
+def scan_backward(
+    gradient: Tensor,
+    u: Tensor,
+    delta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    z: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    states: Tensor,
+) -> list[Tensor]:
+    """The gradients of the scan's arguments, in their order."""
+    raise NotImplementedError("the selective scan of the benchmarks runs on tensors without memory only")
+
+
+@scan_backward.register_fake
+def _(gradient: Tensor, *saved: Tensor) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in saved[:8]]
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # the other outputs have no gradients
+    ctx.save_for_backward(*inputs, output[1], output[2])
+
+
+def _backward(ctx: Any, gradient: Tensor, *_unused: Tensor) -> tuple[Tensor, ...]:
+    return tuple(scan_backward(gradient, *ctx.saved_tensors))
+
+
+scan.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.autoac_bench.selective_scan)
+def _scan_flops(u: Any, delta: Any, a: Any, *_args: Any, **_kwargs: Any) -> int:
+    """9 a position, channel and state (Mamba paper, appendix on efficiency)."""
+    batch, width, length = u
+    return int(9 * batch * width * length * a[1])
+
+
+@register_flop_formula(torch.ops.autoac_bench.selective_scan_backward)
+def _scan_backward_flops(gradient: Any, u: Any, delta: Any, a: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Forward's states again, and twice as much for the gradients."""
+    return 3 * _scan_flops(u, delta, a)
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    **_options: Any,
+) -> Tensor:
+    """In place of transformers' `mamba_selective_scan`."""
+    out: Tensor = scan(u, delta, a, b, c, D, z, delta_bias)[0]
+    return out

@@ -1,0 +1,86 @@
+"""What choosing a policy by the shape of the batch costs at each forward: `python -m benchmarks.shapes`.
+
+A shape that was met before is one look into a table. One that is new is compared with the buckets, here 32,
+none of which but the largest covers it. Medians over many calls, in microseconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded
+from ac_client.shapes import key_of, leaves_of, shape_of
+from autoac.planner import Policy, plan
+from autoac.planner.policy_set import Extent
+from autoac.profiler import profile
+
+BATCHES: dict[str, Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "one tensor": lambda n: ((torch.empty(4, n),), {}),
+    "four keywords, as of a language model": lambda n: (
+        (),
+        {
+            "input_ids": torch.empty(4, n, dtype=torch.long),
+            "attention_mask": torch.empty(4, n, dtype=torch.bool),
+            "labels": torch.empty(4, n, dtype=torch.long),
+            "use_cache": False,
+        },
+    ),
+    "a list of 16 images and their boxes": lambda n: (
+        ([torch.empty(3, n, n) for _ in range(16)], [{"boxes": torch.empty(n, 4)} for _ in range(16)]),
+        {},
+    ),
+}
+
+
+def filled(policy: Policy, of: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]) -> Buckets:
+    """As many buckets as there may be, of growing size."""
+    buckets = Buckets()
+    for i in range(MOST_BUCKETS):
+        args, kwargs = of(8 * (i + 1))
+        buckets.add(Loaded(shape_of(args, kwargs), policy))
+    return buckets
+
+
+def median_us(call: Callable[[], object], calls: int = 2000) -> float:
+    times = []
+    for _ in range(calls):
+        began = time.perf_counter_ns()
+        call()
+        times.append(time.perf_counter_ns() - began)
+    return statistics.median(times) / 1e3
+
+
+def main() -> None:
+    found = profile(torch.nn.Linear(4, 4), torch.randn(2, 4))
+    policy = plan(found, budget_gb=1.0).policy()
+    print("| batch | met before, us | new, us |")
+    print("| --- | ---: | ---: |")
+    for name, of in BATCHES.items():
+        buckets = filled(policy, of)
+        args, kwargs = of(8 * MOST_BUCKETS - 1)
+        key = key_of(args, kwargs)
+
+        def again(args: Any = args, kwargs: Any = kwargs, buckets: Buckets = buckets) -> object:
+            return buckets.known.get(key_of(args, kwargs))
+
+        def anew(args: Any = args, kwargs: Any = kwargs, buckets: Buckets = buckets, key: Any = key) -> None:
+            loaded = buckets.known.get(key_of(args, kwargs)) or buckets.covering(
+                Extent.of_leaves(leaves_of(args, kwargs))
+            )
+            assert loaded is not None
+            buckets.remember(key, loaded)
+            buckets.known.clear()
+
+        new = median_us(anew)
+        anew()
+        buckets.remember(key, buckets.all[-1])
+        print(f"| {name} | {median_us(again):.1f} | {new:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Each baseline gives save sets that the rules allow, and does what its source says."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from graphs import Tape, gpt2, random_profile
+
+from autoac.planner.graph import OpId, build, chain, closed, normalised
+from autoac.planner.simulate import peak_bytes
+from benchmarks.plans import baselines
+from benchmarks.plans.baselines import BASELINES, block_of, module_of, overload_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")  # torch's own calls
+GPT2 = build(gpt2(2, batch=2, length=64, width=48, vocabulary=64))
+SMALL = [GPT2, chain(1, 8, 1, 8, 0), *(build(random_profile(random.Random(seed))) for seed in range(6))]
+
+
+def two_blocks():
+    """Two blocks of `mm -> gelu -> mm`, each four bytes an op; autograd keeps what the mms read."""
+    tape = Tape()
+    (x,) = tape.op("aten.embedding.default", [], 4, us=1, module="embed")
+    saved = []
+    for i in range(2):
+        saved.append(tape.save(x))
+        (y,) = tape.op("aten.mm.default", [x], 8, us=5, module=f"layers.{i}.up")
+        saved.append(tape.save(y))
+        (z,) = tape.op("aten.gelu.default", [y], 8, us=1, module=f"layers.{i}")
+        saved.append(tape.save(z))
+        (x,) = tape.op("aten.mm.default", [z], 4, us=5, module=f"layers.{i}.down")
+    tape.op("aten.sum.default", [x], 1, us=1, module="")
+    tape.step("loss", [])
+    for handle in reversed(saved):
+        tape.step("step", [handle])
+    return build(tape.profile())
+
+
+def names(graph, save_set):
+    return [graph.ops[op].name for op in sorted(save_set)]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "overload"),
+    [
+        ("h.3.attn/aten.mm.default#1", "h.3.attn", "aten.mm.default"),
+        ("/aten.mm.default#0", "", "aten.mm.default"),
+        ("op1", "", "op1"),
+    ],
+)
+def test_a_name_says_module_and_overload(name, module, overload):
+    assert (module_of(name), overload_of(name)) == (module, overload)
+
+
+def test_a_block_is_a_path_up_to_a_number_that_stands_alone():
+    name = "layer1.2.conv2.experts.5.w1/aten.mm.default#0"
+    assert [block_of(name, depth) for depth in (1, 2, 3)] == ["layer1.2", "layer1.2.conv2.experts.5", ""]
+
+
+@pytest.mark.parametrize("graph", SMALL, ids=range(len(SMALL)))
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_every_save_set_is_legal(graph, baseline):
+    for save_set in BASELINES[baseline](graph).values():
+        assert save_set == normalised(graph, save_set)
+        assert graph.must_save <= save_set <= graph.everything
+        assert closed(graph, save_set) >= save_set
+        assert peak_bytes(graph, save_set) >= graph.static_bytes
+
+
+def test_every_baseline_has_something_to_say_of_a_transformer():
+    assert all(baseline(GPT2) for baseline in BASELINES.values())
+
+
+def test_checkpoint_around_blocks_saves_what_crosses_and_what_is_outside():
+    assert names(two_blocks(), baselines.per_block(two_blocks())["depth 1"]) == [
+        "embed/aten.embedding.default#0",
+        "layers.0.down/aten.mm.default#0",
+        "layers.1.down/aten.mm.default#0",
+        "/aten.sum.default#0",
+    ]
+
+
+def test_the_selective_list_counts_matmuls_in_each_block():
+    family = baselines.selective(two_blocks())
+    every, second = family["every matmul"], family["every second matmul, depth 1"]
+    assert {name for name in names(two_blocks(), every) if "mm" in name} == {
+        f"layers.{i}.{m}/aten.mm.default#0" for i in (0, 1) for m in ("up", "down")
+    }
+    dropped = [op for op in sorted(every - second) if "mm" in two_blocks().ops[op].name]
+    assert [two_blocks().ops[op].name for op in dropped] == ["layers.0.down/aten.mm.default#0"]
+
+
+def test_attention_is_the_product_after_each_softmax_where_no_kernel_is_fused():
+    found = [GPT2.ops[op].name for op in sorted(baselines.attention_outputs(GPT2))]
+    assert found == [f"transformer.h.{i}.attn/aten.bmm.default#1" for i in (0, 1)]
+
+
+@pytest.mark.parametrize("baseline", ["dp_knapsack", "greedy_knapsack", "ilp_knapsack"])
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.8])
+def test_a_knapsack_keeps_to_its_bytes(baseline, fraction):
+    from torch._functorch._activation_checkpointing import knapsack
+
+    chosen = []
+
+    def recorded(memory, runtimes, capacity):
+        result = getattr(knapsack, baseline)(memory, runtimes, capacity)
+        chosen.append(sum(memory[i] for i in result[1]))
+        assert sum(memory) == pytest.approx(1)
+        return result
+
+    baselines.knapsack(GPT2, recorded, [fraction])
+    rounding = 1e-4 * len(GPT2.ops) if baseline == "dp_knapsack" else 1e-6  # torch counts in 1/10,000
+    assert chosen
+    assert all(share <= fraction + rounding for share in chosen)
+
+
+def test_the_dynamic_program_and_the_integer_program_agree_on_a_knapsack_seen_by_eye():
+    graph = chain(6, 5, 5, runtime_us=[7, 4, 4])  # within 10 of 16 bytes: the two small ones are worth 8
+    for baseline in (baselines.dp_knapsack, baselines.ilp_knapsack):
+        assert baseline(graph)["packed, fraction 0.65"] == {1, 2}
+    assert baselines.greedy_knapsack(graph)["packed, fraction 0.65"] == {0}
+
+
+def test_every_block_gets_the_same_decisions():
+    for fraction, save_set in baselines.uniform_blocks(GPT2).items():
+        of_block = [
+            {GPT2.ops[op].name.split(f"h.{i}")[-1] for op in save_set if f"h.{i}." in GPT2.ops[op].name}
+            for i in (0, 1)
+        ]
+        missing = of_block[0] ^ of_block[1]
+        # What nothing asks for is saved for free, and that differs in the last block only.
+        assert all("default#" in name or "Tensor#" in name for name in missing), fraction
+
+
+@pytest.mark.parametrize(("fraction", "saved"), [(0.0, 0), (0.5, 1), (1.0, 3)])
+def test_a_block_keeps_to_its_fraction(fraction, saved):
+    graph = chain(4, 4, 4, runtime_us=[1, 3, 2])
+    policy = baselines.block_policy(graph, [OpId(0), OpId(1), OpId(2)], fraction)
+    assert sum(policy) == saved
+    assert fraction != 0.5 or policy == [False, True, False]
+
+
+def test_the_module_tree_has_no_lists_and_no_leaves():
+    tree = baselines.module_tree(GPT2)
+    assert [module.name for module in tree] == [
+        "",
+        "transformer",
+        *(
+            name
+            for i in (0, 1)
+            for name in (f"transformer.h.{i}", f"transformer.h.{i}.attn", f"transformer.h.{i}.mlp")
+        ),
+    ]
+    assert tree[3].within == (0, 1, 2)
+    assert set(tree[4].ops) <= set(tree[2].ops) <= set(tree[1].ops)
+
+
+def test_the_tradeoff_is_the_hull_of_the_greedy_order():
+    slopes, intercepts = baselines.tradeoff([(6, 1), (4, 3)], 10, 4)
+    assert slopes == pytest.approx([0.25 / 0.6, 0.75 / 0.4])
+    assert intercepts == pytest.approx([0, 1 - 0.75 / 0.4])
+
+
+def test_a_minimum_cut_seen_by_eye():
+    """`mm (8) -> gelu (2) -> add (8)`, of which backward reads the last two: 2 bytes serve both."""
+    tape = Tape()
+    (a,) = tape.op("aten.mm.default", [], 8)
+    (b,) = tape.op("aten.gelu.default", [a], 2)
+    (c,) = tape.op("aten.add.Tensor", [b], 8)
+    handles = [tape.save(b), tape.save(c)]
+    for handle in reversed(handles):
+        tape.step("step", [handle])
+    graph = build(tape.profile())
+    assert baselines.cut(graph, banned={0}) == {1}
+    assert baselines.cut(graph, banned=set()) == frozenset()
+    assert baselines.cut(graph, banned={0, 2}) == {1, 2}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_minimum_cut_is_the_least_of_all(seed):
+    graph = build(random_profile(random.Random(seed), 7))
+    banned = {op.id for op in graph.ops if op.id % 3 == 0}
+
+    def runs_banned(save_set):
+        asked = [False] * len(graph.ops)
+        for op in reversed(graph.ops):
+            unpacked = any(graph.handles[h].unpacked for w in op.writes for h in graph.values[w].handles)
+            read = any(asked[r] for w in op.writes for r in graph.values[w].readers)
+            asked[op.id] = op.id not in save_set and (unpacked or read)
+        return any(asked[op] for op in banned | graph.must_save)
+
+    def cost(save_set):
+        return sum(baselines.nbytes_of(graph, op) for op in save_set - graph.must_save)
+
+    every = [
+        frozenset(map(OpId, chosen)) | graph.must_save
+        for size in range(len(graph.ops) + 1)
+        for chosen in itertools.combinations(range(len(graph.ops)), size)
+    ]
+    found = baselines.cut(graph, banned)
+    assert not runs_banned(found | graph.must_save)
+    assert cost(found) == min(cost(s) for s in every if not runs_banned(s))

@@ -1,0 +1,121 @@
+"""What is compared, and when a plan counts as beaten."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from graphs import gpt2
+
+from benchmarks.plans import compare
+from benchmarks.plans.compare import Answer, Comparison, Point, Unlimited
+
+SMALL = gpt2(2, batch=2, length=64, width=48, vocabulary=64)
+
+
+def point(peak, us, baseline="b"):
+    return Point(baseline, f"{peak}", peak, us)
+
+
+def answered(budget, us, bound=None):
+    return Answer(budget, budget, us, us if bound is None else bound, "optimal", 1, 0.1, None, 0.1)
+
+
+EMPTY = Comparison("m", "d", "c", 3, 3, 10.0, 0, 100, 10, 10, 0.0)
+
+
+def test_the_front_leaves_out_what_another_beats_in_both():
+    assert compare.pareto([point(5, 9), point(4, 9), point(6, 3), point(7, 3), point(4, 12)]) == [
+        point(4, 9),
+        point(6, 3),
+    ]
+
+
+@pytest.mark.parametrize(("count", "positions"), [(3, [0, 1, 2]), (4, [0, 1, 2, 3]), (10, [0, 3, 6, 9])])
+def test_a_few_of_many_are_spread_and_hold_both_ends(count, positions):
+    points = [point(i, 100 - i) for i in range(count)]
+    assert compare.spread(points, 4) == [points[i] for i in positions]
+
+
+def test_points_at_the_ceiling_are_no_rivals():
+    assert compare.selected([point(99, 5), point(100, 1), point(120, 0)], 100) == [point(99, 5)]
+
+
+def test_budgets_between_leave_both_ends_out():
+    assert compare.between(0, 90, 8) == [10, 20, 30, 40, 50, 60, 70, 80]
+
+
+@pytest.mark.parametrize(
+    ("ours", "lost"), [(4.9, False), (5.0, False), (5.0000001, False), (5.1, True), (None, True)]
+)
+def test_a_plan_is_beaten_when_it_is_slower_at_the_exact_peak(ours, lost):
+    rival = point(50, 5.0)
+    done = replace(
+        EMPTY, points=[rival, point(60, 0.0)], answers=[replace(answered(50, 5.0), recompute_us=ours)]
+    )
+    assert [p for p, _ in compare.beaten(done)] == ([rival] if lost else [])
+
+
+def test_the_best_baseline_may_have_a_smaller_peak():
+    assert compare.best_within([point(40, 3), point(50, 5), point(60, 1)], 50) == point(40, 3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"), [(3, 4, 0.75), (3, 0, None), (None, 4, None), (0, 4, 0)]
+)
+def test_a_ratio_needs_both(ours, theirs, expected):
+    assert compare.ratio(ours, theirs) == expected
+
+
+def test_a_mean_of_ratios_is_geometric_and_no_single_one_makes_it():
+    assert compare.geometric_mean([0.5, 2.0]) == pytest.approx(1)
+    assert compare.geometric_mean([0.0, 0.1]) == pytest.approx(0.1)
+    assert compare.geometric_mean([]) is None
+
+
+@pytest.mark.parametrize(("us", "bound", "gap"), [(4.0, 3.0, 0.25), (0.0, 0.0, 0.0), (None, 0.0, 1.0)])
+def test_the_gap_is_the_part_that_is_not_proven(us, bound, gap):
+    assert replace(answered(5, 1.0), recompute_us=us, bound_us=bound).gap == gap
+
+
+def test_a_comparison_goes_through_json():
+    done = replace(
+        EMPTY, points=[point(1, 2)], answers=[answered(3, 4)], optima=[Unlimited(3, 4.0, 4.0, False, 1)]
+    )
+    assert Comparison.from_json(done.to_json()) == done
+
+
+def test_a_run_goes_on_where_the_last_one_stopped(monkeypatch):
+    monkeypatch.setattr(
+        compare, "BASELINES", {"per-block checkpoint": compare.BASELINES["per-block checkpoint"]}
+    )
+    monkeypatch.setattr(compare, "BUDGETS", 3)
+    states = []
+    done = compare.compare("m", SMALL, keep=lambda c: states.append(c.to_json()))
+    assert len(done.answers) >= compare.BUDGETS
+    assert not compare.beaten(done)
+    halfway = Comparison.from_json(states[3])
+    begun = len(halfway.answers)
+    asked = []
+    monkeypatch.setattr(
+        compare, "answer", lambda profile, budget: asked.append(budget) or answered(budget, 1.0)
+    )
+    resumed = compare.compare("m", SMALL, halfway)
+    assert len(asked) == len(done.answers) - begun
+    assert {a.budget for a in resumed.answers} == {a.budget for a in done.answers}
+
+
+def test_another_profile_or_other_code_starts_afresh(monkeypatch):
+    monkeypatch.setattr(compare, "BASELINES", {})
+    monkeypatch.setattr(compare, "answer", lambda profile, budget: answered(budget, 1.0))
+    stale = replace(EMPTY, answers=[answered(1, 1.0)])
+    assert compare.compare("m", SMALL, stale).at(1) is None
+
+
+def test_a_baseline_that_breaks_is_named(monkeypatch):
+    def broken(graph):
+        raise RuntimeError("no such module")
+
+    monkeypatch.setattr(compare, "BASELINES", {"broken": broken})
+    monkeypatch.setattr(compare, "answer", lambda profile, budget: answered(budget, 1.0))
+    assert compare.compare("m", SMALL).failures == {"broken": "RuntimeError: no such module"}

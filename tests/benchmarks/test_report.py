@@ -1,0 +1,99 @@
+"""The page says what the comparisons show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.plans import report
+from benchmarks.plans.compare import Answer, Comparison, Point, Unlimited
+
+MODEL = Comparison(
+    "m.h100", "d", "c", 1000, 5, 100.0, 0, 100, 10, 10, 0.0,
+    points=[
+        Point("per-block checkpoint", "depth 1", 50, 8.0),
+        Point("minimum cut", "nothing banned", 60, 4.0),
+        Point("minimum cut", "expensive ops banned", 120, 1.0),  # above the ceiling
+    ],
+    answers=[
+        Answer(50, 50, 4.0, 4.0, "optimal", 2, 1.0, 0.75, 1.0),
+        Answer(60, 55, 4.0, 3.97, "optimal", 3, 3.0, 2.25, 3.0),
+    ],
+)  # fmt: skip
+
+
+def growing(layers, cpu_s):
+    answers = [replace(MODEL.answers[0], budget=b, cpu_s=cpu_s) for b in (20, 30)]
+    return replace(MODEL, name=f"llama_l{layers}.h100", ops=40 * layers, points=[], answers=answers)
+
+
+def test_a_ratio_is_taken_at_each_peak_of_a_baseline_below_the_ceiling():
+    assert report.to_baseline(MODEL, "per-block checkpoint") == [0.5]
+    assert report.to_baseline(MODEL, "minimum cut") == [1.0]
+    assert report.to_best(MODEL) == [0.5, 1.0]
+
+
+def test_the_verdict_names_each_promise_and_whether_it_holds():
+    said = report.verdict([MODEL], [MODEL])
+    assert "Never beaten: yes; at 2 peaks of baselines ours is slower at 0." in said
+    assert "at that peak: 0.71 (at most 0.75: yes)" in said
+    assert "2 of 2 plans" in said
+    assert "Planning outside HiGHS: 25% of the time (at most half: yes)" in said
+
+
+def test_a_lost_point_is_said_and_named():
+    lost = replace(MODEL, points=[Point("minimum cut", "nothing banned", 60, 3.0)])
+    assert "Never beaten: **no**; at 1 peaks of baselines ours is slower at 1." in report.verdict(
+        [lost], [lost]
+    )
+    assert "minimum cut (nothing banned) takes 3 us at 60 B, ours 4 us" in report.page([lost])
+
+
+def test_a_baseline_that_broke_is_named():
+    broken = replace(MODEL, failures={"sac_milp": "KeyError: 'x'"})
+    assert "sac_milp does not work on it: KeyError: 'x'" in report.page([broken])
+
+
+def test_growth_is_in_order_of_layers_and_of_its_power():
+    done = [growing(128, 8.0), MODEL, growing(16, 1.0), growing(32, 2.0)]
+    assert [layers for layers, _ in report.growth(done)] == [16, 32, 128]
+    assert "grows as ops to the power 1.00" in report.growth_section(done)
+    assert report.growth_section([MODEL]) == ""
+
+
+@pytest.mark.parametrize(("times", "power"), [([1, 2, 4], 1.0), ([1, 4, 16], 2.0), ([1, 1, 1], 0.0)])
+def test_the_power_of_growth(times, power):
+    assert report.exponent([10, 20, 40], times) == pytest.approx(power)
+
+
+@pytest.mark.parametrize(
+    ("twice", "ours", "fine"), [(False, 4.0, "yes"), (False, 4.2, "**no**"), (True, 9.0, "yes")]
+)
+def test_checkmate_counts_where_it_runs_nothing_twice(twice, ours, fine):
+    small = replace(
+        MODEL,
+        answers=[replace(MODEL.answers[0], recompute_us=ours)],
+        optima=[Unlimited(50, 4.0, 4.0, twice, 1.0)],
+    )
+    assert report.checkmate_section([small]).endswith(f"| {fine} |")
+    assert report.checkmate_section([MODEL]) == ""
+
+
+def test_the_page_and_its_plots_are_the_same_for_the_same_numbers(tmp_path):
+    written = []
+    for folder in ("a", "b"):
+        report.write([MODEL, growing(16, 1.0)], tmp_path / folder / "benchmarks.md")
+        files = sorted(path for path in (tmp_path / folder).rglob("*") if path.is_file())
+        written.append({path.relative_to(tmp_path / folder).as_posix(): path.read_bytes() for path in files})
+    assert sorted(written[0]) == ["benchmarks.md", "benchmarks/m.h100.svg"]
+    assert written[0] == written[1]
+    assert b"](benchmarks/m.h100.svg)" in written[0]["benchmarks.md"]
+
+
+def test_small_steps_are_no_models():
+    small = replace(MODEL, name="small_x.h100", points=[Point("minimum cut", "x", 50, 4.0)])
+    assert (
+        report.verdict([MODEL, small], [MODEL, small]).splitlines()[1:3]
+        == report.verdict([MODEL], [MODEL]).splitlines()[1:3]
+    )

@@ -1,0 +1,18 @@
+"""The small steps are small enough for Checkmate, and have something to decide."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoac.planner import bounds, build
+from benchmarks.plans.checkmate import MOST_OPS
+from benchmarks.plans.profiles import make
+from benchmarks.plans.small import SMALL
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_step_is_one_for_checkmate(name):
+    graph = build(make(name, "h100"))
+    assert len(graph.ops) <= MOST_OPS
+    known = bounds(graph)
+    assert known.floor < known.ceiling
