@@ -12,7 +12,11 @@ from autoac.planner.likeness import Likeness
 from autoac.planner.schedule import Backward, Compute, Recompute
 from autoac.planner.simulate import Instant, Timeline, simulate
 
-FIRST_WINDOWS = 40  # stretches of backward with a point to start from: three or so in each block of a dozen
+FIRST_WINDOWS = (
+    8,
+    40,
+)  # stretches of backward with a point to start from, in the largest and in other graphs
+FIRST_CELLS = 200_000  # stretches times ops: about how large the first program gets
 MORE = 6  # points of one save set at most, beside those of blocks built alike
 MOST_ALIKE = 40  # points of blocks built alike at most: every further one makes the program larger
 ALMOST = 0.02  # a block built alike counts as too large from this share of the budget below it
@@ -22,7 +26,9 @@ def first_points(f: Facts, save_sets: Iterable[SaveSet]) -> set[Point]:
     """Where peaks are likely: the fullest moments of forward and of stretches of backward, by save set."""
     graph = f.graph
     points: set[Point] = set()
-    width = max(1, math.ceil(len(graph.steps) / FIRST_WINDOWS))
+    few, many = FIRST_WINDOWS
+    windows = min(many, max(few, FIRST_CELLS // max(1, len(graph.ops))))
+    width = max(1, math.ceil(len(graph.steps) / windows))
     for save_set in save_sets:
         forward: tuple[int, int] | None = None
         by_step = [0] * len(graph.steps)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -34,6 +35,7 @@ NEIGHBOURHOODS = ((0.05, 1.0), (0.2, 2.0))  # see Search._near
 FEW_NODES = 20  # in a neighbourhood: what is not found soon is not there
 UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from both
 POLISH_SHARES = (0.25, 0.5, 1.0)  # of what is left between bound and plan: what a change may cost
+MANY_UNDECIDED = 100  # so many are a program worth solving by itself: see Search._rest
 FEW_UNDECIDED = 10  # decisions that the relaxation leaves between save and not: more are not worth polishing
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
@@ -110,7 +112,8 @@ class Search:
         return stopped
 
     def _run(self) -> Stopped:
-        efforts = [self._rounded, *[self._near] * len(NEIGHBOURHOODS), self._among_all]
+        near = [partial(self._near, share, reach) for share, reach in NEIGHBOURHOODS]
+        efforts = [self._rounded, self._rest, *near, self._among_all]
         at = 0
         built, relaxed = self._relaxation()
         while True:
@@ -125,11 +128,11 @@ class Search:
             if relaxed.stopped is Stopped.INFEASIBLE:
                 return self._nothing_else()
             effort = min(at, len(efforts) - 1)
-            outcome = efforts[effort](built, relaxed, effort)
+            outcome = efforts[effort](built, relaxed)
             if self._done or self.allowance.over:
                 continue
             if outcome.values is None:
-                of_all = efforts[effort] == self._among_all
+                of_all = effort == len(efforts) - 1
                 if of_all and outcome.stopped is Stopped.INFEASIBLE and math.isinf(self.cutoff_us):
                     return self._nothing_else()
                 if of_all and outcome.stopped is Stopped.FAILED:
@@ -218,7 +221,7 @@ class Search:
         self.last = built, outcome
         return built, outcome
 
-    def _rounded(self, built: Built, relaxed: Outcome, _effort: int) -> Outcome:
+    def _rounded(self, built: Built, relaxed: Outcome) -> Outcome:
         """The relaxation's decisions, rounded: seldom a plan, but they show where points are missing."""
         self._consider(built, relaxed)
         if self.missing is not None and relaxed.values is not None:
@@ -226,13 +229,34 @@ class Search:
             self._accept(normalised(self.graph, built.save_set(np.floor(relaxed.values + UNDECIDED))))
         return relaxed
 
-    def _near(self, built: Built, relaxed: Outcome, effort: int) -> Outcome:
+    def _rest(self, built: Built, relaxed: Outcome) -> Outcome:
+        """A candidate that keeps the decisions which the relaxation has made, and decides the rest.
+
+        Large models with much to choose from that costs alike leave a tenth undecided: too much to round,
+        little for a program of its own. Where few are left, neighbours find more.
+
+        Source: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation 6 (2014).
+        """
+        assert relaxed.values is not None
+        if _undecided(built, relaxed) < MANY_UNDECIDED:
+            return replace(relaxed, values=None)
+        saved = relaxed.values[built.saves]
+        made = np.abs(saved - np.round(saved)) <= UNDECIDED
+        outcome = self.allowance.solve(
+            built.program.fixed(built.saves[made], np.round(saved[made])),
+            built.cost_scale,
+            target=self._target_us / built.cost_scale,
+            options={"mip_max_nodes": FEW_NODES},
+        )
+        self._consider(built, outcome)
+        return outcome
+
+    def _near(self, share: float, reach: float, built: Built, relaxed: Outcome) -> Outcome:
         """A candidate in which nothing is changed that is dear to change.
 
         With the slack as the distance from the bound to what is asked for: `share` of it is what a change
         may cost, and the candidate may be `reach` times as far from the bound.
         """
-        share, reach = NEIGHBOURHOODS[effort - 1]
         target = self._target_us / built.cost_scale
         slack = max(target - relaxed.bound, 0.0)
         outcome = self.allowance.solve(
@@ -244,7 +268,7 @@ class Search:
         self._consider(built, outcome)
         return outcome
 
-    def _among_all(self, built: Built, relaxed: Outcome, _effort: int) -> Outcome:
+    def _among_all(self, built: Built, relaxed: Outcome) -> Outcome:
         """A candidate from the whole program up to a cutoff, or the proof that there is none.
 
         The cutoff starts at what is asked for and moves away twice as far each time.
