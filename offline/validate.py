@@ -213,7 +213,7 @@ _POLICY: dict[str, Rule] = {
     "constraints": _anything,
     "decisions": _anything,
 }
-_POLICY_MAY_LACK = {"format", "version", "corrected_by_bytes", "constraints"}
+_POLICY_MAY_LACK = {"format", "corrected_by_bytes", "constraints"}
 
 
 def _fields(data: Any, rules: dict[str, Rule], may_lack: set[str], where: str = "") -> Iterator[str]:
@@ -270,7 +270,7 @@ def _numbers_agree(data: dict[str, Any], where: str) -> Iterator[str]:
 
 def _policy_set(data: Any) -> Iterator[str]:
     rules = {"format": _one_of("autoac.policy-set"), "version": _one_of(1), "buckets": _anything}
-    yield from _fields(data, rules, {"format", "version"})
+    yield from _fields(data, rules, set())
     buckets = data.get("buckets", [])
     if not isinstance(buckets, list):
         yield f"buckets is {_shown(buckets)}; it should be a list"

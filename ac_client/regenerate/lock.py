@@ -109,9 +109,9 @@ class Lock(BaseModel):
             raise UnreadableLock(f"not JSON: {error}") from None
 
 
-def sha256(text: str) -> str:
+def sha256(text: bytes) -> str:
     """Of a file's text."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text).hexdigest()
 
 
 def seen_ops(profile: Profile) -> dict[str, Seen]:
@@ -133,7 +133,7 @@ def seen_ops(profile: Profile) -> dict[str, Seen]:
             profile.reasons[must_save] if must_save >= 0 else "",
             kept[op],
         ]
-        rows[key] = (made[op], ops.flops[op], sha256(json.dumps(rest))[:8])
+        rows[key] = (made[op], ops.flops[op], sha256(json.dumps(rest).encode())[:8])
     return rows
 
 

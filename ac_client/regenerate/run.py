@@ -71,6 +71,7 @@ class Result:
     model: str  # its name in autoac.toml
     file: Path
     budget_gb: float
+    limit: int  # the budget less the headroom, in bytes
     verdict: Verdict
     reasons: tuple[str, ...] = ()
     layers: tuple[Moved, ...] = ()  # what changed in the model, by layer
@@ -217,9 +218,9 @@ class _Model:
 
     def _result(self, stored: _Stored, file: str, verdict: Verdict, **more: Any) -> Result:
         kept = stored.policies.get(file)
-        return Result(
-            self.name, self.folder / file, self.files[file], verdict, stored=_predicted(kept), **more
-        )
+        gb = self.files[file]
+        limit = bytes_from_gb(gb) - bytes_from_gb(self.table.headroom_gb)
+        return Result(self.name, self.folder / file, gb, limit, verdict, stored=_predicted(kept), **more)
 
     def _failed(
         self,
@@ -303,9 +304,9 @@ class _Model:
                 told = self._result(stored, file, Verdict.UNCHANGED, carried=_numbers(old), notes=(still,))
                 return told, None
             why = why or ["planned again, as --force asks"]
-        notes = []
+        told_of: list[str] = []
         if made.stopped is Stopped.TIME_LIMIT:
-            notes.append(
+            told_of.append(
                 f"the solver ran out of time at a gap of {made.gap:.1%}; another machine may find another "
                 f"plan: allow more than time_limit_s = {self.table.time_limit_s:g}, or a larger gap"
             )
@@ -318,7 +319,7 @@ class _Model:
             carried=_numbers(old),
             planned=_numbers(made),
             difference=difference(old, made, unknown) if old is not None else None,
-            notes=tuple(notes),
+            notes=tuple(told_of),
         )
         return result, made.policy()
 
@@ -371,7 +372,7 @@ class _Model:
             file: digest
             for file, digest in before.items()
             if file in self.files or ((self.folder / file).is_file() and not self.wanted.prune)
-        } | {file: sha256(text) for file, text in fresh.items()}
+        } | {file: sha256(text.encode()) for file, text in fresh.items()}
         lock = self._lock(observed.seen(), observed.measured(), digests)
         self.folder.mkdir(parents=True, exist_ok=True)
         for file, text in fresh.items():
@@ -397,13 +398,13 @@ def _stored(folder: Path, name: str, files: dict[str, float]) -> _Stored:
     broken: dict[str, str] = {}
     for file in files:
         try:
-            text = (folder / file).read_text("utf-8")
+            text = (folder / file).read_bytes()
             policies[file] = Policy.from_json(text)
         except FileNotFoundError:
             if lock is not None:
                 broken[file] = "there is no such file"
             continue
-        except (PlannerError, UnicodeDecodeError) as error:
+        except PlannerError as error:
             broken[file] = " ".join(str(error).split())
             continue
         if lock is not None and lock.policies.get(file) != sha256(text):

@@ -169,7 +169,9 @@ def _details(result: Result, before: Result | None = None) -> Iterator[str]:
         ]
         for what, numbers in rows:
             if numbers is not None:
-                yield f"{what:<34}  {_in_words(numbers)}"
+                over = numbers.peak - result.limit
+                much = f", {format_bytes(over)} over the budget" if over > 0 else ""
+                yield f"{what:<34}  {_in_words(numbers)}{much}"
         if result.difference is not None:
             yield from _changes(result.difference)
     yield from result.notes
