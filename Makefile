@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: demo test nightly check fmt bench bench-plans bench-peak clean
+.PHONY: demo test nightly check policies policies-check fmt bench bench-plans bench-peak clean
 
 demo: $(READY)
 	$(BIN)/autoac demo
@@ -23,6 +23,14 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Policies of the example models (autoac.toml): plan what changed; or, as CI does, say whether something did.
+policies: $(READY)
+	$(BIN)/autoac regenerate --prune
+
+policies-check: $(READY)
+	$(BIN)/autoac validate policies/*.json
+	$(BIN)/autoac regenerate --check --prune
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix-only --quiet .

@@ -27,6 +27,7 @@ from ac_client.console import (
     read,
     write_whole,
 )
+from ac_client.regenerate import command as regenerating
 
 if TYPE_CHECKING:
     from autoac.planner import Constraints, Policy, Stages
@@ -166,8 +167,8 @@ def profile(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="Returns (model, args, kwargs), (model, args, kwargs, loss), or a dict with these keys. "
-            "The current folder is searched for MODULE first.",
+            help="Returns (model, batch), (model, args, kwargs), (model, args, kwargs, loss), or a dict with "
+            "the keys model, args, kwargs, loss, optimizer. The current folder is searched for MODULE first.",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")] = Path(
@@ -180,15 +181,16 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Profile one training step of the model that FUNCTION returns, without the memory that it would need."""
-    from autoac.profiler import DATASHEETS
-    from autoac.profiler import profile as profile_step
+    from autoac.profiler import DATASHEETS, observe
 
     if on is not None and on not in DATASHEETS:
         raise typer.BadParameter(f"{on!r} is none of {', '.join(DATASHEETS)}", param_hint="--on")
     case = load_case(function)
     device = DATASHEETS[on] if on is not None else None
     with progress_of(f"profiling {type(case.model).__name__}"):
-        observed = profile_step(case.model, *case.args, loss=case.loss, on=device, **case.kwargs)
+        observed = observe(
+            case.model, case.args, case.kwargs, loss=case.loss, optimizer=case.optimizer, on=device
+        )
     deliver(
         output,
         observed.to_json() + "\n",
@@ -530,6 +532,10 @@ def diff(
         print(json.dumps(plain(found) | {"same": found.same, "text": text}, indent=1))
     else:
         print(text)
+
+
+app.command(epilog=regenerating.EXIT_CODES)(regenerating.regenerate)
+app.command(epilog=_EXIT_CODES)(regenerating.validate)
 
 
 @app.command(epilog=_EXIT_CODES)

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 if TYPE_CHECKING:
+    import torch
     from rich.progress import TaskID
     from torch import nn
 
@@ -38,22 +39,49 @@ class Case:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Any] | None = None
+    optimizer: torch.optim.Optimizer | None = None
 
 
-def load_case(name: str) -> Case:
-    """Call the function that `MODULE:FUNCTION` names and read what it returns."""
+def load_function(name: str, folder: str) -> Callable[[], Any]:
+    """The function that `MODULE:FUNCTION` names, MODULE being looked for in `folder` first.
+
+    Raises:
+        CommandError: it cannot be imported.
+    """
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
         raise typer.BadParameter(f"{name!r} is not MODULE:FUNCTION", param_hint="MODULE:FUNCTION")
-    sys.path.insert(0, os.getcwd())
+    if folder not in sys.path[:1]:
+        sys.path.insert(0, folder)
     try:
         function: Any = importlib.import_module(module_name)
         for part in function_name.split("."):
             function = getattr(function, part)
-        returned = function()
     except Exception as error:  # anything that the user's module does
         raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
-    return case_of(returned, name)
+    if not callable(function):
+        raise CommandError(
+            f"{name} is of type {type(function).__name__}; name a function that returns a model"
+        )
+    return cast("Callable[[], Any]", function)
+
+
+def load_case(name: str) -> Case:
+    """Call the function that `MODULE:FUNCTION` names and read what it returns."""
+    function = load_function(name, os.getcwd())
+    return case_of(call(function, name), name)
+
+
+def call(function: Callable[[], Any], name: str) -> Any:
+    """What the user's function returns.
+
+    Raises:
+        CommandError: it raised.
+    """
+    try:
+        return function()
+    except Exception as error:  # anything that the user's function does
+        raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
 
 
 def case_of(returned: Any, name: str) -> Case:
@@ -62,20 +90,24 @@ def case_of(returned: Any, name: str) -> Case:
     Raises:
         CommandError: it is none of the forms that `autoac profile` takes.
     """
+    import torch
     from torch import nn
 
-    keys = ("model", "args", "kwargs", "loss")
+    keys = ("model", "args", "kwargs", "loss", "optimizer")
     match returned:
         case Mapping() if "model" in returned and set(returned) <= set(keys):
             case = Case(**returned)
+        case (model, batch):
+            case = _with_batch(model, batch)
         case (model, args, kwargs):
             case = Case(model, args, kwargs)
         case (model, args, kwargs, loss):
             case = Case(model, args, kwargs, loss)
         case _:
             raise CommandError(
-                f"{name} returned {type(returned).__name__}; it should return (model, args, kwargs), "
-                "(model, args, kwargs, loss), or a dict with these keys"
+                f"{name} returned {type(returned).__name__}; it should return (model, batch), "
+                "(model, args, kwargs), (model, args, kwargs, loss), or a dict with the keys "
+                + ", ".join(keys)
             )
     if not isinstance(case.model, nn.Module):
         raise CommandError(
@@ -83,7 +115,22 @@ def case_of(returned: Any, name: str) -> Case:
         )
     if not isinstance(case.args, tuple | list) or not isinstance(case.kwargs, Mapping):
         raise CommandError(f"{name} returned args or kwargs that are no tuple and dict")
-    return Case(case.model, tuple(case.args), case.kwargs, case.loss)
+    if case.optimizer is not None and not isinstance(case.optimizer, torch.optim.Optimizer):
+        raise CommandError(
+            f"{name} returned an optimizer of type {type(case.optimizer).__name__}, not torch.optim.Optimizer"
+        )
+    return Case(case.model, tuple(case.args), case.kwargs, case.loss, case.optimizer)
+
+
+def _with_batch(model: Any, batch: Any) -> Case:
+    """A batch as training loops have it: keyword arguments, arguments, or the one argument."""
+    match batch:
+        case Mapping():
+            return Case(model, (), batch)
+        case tuple() | list():
+            return Case(model, tuple(batch))
+        case _:
+            return Case(model, (batch,))
 
 
 def read(path: Path) -> bytes:

@@ -32,7 +32,7 @@ from autoac.planner.profile import Profile
 from autoac.planner.schedule import schedule
 from autoac.planner.simulate import Timeline, simulate
 from autoac.planner.stages import Stage, Stages, plan_stage, plan_stages
-from autoac.planner.whatif import More, Why, as_planned, more, more_in_words, why, why_in_words
+from autoac.planner.whatif import More, Why, as_planned, carried, more, more_in_words, why, why_in_words
 
 __all__ = [
     "Bounds",
@@ -70,6 +70,7 @@ __all__ = [
     "as_planned",
     "bounds",
     "build",
+    "carried",
     "constrained",
     "difference",
     "difference_in_words",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from autoac.planner.modules import Decided, Fate, decided, folded
@@ -52,8 +52,11 @@ class Difference:
         return not (self.changes or self.only_before or self.only_after)
 
 
-def difference(before: Plan | Policy, after: Plan | Policy) -> Difference:
+def difference(before: Plan | Policy, after: Plan | Policy, unknown: Collection[str] = ()) -> Difference:
     """What `after` keeps that `before` does not, and the other way round.
+
+    Keys in `unknown` are of ops that `before` was made without: it keeps none of them, whatever became of
+    them when it was `carried` out on another model.
 
     A Policy knows decisions but no bytes, and saves in name what nothing asks for; a Plan (`as_planned`
     makes one of a policy and its profile) compares what is really held.
@@ -69,7 +72,8 @@ def difference(before: Plan | Policy, after: Plan | Policy) -> Difference:
     modules: dict[str, list[tuple[Decided, Decided]]] = {}
     for key, old in of_before.items():
         new = of_after.get(key)
-        if new is not None and (old.fate is Fate.KEPT) != (new.fate is Fate.KEPT):
+        kept = old.fate is Fate.KEPT and key not in unknown
+        if new is not None and kept != (new.fate is Fate.KEPT):
             modules.setdefault(key.partition("/")[0], []).append((old, new))
 
     def signature(module: str) -> object:
@@ -84,9 +88,9 @@ def difference(before: Plan | Policy, after: Plan | Policy) -> Difference:
                 name=name,
                 modules=paths,
                 gained=tuple(op_name(new.key) for _, new in of_one if new.fate is Fate.KEPT),
-                lost=tuple(op_name(old.key) for old, _ in of_one if old.fate is Fate.KEPT),
+                lost=tuple(op_name(old.key) for old, new in of_one if new.fate is not Fate.KEPT),
                 gained_bytes=sum(new.kept_bytes for _, new in pairs if new.fate is Fate.KEPT),
-                lost_bytes=sum(old.kept_bytes for old, _ in pairs if old.fate is Fate.KEPT),
+                lost_bytes=sum(old.kept_bytes for old, new in pairs if new.fate is not Fate.KEPT),
             )
         )
     return Difference(

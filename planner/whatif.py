@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoac.planner.bounds import bounds
 from autoac.planner.constraints import constrained
@@ -236,9 +236,24 @@ def as_planned(policy: Policy, profile: Profile) -> Plan:
         only = [key for key in policy.decisions if key not in set(keys)]
         only += [key for key in keys if key not in policy.decisions]
         raise OtherProfile(policy.model, profile.model, only[0] if only else keys[0])
+    made = carried(policy, profile)
+    return replace(made, bound_us=min(policy.predicted.recompute_bound_us, made.recompute_us))
+
+
+def carried(policy: Policy, profile: Profile) -> Plan:
+    """What `policy` comes to on a profile that it need not have been made for; nothing is solved.
+
+    As in the runtime, an op that the policy does not know is saved. Peak and time are the simulator's on
+    `profile`; no bound on the time is proven.
+
+    Raises:
+        InvalidConstraints: the policy's constraints cannot be met on `profile`.
+    """
     rules = policy.constraints
     graph = build(profile) if rules is None else constrained(profile, rules)
-    saved = frozenset(OpId(i) for i, key in enumerate(keys) if policy.decisions[key] == "save")
+    saved = frozenset(
+        OpId(i) for i, key in enumerate(profile.keys()) if policy.decisions.get(key, "save") == "save"
+    )
     timeline, spent, known = simulate(graph, saved), recompute_us(graph, saved), bounds(graph)
     return Plan(
         graph=graph,
@@ -252,7 +267,7 @@ def as_planned(policy: Policy, profile: Profile) -> Plan:
         ceiling=known.ceiling,
         floor=known.floor,
         recompute_us=spent,
-        bound_us=min(policy.predicted.recompute_bound_us, spent),
+        bound_us=0.0,
         stopped=Stopped(policy.stopped)
         if policy.stopped in {s.value for s in Stopped}
         else Stopped.TIME_LIMIT,

@@ -212,6 +212,11 @@ def device_of(
     return torch.device("cpu")
 
 
+def device_name(device: torch.device) -> str:
+    """What a profile calls a device that is here."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def describe(leaf: Any) -> str:
     """A leaf of the batch as a profile names it: `int64[4, 128]`."""
     if isinstance(leaf, Tensor):
@@ -223,16 +228,18 @@ def _environment(model: nn.Module, device: torch.device) -> Environment:
     return _environment_of(
         model,
         device.type,
-        torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device_name(device),
         allocator_rounding(device),
         torch.get_num_threads() if device.type == "cpu" else 0,
     )
 
 
 def _environment_on(device: Device, model: nn.Module) -> Environment:
-    return _environment_of(
+    found = _environment_of(
         model, device.device_type, f"{device.name} (estimated)", device.allocator_rounding, 0
     )
+    # A fake step is the same on every build of one torch: "2.13.0+cpu" and "2.13.0+cu130" are no difference.
+    return found.model_copy(update={"torch": found.torch.partition("+")[0]})
 
 
 def _environment_of(

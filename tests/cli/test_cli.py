@@ -341,7 +341,9 @@ def test_help_names_the_commands_and_the_exit_codes(capsys):
     assert "0 fine, 1 error, 2 wrong usage" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", ["demo", "profile", "plan", "explain", "diff", "serve"])
+@pytest.mark.parametrize(
+    "command", ["demo", "profile", "plan", "explain", "diff", "regenerate", "validate", "serve"]
+)
 def test_every_command_has_help_with_its_exit_codes(command, capsys):
     code, out, _ = run(capsys, command, "--help")
     assert code == cli.OK

@@ -54,3 +54,22 @@ def test_plans_of_two_models_name_the_ops_that_only_one_has() -> None:
     text = difference_in_words(found)
     assert text.startswith("Two models: gpt2-2 and gpt2-3.")
     assert "more" in text.splitlines()[-1]
+
+
+def test_ops_that_the_first_was_made_without_are_never_lost() -> None:
+    small, large = at(0.3), at(0.7)
+    lost = [f"{c.modules[0]}/" for c in difference(large, small).changes if c.lost]
+    assert lost
+    assert large.profile is not None
+    keys = large.profile.keys()
+    unknown = [key for key in keys if key.startswith(lost[0])]
+    found = difference(large, small, unknown)
+    assert not [c for c in found.changes if c.lost and lost[0].removesuffix("/") in c.modules]
+
+
+def test_ops_that_the_first_was_made_without_are_gained_where_the_second_keeps_them() -> None:
+    made = at(0.7)
+    assert made.profile is not None
+    found = difference(made, made, made.profile.keys())
+    assert sum(len(c.gained) * len(c.modules) for c in found.changes) == found.after.kept
+    assert not [c for c in found.changes if c.lost]

@@ -27,7 +27,7 @@ from autoac.planner import (
 )
 from autoac.planner.graph import Graph, chain, closed, needed, normalised, recompute_us
 from autoac.planner.modules import Fate, decided
-from autoac.planner.whatif import as_planned, find_op, marginal
+from autoac.planner.whatif import as_planned, carried, find_op, marginal
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=40, derandomize=True, deadline=None)
@@ -201,3 +201,16 @@ def test_words_never_contradict_the_save_set() -> None:
         assert ("run again in backward." in why_in_words(why(made, op.name))) == again[op.id]
     assert simulate(graph, made.save_set).peak.live_bytes == made.peak
     assert recompute_us(graph, made.save_set) == made.recompute_us
+
+
+def test_a_policy_on_a_model_that_grew_saves_what_it_does_not_know() -> None:
+    small, large = graphs.gpt2(2), graphs.gpt2(3)
+    known = bounds(build(small))
+    made = plan(small, budget_bytes=(known.floor + known.ceiling) // 2)
+    policy = made.policy()
+    found = carried(policy, large)
+    again = {found.graph.ops[op].name for op in found.recompute_set}
+    assert again == {made.graph.ops[op].name for op in made.recompute_set} != set()
+    assert found.peak == simulate(found.graph, found.save_set).peak.live_bytes > made.peak
+    assert found.bound_us == 0.0
+    assert carried(policy, small).peak == as_planned(policy, small).peak == made.peak

@@ -1,0 +1,122 @@
+"""The GitHub action, the reusable workflow, the pre-commit hook: valid, and of commands that exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ac_client import cli
+
+ROOT = Path(__file__).parents[2]
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+# YAML 1.1 reads the key `on` as true.
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "regenerate.yml").read_text())
+JOB = WORKFLOW["jobs"]["regenerate"]
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+PYTHON_STUB = """#!/bin/sh
+for word in "$@"; do printf '%s\\n' "$word"; done >> "$CALLS"
+"""
+
+
+def called(step, tmp_path, **inputs):
+    """The arguments that a step's script runs Python with."""
+    stub = tmp_path / "python"
+    stub.write_text(PYTHON_STUB)
+    stub.chmod(0o755)
+    venv = tmp_path / "autoac" / "bin"
+    venv.mkdir(parents=True, exist_ok=True)
+    (venv / "python").unlink(missing_ok=True)
+    (venv / "python").symlink_to(stub)
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    env = {"PATH": os.environ["PATH"], "CALLS": str(calls), "RUNNER_TEMP": str(tmp_path)}
+    subprocess.run(
+        ["bash", "-c", step["run"]], env=env | inputs | {"PYTHON": str(stub)}, check=True, timeout=60
+    )
+    return calls.read_text().splitlines()
+
+
+def step_of(steps, name):
+    return next(step for step in steps if step.get("name") == name)
+
+
+def test_the_action_is_composite_and_uses_only_inputs_that_it_has():
+    assert ACTION["runs"]["using"] == "composite"
+    used = set(re.findall(r"inputs\.([\w-]+)", (ROOT / "action.yml").read_text()))
+    assert used == set(ACTION["inputs"])
+    for step in ACTION["runs"]["steps"]:
+        assert step["shell"] == "bash"
+        assert "${{" not in step["run"]  # inputs come by the environment: nothing is pasted into a script
+
+
+def test_the_workflow_can_be_called_and_uses_only_inputs_that_it_has():
+    declared = WORKFLOW[True]["workflow_call"]["inputs"]
+    used = set(
+        re.findall(r"inputs\.([\w-]+)", (ROOT / ".github" / "workflows" / "regenerate.yml").read_text())
+    )
+    assert used == set(declared)
+    assert all(given["type"] in ("string", "boolean", "number") for given in declared.values())
+    assert declared["runner"]["required"]
+    assert JOB["runs-on"] == "${{ inputs.runner }}"
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+    assert all("${{" not in step.get("run", "") for step in JOB["steps"])
+
+
+@pytest.mark.parametrize("steps", [ACTION["runs"]["steps"], JOB["steps"]], ids=["action", "workflow"])
+def test_the_installing_step_hands_its_requirements_to_pip(steps, tmp_path):
+    step = step_of(steps, "Install autoac")
+    words = called(step, tmp_path, AUTOAC_SOURCE="/a b", AUTOAC="/a b", REQUIREMENTS="-r requirements.txt")
+    assert words[-6:] == ["-m", "pip", "install", "/a b", "-r", "requirements.txt"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "inputs"),
+    [
+        (ACTION["runs"]["steps"], {"CHECK": "true", "PRUNE": "true", "ONLY": "a\nb"}),
+        (ACTION["runs"]["steps"], {"CHECK": "false", "PRUNE": "false", "ONLY": ""}),
+        (JOB["steps"], {"CHECK": "true", "ONLY": "a"}),
+        (JOB["steps"], {"CHECK": "false", "ONLY": ""}),
+    ],
+)
+def test_the_step_runs_a_command_that_exists_with_options_that_it_has(steps, inputs, tmp_path, capsys):
+    words = called(step_of(steps, "autoac regenerate"), tmp_path, CONFIG="my models.toml", **inputs)
+    assert words[:2] == ["-m", "ac_client.cli"]
+    assert ("--check" in words) == (inputs["CHECK"] == "true")
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--only"] == inputs["ONLY"].split()
+    with pytest.raises(SystemExit) as left:
+        cli.main(words[2:])  # all options are known: it is the file that is not there
+    assert left.value.code == cli.ERROR
+    assert "my models.toml: no such file" in capsys.readouterr().err
+
+
+def test_other_actions_are_named_with_their_version():
+    used = [step["uses"] for step in JOB["steps"] if "uses" in step]
+    assert used
+    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", name) for name in used)
+
+
+def test_the_hook_is_a_script_that_checks_the_policies_of_the_repository():
+    (hook,) = HOOKS
+    assert (hook["id"], hook["language"]) == ("autoac-validate", "script")
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "policies").iterdir())
+    assert files
+    assert all(re.search(hook["files"], file) for file in files)
+    script, *arguments = shlex.split(hook["entry"])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run([ROOT / script, *arguments, *files], cwd=ROOT, env={"PATH": path}, check=False)
+    assert done.returncode == 0
+
+
+def test_the_make_targets_run_commands_that_exist(capsys):
+    makefile = (ROOT / "Makefile").read_text()
+    lines = re.findall(r"^\t\$\(BIN\)/autoac (.+)$", makefile, re.MULTILINE)
+    assert {line.split()[0] for line in lines} == {"demo", "regenerate", "validate"}
+    for line in lines:
+        with pytest.raises(SystemExit) as left:
+            cli.main([*line.split(), "--help"])
+        assert left.value.code == cli.OK
