@@ -12,7 +12,7 @@ fits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -39,6 +39,9 @@ MANY_UNDECIDED = 100  # so many are a program worth solving by itself: see Searc
 FEW_UNDECIDED = 10  # decisions that the relaxation leaves between save and not: more are not worth polishing
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
+
+
+Effort = Callable[[Built, Outcome], Outcome]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +116,7 @@ class Search:
 
     def _run(self) -> Stopped:
         near = [partial(self._near, share, reach) for share, reach in NEIGHBOURHOODS]
-        efforts = [self._rounded, self._rest, *near, self._among_all]
+        efforts: list[Effort] = [self._rounded, self._rest, *near, self._among_all]
         at = 0
         built, relaxed = self._relaxation()
         while True:
