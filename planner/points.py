@@ -12,13 +12,15 @@ from autoac.planner.likeness import Likeness
 from autoac.planner.schedule import Backward, Compute, Recompute
 from autoac.planner.simulate import Instant, Timeline, simulate
 
+# How many points are added at a time, in the largest graphs and in others. Every one makes states, with a
+# column for nearly every op: so the fewer, the more ops there are.
 FIRST_WINDOWS = (
     8,
     40,
-)  # stretches of backward with a point to start from, in the largest and in other graphs
-FIRST_CELLS = 200_000  # stretches times ops: about how large the first program gets
+)  # stretches of backward with a point to start from: three or so in each block of a dozen
+MOST_ALIKE = (4, 40)  # points of blocks built alike at a time
+CELLS = 200_000  # points times ops, about
 MORE = 6  # points of one save set at most, beside those of blocks built alike
-MOST_ALIKE = 40  # points of blocks built alike at most: every further one makes the program larger
 ALMOST = 0.02  # a block built alike counts as too large from this share of the budget below it
 
 
@@ -26,9 +28,7 @@ def first_points(f: Facts, save_sets: Iterable[SaveSet]) -> set[Point]:
     """Where peaks are likely: the fullest moments of forward and of stretches of backward, by save set."""
     graph = f.graph
     points: set[Point] = set()
-    few, many = FIRST_WINDOWS
-    windows = min(many, max(few, FIRST_CELLS // max(1, len(graph.ops))))
-    width = max(1, math.ceil(len(graph.steps) / windows))
+    width = max(1, math.ceil(len(graph.steps) / _affordable(f, FIRST_WINDOWS)))
     for save_set in save_sets:
         forward: tuple[int, int] | None = None
         by_step = [0] * len(graph.steps)
@@ -94,8 +94,13 @@ def too_large(
             instant_there = worst.get(_place(f, other))
             if instant_there is not None and instant_there.live_bytes > nearly:
                 more[other] = None
-    fullest = sorted(more, key=lambda other: -worst[_place(f, other)].live_bytes)[:MOST_ALIKE]
-    return list(dict.fromkeys([*worst_first, *fullest]))
+    fullest = sorted(more, key=lambda other: -worst[_place(f, other)].live_bytes)
+    return list(dict.fromkeys([*worst_first, *fullest[: _affordable(f, MOST_ALIKE)]]))
+
+
+def _affordable(f: Facts, limits: tuple[int, int]) -> int:
+    few, many = limits
+    return min(many, max(few, CELLS // max(1, len(f.graph.ops))))
 
 
 def _place(f: Facts, point: Point) -> int:

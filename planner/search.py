@@ -230,6 +230,8 @@ class Search:
         if self.missing is not None and relaxed.values is not None:
             # Without what it saves only in part: takes less memory, and in a large model hardly more time.
             self._accept(normalised(self.graph, built.save_set(np.floor(relaxed.values + UNDECIDED))))
+            if _undecided(built, relaxed) >= MANY_UNDECIDED:
+                self.missing = None  # where that is too large says little
         return relaxed
 
     def _rest(self, built: Built, relaxed: Outcome) -> Outcome:

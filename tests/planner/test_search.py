@@ -11,7 +11,7 @@ from autoac.planner.facts import facts
 from autoac.planner.graph import chain
 from autoac.planner.highs import Outcome
 from autoac.planner.ilp import Built, Options, Work
-from autoac.planner.points import FIRST_CELLS, FIRST_WINDOWS, first_points
+from autoac.planner.points import CELLS, FIRST_WINDOWS, first_points
 from autoac.planner.search import UNDECIDED, Problem, Search
 
 
@@ -23,7 +23,7 @@ def of_backward(n_ops: int) -> int:
 
 def test_the_first_program_of_a_large_graph_has_fewer_moments() -> None:
     few, many = FIRST_WINDOWS
-    large = FIRST_CELLS // (few + 1)
+    large = CELLS // (few + 1)
     assert of_backward(100) in range(many // 2, many + 1)
     assert of_backward(large) in range(1, few + 2)
 
