@@ -135,6 +135,13 @@ class Applied:
         return loaded.policy if loaded is not None else None
 
     @property
+    def planning(self) -> bool:
+        """Whether the forward that runs on this thread is only profiled. What such a one logs or counts is no
+        step's: it runs several times for one batch.
+        """
+        return self._here.planning
+
+    @property
     def plan(self) -> Plan | None:
         """The decision behind `policy` with its evidence; None where that was not made in this process."""
         loaded = self._current or self._serves_all

@@ -33,6 +33,27 @@ class Report:
     reserved_peak_bytes: int | None = None  # what the allocator took from the device for that
     proposed_headroom_bytes: int | None = None  # headroom that keeps also what is reserved within the budget
 
+    def metrics(self) -> dict[str, float]:
+        """What a training loop's logger plots, by name: `autoac/predicted_peak_gb`, ... in GiB, milliseconds
+        and, for `autoac/recompute_overhead`, as a part of the step without recompute. What is not known is
+        left out.
+        """
+        step_us = None
+        if self.predicted_step_us is not None and self.recompute_us is not None:
+            step_us = self.predicted_step_us - self.recompute_us
+        sizes = {
+            "budget_gb": self.budget_bytes,
+            "predicted_peak_gb": self.predicted_peak_bytes,
+            "measured_peak_gb": self.measured_peak_bytes,
+            "save_all_peak_gb": self.save_all_peak_bytes,
+        }
+        found = {f"autoac/{name}": gb_from_bytes(size) for name, size in sizes.items() if size is not None}
+        if self.recompute_us is not None:
+            found["autoac/recompute_ms"] = self.recompute_us / 1000
+            if step_us:
+                found["autoac/recompute_overhead"] = self.recompute_us / step_us
+        return found
+
     def __str__(self) -> str:
         def size(nbytes: int | None) -> str:
             return format_bytes(nbytes) if nbytes is not None else "not measured"

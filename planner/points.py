@@ -14,10 +14,7 @@ from autoac.planner.simulate import Instant, Timeline, simulate
 
 # How many points are added at a time, in the largest graphs and in others. Every one makes states, with a
 # column for nearly every op: so the fewer, the more ops there are.
-FIRST_WINDOWS = (
-    8,
-    40,
-)  # stretches of backward with a point to start from: three or so in each block of a dozen
+FIRST_WINDOWS = (8, 40)  # stretches of backward with a point to start from: three or so in a block of a dozen
 MOST_ALIKE = (4, 40)  # points of blocks built alike at a time
 CELLS = 200_000  # points times ops, about
 MORE = 6  # points of one save set at most, beside those of blocks built alike

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import is_not
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from autoac.profiler.ops import has_storage
 
 ROOT = "."
 """The path of the model itself, in op keys such as `./aten.add.Tensor#0`."""
@@ -57,6 +63,8 @@ def watch_modules(
 
 _KEPT = ("_parameters", "_buffers", "_modules")
 
+_OF_TORCH = frozenset(vars(nn.Module()))  # hooks, parameters, buffers, ...: not what a model counts in
+
 _ABSENT = object()
 
 
@@ -64,9 +72,16 @@ _ABSENT = object()
 def modules_restored(model: nn.Module) -> Iterator[None]:
     """Leave the attributes of `model` and its submodules as they were: counters, caches, `training`.
 
-    What a module assigns is put back. What it changes inside a list or a dictionary of its own stays.
+    What a module assigns is put back, and so is what is in a list, dictionary, set or tensor of its own that
+    it changes, as metrics do. What is further inside stays changed.
     """
     before = [(module, dict(module.__dict__)) for module in model.modules()]
+    contents = [
+        restore
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in _OF_TORCH and (restore := _keep(value)) is not None
+    ]
     tables = [(t, dict(t)) for module in model.modules() for name in _KEPT if (t := module.__dict__[name])]
     try:
         yield
@@ -81,3 +96,42 @@ def modules_restored(model: nn.Module) -> Iterator[None]:
         for table, content in tables:
             if any(table.get(name, _ABSENT) is not value for name, value in content.items()):
                 table.update(content)
+        for restore in contents:
+            restore()
+
+
+def _keep(value: Any) -> Callable[[], None] | None:
+    """What puts the content of `value` back; None if `value` is not of a kind that has one."""
+    kind = type(value)  # a subclass may forbid some of what follows
+    if kind in (list, deque):
+        return partial(_restore_list, value, list(value))
+    if kind in (dict, OrderedDict, defaultdict):
+        return partial(_restore_dict, value, dict(value))
+    if kind is set:
+        return partial(_restore_set, value, set(value))
+    if isinstance(value, Tensor) and has_storage(value) and not value.is_inference():
+        return partial(_restore_tensor, value, value.detach().clone(), value._version)
+    return None
+
+
+def _restore_list(value: list[Any] | deque[Any], content: list[Any]) -> None:
+    if len(value) != len(content) or any(map(is_not, value, content)):
+        value.clear()
+        value.extend(content)
+
+
+def _restore_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
+    if value.keys() != content.keys() or any(map(is_not, value.values(), content.values())):
+        value.clear()
+        value.update(content)
+
+
+def _restore_set(value: set[Any], content: set[Any]) -> None:
+    value.intersection_update(content)
+    value.update(content)
+
+
+def _restore_tensor(value: Tensor, content: Tensor, version: int) -> None:
+    if value._version != version:
+        with torch.no_grad():
+            value.copy_(content)

@@ -96,6 +96,7 @@ def optimizer_bytes(
     """
     if optimizer is None:
         return OptimizerBytes(0, 0)
+    optimizer = _innermost(optimizer)
     existing = optimizer_state_nbytes(optimizer, device)
     try:
         state, workspace = _fake_step(optimizer, device, elsewhere)
@@ -107,7 +108,18 @@ def optimizer_bytes(
 
 def optimizer_state_nbytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Bytes of the state that `optimizer` has now."""
-    return _state_nbytes(optimizer.state.values(), device)
+    return _state_nbytes(_innermost(optimizer).state.values(), device)
+
+
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What an optimizer of accelerate or Lightning wraps.
+
+    Their `param_groups` and `state` are those of the wrapped one, also when they are set: a copy of the
+    wrapper that is given others would give them to the wrapped one.
+    """
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
 
 
 def _state_nbytes(states: Iterable[Any], device: torch.device) -> int:

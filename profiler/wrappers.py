@@ -38,8 +38,10 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> Buckets:
     """
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     active = DistributedDataParallel._get_active_ddp_module()
-    if active is not None and active not in wrappers and any(m is model for m in active.modules()):
-        wrappers.append(active)
+    if active is not None and active not in wrappers:
+        inside = set(active.modules())
+        if any(module in inside for module in model.modules()):
+            wrappers.append(active)
     mine = {id(parameter) for parameter in model.parameters()}
     counted: dict[int, int] = {}
     for wrapper in wrappers:

@@ -29,6 +29,7 @@ def test_planner_and_service_import_no_torch(module: str) -> None:
         ("autoac.api", {"autoac.profiler", "ac_client"}),
         ("autoac.profiler", {"autoac.api", "ac_client"}),
         ("ac_client", {"autoac.api"}),
+        ("ac_client.integrations.loop", {"transformers", "accelerate", "lightning", "pytorch_lightning"}),
     ],
 )
 def test_imports_point_one_way(module: str, others: set[str]) -> None:

@@ -21,6 +21,7 @@ from ac_client.measure import AllocatorTimeline
 from autoac.planner import bounds, build
 from autoac.profiler import DATASHEETS, CannotProfile, observe, profile
 from autoac.profiler.randomness import generators_restored
+from autoac.profiler.wrappers import buckets_of
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -179,3 +180,12 @@ print([round(p.grad.sum().item(), 4) for p in model.parameters()])
 def test_one_rank_of_two_may_profile_alone(tmp_path: Path) -> None:
     told = told_by_ranks(RANK, tmp_path / "store")
     assert told[0] == told[1] != ""
+
+
+def test_buckets_count_for_a_module_around_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = DistributedDataParallel(made())
+    around = nn.Sequential(wrapped.module)
+    assert buckets_of(around, None).nbytes == 0
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", wrapped)  # as in its forward
+    assert buckets_of(around, None).nbytes == sum(p.nbytes for p in wrapped.parameters())
+    assert buckets_of(nn.Linear(2, 2), None).nbytes == 0

@@ -1,0 +1,253 @@
+"""Lightning's Trainer: a callback that plans `training_step`, or one module that it calls.
+
+    trainer = L.Trainer(..., callbacks=[AutoACCallback(budget_gb=40)])
+    trainer.fit(model)
+
+NOTE [ The step as a module ] A plan is carried out around the call of a module, and Lightning calls the
+method `training_step` instead. So for the time of `fit` that method leads to the call of a module whose
+forward it is: then the loss, made outside of any module, is planned too. What the step logs is noted and
+logged right after it. A step that is only profiled runs several times: what that logs is dropped, and the
+profiler puts back what metrics count.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from torch import nn
+
+from ac_client import Applied, ApplyError, NotApplied, Report, applied
+from ac_client.integrations.errors import CompiledModel, MissingLibrary, check_not_compiled
+from ac_client.integrations.options import Options
+from ac_client.integrations.session import Session
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError as error:
+        if error.name not in ("lightning", "lightning.pytorch"):
+            raise
+        try:
+            from pytorch_lightning import Callback
+        except ModuleNotFoundError as error:
+            if error.name != "pytorch_lightning":
+                raise
+            raise MissingLibrary("lightning", "lightning") from None
+
+log = logging.getLogger("ac_client")
+
+_NOTED = ("log", "log_dict")
+
+
+class AutoACCallback(Callback):
+    """Plans the training steps of one `fit`.
+
+    Applied when training starts, after the sanity check and after a checkpoint was loaded; taken off when
+    it ends or raises. The report's `metrics()` go to the module's loggers with everything else.
+
+    Args:
+        budget_gb, options: as for `ac_client.apply`.
+        module: path of the module to plan instead of the whole `training_step`, such as "model". For manual
+            optimization, where a step contains its backward, one has to be named.
+        measure: measure the peak of the third step by the allocator's own record. On CUDA, where the
+            allocator counts by itself, this is not needed, and resets its counter.
+
+    Raises:
+        ApplyError, CompiledModel: from `fit`.
+    """
+
+    def __init__(
+        self,
+        budget_gb: float | None = None,
+        *,
+        module: str | None = None,
+        measure: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        super().__init__()
+        self._budget_gb = budget_gb
+        self._module = module
+        self._measure = measure
+        self._options = options
+        self._session: Session | None = None
+        self._report: Report | None = None
+        self._undo: Callable[[], None] | None = None
+        self._steps_before = 0
+        self._between_steps = True
+
+    @property
+    def applied(self) -> Applied:
+        """What was applied to the module that is being trained.
+
+        Raises:
+            NotApplied: no training is running.
+        """
+        if self._session is None:
+            raise NotApplied("LightningModule")
+        return self._session.at
+
+    @property
+    def report(self) -> Report | None:
+        """Of the training that is running, or of the last one; None before the first."""
+        return self._session.at.report() if self._session is not None else self._report
+
+    def remove(self) -> None:
+        """Leave the module as it was. May be called twice."""
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+        session, self._session = self._session, None
+        if session is not None:
+            self._report = session.at.report()
+            session.close()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.remove()
+        if vars(pl_module).get("_compiler_ctx") is not None:
+            raise CompiledModel("torch.compile(LightningModule)", "pass the LightningModule itself to fit")
+        self._session = self._planned(trainer, pl_module)
+        self._steps_before = trainer.global_step
+        self._between_steps = True
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._session is not None and self._between_steps:
+            self._between_steps = False
+            self._session.step_begins()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._session is None:
+            return
+        if trainer.global_step != self._steps_before:
+            self._steps_before = trainer.global_step
+            self._between_steps = True
+            self._session.step_ended()
+        pl_module.log_dict(self._session.at.report().metrics())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.remove()
+        if trainer.is_global_zero:
+            log.info("%s", self._report)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.remove()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.remove()
+
+    def _planned(self, trainer: Trainer, pl_module: LightningModule) -> Session:
+        """See NOTE [ The step as a module ]."""
+        if self._module is not None:
+            try:
+                model = pl_module.get_submodule(self._module)
+            except AttributeError as error:
+                raise ApplyError(
+                    f"{type(pl_module).__name__} has no module {self._module!r} ({error}): pass "
+                    f"the path of one of its modules, such as {_children(pl_module)}"
+                ) from None
+            check_not_compiled(model, "compile its blocks instead")
+            return self._session_of(model, trainer)
+        if not pl_module.automatic_optimization:
+            raise ApplyError(
+                f"{type(pl_module).__name__} optimizes manually, so its training_step contains backward and "
+                "cannot be planned as one forward: name the module that it calls, "
+                f"AutoACCallback(module=...), such as {_children(pl_module)}"
+            )
+        check_not_compiled(pl_module, "pass it to fit uncompiled")
+        step = TrainingStep(pl_module)
+        session = self._session_of(step, trainer)
+        self._undo = step.take_the_place_of_the_method()
+        return session
+
+    def _session_of(self, model: nn.Module, trainer: Trainer) -> Session:
+        return Session(
+            model, self._budget_gb, _optimizer_of(model, trainer.optimizers), self._measure, self._options
+        )
+
+
+class TrainingStep(nn.Module):
+    """A LightningModule's `training_step` as the forward of a module."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self._method = module.training_step
+        self._logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def take_the_place_of_the_method(self) -> Callable[[], None]:
+        """Have `module.training_step` call this module. Returns what undoes it."""
+        module, attributes = self.module, vars(self.module)
+        before = attributes.get("training_step")
+
+        @functools.wraps(self._method)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            self.training = module.training
+            out = self(*args, **kwargs)
+            logged, self._logged = self._logged, []
+            for name, given, named in logged:
+                getattr(module, name)(*given, **named)
+            return out
+
+        attributes["training_step"] = training_step
+
+        def undo() -> None:
+            if before is None:
+                del attributes["training_step"]
+            else:
+                attributes["training_step"] = before
+
+        return undo
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _noted(self.module) as logged:
+            out = self._method(*args, **kwargs)
+        if not applied(self).planning:
+            self._logged = logged
+        return out
+
+
+@contextmanager
+def _noted(module: nn.Module) -> Iterator[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
+    """What `module` logs in the block: the calls are made after it, where their ops are no part of a plan."""
+    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    attributes = vars(module)
+    kept = {name: attributes[name] for name in _NOTED if name in attributes}
+    for name in _NOTED:
+        attributes[name] = functools.partial(_note, logged, name)
+    try:
+        yield logged
+    finally:
+        for name in _NOTED:
+            del attributes[name]
+        attributes.update(kept)
+
+
+def _note(
+    logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]], name: str, /, *args: Any, **kwargs: Any
+) -> None:
+    logged.append((name, args, kwargs))
+
+
+def _children(module: nn.Module) -> str:
+    return ", ".join(name for name, _ in module.named_children())
+
+
+def _optimizer_of(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
+    """The one with most of the model's parameters, in bytes; None if none has any."""
+    mine = {id(parameter) for parameter in model.parameters()}
+
+    def share(optimizer: torch.optim.Optimizer) -> int:
+        return sum(p.nbytes for group in optimizer.param_groups for p in group["params"] if id(p) in mine)
+
+    best = max(optimizers, key=share, default=None)
+    return best if best is not None and share(best) else None

@@ -1,0 +1,20 @@
+"""What every integration passes on to `ac_client.apply`."""
+
+from __future__ import annotations
+
+import os
+from typing import TypedDict
+
+from ac_client.applied import Shapes
+from autoac.planner import Constraints, Policy, PolicySet
+
+
+class Options(TypedDict, total=False):
+    """Arguments of `ac_client.apply`, as they are there."""
+
+    policy: Policy | PolicySet | str | os.PathLike[str] | None
+    service: str | None
+    headroom_gb: float
+    constraints: Constraints | None
+    strict: bool
+    shapes: Shapes

@@ -1,0 +1,97 @@
+"""A plan for as long as a with-block runs; and what is said where a library is missing."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import Transformer
+from torch import nn
+
+import ac_client
+from ac_client.integrations.loop import planned
+
+BUDGET_GB = 0.0026
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Transformer(layers=2, width=32)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: tuple[int, ...] = (4, 4, 2)) -> None:
+    torch.manual_seed(1)
+    for size in sizes:
+        model(torch.randn(size, 64, 32))["logits"].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_block_is_planned_and_nothing_after_it() -> None:
+    (plain, optimizer), (ours, own) = made(), made()
+    train(plain, optimizer)
+    with planned(ours, BUDGET_GB, optimizer=own) as at:
+        assert ac_client.applied(ours) is at
+        train(ours, own)
+    assert all(map(torch.equal, plain.state_dict().values(), ours.state_dict().values()))
+    report = at.report()
+    assert report.recomputed > 0
+    assert report.steps == 3
+    assert report.metrics()["autoac/predicted_peak_gb"] <= BUDGET_GB
+    assert not ours._forward_pre_hooks
+
+
+def test_a_block_that_raises_leaves_nothing() -> None:
+    model, optimizer = made()
+    with (
+        pytest.raises(RuntimeError, match="normalized_shape"),
+        planned(model, BUDGET_GB, optimizer=optimizer),
+    ):
+        model(torch.randn(4, 64, 31))
+    with pytest.raises(ac_client.NotApplied):
+        ac_client.applied(model)
+    assert not model._forward_pre_hooks
+
+
+def test_a_step_that_is_only_profiled_can_be_told() -> None:
+    class Telling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = made()[0]
+            self.told: list[bool] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            told.append(ac_client.applied(self).planning)
+            self.told.append(ac_client.applied(self).planning)
+            return self.inner(x)["logits"]
+
+    told: list[bool] = []
+    model = Telling()
+    with planned(model, 1.0):
+        model(torch.randn(4, 64, 32))
+    assert told[-1] is False
+    assert told[:-1].count(True) == len(told) - 1 >= 2
+    assert model.told == [False]  # the profiler has put the list back
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "install"),
+    [
+        ("transformers", ["transformers"], "transformers accelerate"),
+        ("accelerate", ["accelerate"], "accelerate"),
+        ("lightning", ["lightning", "pytorch_lightning"], "lightning"),
+    ],
+)
+def test_a_missing_library_names_its_installation(
+    name: str, absent: list[str], install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in absent:
+        monkeypatch.delitem(sys.modules, f"{library}.pytorch", raising=False)
+        monkeypatch.setitem(sys.modules, library, None)  # as Python marks what cannot be imported
+    path = Path(ac_client.__file__).parent / "integrations" / f"{name}.py"
+    with pytest.raises(ModuleNotFoundError, match=f"{name} is not installed: pip install {install}$"):
+        runpy.run_path(str(path))

@@ -1,0 +1,87 @@
+"""What a profiled step leaves of the things that a model keeps, and of the optimizer that it is given."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoac.profiler import observe, profile
+
+
+class Counting(nn.Module):
+    """Counts its calls in everything that a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.calls = 0
+        self.list = [0]
+        self.last: deque[int] = deque([0], maxlen=3)
+        self.table: dict[str, Any] = {"calls": 0}
+        self.seen = {0}
+        self.tensor = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.list.append(self.calls)
+        self.last.append(self.calls)
+        self.table["calls"] += 1
+        self.table[str(self.calls)] = x.sum()
+        self.seen.discard(0)
+        self.seen.add(self.calls)
+        self.tensor += 1
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_what_a_model_counts_in_is_as_before() -> None:
+    model = Counting()
+    held = (model.list, model.last, model.table, model.seen, model.tensor)
+    profile(model, torch.randn(2, 4), loss=torch.sum)
+    now = (model.list, model.last, model.table, model.seen, model.tensor)
+    assert all(a is b for a, b in zip(now, held, strict=True))
+    assert (model.calls, model.list, list(model.last), model.table, model.seen) == (
+        0,
+        [0],
+        [0],
+        {"calls": 0},
+        {0},
+    )
+    assert torch.equal(model.tensor, torch.zeros(2))
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Hands everything on, as accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+
+def test_a_wrapped_optimizer_is_counted_and_keeps_what_it_has() -> None:
+    model = Counting()
+    inner = torch.optim.AdamW(model.parameters())
+    groups, state = inner.param_groups, inner.state
+    found = observe(model, (torch.randn(2, 4),), {}, loss=torch.sum, optimizer=Wrapping(Wrapping(inner)))
+    assert inner.param_groups is groups
+    assert inner.state is state
+    assert not state
+    assert found.static.optimizer_state == 2 * sum(p.nbytes for p in model.parameters()) + 2 * 4
