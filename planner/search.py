@@ -35,7 +35,8 @@ NEIGHBOURHOODS = ((0.05, 1.0), (0.2, 2.0))  # see Search._near
 FEW_NODES = 20  # in a neighbourhood: what is not found soon is not there
 UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from both
 POLISH_SHARES = (0.25, 0.5, 1.0)  # of what is left between bound and plan: what a change may cost
-MANY_UNDECIDED = 100  # so many are a program worth solving by itself: see Search._rest
+MANY_UNDECIDED = 100  # decisions that the relaxation leaves open: so many say little, see Search._in_turn
+TILT = 0.01  # see Search._in_turn
 FEW_UNDECIDED = 10  # decisions that the relaxation leaves between save and not: more are not worth polishing
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
@@ -116,7 +117,7 @@ class Search:
 
     def _run(self) -> Stopped:
         near = [partial(self._near, share, reach) for share, reach in NEIGHBOURHOODS]
-        efforts: list[Effort] = [self._rounded, self._rest, *near, self._among_all]
+        efforts: list[Effort] = [self._rounded, self._in_turn, *near, self._among_all]
         at = 0
         built, relaxed = self._relaxation()
         while True:
@@ -226,34 +227,24 @@ class Search:
 
     def _rounded(self, built: Built, relaxed: Outcome) -> Outcome:
         """The relaxation's decisions, rounded: seldom a plan, but they show where points are missing."""
-        self._consider(built, relaxed)
-        if self.missing is not None and relaxed.values is not None:
-            # Without what it saves only in part: takes less memory, and in a large model hardly more time.
-            self._accept(normalised(self.graph, built.save_set(np.floor(relaxed.values + UNDECIDED))))
-            if _undecided(built, relaxed) >= MANY_UNDECIDED:
-                self.missing = None  # where that is too large says little
+        self._consider_rounded(built, relaxed)
+        if relaxed.values is not None and _undecided(built, relaxed) >= MANY_UNDECIDED:
+            self.missing = None  # where that is too large says little
         return relaxed
 
-    def _rest(self, built: Built, relaxed: Outcome) -> Outcome:
-        """A candidate that keeps the decisions which the relaxation has made, and decides the rest.
+    def _in_turn(self, built: Built, relaxed: Outcome) -> Outcome:
+        """A candidate from the relaxation of costs that rise a little along the model.
 
-        Large models with much to choose from that costs alike leave a tenth undecided: too much to round,
-        little for a program of its own. Where few are left, neighbours find more.
-
-        Source: T. Berthold, "RENS: the optimal rounding", Mathematical Programming Computation 6 (2014).
+        Of many blocks built alike a relaxation may leave each half decided one way and half the other, since
+        that saves the cost of the one place where the ways would meet. That says nothing, and rounds badly.
+        Where what is run again costs a little more in each block than in the one before, the blocks are
+        decided in turn, and a handful of decisions stays open. Tilting the costs is the perturbation that
+        solvers use against degenerate bases, only larger, and the bound is not taken from it.
         """
-        assert relaxed.values is not None
         if _undecided(built, relaxed) < MANY_UNDECIDED:
             return replace(relaxed, values=None)
-        saved = relaxed.values[built.saves]
-        made = np.abs(saved - np.round(saved)) <= UNDECIDED
-        outcome = self.allowance.solve(
-            built.program.fixed(built.saves[made], np.round(saved[made])),
-            built.cost_scale,
-            target=self._target_us / built.cost_scale,
-            options={"mip_max_nodes": FEW_NODES},
-        )
-        self._consider(built, outcome)
+        outcome = self.allowance.solve(tilted(built, len(self.graph.ops)), built.cost_scale, relaxed=True)
+        self._consider_rounded(built, outcome)
         return outcome
 
     def _near(self, share: float, reach: float, built: Built, relaxed: Outcome) -> Outcome:
@@ -330,6 +321,12 @@ class Search:
         else:
             self.missing = too_large(self.f, self.budget, found, timeline, self.problem.likeness)
 
+    def _consider_rounded(self, built: Built, outcome: Outcome) -> None:
+        self._consider(built, outcome)
+        if self.missing is not None and outcome.values is not None:
+            # Without what it saves only in part: takes less memory, and in a large model hardly more time.
+            self._accept(normalised(self.graph, built.save_set(np.floor(outcome.values + UNDECIDED))))
+
     def _accept(self, save_set: SaveSet) -> None:
         """Keep `save_set` if it fits and is faster than the best so far."""
         faster = self.best is None or recompute_us(self.graph, save_set) < self.best[0]
@@ -352,6 +349,14 @@ def _undecided(built: Built, relaxed: Outcome) -> int:
     assert relaxed.values is not None
     saved = relaxed.values[built.saves]
     return int(((saved > UNDECIDED) & (saved < 1 - UNDECIDED)).sum())
+
+
+def tilted(built: Built, n_ops: int) -> Program:
+    """The program with costs that rise by `TILT` from the first op to the last."""
+    costs = built.program.costs.copy()
+    costs[built.saves] *= 1 + TILT * np.array(built.ops) / n_ops
+    costs[built.runs] *= 1 + TILT * built.run_ops / n_ops
+    return replace(built.program, costs=costs)
 
 
 def priced_out(program: Program, relaxed: Outcome, slack: float) -> Program:

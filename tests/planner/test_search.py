@@ -10,9 +10,9 @@ from autoac.planner import build, search
 from autoac.planner.facts import facts
 from autoac.planner.graph import chain
 from autoac.planner.highs import Outcome
-from autoac.planner.ilp import Built, Options, Work
+from autoac.planner.ilp import Built, Options, Work, build_program
 from autoac.planner.points import CELLS, FIRST_WINDOWS, first_points
-from autoac.planner.search import UNDECIDED, Problem, Search
+from autoac.planner.search import TILT, Problem, Search, tilted
 
 
 def of_backward(n_ops: int) -> int:
@@ -28,36 +28,40 @@ def test_the_first_program_of_a_large_graph_has_fewer_moments() -> None:
     assert of_backward(large) in range(1, few + 2)
 
 
-def test_the_rest_is_decided_around_what_the_relaxation_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = build(graphs.gpt2(4))
+def test_costs_that_rise_along_the_model_keep_every_row_and_change_no_cost_by_more_than_the_tilt() -> None:
+    graph = build(graphs.gpt2(2))
     problem = Problem.of(graph)
-    budget = (problem.bounds.floor + 4 * problem.bounds.ceiling) // 5
-    looked: list[tuple[Built, Outcome, Outcome]] = []
-    rest = Search._rest
-
-    def noted(self: Search, built: Built, relaxed: Outcome) -> Outcome:
-        looked.append((built, relaxed, rest(self, built, relaxed)))
-        return looked[-1][2]
-
-    monkeypatch.setattr(Search, "_rest", noted)
-    monkeypatch.setattr(search, "MANY_UNDECIDED", 1)
-    found = Search(problem, budget, gap=0.01, time_limit_s=60, options=Options())
-    found.run()
-    (built, relaxed, candidate), *_ = looked
-    assert relaxed.values is not None
-    assert candidate.values is not None
-    before, after = relaxed.values[built.saves], candidate.values[built.saves]
-    decided = np.abs(before - np.round(before)) <= UNDECIDED
-    assert 0 < (~decided).sum() < decided.sum()
-    assert np.array_equal(np.round(before[decided]), after[decided])
-    assert set(np.round(after, 6)) <= {0.0, 1.0}
+    built = build_program(
+        problem.columns, problem.bounds.ceiling, first_points(problem.facts, [graph.everything])
+    )
+    risen = tilted(built, len(graph.ops))
+    before, after = built.program.costs, risen.costs
+    assert risen.rows is built.program.rows
+    assert np.all(np.abs(after - before) <= TILT * np.abs(before))
+    assert (after != before).sum() > len(built.ops) / 2
 
 
-def test_few_open_decisions_are_left_to_the_neighbourhoods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_open_decisions_are_taken_in_turn_and_few_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.of(build(graphs.gpt2(4)))
     budget = (problem.bounds.floor + 4 * problem.bounds.ceiling) // 5
+    in_turn = Search._in_turn
     told: list[Outcome] = []
-    rest = Search._rest
-    monkeypatch.setattr(Search, "_rest", lambda *a: told.append(rest(*a)) or told[-1])
-    Search(problem, budget, gap=0.01, time_limit_s=60, options=Options()).run()
-    assert [outcome.values for outcome in told] == [None]
+
+    def noted(self: Search, built: Built, relaxed: Outcome) -> Outcome:
+        told.append(in_turn(self, built, relaxed))
+        return told[-1]
+
+    monkeypatch.setattr(Search, "_in_turn", noted)
+    plans = []
+    for many in (10_000, 1):
+        monkeypatch.setattr(search, "MANY_UNDECIDED", many)
+        found = Search(problem, budget, gap=0.01, time_limit_s=60, options=Options())
+        found.run()
+        plans.append(found)
+    assert [outcome.values is None for outcome in told] == [True, False]
+    first, second = plans
+    assert first.best is not None
+    assert second.best is not None
+    rounding = 1 + 1e-9
+    assert second.bound_us <= first.best[0] * rounding  # the tilted costs are no bound
+    assert first.bound_us <= second.best[0] * rounding
