@@ -51,7 +51,9 @@ async def _explain(request: Request, error: Exception) -> Response:
         return Response(error.problem, error.status, media_type=MEDIA_TYPE)
     problem = problem_of(error)
     metrics.errors.labels(problem.type.removeprefix(URN)).inc()
-    if problem.status >= 500:
+    if problem.type == "about:blank" and problem.status == 500:
+        log.error("a bug", exc_info=error)
+    elif problem.status >= 500:
         log.warning("no answer", problem=problem.type, status=problem.status, detail=problem.detail)
     return ProblemResponse(problem, headers_of(error))
 

@@ -312,7 +312,7 @@ class Jobs:
         """How many jobs are in each state."""
         with self.database.read() as connection:
             counted = connection.execute(select(jobs.c.state, func.count()).group_by(jobs.c.state)).all()
-        return {state.value: 0 for state in State} | dict(row._tuple() for row in counted)
+        return {state.value: 0 for state in State} | {row[0]: row[1] for row in counted}
 
     # --- run ------------------------------------------------------------------------------------------
 

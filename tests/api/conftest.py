@@ -83,14 +83,19 @@ def size(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def database_url(size: str, sqlite_template: Path, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+def database_url(
+    size: str, sqlite_template: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[str]:
     """A database of this test's own, with all tables."""
     if size == "sqlite":
         path = tmp_path / "service.sqlite3"
         shutil.copy(sqlite_template, path)
-        return f"sqlite:///{path}"
+        yield f"sqlite:///{path}"
+        return
     server: Server = request.getfixturevalue("postgres")
-    return server.database(f"test_{secrets.token_hex(6)}", "template_autoac")
+    name = f"test_{secrets.token_hex(6)}"
+    yield server.database(name, "template_autoac")
+    server.drop(name)
 
 
 @pytest.fixture

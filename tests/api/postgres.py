@@ -116,7 +116,7 @@ class Server:
 
     def remove(self) -> None:
         """End it and take its folder away."""
-        self.stop()
+        self.stop(signal.SIGINT)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def url(self, name: str, driver: str = "postgresql+psycopg") -> str:
@@ -125,11 +125,13 @@ class Server:
 
     def database(self, name: str, template: str = "template1") -> str:
         """The URL of a new database."""
-        return new_database(self.url("postgres", driver="postgresql"), name, template) and self.url(name)
+        self._run(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        return self.url(name)
 
+    def drop(self, name: str) -> None:
+        """Take a database away, whoever is connected to it."""
+        self._run(f'DROP DATABASE "{name}" WITH (FORCE)')
 
-def new_database(admin: str, name: str, template: str) -> bool:
-    """Make a database over the connection `admin`."""
-    with psycopg.connect(admin, autocommit=True) as connection:
-        connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
-    return True
+    def _run(self, command: str) -> None:
+        with psycopg.connect(self.url("postgres", driver="postgresql"), autocommit=True) as connection:
+            connection.execute(command)  # type: ignore[call-overload]

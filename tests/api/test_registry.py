@@ -135,11 +135,8 @@ def test_policies_are_found_by_each_of_their_four_names(http: TestClient, profil
     assert len(ids()) == 3
     assert len(ids(device="two cores")) == 3
     assert ids(device="elsewhere") == []
-    assert (
-        ids(model="Chain", budget_gb=2)
-        == ids(fingerprint=profile.fingerprint, budget_bytes=2 << 30)
-        == [wanted]
-    )
+    assert ids(model="Chain", budget_gb=2) == [wanted]
+    assert ids(fingerprint=profile.fingerprint, budget_bytes=2 << 30) == [wanted]
     both = http.get("/v1/policies", params={"budget_gb": 1, "budget_bytes": 1})
     assert both.status_code == 422
 
@@ -246,15 +243,12 @@ def test_an_alias_that_was_taken_away_counts_on(http: TestClient, profile: Profi
     assert [m["policy_id"] for m in items] == [one, None, one]
 
 
-@pytest.mark.parametrize(
-    "name", ["../etc/passwd", "a//b", "a/../b", "%00", ".hidden", "a b", "a" * 201, "a/b/c/d/e"]
-)
+BAD_NAMES = ["../etc/passwd", "a//b", "a/%2e%2e/b", "%00", ".hidden", "a b", "a" * 201, "a/b/c/d/e"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_name_that_is_none_is_refused(http: TestClient, profile: Profile, name: str) -> None:
-    assert move(http, solved(http, profile), NEW, name.replace("/..", "/%2e%2e")).status_code in (
-        404,
-        405,
-        422,
-    )
+    assert move(http, solved(http, profile), NEW, name).status_code in (404, 405, 422)
     assert http.get("/v1/aliases").json()["items"] == []
 
 
