@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -122,10 +123,10 @@ def _worker(arguments: argparse.Namespace, solver: Solver | None) -> int:
 
 
 def _upgrade(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    database = Database(Settings.load().url)
-    before = _revision(database)
-    database.upgrade()
-    after = database.revision()
+    with Database(Settings.load().url) as database:
+        before = _revision(database)
+        database.upgrade()
+        after = database.revision()
     print(f"at migration {after}" + (" already" if before == after else f", from {before or 'none'}"))
     return 0
 
@@ -146,21 +147,24 @@ def _prune(arguments: argparse.Namespace, solver: Solver | None) -> int:
     from autoac.api.store import prunable, prune
     from autoac.api.tables import audit
 
-    settings, database = _open()
-    if arguments.dry_run:
-        with database.read() as connection:
-            found = prunable(connection, settings)
-        counts = {"policies": len(found.policies), "profiles": len(found.profiles)}
-    else:
-        forgotten = Jobs(database, settings).prune(settings.keep_jobs_days)
-        with database.write() as connection:
-            found = prune(connection, settings)
-            old = audit.c.at < now() - settings.keep_audit_days * 86_400
-            lines = connection.execute(delete(audit).where(old)).rowcount
-            subject = f"{len(found.policies)} policies, {len(found.profiles)} profiles, {forgotten} jobs"
-            note(connection, OPERATOR, "prune", subject)
-        counts = {"policies": len(found.policies), "profiles": len(found.profiles)}
-        counts |= {"jobs": forgotten, "audit lines": lines}
+    settings = Settings.load()
+    with _opened(settings) as database:
+        if arguments.dry_run:
+            with database.read() as connection:
+                found = prunable(connection, settings)
+            forgotten: dict[str, int] = {}
+        else:
+            ended = Jobs(database, settings).prune(settings.keep_jobs_days)
+            with database.write() as connection:
+                found = prune(connection, settings)
+                old = audit.c.at < now() - settings.keep_audit_days * 86_400
+                forgotten = {
+                    "jobs": ended,
+                    "audit lines": connection.execute(delete(audit).where(old)).rowcount,
+                }
+                subject = f"{len(found.policies)} policies, {len(found.profiles)} profiles, {ended} jobs"
+                note(connection, OPERATOR, "prune", subject)
+    counts = {"policies": len(found.policies), "profiles": len(found.profiles)} | forgotten
     if arguments.json:
         print(json.dumps(counts | {"dry_run": arguments.dry_run, "policy_ids": list(found.policies)}))
     else:
@@ -170,8 +174,7 @@ def _prune(arguments: argparse.Namespace, solver: Solver | None) -> int:
 
 
 def _create_key(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    _, database = _open()
-    with database.write() as connection:
+    with _opened(Settings.load()) as database, database.write() as connection:
         key, secret = create_key(connection, arguments.name, Scope[arguments.scope.upper()])
         note(connection, OPERATOR, "create key", f"{key.id} ({key.scope.word}) {key.name}")
     if arguments.json:
@@ -183,8 +186,7 @@ def _create_key(arguments: argparse.Namespace, solver: Solver | None) -> int:
 
 
 def _list_keys(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    _, database = _open()
-    with database.read() as connection:
+    with _opened(Settings.load()) as database, database.read() as connection:
         found = list_keys(connection)
     if arguments.json:
         print(json.dumps([_told(key) for key in found]))
@@ -197,8 +199,7 @@ def _list_keys(arguments: argparse.Namespace, solver: Solver | None) -> int:
 
 
 def _revoke_key(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    _, database = _open()
-    with database.write() as connection:
+    with _opened(Settings.load()) as database, database.write() as connection:
         key = revoke_key(connection, arguments.id)
         note(connection, OPERATOR, "revoke key", f"{key.id} {key.name}")
     print(json.dumps(_told(key)) if arguments.json else f"key {key.id} is revoked")
@@ -220,15 +221,15 @@ def _doctor(arguments: argparse.Namespace, solver: Solver | None) -> int:
     return 0 if all(finding.ok for finding in found) else 1
 
 
-def _open() -> tuple[Settings, Database]:
+@contextmanager
+def _opened(settings: Settings) -> Iterator[Database]:
     """The database, ready: a SQLite file is made where there is none, as `autoac serve` would."""
-    settings = Settings.load()
-    database = Database(settings.url)
-    if database.is_sqlite:
-        database.upgrade()
-    else:
-        database.check()
-    return settings, database
+    with Database(settings.url) as database:
+        if database.is_sqlite:
+            database.upgrade()
+        else:
+            database.check()
+        yield database
 
 
 def _told(key: Key) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from alembic.command import upgrade as alembic_upgrade
 from alembic.config import Config
@@ -122,6 +122,12 @@ class Database:
     def close(self) -> None:
         """Let go of all connections."""
         self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def newest_revision() -> str:

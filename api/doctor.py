@@ -39,9 +39,9 @@ def examine(environment: Callable[[], Settings] = Settings.load) -> Iterator[Fin
         return
     size = "SQLite, embedded runner" if database.is_sqlite else "PostgreSQL"
     yield Finding("settings", True, f"{size}, listening on {settings.host}:{settings.port}")
-    yield from _database(settings, database)
+    with database:
+        yield from _database(settings, database)
     yield _solver(settings)
-    database.close()
 
 
 def _database(settings: Settings, database: Database) -> Iterator[Finding]:

@@ -204,7 +204,8 @@ def read_json(body: bytes) -> Any:
         NotJson: it is no JSON, or nested too deeply, or has numbers that JSON does not have.
     """
     try:
-        return json.loads(body, parse_constant=_no_such_number)
+        # As UTF-8, and not as what json.loads guesses that bytes are.
+        return json.loads(str(body, "utf-8"), parse_constant=_no_such_number)
     except RecursionError:
         raise NotJson("the body is nested too deeply") from None
     except UnicodeDecodeError:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from starlette.testclient import TestClient
 
 sys.path.append(str(Path(__file__).parent))  # the import mode adds no folder by itself
@@ -41,6 +42,12 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     for name in [name for name in os.environ if name.startswith("AUTOAC_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    """Log lines go nowhere: stdout is looked at by tests, and stderr is another one in each."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 
 @pytest.fixture
