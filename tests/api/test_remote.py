@@ -127,6 +127,17 @@ def test_the_token_is_the_environments(
     assert ask(profile, in_app(token=TOKEN)).model == "Chain"
 
 
+def test_a_solve_that_takes_long_is_waited_for(in_app: Transport, profile: Profile) -> None:
+    """The service answers 202 to everybody here, whatever they prefer."""
+    transport = in_app(max_wait_s=1e-9)
+    assert ask(profile, transport) == save_all(profile, budget_bytes=1 << 30).policy()
+    assert transport.request.url.path.endswith("/result")
+    with pytest.raises(InfeasibleBudget):
+        ask(profile, in_app(InProcess(infeasible), max_wait_s=1e-9), budget=2 << 30)
+    with pytest.raises(ServiceUnavailable, match=r"has not finished /v1/jobs/"):
+        ask(profile, in_app(runner="workers", max_wait_s=1e-9), budget=3 << 30, timeout_s=0.6)
+
+
 def test_a_body_that_the_service_does_not_take_is_a_refusal(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(ServiceRefused, match="413"):
         ask(profile, in_app(max_sent_bytes=10))
@@ -149,6 +160,7 @@ def test_a_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, pro
         (answering(504, b"<html>"), ServiceUnavailable, "504"),
         (answering(201, b"<html>welcome to the hotel"), ServiceUnavailable, "no policy"),
         (answering(200, b"{}"), ServiceUnavailable, "200"),
+        (answering(202, location="http://elsewhere/v1/jobs/1"), ServiceUnavailable, "did not say which"),
         (answering(302, location="http://elsewhere"), ServiceUnavailable, "302"),
         (answering(404, b"<html>"), ServiceRefused, "404: Not Found"),
         (
