@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from autoac.api.bodies import read_body
 from autoac.api.database import Database
 from autoac.api.errors import Busy
 from autoac.api.jobs import RETRY_AFTER_S, Job, Jobs
-from autoac.api.keys import Caller, Doorkeeper, note
+from autoac.api.keys import REMEMBER_S, Caller, Doorkeeper, note
 from autoac.api.metrics import Metrics
 from autoac.api.request import Kind, Taken, take
 from autoac.api.runner import AWAY, Runner
@@ -30,6 +31,35 @@ T = TypeVar("T")
 SMALL = 64 << 10  # bytes of a body that are checked right here: a child would take longer to start
 REMEMBERED = 256  # bodies of which it is known what they ask for
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.25  # between two looks at a job
+
+
+class Texts:
+    """Policies that were asked for within the last few seconds, up to so many bytes of them.
+
+    A policy never changes, so nothing here is ever wrong; one that another replica deletes is told for
+    REMEMBER_S more.
+    """
+
+    def __init__(self, most_bytes: int = 64 << 20) -> None:
+        self._most, self._held = most_bytes, 0
+        self._texts: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+
+    def get(self, id: str) -> bytes | None:
+        """A policy's text, if it was asked for lately."""
+        at, text = self._texts.get(id, (0.0, b""))
+        return text if at and time.monotonic() - at < REMEMBER_S else None
+
+    def put(self, id: str, text: bytes) -> None:
+        """Remember a policy's text."""
+        self.forget(id)
+        self._texts[id] = (time.monotonic(), text)
+        self._held += len(text)
+        while self._held > self._most:
+            self._held -= len(self._texts.popitem(last=False)[1][1])
+
+    def forget(self, id: str) -> None:
+        """It was deleted."""
+        self._held -= len(self._texts.pop(id, (0.0, b""))[1])
 
 
 @dataclass(slots=True)
@@ -45,6 +75,7 @@ class Service:
     runner: Runner | None  # where this process solves too
     slots: anyio.Semaphore  # bodies that are checked at once
     inside: int = field(default=0)  # requests from their first byte until their body is checked
+    texts: Texts = field(default_factory=Texts)
     seen: OrderedDict[tuple[Kind, bytes], Taken] = field(default_factory=OrderedDict)
 
     @contextmanager

@@ -77,7 +77,12 @@ class DifferenceView(BaseModel):
     words: str  # the same for a person
 
 
-@router.get("/policies", summary="Policies, newest first", responses=problems())
+@router.get(
+    "/policies",
+    summary="Policies, newest first",
+    response_model=Page[PolicyView],
+    responses=problems(),
+)
 async def get_policies(
     service: ServiceOf,
     caller: Reader,
@@ -88,7 +93,7 @@ async def get_policies(
     budget_bytes: Annotated[int | None, Query(gt=0, le=MAX_INT)] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
-) -> Page[PolicyView]:
+) -> Response:
     """Without their decisions; `url` of each has the policy itself."""
     refuse_nul(model=model, fingerprint=fingerprint, device=device)
     if budget_gb is not None and budget_bytes is not None:
@@ -96,7 +101,7 @@ async def get_policies(
     budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
     before = decode_number(cursor)
 
-    def look() -> Page[PolicyView]:
+    def look() -> str:
         with service.database.read() as connection:
             found = list_policies(
                 connection,
@@ -108,9 +113,10 @@ async def get_policies(
                 limit=limit + 1,
             )
         kept, following = page_of(found, limit, lambda row: row.number)
-        return Page[PolicyView](items=[PolicyView.of(row) for row in kept], next=following)
+        page = Page[PolicyView](items=[PolicyView.of(row) for row in kept], next=following)
+        return page.model_dump_json()
 
-    return await to_thread.run_sync(look)
+    return json_text(await to_thread.run_sync(look))
 
 
 @router.head(
@@ -134,7 +140,10 @@ async def get_one_policy(request: Request, id: Digest, service: ServiceOf, calle
         with service.database.read() as connection:
             return _text(connection, id)
 
-    text = await to_thread.run_sync(look)
+    text = service.texts.get(id)
+    if text is None:
+        text = await to_thread.run_sync(look)
+        service.texts.put(id, text)
     if request.method == "HEAD":
         return Response(headers=headers | {"Content-Length": str(len(text))}, media_type="application/json")
     if matches(request.headers.get("if-none-match"), etag(id)):
@@ -168,6 +177,7 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
             note(connection, caller.name, "delete policy", id, request.state.request_id)
 
     await to_thread.run_sync(forget)
+    service.texts.forget(id)
     return Response(status_code=204)
 
 

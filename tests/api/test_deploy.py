@@ -13,9 +13,7 @@ from autoac.api.commands import main
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
-MANIFESTS: list[dict[str, Any]] = list(
-    yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
-)
+MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
 PODS = [m for m in MANIFESTS if m["kind"] in ("Job", "Deployment")]
 
 
