@@ -21,6 +21,7 @@ from autoac.api.keys import Key, Scope, create_key, list_keys, note, revoke_key
 from autoac.api.settings import InvalidSettings, Settings
 from autoac.api.solver import Solver
 
+EXIT_CODES = "Exit codes: 0 fine, 1 something is wrong, 2 wrong usage or settings, 130 interrupted."
 OPERATOR = "command line"  # as the audit log names it
 
 
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(into: Any, name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = into.add_parser(name, help=text, description=text)
+        made: argparse.ArgumentParser = into.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
         made.set_defaults(run=run)
         return made
 
