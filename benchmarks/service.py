@@ -238,7 +238,7 @@ def workers(folder: Path, url: str) -> Iterator[str]:
     """Rows about workers on PostgreSQL."""
     with Database(url) as database:
         database.upgrade()
-    profile = chain(1500)
+    profile = chain(300)
     seconds: dict[int, float] = {}
     answers: dict[int, set[str]] = {}
     for count, replicas in ((1, 1), (4, 2)):
@@ -247,7 +247,7 @@ def workers(folder: Path, url: str) -> Iterator[str]:
             http.post(f"{base}/v1/profiles", content=profile.to_json(), headers=JSON)
             jobs = []
             for i in range(PLANS):  # headroom: distinct requests; no-cache: solved again by the four
-                asked = {"profile_digest": profile.digest, "budget_gb": 25 + i / 10}
+                asked = {"profile_digest": profile.digest, "budget_gb": 4 + i / 20}
                 headers = JSON | {"Prefer": "wait=0", "Cache-Control": "no-cache"}
                 answer = http.post(f"{base}/v1/policies", content=json.dumps(asked), headers=headers)
                 jobs.append(base + answer.headers["location"])
