@@ -132,10 +132,17 @@ def test_a_solve_that_takes_long_is_waited_for(in_app: Transport, profile: Profi
     transport = in_app(max_wait_s=1e-9)
     assert ask(profile, transport) == save_all(profile, budget_bytes=1 << 30).policy()
     assert transport.request.url.path.endswith("/result")
+
+
+def test_so_is_one_that_fails(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(InfeasibleBudget):
-        ask(profile, in_app(InProcess(infeasible), max_wait_s=1e-9), budget=2 << 30)
+        ask(profile, in_app(InProcess(infeasible), max_wait_s=1e-9))
+
+
+def test_but_not_for_ever(in_app: Transport, profile: Profile) -> None:
+    nobody_solves = in_app(runner="workers", max_wait_s=1e-9)
     with pytest.raises(ServiceUnavailable, match=r"has not finished /v1/jobs/"):
-        ask(profile, in_app(runner="workers", max_wait_s=1e-9), budget=3 << 30, timeout_s=0.6)
+        ask(profile, nobody_solves, timeout_s=0.6)
 
 
 def test_a_body_that_the_service_does_not_take_is_a_refusal(in_app: Transport, profile: Profile) -> None:
