@@ -538,22 +538,30 @@ app.command(epilog=regenerating.EXIT_CODES)(regenerating.regenerate)
 app.command(epilog=_EXIT_CODES)(regenerating.validate)
 
 
-@app.command(epilog=_EXIT_CODES)
-def serve(
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; a token is needed for other than loopback.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to listen on.")] = None,
-) -> None:
-    """Run the planning service. What is not given comes from the environment, AUTOAC_HOST and so on."""
-    from autoac import api
+def _service_command(name: str, text: str) -> None:
+    """A command of the service, which has its own options: `autoac.api.commands` reads them."""
 
-    try:
-        api.serve(host=host, port=port)
-    except (api.InvalidSettings, api.RefusedToListen) as error:
-        raise CommandError(str(error)) from error
-    except SystemExit as left:  # uvicorn leaves so when it cannot listen, and has said why
-        raise typer.Exit(ERROR if left.code else OK) from None
+    @app.command(
+        name,
+        help=text,
+        epilog=_EXIT_CODES,
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def run(context: typer.Context) -> None:
+        from autoac.api.commands import main as service
+
+        raise typer.Exit(service([name, *context.args]))
+
+
+for _name, _text in {
+    "serve": "Run the planning service. Settings are environment variables (docs/service.md).",
+    "worker": "Solve the service's jobs from PostgreSQL, on as many machines as wanted.",
+    "db": "The service's database: upgrade it, or prune what is old.",
+    "keys": "The service's keys: create, list, revoke.",
+    "doctor": "Look at the service's settings, database and solver, and say what to do.",
+}.items():
+    _service_command(_name, _text)
 
 
 # --- options -------------------------------------------------------------------------------------------

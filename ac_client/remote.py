@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import time
 from typing import Any
 
 import httpx2
@@ -34,6 +36,7 @@ from autoac.planner.profile import Profile
 
 URN = "urn:autoac:problem:"
 CONNECT_S = 5.0
+LOOK_S = 0.5  # between two looks at a job
 
 
 class RemoteError(Exception):
@@ -72,7 +75,7 @@ def request_policy(
         gap, time_limit_s: as for `plan`; by default the service's.
         token: the service's token; by default the environment's AUTOAC_TOKEN.
         transport: what carries the request; by default the network.
-        timeout_s: for the answer. Connecting gets 5 s of it.
+        timeout_s: for the answer, the service's queue included. Connecting gets 5 s of it.
 
     Raises:
         ServiceUnavailable: there was no answer, or none worth having.
@@ -88,16 +91,46 @@ def request_policy(
         options["constraints"] = constraints.model_dump(mode="json")
     body = json.dumps(options)[:-1] + ', "profile": ' + profile.to_json() + "}"
     headers = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
+    headers["Prefer"] = f"wait={max(1, int(timeout_s * 0.9))}"
     token = token or os.environ.get("AUTOAC_TOKEN")
     if token:
         headers["Authorization"] = f"Bearer {token}"
     try:
         timeout = httpx2.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         with httpx2.Client(transport=transport, timeout=timeout) as client:
+            until = time.monotonic() + timeout_s
             response = client.post(address, content=zstandard.compress(body.encode()), headers=headers)
+            accepted = response.status_code == 202
+            if accepted:
+                response = _result(client, address, response, headers.get("Authorization"), until)
     except httpx2.TransportError as error:
         raise ServiceUnavailable(f"{url} did not answer: {error or type(error).__name__}") from error
-    return _policy(url, response, profile, budget_bytes)
+    return _policy(url, response, profile, budget_bytes, done=200 if accepted else 201)
+
+
+def _result(
+    client: httpx2.Client,
+    address: httpx2.URL,
+    response: httpx2.Response,
+    authorization: str | None,
+    until: float,
+) -> httpx2.Response:
+    """What became of a job that the service has accepted.
+
+    Raises:
+        ServiceUnavailable: it was not finished by `until`, or the answer named no job.
+    """
+    job = response.headers.get("location", "")
+    if not re.fullmatch("/v1/jobs/[0-9a-f]+", job):
+        raise ServiceUnavailable(f"{address} accepted a job and did not say which")
+    url = address.copy_with(path=address.path.removesuffix("/v1/policies") + f"{job}/result")
+    headers = {"Authorization": authorization} if authorization else {}
+    while response.status_code == 202:
+        if time.monotonic() > until:
+            raise ServiceUnavailable(f"{address} has not finished {job} yet")
+        time.sleep(LOOK_S)
+        response = client.get(url, headers=headers)
+    return response
 
 
 def policies_url(url: str) -> httpx2.URL:
@@ -115,8 +148,8 @@ def policies_url(url: str) -> httpx2.URL:
     return parsed.copy_with(path=parsed.path.rstrip("/") + "/v1/policies")
 
 
-def _policy(url: str, response: httpx2.Response, profile: Profile, budget: int) -> Policy:
-    if response.status_code == 201:
+def _policy(url: str, response: httpx2.Response, profile: Profile, budget: int, *, done: int) -> Policy:
+    if response.status_code == done:
         try:
             policy = Policy.from_json(response.content)
         except (MalformedPolicy, UnknownVersion) as error:

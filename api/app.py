@@ -1,189 +1,61 @@
-"""create_app(settings): the routes, and the one table from errors to answers."""
+"""create_app(settings): the routes, what they share, and how errors become answers."""
 
 from __future__ import annotations
 
-from http import HTTPStatus
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
 import structlog
+from anyio import to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from autoac.api.errors import (
-    BodyTooLarge,
-    BodyTooSlow,
-    Busy,
-    MalformedRequest,
-    NotJson,
-    ServiceError,
-    SolverDied,
-    SolveTimedOut,
-    Unauthorised,
-    Undecodable,
-    UnsupportedBody,
-)
-from autoac.api.problems import (
-    URN,
-    Held,
-    InfeasibleConstraintsProblem,
-    InfeasibleProblem,
-    InvalidProblem,
-    LimitProblem,
-    OutOfTimeProblem,
-    Problem,
-    ProblemResponse,
-    VersionProblem,
-    schemas,
-)
-from autoac.api.request import PolicyRequest
-from autoac.api.routes import Service, open_router, router
+from autoac.api.answers import headers_of, problem_of
+from autoac.api.database import Database, DatabaseNotReady
+from autoac.api.errors import JobFailed, ServiceError
+from autoac.api.jobs import Jobs
+from autoac.api.keys import Doorkeeper
+from autoac.api.logs import RequestLog
+from autoac.api.metrics import Metrics
+from autoac.api.problems import MEDIA_TYPE, URN, ProblemResponse, schemas
+from autoac.api.queue import enqueue_with
+from autoac.api.request import FloorRequest, FrontierRequest, PolicyRequest
+from autoac.api.routes import ROUTERS
+from autoac.api.routes.aliases import AliasRequest
+from autoac.api.routes.results import FloorView, FrontierView, JobResult
+from autoac.api.routes.views import JobView
+from autoac.api.runner import AWAY, Runner
+from autoac.api.service import Service
 from autoac.api.settings import Settings
-from autoac.api.solver import Solve, SpawnedSolver
-from autoac.planner.errors import (
-    InfeasibleBudget,
-    InfeasibleConstraints,
-    InvalidBudget,
-    InvalidConstraints,
-    MalformedProfile,
-    PlannerError,
-    SolverOutOfTime,
-    UnknownVersion,
-)
+from autoac.api.solver import Solver, SpawnedSolver
+from autoac.planner.errors import PlannerError
 from autoac.planner.policy import Policy, tool_versions
+from autoac.planner.profile import Profile
 
 log = structlog.get_logger("autoac.api")
 
-MOST_CHARACTERS = 200  # of a complaint: it may quote a name that the client chose
-MOST_HELD = 100  # of what is live at a peak
-
-
-def _sizes(error: InfeasibleBudget) -> dict[str, Any]:
-    return {
-        "budget_bytes": error.budget,
-        "proven_floor_bytes": error.proven_floor,
-        "smallest_found_bytes": error.smallest_found,
-        "peak_at": error.peak_at,
-        "live": [Held(nbytes=h.nbytes, name=h.name, why=h.why) for h in error.live[:MOST_HELD]],
-    }
-
-
-def problem_of(error: Exception) -> Problem:
-    """The one table: what a client is told of each error.
-
-    Nothing in it comes from `str()` of an error that is not ours, and nothing from the values of the
-    body but names: neither paths of the server nor its input come back.
-    """
-    text = str(error)
-    match error:
-        case NotJson():
-            return _problem(Problem, 400, "not-json", "The body is not JSON", text)
-        case Undecodable():
-            return _problem(Problem, 400, "undecodable", "The body cannot be decoded", text)
-        case Unauthorised():
-            return _problem(Problem, 401, "unauthorised", "A token is needed", text)
-        case BodyTooSlow():
-            return _problem(Problem, 408, "body-too-slow", "The body took too long", text)
-        case BodyTooLarge(limit=limit):
-            return _problem(
-                LimitProblem, 413, "body-too-large", "The body is too large", text, limit_bytes=limit
-            )
-        case UnsupportedBody():
-            return _problem(
-                Problem, 415, "unsupported-body", "The body's type or coding is not read here", text
-            )
-        case MalformedRequest(problems=found):
-            return _invalid("malformed-request", "Not a valid request", found)
-        case MalformedProfile(problems=found):
-            return _invalid("malformed-profile", "Not a valid profile", found)
-        case UnknownVersion(format=format, known=known):
-            text = f"this service reads version {known} of {format}"
-            return _problem(
-                VersionProblem, 422, "unknown-version", "Another version", text, format=format, known=known
-            )
-        case InvalidBudget():
-            return _problem(Problem, 422, "invalid-budget", "Not a budget", text)
-        case InvalidConstraints():
-            return _problem(Problem, 422, "invalid-constraints", "Constraints that cannot be met", text)
-        case InfeasibleConstraints(culprits=culprits):
-            return _problem(
-                InfeasibleConstraintsProblem,
-                422,
-                "infeasible-constraints",
-                "No plan fits in the budget under the constraints",
-                text,
-                **_sizes(error),
-                culprits=list(culprits),
-            )
-        case InfeasibleBudget():
-            return _problem(
-                InfeasibleProblem,
-                422,
-                "infeasible-budget",
-                "No plan fits in the budget",
-                text,
-                **_sizes(error),
-            )
-        case SolverDied():
-            return _problem(Problem, 500, "solver-died", "The solver died", text)
-        case Busy():
-            return _problem(Problem, 503, "busy", "Too many requests wait", text)
-        case SolverOutOfTime(time_limit_s=limit) | SolveTimedOut(limit_s=limit):
-            return _problem(
-                OutOfTimeProblem,
-                504,
-                "solver-out-of-time",
-                "The solver ran out of time",
-                text,
-                time_limit_s=limit,
-            )
-        case HTTPException(status_code=status):
-            return _problem(Problem, status, None, HTTPStatus(status).phrase, HTTPStatus(status).description)
-        case RequestValidationError():
-            return _invalid(
-                "malformed-request", "Not a valid request", [_place(e) for e in error.errors()[:5]]
-            )
-        case _:
-            return _problem(Problem, 500, None, "Internal server error", "the service's log says more")
-
-
-def _problem(
-    kind: type[Problem], status: int, slug: str | None, title: str, detail: str, **members: Any
-) -> Problem:
-    urn = URN + slug if slug else "about:blank"
-    return kind(type=urn, title=title, status=status, detail=detail, **members)
-
-
-def _invalid(slug: str, title: str, found: list[str] | tuple[str, ...]) -> Problem:
-    lines = [line[:MOST_CHARACTERS] for line in found]
-    return _problem(InvalidProblem, 422, slug, title, "; ".join(lines), problems=lines)
-
-
-def _place(complaint: dict[str, Any]) -> str:
-    return f"{'.'.join(map(str, complaint['loc']))}: {complaint['msg']}"
-
-
-def _headers(error: Exception) -> dict[str, str]:
-    match error:
-        case Unauthorised():
-            return {"WWW-Authenticate": "Bearer"}
-        case UnsupportedBody():
-            return {"Accept": "application/json", "Accept-Encoding": "zstd"}
-        case Busy(retry_after_s=seconds):
-            return {"Retry-After": str(seconds)}
-        case HTTPException(headers=headers):
-            return dict(headers or {})
-        case _:
-            return {}
+BODIES = (Policy, Profile, PolicyRequest, FrontierRequest, FloorRequest, AliasRequest)
+RESULTS = (JobView, FrontierView, FloorView, JobResult)
 
 
 async def _explain(request: Request, error: Exception) -> Response:
+    metrics = request.app.state.service.metrics
+    if isinstance(error, JobFailed):
+        metrics.errors.labels("job-failed").inc()
+        return Response(error.problem, error.status, media_type=MEDIA_TYPE)
     problem = problem_of(error)
-    if problem.status >= 500:
-        log.warning("no policy", problem=problem.type, status=problem.status, detail=problem.detail)
-    return ProblemResponse(problem, _headers(error))
+    metrics.errors.labels(problem.type.removeprefix(URN)).inc()
+    if problem.type == "about:blank" and problem.status == 500:
+        log.error("a bug", exc_info=error)
+    elif problem.status >= 500:
+        log.warning("no answer", problem=problem.type, status=problem.status, detail=problem.detail)
+    return ProblemResponse(problem, headers_of(error))
 
 
 async def _nobody_reads(request: Request, error: Exception) -> Response:
@@ -195,27 +67,78 @@ class _App(FastAPI):
         """FastAPI's document, with the models that the routes name by reference."""
         if not self.openapi_schema:
             components = super().openapi().setdefault("components", {})
-            components.setdefault("schemas", {}).update(schemas(Policy, PolicyRequest))
+            components.setdefault("schemas", {}).update(schemas(*BODIES, serialized=RESULTS))
         assert self.openapi_schema is not None
         return self.openapi_schema
 
 
-def create_app(settings: Settings, solve: Solve | None = None) -> FastAPI:
-    """The service as an ASGI app. It starts nothing and holds nothing open, so it has no lifespan.
+def create_app(settings: Settings, solver: Solver | None = None, database: Database | None = None) -> FastAPI:
+    """The service as an ASGI app. Its lifespan opens the database and, where it is embedded, the runner.
 
     Args:
         settings: how it runs.
-        solve: what solves a decoded request; by default a child process for each.
+        solver: what reads and solves; by default a child process for each body.
+        database: where everything is kept; by default that of the settings.
+
+    Raises:
+        InvalidSettings: the settings name no database that can be used.
     """
-    solver = solve or SpawnedSolver(
+    solver = solver or SpawnedSolver(
         settings.solve_time_limit_s, settings.solve_grace_s, settings.solve_memory_bytes
     )
+    database = database or Database(settings.url)
+    metrics = Metrics()
+    jobs = Jobs(database, settings, enqueue_with(database, settings))
+    runner = Runner(settings, database, jobs, solver, metrics) if settings.runs_embedded else None
+    service = Service(
+        settings=settings,
+        database=database,
+        jobs=jobs,
+        solver=solver,
+        metrics=metrics,
+        doors=Doorkeeper(settings, database),
+        runner=runner,
+        slots=anyio.Semaphore(settings.reads_at_once),
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        prepare = database.upgrade if database.is_sqlite else lambda: _look(database)
+        await to_thread.run_sync(prepare)
+        async with anyio.create_task_group() as group:
+            if runner is not None:
+                group.start_soon(runner.serve)
+            yield
+            group.cancel_scope.cancel()
+        if runner is not None:
+            with suppress(*AWAY):
+                await to_thread.run_sync(runner.gone)
+        database.close()
+
     # No docs pages: FastAPI's load their scripts from elsewhere.
-    app = _App(title="autoac", version=tool_versions()["autoac"], docs_url=None, redoc_url=None)
-    app.state.service = Service(settings, solver, anyio.Semaphore(settings.solves_at_once))
-    app.include_router(open_router)
-    app.include_router(router)
-    for kind in (PlannerError, ServiceError, HTTPException, RequestValidationError, Exception):
+    app = _App(
+        title="autoac",
+        version=tool_versions()["autoac"],
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+    )
+    app.state.service = service
+    for router in ROUTERS:
+        app.include_router(router)
+    kinds = (PlannerError, ServiceError, DBAPIError, PoolTimeout, DatabaseNotReady)
+    for kind in (*kinds, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _explain)
     app.add_exception_handler(ClientDisconnect, _nobody_reads)
+    app.add_middleware(RequestLog, metrics=metrics)
     return app
+
+
+def _look(database: Database) -> None:
+    """Say at the start what /readyz will say: the tables of PostgreSQL are `autoac db upgrade`'s."""
+    try:
+        database.check()
+    except DatabaseNotReady as error:
+        log.warning(str(error))
+    except AWAY:
+        log.warning("the database is away")

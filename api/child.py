@@ -1,46 +1,95 @@
-"""The program that solves one request: `python -m autoac.api.child PARENT MEMORY TIME_LIMIT`.
+"""The program that works on one request: `python -m autoac.api.child VERB KIND PARENT MEMORY TIME_LIMIT`.
 
-It reads a decoded request from stdin and writes to stdout a pickle of the policy's JSON, or of the
-error that the planner raised. It ends with its parent, and within its memory.
+VERB is "take" or "answer", as in `request.py`. It reads a decoded body from stdin and writes frames to
+stdout: a letter, a length of eight bytes, and so many bytes. P is progress, as JSON; R, the last, a pickle
+of the result or of the error that was raised. It ends with its parent, and within its memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
+import json
+import math
 import os
 import pickle
 import resource
 import signal
 import sys
+import time
 from collections.abc import Sequence
+from typing import BinaryIO
 
 from autoac.api.errors import ServiceError, SolverDied
-from autoac.api.request import Planner, answer
+from autoac.api.request import Kind, Planner, Taken, answer, take
 from autoac.planner.errors import PlannerError
+from autoac.planner.highs import Progress
 from autoac.planner.plan import plan
 from autoac.planner.units import format_bytes
 
 PR_SET_PDEATHSIG = 1
+TELL_EVERY_S = 0.25  # HiGHS calls back hundreds of times a second
 
 
 def main(argv: Sequence[str], plan: Planner = plan) -> None:
-    """Solve the request on stdin."""
-    parent, memory, most_seconds = int(argv[0]), int(argv[1]), float(argv[2])
+    """Do what `argv` says with the body on stdin."""
+    verb, kind = argv[0], Kind(argv[1])
+    parent, memory, most_seconds = int(argv[2]), int(argv[3]), float(argv[4])
     end_with(parent)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     faulthandler.enable()  # a crash in native code says where, in the service's log
     outlet = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a solver prints from C belongs in the log, not in the answer
-    outcome: str | Exception
+    outcome: str | Taken | Exception
     try:
-        outcome = answer(sys.stdin.buffer.read(), most_seconds=most_seconds, plan=plan)
+        body = sys.stdin.buffer.read()
+        if verb == "take":
+            outcome = take(kind, body, most_seconds)
+        else:
+            told = Teller(outlet)
+            outcome = answer(kind, body, most_seconds=most_seconds, plan=plan, progress=told)
+            told.last()
     except (PlannerError, ServiceError) as error:
         outcome = error
     except MemoryError:
         outcome = SolverDied(f"the solver needed more than {format_bytes(memory)} of memory")
     with outlet:
-        pickle.dump(outcome, outlet)
+        frame(outlet, b"R", pickle.dumps(outcome))
+
+
+def frame(outlet: BinaryIO, letter: bytes, content: bytes) -> None:
+    """Write one frame."""
+    outlet.write(letter + len(content).to_bytes(8, "big") + content)
+    outlet.flush()
+
+
+class Teller:
+    """An `OnProgress` that writes a frame now and then, and the last thing it heard at the end."""
+
+    def __init__(self, outlet: BinaryIO) -> None:
+        self._outlet = outlet
+        self._told_at = -math.inf
+        self._untold: Progress | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        self._untold = progress
+        if time.monotonic() - self._told_at >= TELL_EVERY_S:
+            self.last()
+
+    def last(self) -> None:
+        """Write what was heard last, unless it was written already."""
+        if self._untold is None:
+            return
+        now, self._untold = self._untold, None
+        self._told_at = time.monotonic()
+        numbers = {
+            "incumbent": now.primal,
+            "bound": now.dual,
+            "gap": now.gap,
+            "seconds": now.seconds,
+        }
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        frame(self._outlet, b"P", json.dumps(finite).encode())
 
 
 def end_with(parent: int) -> None:

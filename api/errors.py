@@ -4,7 +4,15 @@
     +-- NotJson               the body is no JSON document
     +-- Undecodable           the body is not what its Content-Encoding says
     +-- MalformedRequest      it is JSON, and no request for a policy
-    +-- Unauthorised          no token, or another one
+    +-- Unauthorised          no key, or one that is not known
+    +-- Forbidden             the key's scope does not reach so far
+    +-- NotFound              no profile, policy, alias or job of that name
+    +-- InUse                 it cannot be deleted: an alias or a job names it
+    +-- PreconditionFailed    If-Match or If-None-Match does not hold: somebody was faster
+    +-- PreconditionRequired  an alias moves only under one of the two
+    +-- TooManyJobs           this key has as many jobs in the queue as it may
+    +-- JobCancelled          the job that was waited for was cancelled
+    +-- JobFailed             it failed; carries the problem document
     +-- BodyTooSlow           the body took too long to arrive
     +-- BodyTooLarge          more bytes than the service takes, as sent or decoded
     +-- UnsupportedBody       another media type or content coding
@@ -46,7 +54,53 @@ class MalformedRequest(ServiceError):
 
 
 class Unauthorised(ServiceError):
-    """The service wants a token, and the request has none or another one."""
+    """The service wants a key, and the request has none or one that is not known."""
+
+
+class Forbidden(ServiceError):
+    """The key's scope does not reach so far."""
+
+
+class NotFound(ServiceError):
+    """There is no such thing; the message says of which kind."""
+
+
+class InUse(ServiceError):
+    """It cannot be deleted, since something else names it."""
+
+
+class PreconditionFailed(ServiceError):
+    """The state is not the one that the request was made for."""
+
+
+class PreconditionRequired(ServiceError):
+    """The request has to say which state it was made for."""
+
+
+class TooManyJobs(ServiceError):
+    """A key has `limit` jobs in the queue, and may have no more."""
+
+    def __init__(self, limit: int, retry_after_s: int) -> None:
+        self.limit, self.retry_after_s = limit, retry_after_s
+        super().__init__(limit, retry_after_s)
+
+    def __str__(self) -> str:
+        return (
+            f"this key has {self.limit} jobs in the queue, which is its limit; ask again in "
+            f"{self.retry_after_s} s, or cancel one with DELETE /v1/jobs/ID"
+        )
+
+
+class JobCancelled(ServiceError):
+    """A job that was waited for was cancelled."""
+
+
+class JobFailed(ServiceError):
+    """A job failed. `problem` is the document that says how, as JSON; `status` its HTTP status."""
+
+    def __init__(self, problem: str, status: int) -> None:
+        self.problem, self.status = problem, status
+        super().__init__(problem, status)
 
 
 class BodyTooSlow(ServiceError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -43,6 +43,12 @@ class LimitProblem(Problem):
     limit_bytes: int
 
 
+class QueueProblem(Problem):
+    """As many jobs in the queue as this key may have."""
+
+    limit: int
+
+
 class OutOfTimeProblem(Problem):
     """The time was over before any plan was found."""
 
@@ -78,6 +84,7 @@ MODELS = (
     InvalidProblem,
     VersionProblem,
     LimitProblem,
+    QueueProblem,
     OutOfTimeProblem,
     InfeasibleProblem,
     InfeasibleConstraintsProblem,
@@ -109,8 +116,13 @@ def documented(answers: dict[int, tuple[str, tuple[type[Problem], ...]]]) -> dic
     }
 
 
-def schemas(*models: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schemas of the problems and of `models`, for OpenAPI's components."""
-    every: tuple[type[BaseModel], ...] = (*MODELS, *models)
-    _, definitions = models_json_schema([(model, "validation") for model in every], ref_template=REF)
+def schemas(*models: type[BaseModel], serialized: tuple[type[BaseModel], ...] = ()) -> dict[str, Any]:
+    """The JSON schemas of the problems and of `models`, as they are read, and of `serialized`, as they are
+    written, for OpenAPI's components."""
+    kinds: tuple[type[BaseModel], ...] = (*MODELS, *models)
+    read: list[tuple[type[BaseModel], Literal["validation"]]] = [(m, "validation") for m in kinds]
+    written: list[tuple[type[BaseModel], Literal["serialization"]]] = [
+        (m, "serialization") for m in serialized
+    ]
+    _, definitions = models_json_schema([*read, *written], ref_template=REF)
     return dict(definitions["$defs"])

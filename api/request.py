@@ -1,38 +1,60 @@
-"""What a client asks for, and the answer to it: bytes in, the policy's JSON out. Pure, no server in it."""
+"""What a client asks for, and the answer to it: bytes in, bytes out. Pure, no server in it.
+
+A request is read twice: `take` checks it and splits it into a profile, which is stored, and options, which
+make a job; `answer` solves the body that `job_body` puts together again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Any, Protocol, Self
 
+import zstandard
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from autoac.api.errors import MalformedRequest, NotJson
 from autoac.planner.constraints import Constraints
-from autoac.planner.errors import InvalidBudget
+from autoac.planner.errors import InvalidBudget, MalformedProfile
+from autoac.planner.floor import Floor, floor
+from autoac.planner.frontier import Frontier, frontier
+from autoac.planner.highs import OnProgress
+from autoac.planner.plan import plan
 from autoac.planner.policy import Policy
 from autoac.planner.profile import MAX_INT, Count, Profile, describe
-from autoac.planner.units import GIB
+from autoac.planner.units import GIB, bytes_from_gb
 
 DEFAULT_TIME_LIMIT_S = 60.0
 """What the solver gets when the request does not say."""
+DEFAULT_GAP = 0.01
+DEFAULT_POINTS = 16
 
 
-class PolicyRequest(BaseModel):
-    """The body of `POST /v1/policies`."""
+class Kind(StrEnum):
+    """What a body asks for."""
+
+    PROFILE = "profile"  # to keep it
+    POLICY = "policy"
+    FRONTIER = "frontier"
+    FLOOR = "floor"
+
+
+class SolveRequest(BaseModel):
+    """What every body that asks for a solve has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # from_data, and not pydantic's own reading: its errors tell a wrong version from a malformed profile.
-    profile: Annotated[Profile, PlainValidator(Profile.from_data, json_schema_input_type=Profile)]
-    budget_gb: float | None = Field(
-        None, description="Most bytes live on the device over the whole step, in GiB."
+    profile: Annotated[Profile, PlainValidator(Profile.from_data, json_schema_input_type=Profile)] | None = (
+        Field(None, description="One training step. Or profile_digest.")
     )
-    budget_bytes: int | None = Field(None, description="The same in bytes. One of the two must be given.")
-    headroom_gb: Annotated[float, Field(ge=0, le=MAX_INT / GIB, allow_inf_nan=False)] | None = None
-    headroom_bytes: Count | None = None
+    profile_digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
+        None, description="Of a profile that the service has, in place of the profile."
+    )
     gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     time_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="For the solver, in seconds. The service caps it."
@@ -40,16 +62,47 @@ class PolicyRequest(BaseModel):
     constraints: Constraints | None = Field(None, description="What must hold beside the budget.")
 
     @model_validator(mode="after")
+    def _one_profile(self) -> Self:
+        if (self.profile is None) == (self.profile_digest is None):
+            raise MalformedRequest(["give one of profile and profile_digest"])
+        return self
+
+    def options(self, most_seconds: float) -> dict[str, Any]:
+        """All but the profile, said in one way: two requests that mean the same have the same options."""
+        constraints = self.constraints if self.constraints != Constraints() else None
+        return {
+            "gap": DEFAULT_GAP if self.gap is None else self.gap,
+            "time_limit_s": min(self.time_limit_s or DEFAULT_TIME_LIMIT_S, most_seconds),
+            "constraints": None if constraints is None else constraints.model_dump(mode="json"),
+        }
+
+
+class PolicyRequest(SolveRequest):
+    """The body of `POST /v1/policies`."""
+
+    budget_gb: float | None = Field(
+        None, description="Most bytes live on the device over the whole step, in GiB."
+    )
+    budget_bytes: int | None = Field(None, description="The same in bytes. One of the two must be given.")
+    headroom_gb: Annotated[float, Field(ge=0, le=MAX_INT / GIB, allow_inf_nan=False)] | None = None
+    headroom_bytes: Count | None = None
+
+    @model_validator(mode="after")
     def _one_budget(self) -> Self:
         budgets = [b for b in (self.budget_gb, self.budget_bytes) if b is not None]
         if len(budgets) != 1:
             raise InvalidBudget("give one of budget_gb and budget_bytes")
         nbytes = budgets[0] * (1 if self.budget_gb is None else GIB)
-        if not 0 < nbytes <= MAX_INT:  # false for nan too
-            raise InvalidBudget(f"a budget is more than 0 and at most {MAX_INT} bytes")
+        if not 1 <= nbytes <= MAX_INT:  # false for nan too
+            raise InvalidBudget(f"a budget is at least 1 and at most {MAX_INT} bytes")
         if self.headroom_gb is not None and self.headroom_bytes is not None:
             raise MalformedRequest(["give at most one of headroom_gb and headroom_bytes"])
         return self
+
+    @property
+    def budget(self) -> int:
+        """The budget in bytes."""
+        return bytes_from_gb(self.budget_gb) if self.budget_gb is not None else self.budget_bytes or 0
 
     @property
     def headroom(self) -> int:
@@ -57,6 +110,81 @@ class PolicyRequest(BaseModel):
         if self.headroom_gb is not None:
             return math.ceil(self.headroom_gb * GIB)
         return self.headroom_bytes or 0
+
+    def options(self, most_seconds: float) -> dict[str, Any]:
+        both = {"budget_bytes": self.budget, "headroom_bytes": self.headroom}
+        return super().options(most_seconds) | both
+
+
+class FrontierRequest(SolveRequest):
+    """The body of `POST /v1/frontiers`."""
+
+    points: Annotated[int, Field(ge=2, le=64)] = DEFAULT_POINTS
+
+    def options(self, most_seconds: float) -> dict[str, Any]:
+        return super().options(most_seconds) | {"points": self.points}
+
+
+class FloorRequest(SolveRequest):
+    """The body of `POST /v1/floors`."""
+
+
+REQUESTS: Mapping[Kind, type[SolveRequest]] = {
+    Kind.POLICY: PolicyRequest,
+    Kind.FRONTIER: FrontierRequest,
+    Kind.FLOOR: FloorRequest,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TakenProfile:
+    """A profile that was checked, as it is stored."""
+
+    digest: str
+    fingerprint: str
+    model: str
+    device: str
+    ops: int
+    plain_bytes: int
+    content: bytes = field(repr=False)  # the published form, zstd
+
+    @classmethod
+    def of(cls, profile: Profile) -> TakenProfile:
+        """Raises: MalformedProfile: a name holds what no database stores as text."""
+        for name, value in (("model", profile.model), ("device_name", profile.environment.device_name)):
+            if "\0" in value:
+                raise MalformedProfile([f"{name}: has a character NUL in it"])
+        text = profile.to_json().encode()
+        return cls(
+            digest=profile.digest,
+            fingerprint=profile.fingerprint,
+            model=profile.model,
+            device=profile.environment.device_name,
+            ops=len(profile.ops),
+            plain_bytes=len(text),
+            content=zstandard.compress(text),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A request that was checked: a profile or the digest of one, and what is wanted of it."""
+
+    kind: Kind
+    profile: TakenProfile | None
+    profile_digest: str
+    options: dict[str, Any]
+
+    @property
+    def request_key(self) -> str:
+        """The same for requests that mean the same."""
+        return request_key(self.kind, self.profile_digest, self.options)
+
+
+def request_key(kind: Kind, profile_digest: str, options: Mapping[str, Any]) -> str:
+    """SHA-256 of what is asked for."""
+    text = json.dumps([kind.value, profile_digest, options], sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Planned(Protocol):
@@ -69,16 +197,15 @@ Planner = Callable[..., Planned]
 """`autoac.planner.plan`, or what a test puts in its place."""
 
 
-def read_request(body: bytes) -> PolicyRequest:
-    """The request in a decoded body.
+def read_json(body: bytes) -> Any:
+    """What a decoded body says.
 
     Raises:
-        NotJson, MalformedRequest: it is no JSON, or no request.
-        MalformedProfile, UnknownVersion: its profile is none, or of another version.
-        InvalidBudget: it has no budget, two, or one that is no positive number of bytes.
+        NotJson: it is no JSON, or nested too deeply, or has numbers that JSON does not have.
     """
     try:
-        data = json.loads(body, parse_constant=_no_such_number)
+        # As UTF-8, and not as what json.loads guesses that bytes are.
+        return json.loads(str(body, "utf-8"), parse_constant=_no_such_number)
     except RecursionError:
         raise NotJson("the body is nested too deeply") from None
     except UnicodeDecodeError:
@@ -87,38 +214,129 @@ def read_request(body: bytes) -> PolicyRequest:
         raise NotJson(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except ValueError:  # int() of more than 4,300 digits
         raise NotJson("the body has a number that cannot be read") from None
+
+
+def read_request(kind: Kind, body: bytes) -> SolveRequest:
+    """The request in a decoded body.
+
+    Raises:
+        NotJson, MalformedRequest: it is no JSON, or no request.
+        MalformedProfile, UnknownVersion: its profile is none, or of another version.
+        InvalidBudget: it has no budget, two, or one that is no positive number of bytes.
+    """
+    data = read_json(body)
     if not isinstance(data, dict):
-        raise MalformedRequest(["the body must be an object with a profile and a budget"])
+        wanted = "a profile and a budget" if kind is Kind.POLICY else "a profile"
+        raise MalformedRequest([f"the body must be an object with {wanted}"])
     try:
-        return PolicyRequest.model_validate(data)
+        return REQUESTS[kind].model_validate(data)
     except ValidationError as error:
         raise MalformedRequest(describe(error)) from None
 
 
-def answer(body: bytes, *, most_seconds: float, plan: Planner) -> str:
-    """The policy's JSON, exactly as the embedded planner's would be.
+def take(kind: Kind, body: bytes, most_seconds: float) -> Taken:
+    """Check a decoded body and split it.
 
     Args:
+        kind: what the body asks for.
+        body: decoded.
+        most_seconds: the longest time limit that a request may set.
+
+    Raises:
+        what `read_request` does.
+    """
+    if kind is Kind.PROFILE:
+        data = read_json(body)
+        if not isinstance(data, dict):
+            raise MalformedProfile(["the body must be an object"])
+        taken = TakenProfile.of(Profile.from_data(data))
+        return Taken(kind, taken, taken.digest, {})
+    request = read_request(kind, body)
+    profile = TakenProfile.of(request.profile) if request.profile is not None else None
+    digest = profile.digest if profile is not None else request.profile_digest
+    assert digest is not None
+    return Taken(kind, profile, digest, request.options(most_seconds))
+
+
+def job_body(profile: bytes, options: Mapping[str, Any]) -> bytes:
+    """The body that a child gets: options, and the text of a stored profile."""
+    said = {name: value for name, value in options.items() if value is not None}
+    return json.dumps(said)[:-1].encode() + (b", " if said else b"") + b'"profile": ' + profile + b"}"
+
+
+def answer(
+    kind: Kind,
+    body: bytes,
+    *,
+    most_seconds: float,
+    plan: Planner = plan,
+    progress: OnProgress | None = None,
+) -> str:
+    """The JSON that a solve gives; of a policy exactly the text of the embedded planner.
+
+    Args:
+        kind: policy, frontier or floor.
         body: a decoded request.
         most_seconds: the longest time limit that a request may set.
-        plan: the planner; in earnest `autoac.planner.plan`.
+        plan: the planner of policies; in earnest `autoac.planner.plan`.
+        progress: told how far a solve is.
 
     Raises:
         what `read_request` does, and what the planner does.
     """
-    request = read_request(body)
-    options: dict[str, Any] = {"gap": request.gap} if request.gap is not None else {}
-    if request.constraints is not None:
-        options["constraints"] = request.constraints
-    planned = plan(
-        request.profile,
-        budget_gb=request.budget_gb,
-        budget_bytes=request.budget_bytes,
-        headroom_bytes=request.headroom,
-        time_limit_s=min(request.time_limit_s or DEFAULT_TIME_LIMIT_S, most_seconds),
-        **options,
-    )
-    return planned.policy().to_json()
+    request = read_request(kind, body)
+    profile = request.profile
+    if profile is None:
+        raise MalformedRequest(["a solve needs the profile itself"])
+    options = request.options(most_seconds)
+    common: dict[str, Any] = {"gap": options["gap"], "time_limit_s": options["time_limit_s"]}
+    if options["constraints"] is not None:
+        common["constraints"] = request.constraints
+    if progress is not None:
+        common["progress"] = progress
+    match request:
+        case PolicyRequest():
+            made = plan(profile, budget_bytes=request.budget, headroom_bytes=request.headroom, **common)
+            return made.policy().to_json()
+        case FrontierRequest():
+            return json.dumps(_frontier(profile, frontier(profile, points=request.points, **common)))
+        case _:
+            return json.dumps(_floor(profile, floor(profile, **common)))
+
+
+def _head(profile: Profile, what: str) -> dict[str, Any]:
+    return {
+        "format": f"autoac.{what}",
+        "version": 1,
+        "model": profile.model,
+        "fingerprint": profile.fingerprint,
+        "profile_digest": profile.digest,
+        "device": profile.environment.device_name,
+    }
+
+
+def _floor(profile: Profile, found: Floor) -> dict[str, Any]:
+    peaks = {"proven_bytes": found.proven, "found_bytes": found.found, "stopped": found.stopped.value}
+    return _head(profile, "floor") | peaks
+
+
+def _frontier(profile: Profile, found: Frontier) -> dict[str, Any]:
+    kinks = [kink.plan.peak for kink in found.kinks]
+    plans = [
+        {
+            "budget_bytes": made.budget,
+            "peak_bytes": made.peak,
+            "recompute_us": made.recompute_us,
+            "bound_us": made.bound_us,
+            "step_us": made.step_us,
+            "gap": made.gap,
+            "stopped": made.stopped.value,
+            "kink": made.peak in kinks,
+        }
+        for made in found.plans
+    ]
+    floor_of = {"proven_bytes": found.floor.proven, "found_bytes": found.floor.found}
+    return _head(profile, "frontier") | {"floor": floor_of, "plans": plans}
 
 
 def _no_such_number(name: str) -> float:

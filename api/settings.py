@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -13,6 +14,13 @@ MIB = 1 << 20
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Bytes = Annotated[int, Field(gt=0)]
+Days = Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False)]
+
+
+def data_folder() -> Path:
+    """Where the embedded database lies unless a setting says otherwise."""
+    home = os.environ.get("XDG_DATA_HOME") or str(Path("~/.local/share").expanduser())
+    return Path(home) / "autoac"
 
 
 class InvalidSettings(ValueError):
@@ -29,16 +37,35 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8421  # 0: one that is free
-    token: Annotated[SecretStr, Field(min_length=16)] | None = None  # asked of every request but /livez
+    token: Annotated[SecretStr, Field(min_length=16)] | None = None  # counts as a key with the scope admin
+    database_url: SecretStr | None = None  # none: a SQLite file in the data folder
+    runner: Literal["embedded", "workers"] | None = None  # none: embedded on SQLite, else workers
+
     max_sent_bytes: Bytes = 8 * MIB  # of a body as it is sent, compressed or not
     max_plain_bytes: Bytes = 64 * MIB  # of a body once it is decoded
     body_timeout_s: Seconds = 30  # for a body to arrive
+    reads_at_once: Annotated[int, Field(ge=1, le=1024)] = os.cpu_count() or 1  # bodies that are checked
+    reads_waiting: Annotated[int, Field(ge=0, le=100_000)] = 64  # requests with a body beyond those
+
+    wait_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 10  # for a job, by default
+    max_wait_s: Seconds = 600  # most that `Prefer: wait` may ask for
     solve_time_limit_s: Seconds = 120  # most that a request may ask for
     solve_grace_s: Seconds = 30  # beyond it, for the child to start, read and simulate; then it is killed
     solve_memory_bytes: Bytes = 8192 * MIB  # of the child's address space
-    solves_at_once: Annotated[int, Field(ge=1, le=1024)] = os.cpu_count() or 1
-    solves_waiting: Annotated[int, Field(ge=0, le=100_000)] = 32  # beyond those that run
-    shutdown_s: Seconds = 10  # for running solves to end when the service is told to stop
+    solves_at_once: Annotated[int, Field(ge=1, le=1024)] = os.cpu_count() or 1  # of one runner or worker
+    queue_most: Annotated[int, Field(ge=1)] = 1000  # jobs that are queued, of everybody
+    key_queued: Annotated[int, Field(ge=1)] = 100  # of one key; then 429
+    key_running: Annotated[int, Field(ge=1)] = 1024  # of one key; the others wait in the queue
+    lease_s: Seconds = 15  # a running job of which nothing was heard for so long is queued again
+    attempts: Annotated[int, Field(ge=1, le=100)] = 3  # of a job whose runner went away
+
+    keep_policies_days: Days | None = None  # older ones go when `db prune` runs; none: kept
+    keep_policies_count: Annotated[int, Field(ge=1)] | None = None  # newest of a model, device and budget
+    keep_jobs_days: Days = 30
+    keep_audit_days: Days = 365
+
+    worker_port: Annotated[int, Field(ge=0, le=65_535)] | None = None  # of a worker's /livez and /metrics
+    shutdown_s: Seconds = 10  # for answers to end when the service is told to stop
 
     @classmethod
     def load(cls, **overrides: Any) -> Settings:
@@ -63,3 +90,17 @@ class Settings(BaseSettings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def url(self) -> str:
+        """The database's URL, with its password if it has one."""
+        if self.database_url is not None:
+            return self.database_url.get_secret_value()
+        return f"sqlite:///{data_folder() / 'service.sqlite3'}"
+
+    @property
+    def runs_embedded(self) -> bool:
+        """Whether the process that serves also solves."""
+        if self.runner is not None:
+            return self.runner == "embedded"
+        return self.url.startswith("sqlite")

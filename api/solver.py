@@ -1,4 +1,4 @@
-"""Solves a request in a spawned child, under a time limit and a memory limit.
+"""Works on a request in a spawned child, under a time limit and a memory limit.
 
 NOTE [ Why not anyio.to_process ]
 
@@ -7,51 +7,79 @@ One child is started for each request with `anyio.open_process`, because `anyio.
 - says that a worker died, and not of what;
 - speaks over file descriptor 1, so that a line printed by native code breaks the answer;
 - imports the parent's `__main__` into the child, here the whole command line.
-A fresh child costs 0.3 s and gives all its memory back. Never fork: HiGHS hangs in a forked child after
-a solve in the parent.
+A fresh child costs 0.3 s of CPU and gives all its memory back. Never fork: HiGHS hangs in a forked child
+after a solve in the parent.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import anyio
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
 from autoac.api.errors import SolverDied, SolveTimedOut
+from autoac.api.request import Kind, Taken
 
-Solve = Callable[[bytes], Awaitable[str]]
-"""A decoded request -> the policy's JSON; raises what `request.answer` does, SolveTimedOut, SolverDied."""
+OnTold = Callable[[dict[str, Any]], None]
+"""Called with each piece of progress: incumbent, bound, gap, seconds; None for what is not there yet."""
+
+
+class Solver(Protocol):
+    """Reads requests and solves them, outside of this process or, in tests, in it."""
+
+    async def take(self, kind: Kind, body: bytes) -> Taken:
+        """As `request.take`. Raises what that does, and SolveTimedOut, SolverDied."""
+        ...
+
+    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+        """As `request.answer`, with time for so many solves; raises what `take` does."""
+        ...
+
 
 PIECE = 1 << 20
+HEAD = 9  # of a frame: a letter and a length
 CHILD = (sys.executable, "-P", "-m", "autoac.api.child")
+SECRETS = ("AUTOAC_TOKEN", "AUTOAC_DATABASE_URL")
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnedSolver:
-    """A `Solve` that runs each request in a child of its own. Cancelling it kills the child."""
+    """A `Solver` that works on each body in a child of its own. Cancelling it kills the child."""
 
     time_limit_s: float  # the most that the planner gets
     grace_s: float  # beyond it, before the child is killed
     memory_bytes: int  # of the child's address space
     command: Sequence[str] = CHILD
 
-    async def __call__(self, body: bytes) -> str:
-        limit = self.time_limit_s + self.grace_s
-        arguments = [str(os.getpid()), str(self.memory_bytes), str(self.time_limit_s)]
+    async def take(self, kind: Kind, body: bytes) -> Taken:
+        taken = await self._run("take", kind, body, self.grace_s, lambda progress: None)
+        assert isinstance(taken, Taken)
+        return taken
+
+    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+        limit = self.time_limit_s * solves + self.grace_s
+        made = await self._run("answer", kind, body, limit, told)
+        assert isinstance(made, str)
+        return made
+
+    async def _run(self, verb: str, kind: Kind, body: bytes, limit: float, told: OnTold) -> str | Taken:
+        arguments = [verb, kind.value, str(os.getpid()), str(self.memory_bytes), str(self.time_limit_s)]
         with anyio.move_on_after(limit):
             async with _child([*self.command, *arguments]) as process:
                 assert process.stdin is not None
                 assert process.stdout is not None
                 async with anyio.create_task_group() as group:
                     group.start_soon(_feed, process.stdin, body)
-                    answer = await _drain(process.stdout)
+                    answer = await _listen(process.stdout, told)
                     group.cancel_scope.cancel()  # a child that has answered reads no more
                 return _outcome(answer, await process.wait())
         raise SolveTimedOut(limit)
@@ -62,7 +90,7 @@ async def _child(command: Sequence[str]) -> AsyncIterator[Process]:
     """A running child, dead and reaped on the way out. Its stderr is ours: the service's log."""
     # One thread: the solver uses one, and each thread of a BLAS reserves address space.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    environment = {k: v for k, v in os.environ.items() if k != "AUTOAC_TOKEN"} | threads
+    environment = {k: v for k, v in os.environ.items() if k not in SECRETS} | threads
     process = await anyio.open_process(command, stderr=None, env=environment)
     try:
         yield process
@@ -80,11 +108,24 @@ async def _feed(stdin: ByteSendStream, body: bytes) -> None:
         await stdin.aclose()
 
 
-async def _drain(stdout: ByteReceiveStream) -> bytes:
-    return b"".join([chunk async for chunk in stdout])
+async def _listen(stdout: ByteReceiveStream, told: OnTold) -> bytes:
+    """The content of the last frame; each piece of progress goes to `told`. Empty where none was whole."""
+    buffer = bytearray()
+    async for chunk in stdout:
+        buffer += chunk
+        while len(buffer) >= HEAD:
+            end = HEAD + int.from_bytes(buffer[1:HEAD], "big")
+            if len(buffer) < end:
+                break
+            letter, content = bytes(buffer[:1]), bytes(buffer[HEAD:end])
+            del buffer[:end]
+            if letter == b"R":
+                return content
+            told(json.loads(content))
+    return b""
 
 
-def _outcome(answer: bytes, status: int) -> str:
+def _outcome(answer: bytes, status: int) -> str | Taken:
     if status < 0:
         raise SolverDied(f"the solver was ended by signal {-status} ({signal.strsignal(-status)})")
     if status > 0 or not answer:
@@ -92,5 +133,5 @@ def _outcome(answer: bytes, status: int) -> str:
     outcome = pickle.loads(answer)  # noqa: S301  (from our own child, over a pipe)
     if isinstance(outcome, Exception):
         raise outcome
-    assert isinstance(outcome, str)
+    assert isinstance(outcome, str | Taken)
     return outcome

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
+from starlette.testclient import TestClient
 
 sys.path.append(str(Path(__file__).parent))  # the import mode adds no folder by itself
 
-from service_fakes import chain_profile
+from postgres import NoPostgres, Server
+from service_fakes import InProcess, chain_profile, save_all
 
+from autoac.api import Settings, create_app
+from autoac.api.database import Database
+from autoac.api.solver import Solver
 from autoac.planner.profile import Profile
+
+BOTH = pytest.mark.parametrize("size", ["sqlite", "postgresql"], indirect=True)
+"""Run the tests of a module on both databases: `pytestmark = BOTH`."""
+
+Serve = Callable[..., TestClient]
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +38,90 @@ def profile() -> Profile:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AUTOAC_TOKEN", "AUTOAC_HOST", "AUTOAC_PORT"):
-        monkeypatch.delenv(name, raising=False)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("AUTOAC_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    """Log lines go nowhere: stdout is looked at by tests, and stderr is another one in each."""
+    structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     """The event loop that uvicorn uses."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with all tables, to be copied."""
+    path = tmp_path_factory.mktemp("sqlite") / "template.sqlite3"
+    database = Database(f"sqlite:///{path}")
+    database.upgrade()
+    database.close()
+    return path
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """A PostgreSQL that runs, with a database `template_autoac` that has all tables."""
+    try:
+        server = Server.create()
+    except NoPostgres as error:
+        pytest.skip(f"no PostgreSQL: {error}")
+    try:
+        server.start()
+        database = Database(server.database("template_autoac"))
+        database.upgrade()
+        database.close()
+        yield server
+    finally:
+        server.remove()
+
+
+@pytest.fixture
+def size(request: pytest.FixtureRequest) -> str:
+    """Which database: sqlite unless the test says otherwise."""
+    return str(getattr(request, "param", "sqlite"))
+
+
+@pytest.fixture
+def database_url(
+    size: str, sqlite_template: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[str]:
+    """A database of this test's own, with all tables."""
+    if size == "sqlite":
+        path = tmp_path / "service.sqlite3"
+        shutil.copy(sqlite_template, path)
+        yield f"sqlite:///{path}"
+        return
+    server: Server = request.getfixturevalue("postgres")
+    name = f"test_{secrets.token_hex(6)}"
+    yield server.database(name, "template_autoac")
+    server.drop(name)
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    """The same, opened."""
+    opened = Database(database_url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def serve(database_url: str) -> Iterator[Serve]:
+    """Starts the service in this process, with its runner, and gives a client of it."""
+    with ExitStack() as stack:
+
+        def start(solver: Solver | None = None, **settings: Any) -> TestClient:
+            settings = {"database_url": database_url, "runner": "embedded"} | settings
+            app = create_app(Settings(**settings), solver or InProcess(save_all))
+            client = TestClient(app, base_url="http://service", raise_server_exceptions=False)
+            return stack.enter_context(client)
+
+        yield start

@@ -11,14 +11,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anyio
+
 from autoac.api import child
-from autoac.api.request import answer
+from autoac.api.request import Kind, Taken, answer, take
+from autoac.api.solver import OnTold, SpawnedSolver
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
+from autoac.planner.highs import OnProgress, Progress
 from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.profile import (
     BackwardSteps,
@@ -111,6 +115,7 @@ def save_all(
     headroom_bytes: int = 0,
     gap: float = 0.01,
     time_limit_s: float = 60.0,
+    progress: OnProgress | None = None,
 ) -> Planned:
     """A planner that saves everything and writes what it was asked for where a test can see it."""
     budget = budget_bytes if budget_bytes is not None else bytes_from_gb(budget_gb or 0.0)
@@ -195,21 +200,75 @@ def writes_its_pid(profile: Profile, **options: Any) -> Planned:
     return sleeps(profile)
 
 
-def in_process(
-    plan: Callable[..., Planned], most_seconds: float = 120.0
-) -> Callable[[bytes], Awaitable[str]]:
-    """A `Solve` that plans right here."""
+@dataclass(frozen=True)
+class InProcess:
+    """A `Solver` that reads and plans right here."""
 
-    async def solve(body: bytes) -> str:
-        return answer(body, most_seconds=most_seconds, plan=plan)
+    plan: Callable[..., Planned]
+    most_seconds: float = 120.0
 
-    return solve
+    async def take(self, kind: Kind, body: bytes) -> Taken:
+        return take(kind, body, self.most_seconds)
+
+    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+        def progress(now: Progress) -> None:
+            told({"incumbent": now.primal, "bound": now.dual, "gap": now.gap, "seconds": now.seconds})
+
+        return answer(kind, body, most_seconds=self.most_seconds, plan=self.plan, progress=progress)
+
+
+@dataclass(frozen=True)
+class Raising(InProcess):
+    """One that raises when it is asked to solve."""
+
+    plan: Callable[..., Planned] = save_all
+    error: Exception = field(default_factory=Exception)
+
+    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+        raise self.error
+
+
+@dataclass(frozen=True)
+class Held(InProcess):
+    """One that solves when it is told to. `running` counts the solves inside."""
+
+    plan: Callable[..., Planned] = save_all
+    go: anyio.Event = field(default_factory=anyio.Event)
+    log: list[str] = field(default_factory=list)
+
+    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+        self.log.append("began")
+        told({"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1})
+        try:
+            await self.go.wait()
+        except anyio.get_cancelled_exc_class():
+            self.log.append("killed")
+            raise
+        self.log.append("ended")
+        return await InProcess.answer(self, kind, body, told, solves=solves)
+
+
+def waits_for_a_file(profile: Profile, **options: Any) -> Planned:
+    """Solve once the file that the environment names is there; note each beginning in the one beside it."""
+    gate = Path(os.environ["GATE_FILE"])
+    with gate.with_suffix(".began").open("a") as began:
+        began.write(f"{os.getpid()}\n")
+    while not gate.exists():
+        time.sleep(0.02)
+    return save_all(profile, **options)
 
 
 def child_command(plan: Callable[..., Planned]) -> list[str]:
     """The command of a child that plans with one of the functions above."""
-    return [sys.executable, "-P", __file__, plan.__name__]
+    return [sys.executable, "-P", __file__, "child", plan.__name__]
 
 
 if __name__ == "__main__":
-    child.main(sys.argv[2:], plan=globals()[sys.argv[1]])
+    role, name, *rest = sys.argv[1:]
+    if role == "child":
+        child.main(rest, plan=globals()[name])
+    else:  # the service or a worker, with such children
+        from autoac.api import commands  # not above: a child has no use for a web server
+
+        command = child_command(globals()[name])
+        sys.exit(commands.main([role, *rest], SpawnedSolver(60.0, 30.0, 2048 * MIB, command)))

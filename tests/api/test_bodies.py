@@ -9,8 +9,13 @@ import anyio
 import httpx2
 import pytest
 import zstandard
+from fastapi import FastAPI, Request, Response
 
-from autoac.api import Settings, create_app
+from autoac.api import Settings
+from autoac.api.answers import problem_of
+from autoac.api.bodies import read_body
+from autoac.api.errors import ServiceError
+from autoac.api.problems import ProblemResponse
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
@@ -20,12 +25,21 @@ ZSTD = {**JSON, "Content-Encoding": "zstd"}
 async def post(
     content: bytes | AsyncIterator[bytes], headers: dict[str, str], settings: Settings
 ) -> httpx2.Response:
-    async def length(body: bytes) -> str:
-        return str(len(body))
+    """The answer of a small service that says how long a body is, once it is decoded."""
+    app = FastAPI()
+    app.add_exception_handler(ServiceError, explained)
 
-    transport = httpx2.ASGITransport(create_app(settings, length))
+    @app.post("/length")
+    async def length(request: Request) -> Response:
+        return Response(str(len(await read_body(request, settings))))
+
+    transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://service") as http:
-        return await http.post("/v1/policies", content=content, headers=headers)
+        return await http.post("/length", content=content, headers=headers)
+
+
+async def explained(request: Request, error: Exception) -> Response:
+    return ProblemResponse(problem_of(error))
 
 
 def bomb(nbytes: int) -> bytes:

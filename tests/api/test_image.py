@@ -96,6 +96,7 @@ def url(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         "AUTOAC_HOST": "127.0.0.1",
         "AUTOAC_PORT": str(port),
         "AUTOAC_TOKEN": TOKEN,
+        "XDG_DATA_HOME": str(log.parent),  # in the image a volume
     }
     with log.open("wb") as stream:
         service = subprocess.Popen(
@@ -137,8 +138,9 @@ def test_its_health_check_passes_while_it_runs(image: Image, url: str) -> None:
     assert failed.returncode == 1
 
 
-def test_without_a_token_it_does_not_start(image: Image) -> None:
+def test_without_a_token_it_does_not_start(image: Image, tmp_path: Path) -> None:
     environment = dict(pair.split("=", 1) for pair in shlex.split(said("ENV")))
+    environment["XDG_DATA_HOME"] = str(tmp_path)
     command = json.loads(said("CMD"))
     done = subprocess.run(
         [image.bin / command[0], *command[1:]], env=environment, capture_output=True, text=True, timeout=60

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-import anyio
 import httpx2
 import pytest
 import zstandard
-from service_fakes import in_process, infeasible, out_of_time, request, save_all
-from starlette.testclient import TestClient
+from conftest import Serve
+from service_fakes import InProcess, Raising, infeasible, out_of_time, request, save_all
 
 from autoac.api import Settings, create_app
 from autoac.api.errors import SolverDied, SolveTimedOut
@@ -24,39 +23,45 @@ ZSTD = {**JSON, "Content-Encoding": "zstd"}
 URN = "urn:autoac:problem:"
 
 
-def client(solve: Callable[[bytes], Awaitable[str]] | None = None, **settings: Any) -> TestClient:
-    app = create_app(Settings(**settings), solve or in_process(save_all))
-    return TestClient(app, base_url="http://service", raise_server_exceptions=False)
+Post = Callable[..., httpx2.Response]
 
 
-def post(body: bytes, headers: dict[str, str] | None = None, **how: Any) -> httpx2.Response:
-    return client(**how).post("/v1/policies", content=body, headers=headers or JSON)
+@pytest.fixture
+def post(serve: Serve) -> Post:
+    """Posts a body to a service that is started with the solver and the settings given."""
+
+    def posted(body: bytes, headers: dict[str, str] | None = None, **how: Any) -> httpx2.Response:
+        return serve(**how).post("/v1/policies", content=body, headers=headers or JSON)
+
+    return posted
 
 
-def test_a_policy_is_the_embedded_planners_byte_for_byte(profile: Profile) -> None:
+def test_a_policy_is_the_embedded_planners_byte_for_byte(post: Post, profile: Profile) -> None:
     response = post(request(profile, budget_gb=1.5))
     assert response.status_code == 201
     assert response.headers["content-type"] == "application/json"
     assert response.content == save_all(profile, budget_gb=1.5).policy().to_json().encode()
 
 
-def test_a_compressed_body_gives_the_same_policy(profile: Profile) -> None:
+def test_a_compressed_body_gives_the_same_policy(post: Post, profile: Profile) -> None:
     body = request(profile)
     assert post(zstandard.compress(body), ZSTD).content == post(body).content
 
 
-def test_options_reach_the_planner(profile: Profile) -> None:
+def test_options_reach_the_planner(post: Post, profile: Profile) -> None:
     stopped = post(request(profile, headroom_gb=0.5, gap=0.25, time_limit_s=7)).json()["stopped"]
     assert stopped == f"headroom {GIB // 2}, gap 0.25, time limit 7 s"
 
 
-def test_the_time_limit_is_capped(profile: Profile) -> None:
-    solve = in_process(save_all, most_seconds=20)
-    assert post(request(profile, time_limit_s=1e6), solve=solve).json()["stopped"].endswith("time limit 20 s")
+def test_the_time_limit_is_capped(post: Post, profile: Profile) -> None:
+    solver = InProcess(save_all, most_seconds=20)
+    assert (
+        post(request(profile, time_limit_s=1e6), solver=solver).json()["stopped"].endswith("time limit 20 s")
+    )
 
 
-def test_an_infeasible_budget_comes_with_what_would_do(profile: Profile) -> None:
-    response = post(request(profile), solve=in_process(infeasible))
+def test_an_infeasible_budget_comes_with_what_would_do(post: Post, profile: Profile) -> None:
+    response = post(request(profile), solver=InProcess(infeasible))
     assert response.status_code == 422
     assert response.headers["content-type"] == "application/problem+json"
     assert response.json() == {
@@ -91,7 +96,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("body", "status", "kind"), BROKEN.values(), ids=BROKEN)
-def test_a_body_that_is_no_request(body: bytes, status: int, kind: str) -> None:
+def test_a_body_that_is_no_request(post: Post, body: bytes, status: int, kind: str) -> None:
     assert_problem(post(body), status, kind)
 
 
@@ -111,18 +116,20 @@ def test_a_body_that_is_no_request(body: bytes, status: int, kind: str) -> None:
         ({"colour": "red"}, 422, "malformed-request"),
     ],
 )
-def test_options_that_are_none(profile: Profile, options: dict[str, Any], status: int, kind: str) -> None:
+def test_options_that_are_none(
+    post: Post, profile: Profile, options: dict[str, Any], status: int, kind: str
+) -> None:
     assert_problem(post(request(profile, **options)), status, kind)
 
 
-def test_a_malformed_profile_is_told_where(profile: Profile) -> None:
+def test_a_malformed_profile_is_told_where(post: Post, profile: Profile) -> None:
     data = profile.model_dump(mode="json")
     data["storages"]["nbytes"][1] = -5
     problem = assert_problem(post(request(data)), 422, "malformed-profile")
     assert problem["problems"] == ["storages.nbytes.1: Input should be greater than or equal to 0"]
 
 
-def test_an_unknown_version_is_told_the_known_one(profile: Profile) -> None:
+def test_an_unknown_version_is_told_the_known_one(post: Post, profile: Profile) -> None:
     data = profile.model_dump(mode="json") | {"version": 99}
     problem = assert_problem(post(request(data)), 422, "unknown-version")
     assert (problem["format"], problem["known"]) == ("autoac.profile", 1)
@@ -130,7 +137,9 @@ def test_an_unknown_version_is_told_the_known_one(profile: Profile) -> None:
 
 @pytest.mark.parametrize("where", ["model", "version", "format", "storages", "notes"])
 @pytest.mark.parametrize("what", ["the client's secret", ["the client's secret"]])
-def test_errors_give_back_neither_values_nor_paths(profile: Profile, where: str, what: Any) -> None:
+def test_errors_give_back_neither_values_nor_paths(
+    post: Post, profile: Profile, where: str, what: Any
+) -> None:
     data = profile.model_dump(mode="json") | {where: what}
     if where in ("model", "notes"):
         data |= {"inputs": 7}
@@ -139,7 +148,7 @@ def test_errors_give_back_neither_values_nor_paths(profile: Profile, where: str,
     assert "/" not in text.replace("application/", "")
 
 
-def test_a_long_key_is_not_given_back_whole(profile: Profile) -> None:
+def test_a_long_key_is_not_given_back_whole(post: Post, profile: Profile) -> None:
     response = post(request(profile, **{"k" * 100_000: 1}))
     assert response.status_code == 422
     assert len(response.content) < 1000
@@ -155,19 +164,19 @@ def test_a_long_key_is_not_given_back_whole(profile: Profile) -> None:
     ],
     ids=str,
 )
-def test_other_types_and_codings_are_refused(profile: Profile, headers: dict[str, str]) -> None:
+def test_other_types_and_codings_are_refused(post: Post, profile: Profile, headers: dict[str, str]) -> None:
     response = post(request(profile), headers)
     assert_problem(response, 415, "unsupported-body")
     assert response.headers["accept-encoding"] == "zstd"
 
 
-def test_no_content_type_is_refused(profile: Profile) -> None:
-    assert_problem(client().post("/v1/policies", content=request(profile)), 415, "unsupported-body")
+def test_no_content_type_is_refused(serve: Serve, profile: Profile) -> None:
+    assert_problem(serve().post("/v1/policies", content=request(profile)), 415, "unsupported-body")
 
 
-def test_a_solver_out_of_time_is_504(profile: Profile) -> None:
+def test_a_solver_out_of_time_is_504(post: Post, profile: Profile) -> None:
     problem = assert_problem(
-        post(request(profile, time_limit_s=3), solve=in_process(out_of_time)), 504, "solver-out-of-time"
+        post(request(profile, time_limit_s=3), solver=InProcess(out_of_time)), 504, "solver-out-of-time"
     )
     assert problem["time_limit_s"] == 3
 
@@ -176,29 +185,25 @@ def test_a_solver_out_of_time_is_504(profile: Profile) -> None:
     ("error", "status", "kind"),
     [(SolveTimedOut(4), 504, "solver-out-of-time"), (SolverDied("by signal 9"), 500, "solver-died")],
 )
-def test_what_became_of_the_child_is_told(error: Exception, status: int, kind: str) -> None:
-    async def solve(body: bytes) -> str:
-        raise error
-
-    problem = assert_problem(post(b"{}", solve=solve), status, kind)
+def test_what_became_of_the_child_is_told(
+    post: Post, profile: Profile, error: Exception, status: int, kind: str
+) -> None:
+    problem = assert_problem(post(request(profile), solver=Raising(error=error)), status, kind)
     assert problem["detail"] == str(error)
 
 
-def test_a_bug_says_nothing_of_the_server() -> None:
-    async def solve(body: bytes) -> str:
-        raise RuntimeError("/srv/secret")
-
-    response = post(b"{}", solve=solve)
+def test_a_bug_says_nothing_of_the_server(post: Post, profile: Profile) -> None:
+    response = post(request(profile), solver=Raising(error=RuntimeError("/srv/secret")))
     assert response.status_code == 500
     assert response.headers["content-type"] == "application/problem+json"
     assert "secret" not in response.text
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/v1/policies", 405), ("GET", "/nothing", 404)]
+    ("method", "path", "status"), [("PUT", "/v1/policies", 405), ("GET", "/nothing", 404)]
 )
-def test_other_routes_and_methods_are_problems_too(method: str, path: str, status: int) -> None:
-    response = client().request(method, path)
+def test_other_routes_and_methods_are_problems_too(serve: Serve, method: str, path: str, status: int) -> None:
+    response = serve().request(method, path)
     assert response.status_code == response.json()["status"] == status
     assert response.headers["content-type"] == "application/problem+json"
 
@@ -209,97 +214,22 @@ TOKEN = "a token of more than sixteen"
 @pytest.mark.parametrize(
     "given", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}]
 )
-def test_with_a_token_set_nobody_plans_without_it(profile: Profile, given: dict[str, str]) -> None:
+def test_with_a_token_set_nobody_plans_without_it(
+    serve: Serve, post: Post, profile: Profile, given: dict[str, str]
+) -> None:
+    service = serve(token=TOKEN)
     for path in ("/v1/policies", "//v1/policies", "/v1/policies/", "/livez/../v1/policies"):
-        response = client(token=TOKEN).post(path, content=request(profile), headers=JSON | given)
+        response = service.post(path, content=request(profile), headers=JSON | given)
         assert response.status_code in (401, 404)
     response = post(request(profile), JSON | given, token=TOKEN)
     assert_problem(response, 401, "unauthorised")
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_with_the_token_one_plans_and_livez_needs_none(profile: Profile) -> None:
+def test_with_the_token_one_plans_and_livez_needs_none(serve: Serve, post: Post, profile: Profile) -> None:
     right = {"Authorization": f"Bearer {TOKEN}"}
     assert post(request(profile), JSON | right, token=TOKEN).status_code == 201
-    assert client(token=TOKEN).get("/livez").json() == {"status": "alive"}
-
-
-@pytest.mark.anyio
-async def test_the_service_lives_while_solves_run_and_refuses_what_it_cannot_hold(profile: Profile) -> None:
-    running = 0
-    end = anyio.Event()
-
-    async def solve(body: bytes) -> str:
-        nonlocal running
-        running += 1
-        await end.wait()
-        return await in_process(save_all)(body)
-
-    app = create_app(Settings(solves_at_once=2, solves_waiting=1), solve)
-    statuses: list[int] = []
-
-    async def ask(http: httpx2.AsyncClient) -> None:
-        response = await http.post("/v1/policies", content=request(profile), headers=JSON)
-        statuses.append(response.status_code)
-
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://service") as http:
-        async with anyio.create_task_group() as group:
-            for _ in range(3):
-                group.start_soon(ask, http)
-            await anyio.wait_all_tasks_blocked()
-            assert running == 2
-            assert (await http.get("/livez")).status_code == 200
-            refused = await http.post("/v1/policies", content=request(profile), headers=JSON)
-            assert_problem(refused, 503, "busy")
-            assert int(refused.headers["retry-after"]) > 0
-            end.set()
-        assert statuses == [201, 201, 201]
-        await ask(http)  # there is room again
-        assert statuses[-1] == 201
-
-
-@pytest.mark.anyio
-async def test_a_solve_is_cancelled_when_its_client_leaves() -> None:
-    fate = "running"
-    started = anyio.Event()
-
-    async def solve(body: bytes) -> str:
-        nonlocal fate
-        started.set()
-        try:
-            await anyio.sleep_forever()
-        finally:
-            fate = "cancelled"
-
-    app = create_app(Settings(), solve)
-    told: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        if not started.is_set() and not told:
-            told.append("body")
-            return {"type": "http.request", "body": b"{}", "more_body": False}
-        await started.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        told.append(message)
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/policies",
-        "raw_path": b"/v1/policies",
-        "query_string": b"",
-        "root_path": "",
-        "scheme": "http",
-        "headers": [(b"content-type", b"application/json")],
-    }
-    with anyio.fail_after(5):
-        await app(scope, receive, send)
-    assert fate == "cancelled"
-    assert app.state.service.inside == 0
+    assert serve(token=TOKEN).get("/livez").json() == {"status": "alive"}
 
 
 def assert_problem(response: httpx2.Response, status: int, kind: str) -> dict[str, Any]:
@@ -314,12 +244,13 @@ def assert_problem(response: httpx2.Response, status: int, kind: str) -> dict[st
     return problem
 
 
-def test_openapi_names_every_model_that_it_refers_to() -> None:
-    document = client().get("/openapi.json").json()
+def test_openapi_names_every_model_that_it_refers_to(serve: Serve) -> None:
+    document = serve().get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     refs = [part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]]
     assert set(refs) <= schemas.keys()
     assert {"Policy", "PolicyRequest", "Profile", "InfeasibleProblem"} <= set(refs)
     post = document["paths"]["/v1/policies"]["post"]
     assert post["security"] == [{"HTTPBearer": []}]
-    assert set(post["responses"]) == {"201", "400", "401", "408", "413", "415", "422", "500", "503", "504"}
+    wanted = "201 202 400 401 403 404 408 409 413 415 422 429 500 503 504"
+    assert set(post["responses"]) == set(wanted.split())

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-import anyio
 import httpx2
 import pytest
-from service_fakes import in_process, infeasible, out_of_time, save_all
+from conftest import Serve
+from service_fakes import InProcess, Raising, infeasible, out_of_time, save_all
+from starlette.testclient import TestClient
 
 import ac_client.remote
 from ac_client.remote import ServiceRefused, ServiceUnavailable, request_policy
-from autoac.api import Settings, create_app
 from autoac.api.errors import SolverDied
 from autoac.planner.constraints import Constraints
 from autoac.planner.errors import (
@@ -33,26 +33,27 @@ URL = "http://service"
 TOKEN = "a token of more than sixteen"
 
 
-class InProcess(httpx2.BaseTransport):
+class InApp(httpx2.BaseTransport):
     """Carries a request to the app in this process, and keeps it."""
 
-    def __init__(self, solve: Callable[[bytes], Awaitable[str]] | None = None, **settings: Any) -> None:
-        self.app = create_app(Settings(**settings), solve or in_process(save_all))
+    def __init__(self, client: TestClient) -> None:
+        self.client = client
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         self.request = request
-
-        async def ask() -> httpx2.Response:
-            transport = httpx2.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx2.AsyncClient(transport=transport) as http:
-                return await http.send(
-                    httpx2.Request(
-                        request.method, request.url, headers=request.headers, content=request.read()
-                    )
-                )
-
-        response = anyio.run(ask)
+        response = self.client.request(
+            request.method, str(request.url), headers=request.headers, content=request.read()
+        )
         return httpx2.Response(response.status_code, headers=response.headers, content=response.content)
+
+
+Transport = Callable[..., InApp]
+
+
+@pytest.fixture
+def in_app(serve: Serve) -> Transport:
+    """Starts a service and gives the way to it."""
+    return lambda solver=None, **settings: InApp(serve(solver, **settings))
 
 
 def ask(profile: Profile, transport: httpx2.BaseTransport, budget: int = 1 << 30, **options: Any) -> Policy:
@@ -63,8 +64,8 @@ def answering(status: int, content: bytes = b"", **headers: str) -> httpx2.MockT
     return httpx2.MockTransport(lambda request: httpx2.Response(status, content=content, headers=headers))
 
 
-def test_the_policy_is_the_embedded_planners(profile: Profile) -> None:
-    transport = InProcess()
+def test_the_policy_is_the_embedded_planners(in_app: Transport, profile: Profile) -> None:
+    transport = in_app()
     policy = ask(profile, transport, headroom_bytes=7, gap=0.5, time_limit_s=3)
     wanted = save_all(profile, budget_bytes=1 << 30, headroom_bytes=7, gap=0.5, time_limit_s=3).policy()
     assert policy == wanted
@@ -72,25 +73,29 @@ def test_the_policy_is_the_embedded_planners(profile: Profile) -> None:
     assert transport.request.headers["content-encoding"] == "zstd"
 
 
-def test_an_infeasible_budget_is_the_planners_own_error(profile: Profile) -> None:
+def test_an_infeasible_budget_is_the_planners_own_error(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(InfeasibleBudget) as caught:
-        ask(profile, InProcess(in_process(infeasible)))
+        ask(profile, in_app(InProcess(infeasible)))
     with pytest.raises(InfeasibleBudget) as embedded:
         infeasible(profile)
     assert str(caught.value) == str(embedded.value)
     assert vars(caught.value) == vars(embedded.value)
 
 
-def test_constraints_reach_the_planner_and_come_back_in_the_policy(profile: Profile) -> None:
-    transport = InProcess(in_process(plan))
+def test_constraints_reach_the_planner_and_come_back_in_the_policy(
+    in_app: Transport, profile: Profile
+) -> None:
+    transport = in_app(InProcess(plan))
     rules = Constraints(pin_save=("*/aten.mm",), forward_budget_bytes=1 << 29)
     policy = ask(profile, transport, constraints=rules)
     assert policy == plan(profile, budget_bytes=1 << 30, constraints=rules).policy()
     assert policy.constraints == rules
 
 
-def test_constraints_that_cannot_be_met_are_the_planners_own_errors(profile: Profile) -> None:
-    transport = InProcess(in_process(plan))
+def test_constraints_that_cannot_be_met_are_the_planners_own_errors(
+    in_app: Transport, profile: Profile
+) -> None:
+    transport = in_app(InProcess(plan))
     with pytest.raises(InvalidConstraints, match=r"'chian' stands for nothing .* did you mean chain"):
         ask(profile, transport, constraints=Constraints(pin_save=("chian",)))
     rules = Constraints(forward_budget_bytes=1)
@@ -102,37 +107,55 @@ def test_constraints_that_cannot_be_met_are_the_planners_own_errors(profile: Pro
     assert vars(caught.value) == vars(embedded.value)
 
 
-def test_so_are_the_others(profile: Profile) -> None:
+def test_so_are_the_others(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(SolverOutOfTime, match=r"within 1\.00 GiB was found in 3 s"):
-        ask(profile, InProcess(in_process(out_of_time)), time_limit_s=3)
+        ask(profile, in_app(InProcess(out_of_time)), time_limit_s=3)
     with pytest.raises(InvalidBudget):
-        ask(profile, InProcess(), budget=0)
+        ask(profile, in_app(), budget=0)
     newer = profile.model_copy(update={"version": 2})
     with pytest.raises(UnknownVersion, match="version 2 is not known here; this release reads version 1"):
-        ask(newer, InProcess())
+        ask(newer, in_app())
 
 
-def test_the_token_is_the_environments(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ServiceRefused, match="401: this service wants its token"):
-        ask(profile, InProcess(token=TOKEN))
-    assert ask(profile, InProcess(token=TOKEN), token=TOKEN).model == "Chain"
+def test_the_token_is_the_environments(
+    in_app: Transport, profile: Profile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ServiceRefused, match="401: this service wants a key"):
+        ask(profile, in_app(token=TOKEN))
+    assert ask(profile, in_app(token=TOKEN), token=TOKEN).model == "Chain"
     monkeypatch.setenv("AUTOAC_TOKEN", TOKEN)
-    assert ask(profile, InProcess(token=TOKEN)).model == "Chain"
+    assert ask(profile, in_app(token=TOKEN)).model == "Chain"
 
 
-def test_a_body_that_the_service_does_not_take_is_a_refusal(profile: Profile) -> None:
+def test_a_solve_that_takes_long_is_waited_for(in_app: Transport, profile: Profile) -> None:
+    """The service answers 202 to everybody here, whatever they prefer."""
+    transport = in_app(max_wait_s=1e-9)
+    assert ask(profile, transport) == save_all(profile, budget_bytes=1 << 30).policy()
+    assert transport.request.url.path.endswith("/result")
+
+
+def test_so_is_one_that_fails(in_app: Transport, profile: Profile) -> None:
+    with pytest.raises(InfeasibleBudget):
+        ask(profile, in_app(InProcess(infeasible), max_wait_s=1e-9))
+
+
+def test_but_not_for_ever(in_app: Transport, profile: Profile) -> None:
+    nobody_solves = in_app(runner="workers", max_wait_s=1e-9)
+    with pytest.raises(ServiceUnavailable, match=r"has not finished /v1/jobs/"):
+        ask(profile, nobody_solves, timeout_s=0.6)
+
+
+def test_a_body_that_the_service_does_not_take_is_a_refusal(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(ServiceRefused, match="413"):
-        ask(profile, InProcess(max_sent_bytes=10))
+        ask(profile, in_app(max_sent_bytes=10))
 
 
-def test_a_dead_solver_and_a_busy_service_are_unavailable(profile: Profile) -> None:
-    async def solve(body: bytes) -> str:
-        raise SolverDied("the solver was ended by signal 9 (Killed)")
-
+def test_a_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, profile: Profile) -> None:
+    dead = Raising(error=SolverDied("the solver was ended by signal 9 (Killed)"))
     with pytest.raises(ServiceUnavailable, match="500: the solver was ended by signal 9"):
-        ask(profile, InProcess(solve))
-    busy = InProcess(solves_at_once=1, solves_waiting=0)
-    busy.app.state.service.inside = 1
+        ask(profile, in_app(dead))
+    busy = in_app(reads_at_once=1, reads_waiting=0)
+    busy.client.app.state.service.inside = 1
     with pytest.raises(ServiceUnavailable, match="503: as many requests"):
         ask(profile, busy)
 
@@ -144,6 +167,7 @@ def test_a_dead_solver_and_a_busy_service_are_unavailable(profile: Profile) -> N
         (answering(504, b"<html>"), ServiceUnavailable, "504"),
         (answering(201, b"<html>welcome to the hotel"), ServiceUnavailable, "no policy"),
         (answering(200, b"{}"), ServiceUnavailable, "200"),
+        (answering(202, location="http://elsewhere/v1/jobs/1"), ServiceUnavailable, "did not say which"),
         (answering(302, location="http://elsewhere"), ServiceUnavailable, "302"),
         (answering(404, b"<html>"), ServiceRefused, "404: Not Found"),
         (

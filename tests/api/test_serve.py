@@ -15,6 +15,8 @@ import pytest
 
 from autoac import api
 from autoac.api import InvalidSettings, RefusedToListen, Settings
+from autoac.api.database import Database
+from autoac.api.keys import Scope, create_key
 from autoac.api.server import check_reach
 from autoac.planner.profile import Profile
 
@@ -44,17 +46,20 @@ def test_the_public_names_are_there() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_on_loopback_no_token_is_needed(host: str) -> None:
-    check_reach(Settings(host=host))
+def test_on_loopback_no_key_is_needed(host: str, database: Database) -> None:
+    check_reach(Settings(host=host), database)
 
 
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", "127.1"]
 )
-def test_elsewhere_one_is(host: str) -> None:
+def test_elsewhere_one_is(host: str, database: Database) -> None:
     with pytest.raises(RefusedToListen, match="AUTOAC_TOKEN"):
-        check_reach(Settings(host=host))
-    check_reach(Settings(host=host, token=TOKEN))
+        check_reach(Settings(host=host), database)
+    check_reach(Settings(host=host, token=TOKEN), database)
+    with database.write() as connection:
+        create_key(connection, "a laptop", Scope.PLAN)
+    check_reach(Settings(host=host), database)
 
 
 def test_settings_come_from_the_environment_and_arguments_go_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import anyio
@@ -30,6 +30,7 @@ from service_fakes import (
 )
 
 from autoac.api.errors import MalformedRequest, SolverDied, SolveTimedOut
+from autoac.api.request import Kind
 from autoac.api.solver import SpawnedSolver
 from autoac.planner import InfeasibleBudget, Profile, plan
 from autoac.planner.units import gb_from_bytes
@@ -37,13 +38,23 @@ from autoac.planner.units import gb_from_bytes
 pytestmark = pytest.mark.anyio
 
 
-def solver(plan: Callable[..., Planned], limit_s: float = 30.0) -> SpawnedSolver:
-    return SpawnedSolver(limit_s, 0.0, 2048 * MIB, child_command(plan))
+Ask = Callable[[bytes], Awaitable[str]]
+
+
+def solver(plan: Callable[..., Planned], limit_s: float = 30.0) -> Ask:
+    return asking(SpawnedSolver(limit_s, 0.0, 2048 * MIB, child_command(plan)))
+
+
+def asking(spawned: SpawnedSolver) -> Ask:
+    async def ask(body: bytes) -> str:
+        return await spawned.answer(Kind.POLICY, body, lambda progress: None)
+
+    return ask
 
 
 async def test_the_real_child_plans_as_the_embedded_planner_does() -> None:
     profile = chain_profile(1 * MIB, 8 * MIB, 1 * MIB, 8 * MIB, 1 * MIB, 8 * MIB, 1 * MIB)
-    real = SpawnedSolver(60.0, 30.0, 8192 * MIB)
+    real = asking(SpawnedSolver(60.0, 30.0, 8192 * MIB))
     most, least = plan(profile, budget_gb=1.0).peak, smallest_peak(profile)
     assert least < most
     for budget in (least, most):
@@ -80,8 +91,11 @@ async def test_a_childs_errors_are_raised_with_their_fields(profile: Profile) ->
 
 
 async def test_a_child_over_its_time_is_killed(profile: Profile, pid_file: Path) -> None:
-    with pytest.raises(SolveTimedOut, match=r"no answer in 1\.5 s"):
-        await solver(writes_its_pid, 1.5)(request(profile))
+    # A child that needs no time to start.
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    spawned = SpawnedSolver(3.0, 0.0, 2048 * MIB, [sys.executable, "-S", "-c", code])
+    with pytest.raises(SolveTimedOut, match=r"no answer in 3 s"):
+        await asking(spawned)(request(profile))
     assert_gone(pid_file)
 
 
@@ -114,22 +128,27 @@ async def test_a_child_that_dies_is_told_of(
 
 
 async def test_a_child_that_reads_nothing_is_no_obstacle() -> None:
-    nothing = SpawnedSolver(30.0, 0.0, 2048 * MIB, [sys.executable, "-c", "raise SystemExit(3)"])
+    nothing = asking(SpawnedSolver(30.0, 0.0, 2048 * MIB, [sys.executable, "-c", "raise SystemExit(3)"]))
     with anyio.fail_after(20), pytest.raises(SolverDied, match="exit status 3"):
         await nothing(bytes(50 * MIB))
 
 
 async def test_a_child_does_not_see_the_token(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOAC_TOKEN", "a token of more than sixteen")
-    code = "import os, pickle; pickle.dump(os.environ.get('AUTOAC_TOKEN', 'none'), os.fdopen(1, 'wb'))"
-    assert await SpawnedSolver(30.0, 0.0, 2048 * MIB, [sys.executable, "-c", code])(b"") == "none"
+    code = (
+        "import os, pickle; told = pickle.dumps(os.environ.get('AUTOAC_TOKEN', 'none'));"
+        "os.write(1, b'R' + len(told).to_bytes(8, 'big') + told)"
+    )
+    spawned = SpawnedSolver(30.0, 0.0, 2048 * MIB, [sys.executable, "-c", code])
+    assert await asking(spawned)(b"") == "none"
 
 
 async def test_a_child_ends_with_a_service_that_was_killed(profile: Profile, pid_file: Path) -> None:
     spawned = f"SpawnedSolver(60.0, 0.0, 1 << 31, {child_command(writes_its_pid)!r})"
     code = (
-        "import anyio, sys; from autoac.api.solver import SpawnedSolver;"
-        f"anyio.run({spawned}, sys.stdin.buffer.read())"
+        "import anyio, sys;"
+        "from autoac.api.request import Kind; from autoac.api.solver import SpawnedSolver;"
+        f"anyio.run({spawned}.answer, Kind.POLICY, sys.stdin.buffer.read(), print)"
     )
     service = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     assert service.stdin is not None

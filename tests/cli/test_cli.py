@@ -291,7 +291,7 @@ def test_a_profile_can_be_piped_in(profiled, capsys, monkeypatch):
         (["profile", "small:absent"], cli.ERROR, "absent"),
         (["profile", "small:broken"], cli.ERROR, "OSError: no such weights"),
         (["profile", "small:nothing"], cli.ERROR, "returned int"),
-        (["serve", "--host", "0.0.0.0"], cli.ERROR, "AUTOAC_TOKEN"),
+        (["serve", "--host", "0.0.0.0"], cli.USAGE, "AUTOAC_TOKEN"),
         (["serve", "--port", "70000"], cli.USAGE, "--port"),
         (["nonsense"], cli.USAGE, "nonsense"),
     ],

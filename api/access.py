@@ -1,0 +1,41 @@
+"""Who may ask: dependencies of routers and routes. Never decided by looking at a path."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from autoac.api.errors import Forbidden
+from autoac.api.keys import Caller, Scope
+from autoac.api.service import Service, service_of
+
+ServiceOf = Annotated[Service, Depends(service_of)]
+Given = Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+
+
+class Needs:
+    """A dependency that gives the caller, who must have a scope."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    async def __call__(self, request: Request, service: ServiceOf, given: Given) -> Caller:
+        """Raises: Unauthorised: no key, or none that is known. Forbidden: one of a smaller scope."""
+        secret = None if given is None else given.credentials
+        caller = service.doors.remembered(secret)
+        if caller is None:
+            caller = await to_thread.run_sync(service.doors.caller, secret)
+        request.scope["state"]["caller"] = caller.name
+        if caller.scope < self.scope:
+            raise Forbidden(
+                f"this needs a key with the scope {self.scope.word}; yours has {caller.scope.word}"
+            )
+        return caller
+
+
+Reader = Annotated[Caller, Depends(Needs(Scope.READ))]
+Planner = Annotated[Caller, Depends(Needs(Scope.PLAN))]
+Admin = Annotated[Caller, Depends(Needs(Scope.ADMIN))]

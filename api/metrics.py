@@ -1,0 +1,77 @@
+"""What is counted, in the form that Prometheus reads. One registry for each app."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+REQUEST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60)
+GAPS = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+class Metrics:
+    """The counters of one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "autoac_http_requests",
+            "Answers by route, method and status.",
+            ("route", "method", "status"),
+            registry=self.registry,
+        )
+        self.request_seconds = Histogram(
+            "autoac_http_request_seconds",
+            "Time to the head of an answer, by route.",
+            ("route",),
+            buckets=REQUEST_SECONDS,
+            registry=self.registry,
+        )
+        self.errors = Counter(
+            "autoac_errors", "Problem documents by type.", ("type",), registry=self.registry
+        )
+        self.cache = Counter(
+            "autoac_solve_requests",
+            "Requests for a solve: hit (a stored result), shared (a job of somebody else), miss.",
+            ("kind", "cache"),
+            registry=self.registry,
+        )
+        self.solve_seconds = Histogram(
+            "autoac_solve_seconds",
+            "Time that this process's runner took for a job, by how it ended.",
+            ("kind", "ended"),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.gap = Histogram(
+            "autoac_plan_gap",
+            "Proven gap of the policies that this process's runner made.",
+            buckets=GAPS,
+            registry=self.registry,
+        )
+        self.requeued = Counter(
+            "autoac_jobs_requeued", "Jobs whose runner went away or stopped.", registry=self.registry
+        )
+
+    def text(self, depth: Mapping[str, int], runners: int) -> bytes:
+        """Everything, with what the database knows: jobs by state, and runners that are alive."""
+        shared = CollectorRegistry()
+        shared.register(_Depth(depth, runners))
+        return generate_latest(self.registry) + generate_latest(shared)
+
+
+class _Depth(Collector):
+    def __init__(self, depth: Mapping[str, int], runners: int) -> None:
+        self._depth, self._runners = depth, runners
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        jobs = GaugeMetricFamily("autoac_jobs", "Jobs in the database by state.", labels=["state"])
+        for state, count in self._depth.items():
+            jobs.add_metric([state], count)
+        yield jobs
+        yield GaugeMetricFamily("autoac_runners", "Runners that were heard of lately.", value=self._runners)

@@ -1,0 +1,211 @@
+"""Aliases: names such as llama-8b@h100/production that move from policy to policy, one mover at a time."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Header, Query, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autoac.api.access import Planner, Reader, ServiceOf
+from autoac.api.bodies import read_body
+from autoac.api.errors import MalformedRequest, NotFound
+from autoac.api.keys import note
+from autoac.api.problems import Problem
+from autoac.api.request import read_json
+from autoac.api.routes.common import (
+    BODY,
+    GONE,
+    AliasName,
+    Answers,
+    Cursor,
+    Limit,
+    Page,
+    body_of,
+    decode_cursor,
+    decode_number,
+    encode_cursor,
+    etag,
+    expected_revision,
+    gives,
+    json_text,
+    matches,
+    page_of,
+    problems,
+    refuse_nul,
+)
+from autoac.api.routes.views import AliasView, MoveView
+from autoac.api.store import (
+    alias_history,
+    get_alias,
+    list_aliases,
+    move_alias,
+    read_policy,
+    remove_alias,
+)
+from autoac.planner.profile import describe
+
+router = APIRouter(prefix="/v1", tags=["aliases"])
+
+IfMatch = Annotated[str | None, Header(description="The alias's ETag.")]
+IfNoneMatch = Annotated[str | None, Header(description="* to make a new alias.")]
+LOST: Answers = {
+    412: ("Somebody moved it in the meantime, or it is there already", (Problem,)),
+    428: ("Neither If-Match nor If-None-Match", (Problem,)),
+}
+
+
+class AliasRequest(BaseModel):
+    """The body of `PUT /v1/aliases/NAME`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy_id: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@router.get("/aliases", summary="Aliases, by name", responses=problems())
+async def get_aliases(
+    service: ServiceOf,
+    caller: Reader,
+    policy: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Those of a policy.")] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[AliasView]:
+    """And the policies that they stand for."""
+    after = decode_cursor(cursor)
+    refuse_nul(cursor=after)
+
+    def look() -> Page[AliasView]:
+        with service.database.read() as connection:
+            found = list_aliases(connection, after=after, policy=policy, limit=limit + 1)
+        kept, following = page_of(found, limit, lambda row: row.name)
+        return Page[AliasView](items=[AliasView.of(row) for row in kept], next=following)
+
+    return await to_thread.run_sync(look)
+
+
+@router.get(
+    "/aliases/{name:path}",
+    summary="An alias",
+    responses={304: {"description": "As If-None-Match says"}, **problems(GONE)},
+    response_model=AliasView,
+)
+async def get_one_alias(
+    request: Request, response: Response, name: AliasName, service: ServiceOf, caller: Reader
+) -> AliasView | Response:
+    """What it stands for, since when, and by whom. Its ETag is for If-Match of a move."""
+
+    def look() -> AliasView:
+        with service.database.read() as connection:
+            return AliasView.of(get_alias(connection, name))
+
+    found = await to_thread.run_sync(look)
+    headers = {"ETag": etag(found.revision), "Cache-Control": "no-cache"}
+    if matches(request.headers.get("if-none-match"), etag(found.revision)):
+        return Response(status_code=304, headers=headers)
+    response.headers.update(headers)
+    return found
+
+
+@router.put(
+    "/aliases/{name:path}",
+    summary="Have an alias stand for a policy",
+    responses={
+        201: {"model": AliasView, "description": "A new alias"},
+        **problems(GONE, BODY, LOST),
+    },
+    openapi_extra=body_of("AliasRequest"),
+)
+async def put_alias(
+    request: Request,
+    response: Response,
+    name: AliasName,
+    service: ServiceOf,
+    caller: Planner,
+    if_match: IfMatch = None,
+    if_none_match: IfNoneMatch = None,
+) -> AliasView:
+    """Only from the state that the request was made for; of two at once, one gets 412."""
+    expected = expected_revision(if_match, if_none_match)
+    body = await read_body(request, service.settings)
+    wanted = read_json(body[:4096])
+    try:
+        asked = AliasRequest.model_validate(wanted)
+    except ValidationError as error:
+        raise MalformedRequest(describe(error)) from None
+
+    def move() -> tuple[AliasView, bool]:
+        with service.database.write() as connection:
+            moved, new = move_alias(connection, name, asked.policy_id, caller.name, expected=expected)
+            subject = f"{name} -> {asked.policy_id}"
+            note(connection, caller.name, "move alias", subject, request.state.request_id)
+            return AliasView.of(moved), new
+
+    moved, new = await to_thread.run_sync(move)
+    response.status_code = 201 if new else 200
+    response.headers["ETag"] = etag(moved.revision)
+    return moved
+
+
+@router.delete(
+    "/aliases/{name:path}", status_code=204, summary="Take an alias away", responses=problems(GONE, LOST)
+)
+async def delete_alias(
+    request: Request, name: AliasName, service: ServiceOf, caller: Planner, if_match: IfMatch = None
+) -> Response:
+    """Its history stays; the policy too."""
+    expected = expected_revision(if_match, None) if if_match is not None else None
+
+    def remove() -> None:
+        with service.database.write() as connection:
+            remove_alias(connection, name, caller.name, expected=expected)
+            note(connection, caller.name, "delete alias", name, request.state.request_id)
+
+    await to_thread.run_sync(remove)
+    return Response(status_code=204)
+
+
+@router.get("/alias-history/{name:path}", summary="Where an alias has been", responses=problems(GONE))
+async def get_history(
+    name: AliasName, service: ServiceOf, caller: Reader, limit: Limit = 50, cursor: Cursor = None
+) -> Page[MoveView]:
+    """Newest first: who moved it, when, and to which policy."""
+    before = decode_number(cursor)
+
+    def look() -> Page[MoveView]:
+        with service.database.read() as connection:
+            found = alias_history(connection, name, before=before, limit=limit + 1)
+        kept = found[:limit]
+        following = encode_cursor(kept[-1].number) if len(found) > limit else None
+        return Page[MoveView](items=[MoveView.of(row) for row in kept], next=following)
+
+    return await to_thread.run_sync(look)
+
+
+@router.get(
+    "/named-policies/{name:path}",
+    summary="The policy that an alias stands for",
+    response_class=Response,
+    responses={
+        200: gives("Policy", "The policy, in its published form", "ETag", "Content-Location"),
+        304: {"description": "As If-None-Match says"},
+        **problems(GONE),
+    },
+)
+async def get_named_policy(request: Request, name: AliasName, service: ServiceOf, caller: Reader) -> Response:
+    """Its published form; its id is the ETag, so a client learns cheaply that nothing has moved."""
+
+    def look() -> tuple[str, bytes]:
+        with service.database.read() as connection:
+            id = get_alias(connection, name).policy_id
+            found = read_policy(connection, id)
+        if found is None:
+            raise NotFound(f"no alias {name}")
+        return id, found.text
+
+    id, text = await to_thread.run_sync(look)
+    headers = {"ETag": etag(id), "Content-Location": f"/v1/policies/{id}", "Cache-Control": "no-cache"}
+    if matches(request.headers.get("if-none-match"), etag(id)):
+        return Response(status_code=304, headers=headers)
+    return json_text(text, headers=headers)

@@ -1,0 +1,172 @@
+"""What routes have in common: documented problems, pages of a list, ETags."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, TypeVar
+
+from fastapi import Path, Query, Response
+from pydantic import BaseModel, ConfigDict
+
+from autoac.api.errors import MalformedRequest, PreconditionRequired
+from autoac.api.problems import (
+    REF,
+    InvalidProblem,
+    LimitProblem,
+    Problem,
+    documented,
+)
+
+T = TypeVar("T")
+
+Answers = dict[int, tuple[str, tuple[type[Problem], ...]]]
+"""Problems of a route: by status, what it means and its models."""
+
+JSON = "application/json"
+MOST_OF_A_PAGE = 200
+
+Limit = Annotated[int, Query(ge=1, le=MOST_OF_A_PAGE, description="Most items of a page.")]
+Cursor = Annotated[str | None, Query(max_length=400, description="`next` of the page before.")]
+Text = Annotated[str | None, Query(max_length=4096)]
+Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
+AliasName = Annotated[
+    str,
+    Path(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]*(/[A-Za-z0-9][A-Za-z0-9._@+-]*){0,3}$",
+        max_length=200,
+        description="Such as llama-8b@h100/production.",
+    ),
+]
+
+
+class Page(BaseModel, Generic[T]):
+    """A piece of a list, and how to get the next."""
+
+    model_config = ConfigDict(frozen=True)
+
+    items: list[T]
+    next: str | None  # pass it as cursor; null on the last page
+
+
+def encode_cursor(value: object) -> str:
+    """A place in a list, for the next page."""
+    return base64.urlsafe_b64encode(str(value).encode()).decode().rstrip("=")
+
+
+def decode_cursor(cursor: str | None) -> str | None:
+    """Raises: MalformedRequest: it is none of ours."""
+    if cursor is None:
+        return None
+    try:
+        return base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode(
+            "ascii"
+        )
+    except ValueError:
+        raise MalformedRequest(["query.cursor: not a cursor of this service"]) from None
+
+
+def decode_number(cursor: str | None) -> int | None:
+    """Raises: MalformedRequest: it is none of ours."""
+    text = decode_cursor(cursor)
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9]{1,18}", text):
+        raise MalformedRequest(["query.cursor: not a cursor of this service"])
+    return int(text)
+
+
+def refuse_nul(**values: str | None) -> None:
+    """Raises: MalformedRequest: a text has the one character that PostgreSQL does not take."""
+    for name, value in values.items():
+        if value is not None and "\0" in value:
+            raise MalformedRequest([f"query.{name}: has a character NUL in it"])
+
+
+def page_of(items: Sequence[T], limit: int, place: Any) -> tuple[list[T], str | None]:
+    """The first `limit` of up to `limit + 1` items, and where to go on."""
+    kept = list(items[:limit])
+    return kept, encode_cursor(place(kept[-1])) if len(items) > limit else None
+
+
+def etag(value: object) -> str:
+    """A strong ETag."""
+    return f'"{value}"'
+
+
+def matches(header: str | None, tag: str) -> bool:
+    """Whether an If-None-Match header names `tag`."""
+    if header is None:
+        return False
+    named = [one.strip().removeprefix("W/") for one in header.split(",")]
+    return "*" in named or tag in named
+
+
+def expected_revision(if_match: str | None, if_none_match: str | None) -> int | None:
+    """The revision that a change was made for; None: there must be nothing yet.
+
+    Raises:
+        PreconditionRequired: the request does not say.
+        MalformedRequest: it says something else.
+    """
+    if if_none_match is not None and if_none_match.strip() == "*" and if_match is None:
+        return None
+    if if_match is None:
+        raise PreconditionRequired(
+            "send If-Match with the alias's ETag, or If-None-Match: * to make a new one"
+        )
+    found = re.fullmatch(r'\s*"([0-9]{1,9})"\s*', if_match)
+    if found is None or if_none_match is not None:
+        raise MalformedRequest(["header.if-match: must be one ETag of this alias"])
+    return int(found[1])
+
+
+def json_text(content: bytes | str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer that is JSON already."""
+    return Response(content, status, headers, JSON)
+
+
+ANY_ROUTE: Answers = {
+    401: ("No key, or one that is not known", (Problem,)),
+    403: ("The key's scope does not reach so far", (Problem,)),
+    422: ("A parameter is not what it should be", (InvalidProblem,)),
+    500: ("The service failed", (Problem,)),
+    503: ("The database is away; Retry-After says when to ask again", (Problem,)),
+}
+BODY: Answers = {
+    400: ("The body is not JSON, or not what its Content-Encoding says", (Problem,)),
+    408: ("The body took too long to arrive", (Problem,)),
+    413: ("The body is too large, as sent or decoded", (LimitProblem,)),
+    415: ("Another Content-Type or Content-Encoding", (Problem,)),
+}
+GONE: Answers = {404: ("There is no such thing", (Problem,))}
+
+
+def problems(*answers: Answers) -> dict[int | str, dict[str, Any]]:
+    """`responses=` of a route: those of every route, and these."""
+    every = dict(ANY_ROUTE)
+    for more in answers:
+        every |= more
+    return documented(every)
+
+
+def body_of(model: str, *, required: bool = True) -> dict[str, Any]:
+    """`openapi_extra=` of a route that reads its body by itself."""
+    return {
+        "requestBody": {
+            "required": required,
+            "description": "May be sent with Content-Encoding: zstd.",
+            "content": {JSON: {"schema": {"$ref": REF.format(model=model)}}},
+        }
+    }
+
+
+def gives(model: str, description: str, *headers: str) -> dict[str, Any]:
+    """A successful answer with a published format as its body."""
+    said = {name: {"schema": {"type": "string"}} for name in headers}
+    return {
+        "description": description,
+        "headers": said,
+        "content": {JSON: {"schema": {"$ref": REF.format(model=model)}}},
+    }

@@ -1,0 +1,122 @@
+"""Whether the service lives, whether it can serve, which it is, and what it counts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Response
+from pydantic import BaseModel
+
+from autoac.api.access import Needs, Reader, ServiceOf
+from autoac.api.database import DatabaseNotReady
+from autoac.api.keys import Scope
+from autoac.api.metrics import MEDIA_TYPE
+from autoac.api.routes.common import Cursor, Limit, Page, decode_number, page_of, problems
+from autoac.api.routes.views import AuditLine, audit_page
+from autoac.api.runner import AWAY, alive
+from autoac.planner.policy import tool_versions
+
+router = APIRouter()
+
+Part = Literal["ok", "failed"]
+
+
+class Alive(BaseModel):
+    """The process answers."""
+
+    status: Literal["alive"] = "alive"
+
+
+class Readiness(BaseModel):
+    """Whether the service can do its work, part by part."""
+
+    status: Literal["ready", "not ready"]
+    database: Part  # it answers
+    migrations: Part  # its tables are those of this release
+    runners: Part  # somebody solves
+
+
+class Version(BaseModel):
+    """What the service is made of."""
+
+    autoac: str
+    tools: dict[str, str]
+
+
+@router.get("/livez", summary="Whether the process answers")
+async def livez() -> Alive:
+    """Answers while solves run; looks at nothing else. Needs no key."""
+    return Alive()
+
+
+@router.get(
+    "/readyz",
+    summary="Whether the service can do its work",
+    responses={503: {"model": Readiness, "description": "A part has failed"}},
+)
+async def readyz(service: ServiceOf, response: Response) -> Readiness:
+    """Looks at the database, its tables, and whether there is a runner or a worker. Needs no key."""
+
+    def look() -> tuple[Part, Part, Part]:
+        try:
+            service.database.check()
+            solving = alive(service.database, service.settings.lease_s)
+        except DatabaseNotReady:
+            return "ok", "failed", "failed"
+        except AWAY:
+            return "failed", "failed", "failed"
+        return "ok", "ok", "ok" if solving else "failed"
+
+    database, migrations, runners = await to_thread.run_sync(look)
+    ready = "failed" not in (database, migrations, runners)
+    if not ready:
+        response.status_code = 503
+    return Readiness(
+        status="ready" if ready else "not ready",
+        database=database,
+        migrations=migrations,
+        runners=runners,
+    )
+
+
+@router.get("/version", summary="What the service is made of", responses=problems())
+async def version(caller: Reader) -> Version:
+    """The versions that also stand in each policy."""
+    tools = tool_versions()
+    return Version(autoac=tools["autoac"], tools=tools)
+
+
+@router.get(
+    "/metrics",
+    summary="What is counted, for Prometheus",
+    response_class=Response,
+    responses={200: {"description": "Metrics", "content": {"text/plain": {}}}, **problems()},
+    dependencies=[Depends(Needs(Scope.READ))],
+)
+async def metrics(service: ServiceOf) -> Response:
+    """This process's counters, and the jobs and runners that the database knows of."""
+
+    def look() -> tuple[dict[str, int], int]:
+        return service.jobs.depth(), alive(service.database, service.settings.lease_s)
+
+    depth, runners = await to_thread.run_sync(look)
+    return Response(service.metrics.text(depth, runners), media_type=MEDIA_TYPE)
+
+
+@router.get("/v1/audit", summary="Who did what", responses=problems())
+async def audit(
+    service: ServiceOf,
+    caller: Annotated[object, Depends(Needs(Scope.ADMIN))],
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[AuditLine]:
+    """Newest first."""
+    before = decode_number(cursor)
+
+    def look() -> list[AuditLine]:
+        with service.database.read() as connection:
+            return audit_page(connection, before, limit + 1)
+
+    items, following = page_of(await to_thread.run_sync(look), limit, lambda line: line.number)
+    return Page[AuditLine](items=items, next=following)

@@ -1,0 +1,173 @@
+"""Jobs: their state, their progress as it happens, their results; and how to end them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+import anyio
+from anyio import to_thread
+from fastapi import APIRouter, Header, Path, Request, Response
+from fastapi.responses import StreamingResponse
+
+from autoac.api.access import Planner, Reader, ServiceOf
+from autoac.api.errors import Forbidden, NotFound
+from autoac.api.jobs import RETRY_AFTER_S, Job, State
+from autoac.api.keys import Scope
+from autoac.api.problems import Problem
+from autoac.api.request import Kind
+from autoac.api.routes.common import (
+    GONE,
+    Cursor,
+    Limit,
+    Page,
+    decode_number,
+    gives,
+    json_text,
+    page_of,
+    problems,
+)
+from autoac.api.routes.solves import SOLVE
+from autoac.api.routes.views import JobView
+from autoac.api.runner import AWAY
+from autoac.api.service import Service
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+JobId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
+LOOK_S = 0.25  # between two looks for events
+ALIVE_S = 15.0  # between two comments that keep a quiet stream open
+
+
+@router.get("", summary="Jobs, newest first", responses=problems())
+async def get_jobs(
+    service: ServiceOf,
+    caller: Reader,
+    state: State | None = None,
+    kind: Kind | None = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[JobView]:
+    """Without their progress."""
+    before = decode_number(cursor)
+    jobs = service.jobs
+
+    def look() -> list[Job]:
+        return jobs.page(state=state, kind=kind, before=before, limit=limit + 1)
+
+    kept, following = page_of(await to_thread.run_sync(look), limit, lambda job: job.number)
+    return Page[JobView](items=[JobView.of(job) for job in kept], next=following)
+
+
+@router.get("/{id}", summary="A job", responses=problems(GONE))
+async def get_job(id: JobId, response: Response, service: ServiceOf, caller: Reader) -> JobView:
+    """Its state and how far it is. While it is not final, Retry-After says when to look again."""
+
+    def look() -> JobView:
+        return JobView.of(service.jobs.get(id), service.jobs.progress(id))
+
+    found = await to_thread.run_sync(look)
+    if not found.state.final:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return found
+
+
+@router.get(
+    "/{id}/result",
+    summary="What a job gave",
+    response_class=Response,
+    responses={
+        200: gives("JobResult", "The policy, frontier or floor"),
+        202: {"model": JobView, "description": "It is not finished"},
+        **problems(GONE, SOLVE),
+    },
+)
+async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
+    """The result, or the problem that the job ended with."""
+
+    def look() -> tuple[Job, bytes]:
+        job = service.jobs.get(id)
+        return job, service.jobs.result(job) if job.final else b""
+
+    job, result = await to_thread.run_sync(look)
+    if not job.final:
+        return json_text(JobView.of(job).model_dump_json(), 202, {"Retry-After": str(RETRY_AFTER_S)})
+    return json_text(result)
+
+
+@router.delete("/{id}", summary="Cancel a job", responses=problems(GONE))
+async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Planner) -> JobView:
+    """Whoever solves it stops within a second. A job that is final stays as it is.
+
+    A key cancels the jobs that it asked for, one with the scope admin every job.
+    """
+
+    def cancel() -> JobView:
+        job = service.jobs.get(id)
+        if caller.scope < Scope.ADMIN and job.owner != caller.name:
+            raise Forbidden("only the key that asked for a job, or one with the scope admin, cancels it")
+        cancelled = service.jobs.cancel(id)
+        service.note(caller, "cancel job", id, request)
+        return JobView.of(cancelled, service.jobs.progress(id))
+
+    return await to_thread.run_sync(cancel)
+
+
+@router.get(
+    "/{id}/events",
+    summary="What happens to a job, as it happens",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Events `state` and `progress`, each with JSON as its data; ends with the job",
+            "content": {"text/event-stream": {}},
+        },
+        204: {"description": "The job has ended, and Last-Event-ID is its last event"},
+        **problems(GONE, {422: ("A parameter is not what it should be", (Problem,))}),
+    },
+)
+async def get_events(
+    id: JobId,
+    service: ServiceOf,
+    caller: Reader,
+    last_event_id: Annotated[str | None, Header(description="Go on after this event.")] = None,
+) -> Response:
+    """Server-sent events, from the first or from after Last-Event-ID."""
+    number = last_event_id or "0"
+    # A browser sends back what it was given; anything else begins at the beginning.
+    after = int(number) if number.isascii() and number.isdigit() and len(number) < 18 else 0
+    job = await to_thread.run_sync(service.jobs.get, id)
+    if job.final and not await to_thread.run_sync(service.jobs.events, id, after, 1):
+        return Response(status_code=204)  # a browser's EventSource takes it as the end
+    return StreamingResponse(
+        _stream(service, id, after),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _stream(service: Service, id: str, after: int) -> AsyncIterator[str]:
+    said = time.monotonic()
+    while True:
+        try:
+            # The state first: what happens between the two looks is found by the second.
+            job = await to_thread.run_sync(service.jobs.get, id)
+            events = await to_thread.run_sync(service.jobs.events, id, after)
+        except AWAY:
+            await anyio.sleep(1.0)
+            continue
+        except NotFound:  # pruned while somebody watched
+            return
+        for event in events:
+            after = event.number
+            yield f"id: {event.number}\nevent: {event.kind}\ndata: {event.data}\n\n"
+        if events:
+            said = time.monotonic()
+            continue  # there may be more of them
+        if job.final:
+            return
+        if time.monotonic() - said > ALIVE_S:
+            said = time.monotonic()
+            yield ": still there\n\n"
+        await anyio.sleep(LOOK_S)

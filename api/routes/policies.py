@@ -1,0 +1,222 @@
+"""Policies: kept by version for each model, fingerprint, device and budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel
+from sqlalchemy import Connection
+
+from autoac.api.access import Admin, Reader, ServiceOf
+from autoac.api.errors import MalformedRequest, NotFound
+from autoac.api.keys import note
+from autoac.api.problems import Problem
+from autoac.api.routes.common import (
+    GONE,
+    Cursor,
+    Digest,
+    Limit,
+    Page,
+    Text,
+    decode_number,
+    etag,
+    gives,
+    json_text,
+    matches,
+    page_of,
+    problems,
+    refuse_nul,
+)
+from autoac.api.routes.views import PolicyView
+from autoac.api.store import delete_policy, get_alias, get_policy, list_policies, read_policy
+from autoac.planner.difference import difference, difference_in_words
+from autoac.planner.policy import Policy
+from autoac.planner.profile import MAX_INT
+from autoac.planner.units import GIB, bytes_from_gb
+
+router = APIRouter(prefix="/v1", tags=["policies"])
+
+Name = Annotated[str, Query(max_length=200, description="A policy's id, or an alias.")]
+
+
+class SideView(BaseModel):
+    """One of two policies. Bytes and microseconds."""
+
+    model: str
+    budget: int
+    peak: int
+    peak_at: str
+    recompute_us: float
+    kept: int
+    again: int
+
+
+class ChangeView(BaseModel):
+    """Modules that decide otherwise, all in the same way."""
+
+    name: str
+    modules: list[str]
+    gained: list[str]  # ops that only the second keeps
+    lost: list[str]
+
+
+class DifferenceView(BaseModel):
+    """What one policy keeps and another does not."""
+
+    before_id: str
+    after_id: str
+    same: bool
+    before: SideView
+    after: SideView
+    changes: list[ChangeView]
+    only_before: list[str]  # ops that the second does not have
+    only_after: list[str]
+    words: str  # the same for a person
+
+
+@router.get(
+    "/policies",
+    summary="Policies, newest first",
+    response_model=Page[PolicyView],
+    responses=problems(),
+)
+async def get_policies(
+    service: ServiceOf,
+    caller: Reader,
+    model: Text = None,
+    fingerprint: Text = None,
+    device: Text = None,
+    budget_gb: Annotated[float | None, Query(gt=0, le=MAX_INT / GIB, allow_inf_nan=False)] = None,
+    budget_bytes: Annotated[int | None, Query(gt=0, le=MAX_INT)] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Response:
+    """Without their decisions; `url` of each has the policy itself."""
+    refuse_nul(model=model, fingerprint=fingerprint, device=device)
+    if budget_gb is not None and budget_bytes is not None:
+        raise MalformedRequest(["query.budget_gb: give at most one of budget_gb and budget_bytes"])
+    budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
+    before = decode_number(cursor)
+
+    def look() -> str:
+        with service.database.read() as connection:
+            found = list_policies(
+                connection,
+                model=model,
+                fingerprint=fingerprint,
+                device=device,
+                budget_bytes=budget,
+                before=before,
+                limit=limit + 1,
+            )
+        kept, following = page_of(found, limit, lambda row: row.number)
+        page = Page[PolicyView](items=[PolicyView.of(row) for row in kept], next=following)
+        return page.model_dump_json()
+
+    return json_text(await to_thread.run_sync(look))
+
+
+@router.head(
+    "/policies/{id}", summary="Whether a policy is here", response_class=Response, responses=problems(GONE)
+)
+@router.get(
+    "/policies/{id}",
+    summary="A policy",
+    response_class=Response,
+    responses={
+        200: gives("Policy", "The policy, in its published form", "ETag"),
+        304: {"description": "As If-None-Match says"},
+        **problems(GONE),
+    },
+)
+async def get_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
+    """Its published form. It never changes, so its id is its ETag."""
+    headers = {"ETag": etag(id), "Cache-Control": "private, max-age=31536000, immutable"}
+
+    def look() -> bytes:
+        with service.database.read() as connection:
+            return _text(connection, id)
+
+    text = service.texts.get(id)
+    if text is None:
+        text = await to_thread.run_sync(look)
+        service.texts.put(id, text)
+    if request.method == "HEAD":
+        return Response(headers=headers | {"Content-Length": str(len(text))}, media_type="application/json")
+    if matches(request.headers.get("if-none-match"), etag(id)):
+        return Response(status_code=304, headers=headers)
+    return json_text(text, headers=headers)
+
+
+@router.get("/policies/{id}/about", summary="What is known of a policy", responses=problems(GONE))
+async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyView:
+    """Its version, who had it made and when, and what it predicts."""
+
+    def look() -> PolicyView:
+        with service.database.read() as connection:
+            return PolicyView.of(get_policy(connection, id))
+
+    return await to_thread.run_sync(look)
+
+
+@router.delete(
+    "/policies/{id}",
+    status_code=204,
+    summary="Forget a policy",
+    responses=problems(GONE, {409: ("An alias names it", (Problem,))}),
+)
+async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Admin) -> Response:
+    """One that an alias names stays."""
+
+    def forget() -> None:
+        with service.database.write() as connection:
+            delete_policy(connection, id)
+            note(connection, caller.name, "delete policy", id, request.state.request_id)
+
+    await to_thread.run_sync(forget)
+    service.texts.forget(id)
+    return Response(status_code=204)
+
+
+@router.get("/differences", summary="What one policy keeps and another does not", responses=problems(GONE))
+async def get_difference(service: ServiceOf, caller: Reader, before: Name, after: Name) -> DifferenceView:
+    """Between any two policies, each named by its id or by an alias."""
+    refuse_nul(before=before, after=after)
+
+    def look() -> DifferenceView:
+        with service.database.read() as connection:
+            ids = [_resolved(connection, name) for name in (before, after)]
+            texts = [_text(connection, id) for id in ids]
+        found = difference(Policy.from_json(texts[0]), Policy.from_json(texts[1]))
+        return DifferenceView(
+            before_id=ids[0],
+            after_id=ids[1],
+            same=found.same,
+            words=difference_in_words(found, before, after),
+            **_plain(found),
+        )
+
+    return await to_thread.run_sync(look)
+
+
+def _plain(found: Any) -> dict[str, Any]:
+    data = dataclasses.asdict(found)
+    for change in data["changes"]:  # a policy knows no bytes
+        del change["gained_bytes"], change["lost_bytes"]
+    return data
+
+
+def _resolved(connection: Connection, name: str) -> str:
+    if len(name) == 64 and not set(name) - set("0123456789abcdef"):
+        return name
+    return get_alias(connection, name).policy_id
+
+
+def _text(connection: Connection, id: str) -> bytes:
+    found = read_policy(connection, id)
+    if found is None:
+        raise NotFound(f"no policy {id}")
+    return found.text

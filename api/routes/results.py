@@ -1,0 +1,58 @@
+"""What frontiers and floors look like. Bytes and microseconds; `request.answer` writes them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, RootModel
+
+from autoac.planner.policy import Policy
+
+
+class _Result(BaseModel):
+    version: Literal[1]
+    model: str
+    fingerprint: str
+    profile_digest: str
+    device: str
+
+
+class FloorView(_Result):
+    """The smallest peak."""
+
+    format: Literal["autoac.floor"]
+    proven_bytes: int  # no plan has a smaller peak
+    found_bytes: int  # a plan has this one
+    stopped: str
+
+
+class FloorOf(BaseModel):
+    """The smallest peak, beside a frontier."""
+
+    proven_bytes: int
+    found_bytes: int
+
+
+class FrontierPoint(BaseModel):
+    """A plan of a frontier."""
+
+    budget_bytes: int
+    peak_bytes: int
+    recompute_us: float
+    bound_us: float  # proven: no plan within the budget recomputes less
+    step_us: float
+    gap: float
+    stopped: str
+    kink: bool  # less memory costs much more from here
+
+
+class FrontierView(_Result):
+    """Plans in order of their peaks."""
+
+    format: Literal["autoac.frontier"]
+    floor: FloorOf
+    plans: list[FrontierPoint]
+
+
+class JobResult(RootModel[Policy | FrontierView | FloorView]):
+    """What a job gave."""

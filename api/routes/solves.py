@@ -1,0 +1,135 @@
+"""Solves: a policy, a frontier or a floor, at once where it is quick and as a job where it is not."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+
+from autoac.api.access import Planner, ServiceOf
+from autoac.api.jobs import RETRY_AFTER_S
+from autoac.api.keys import Caller
+from autoac.api.problems import (
+    REF,
+    InfeasibleConstraintsProblem,
+    InfeasibleProblem,
+    InvalidProblem,
+    OutOfTimeProblem,
+    Problem,
+    QueueProblem,
+    VersionProblem,
+)
+from autoac.api.request import Kind
+from autoac.api.routes.common import BODY, GONE, JSON, Answers, body_of, etag, gives, json_text, problems
+from autoac.api.routes.views import JobView
+from autoac.api.service import Service
+
+router = APIRouter(prefix="/v1", tags=["solves"])
+
+SOLVE: Answers = {
+    404: ("There is no profile of that digest", (Problem,)),
+    409: ("The job was cancelled", (Problem,)),
+    422: (
+        "Malformed request or profile, unknown version, no budget, constraints that cannot be met, "
+        "or no plan fits",
+        (InfeasibleProblem, InfeasibleConstraintsProblem, InvalidProblem, VersionProblem, Problem),
+    ),
+    429: ("This key has as many jobs in the queue as it may", (QueueProblem,)),
+    500: ("The solver died, or the service failed", (Problem,)),
+    503: ("Too many requests wait, or the database is away; Retry-After says when to ask again", (Problem,)),
+    504: ("The solver ran out of time", (OutOfTimeProblem,)),
+}
+PREFER = [
+    {
+        "name": "Prefer",
+        "in": "header",
+        "required": False,
+        "description": "wait=N: answer with the result if it is there within N seconds.",
+        "schema": {"type": "string"},
+    }
+]
+
+
+def _responses(done: int, model: str, description: str) -> dict[int | str, dict[str, Any]]:
+    return {
+        done: gives(model, description, "Location", "ETag"),
+        202: {
+            "description": "It takes longer: a job",
+            "headers": {name: {"schema": {"type": "string"}} for name in ("Location", "Retry-After")},
+            "content": {JSON: {"schema": {"$ref": REF.format(model="JobView")}}},
+        },
+        **problems(GONE, BODY, SOLVE),
+    }
+
+
+def _asks(model: str) -> dict[str, Any]:
+    return body_of(model) | {"parameters": PREFER}
+
+
+@router.post(
+    "/policies",
+    status_code=201,
+    summary="The policy for a profile and a budget",
+    response_class=Response,
+    responses=_responses(201, "Policy", "The policy"),
+    openapi_extra=_asks("PolicyRequest"),
+)
+async def create_policy(request: Request, service: ServiceOf, caller: Planner) -> Response:
+    """The same text that the embedded planner gives. Requests that mean the same share one solve."""
+    return await _solved(request, service, caller, Kind.POLICY)
+
+
+@router.post(
+    "/frontiers",
+    status_code=200,
+    summary="What memory buys: peaks and times over budgets",
+    response_class=Response,
+    responses=_responses(200, "FrontierView", "The frontier"),
+    openapi_extra=_asks("FrontierRequest"),
+)
+async def create_frontier(request: Request, service: ServiceOf, caller: Planner) -> Response:
+    """Plans from the smallest peak to the peak with nothing recomputed."""
+    return await _solved(request, service, caller, Kind.FRONTIER)
+
+
+@router.post(
+    "/floors",
+    status_code=200,
+    summary="The smallest peak that any plan has",
+    response_class=Response,
+    responses=_responses(200, "FloorView", "The floor"),
+    openapi_extra=_asks("FloorRequest"),
+)
+async def create_floor(request: Request, service: ServiceOf, caller: Planner) -> Response:
+    """Found, and proven from below."""
+    return await _solved(request, service, caller, Kind.FLOOR)
+
+
+async def _solved(request: Request, service: Service, caller: Caller, kind: Kind) -> Response:
+    taken = await service.take(request, kind)
+    fresh = "no-cache" in request.headers.get("cache-control", "").lower()
+    wanted = preferred_wait(request.headers.getlist("prefer"))
+    seconds = service.settings.wait_s if wanted is None else min(wanted, service.settings.max_wait_s)
+    job = await service.submit(taken, caller, fresh=fresh)
+    job = await service.wait(request, job, seconds)
+    applied = {} if wanted is None else {"Preference-Applied": f"wait={math.floor(seconds)}"}
+    if not job.final:
+        headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": str(RETRY_AFTER_S)} | applied
+        return json_text(JobView.of(job).model_dump_json(), 202, headers)
+    result = await to_thread.run_sync(service.jobs.result, job)
+    if job.policy_id is not None:
+        headers = {"Location": f"/v1/policies/{job.policy_id}", "ETag": etag(job.policy_id)} | applied
+        return json_text(result, 201, headers)
+    return json_text(result, 200, {"Location": f"/v1/jobs/{job.id}/result"} | applied)
+
+
+def preferred_wait(headers: list[str]) -> float | None:
+    """Seconds of `Prefer: wait=N` (RFC 7240); None where it does not say, or not as a number."""
+    for preference in ",".join(headers).split(","):
+        found = re.fullmatch(r'\s*wait\s*=\s*"?([0-9]{1,9})"?\s*(;.*)?', preference, re.IGNORECASE)
+        if found:
+            return float(found[1])
+    return None

@@ -1,0 +1,169 @@
+"""Rows as clients see them."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+from sqlalchemy import Connection, select
+
+from autoac.api.jobs import Job, State
+from autoac.api.request import Kind
+from autoac.api.store import Alias, Move, StoredPolicy, StoredProfile
+from autoac.api.tables import audit
+
+
+class View(BaseModel):
+    """Base of all views."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class ProfileView(View):
+    """A stored profile, without its content."""
+
+    digest: str
+    model: str
+    fingerprint: str
+    device: str
+    ops: int
+    plain_bytes: int = Field(description="Size of the published form.")
+    created_at: datetime
+    created_by: str
+
+    @classmethod
+    def of(cls, row: StoredProfile) -> Self:
+        return cls(**_fields(row, "created_at"))
+
+
+class PolicyView(View):
+    """A stored policy, without its decisions. Bytes and microseconds."""
+
+    id: str
+    model: str
+    fingerprint: str
+    device: str
+    budget_bytes: int
+    version: int = Field(description="Counts the policies of this fingerprint and budget.")
+    profile_digest: str
+    peak_bytes: int
+    recompute_us: float
+    step_us: float
+    gap: float
+    stopped: str
+    created_at: datetime
+    created_by: str
+    url: str
+
+    @classmethod
+    def of(cls, row: StoredPolicy) -> Self:
+        return cls(**_fields(row, "created_at"), url=f"/v1/policies/{row.id}")
+
+
+class AliasView(View):
+    """A name, and the policy that it stands for."""
+
+    name: str
+    policy_id: str
+    revision: int = Field(description="Also its ETag.")
+    moved_at: datetime
+    moved_by: str
+    policy_url: str
+
+    @classmethod
+    def of(cls, row: Alias) -> Self:
+        return cls(**_fields(row, "moved_at"), policy_url=f"/v1/policies/{row.policy_id}")
+
+
+class MoveView(View):
+    """A step in an alias's history."""
+
+    revision: int
+    policy_id: str | None = Field(description="null where the alias was taken away.")
+    moved_at: datetime
+    moved_by: str
+
+    @classmethod
+    def of(cls, row: Move) -> Self:
+        return cls(**_fields(row, "moved_at"))
+
+
+class ProgressView(View):
+    """How far a solve is. Microseconds of recompute, or bytes of peak where a floor is sought."""
+
+    incumbent: float | None = Field(description="The best so far; null while there is none.")
+    bound: float | None = Field(description="Nothing better is possible.")
+    gap: float | None
+    seconds: float | None
+
+
+class JobView(View):
+    """A job."""
+
+    id: str
+    kind: Kind
+    state: State
+    profile_digest: str
+    options: dict[str, Any]
+    owner: str
+    attempt: int = Field(description="How often it was begun.")
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    progress: ProgressView | None
+    policy_id: str | None
+    problem: dict[str, Any] | None = Field(description="Of a failed job: the problem document.")
+    url: str
+    events_url: str
+    result_url: str
+
+    @classmethod
+    def of(cls, job: Job, progress: dict[str, Any] | None = None) -> Self:
+        return cls(
+            id=job.id,
+            kind=job.kind,
+            state=job.state,
+            profile_digest=job.profile_digest,
+            options=job.options,
+            owner=job.owner,
+            attempt=job.attempt,
+            created_at=_time(job.created_at),
+            started_at=None if job.started_at is None else _time(job.started_at),
+            finished_at=None if job.finished_at is None else _time(job.finished_at),
+            progress=None if progress is None else ProgressView(**progress),
+            policy_id=job.policy_id,
+            problem=None if job.problem is None else json.loads(job.problem),
+            url=f"/v1/jobs/{job.id}",
+            events_url=f"/v1/jobs/{job.id}/events",
+            result_url=f"/v1/jobs/{job.id}/result",
+        )
+
+
+class AuditLine(View):
+    """Who did what, when."""
+
+    number: int
+    at: datetime
+    who: str
+    action: str
+    subject: str
+    request_id: str
+
+
+def audit_page(connection: Connection, before: int | None, limit: int) -> list[AuditLine]:
+    """Lines of the audit log, newest first."""
+    query = select(audit).order_by(audit.c.number.desc()).limit(limit)
+    if before is not None:
+        query = query.where(audit.c.number < before)
+    return [AuditLine(**row._asdict() | {"at": _time(row.at)}) for row in connection.execute(query)]
+
+
+def _fields(row: Any, time: str) -> dict[str, Any]:
+    said = {name: getattr(row, name) for name in row.__slots__ if name != "number"}
+    return said | {time: _time(said[time])}
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

@@ -1,0 +1,206 @@
+"""What the routes share, and the way of a request: read, checked, made a job, waited for."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+import anyio
+from anyio import to_thread
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from autoac.api.bodies import read_body
+from autoac.api.database import Database
+from autoac.api.errors import Busy
+from autoac.api.jobs import RETRY_AFTER_S, Job, Jobs
+from autoac.api.keys import REMEMBER_S, Caller, Doorkeeper, note
+from autoac.api.metrics import Metrics
+from autoac.api.request import Kind, Taken, take
+from autoac.api.runner import AWAY, Runner
+from autoac.api.settings import Settings
+from autoac.api.solver import Solver
+
+T = TypeVar("T")
+
+SMALL = 64 << 10  # bytes of a body that are checked right here: a child would take longer to start
+REMEMBERED = 256  # bodies of which it is known what they ask for
+FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.25  # between two looks at a job
+
+
+class Texts:
+    """Policies that were asked for within the last few seconds, up to so many bytes of them.
+
+    A policy never changes, so nothing here is ever wrong; one that another replica deletes is told for
+    REMEMBER_S more.
+    """
+
+    def __init__(self, most_bytes: int = 64 << 20) -> None:
+        self._most, self._held = most_bytes, 0
+        self._texts: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+
+    def get(self, id: str) -> bytes | None:
+        """A policy's text, if it was asked for lately."""
+        at, text = self._texts.get(id, (0.0, b""))
+        return text if at and time.monotonic() - at < REMEMBER_S else None
+
+    def put(self, id: str, text: bytes) -> None:
+        """Remember a policy's text."""
+        self.forget(id)
+        self._texts[id] = (time.monotonic(), text)
+        self._held += len(text)
+        while self._held > self._most:
+            self._held -= len(self._texts.popitem(last=False)[1][1])
+
+    def forget(self, id: str) -> None:
+        """It was deleted."""
+        self._held -= len(self._texts.pop(id, (0.0, b""))[1])
+
+
+@dataclass(slots=True)
+class Service:
+    """What the routes share. The bodies in memory are bounded by the number of requests inside."""
+
+    settings: Settings
+    database: Database
+    jobs: Jobs
+    solver: Solver
+    metrics: Metrics
+    doors: Doorkeeper
+    runner: Runner | None  # where this process solves too
+    slots: anyio.Semaphore  # bodies that are checked at once
+    inside: int = field(default=0)  # requests from their first byte until their body is checked
+    texts: Texts = field(default_factory=Texts)
+    seen: OrderedDict[tuple[Kind, bytes], Taken] = field(default_factory=OrderedDict)
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """A place for the body of one request.
+
+        Raises:
+            Busy: all are taken.
+        """
+        if self.inside >= self.settings.reads_at_once + self.settings.reads_waiting:
+            raise Busy(RETRY_AFTER_S)
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+    async def take(self, request: Request, kind: Kind) -> Taken:
+        """What the body of a request asks for.
+
+        Raises:
+            Busy: too many bodies are being read. And what `read_body` and `request.take` do.
+        """
+        with self.place():
+            body = await read_body(request, self.settings)
+            return await while_connected(request, lambda: self._take(kind, body))
+
+    async def _take(self, kind: Kind, body: bytes) -> Taken:
+        async with self.slots:
+            name = (kind, await to_thread.run_sync(lambda: hashlib.sha256(body).digest()))
+            if name in self.seen:
+                self.seen.move_to_end(name)
+                return self.seen[name]
+            if len(body) <= SMALL:
+                most = self.settings.solve_time_limit_s
+                taken = await to_thread.run_sync(take, kind, body, most)
+            else:
+                taken = await self.solver.take(kind, body)
+        if taken.profile is None or len(taken.profile.content) <= SMALL:
+            self.seen[name] = taken
+            while len(self.seen) > REMEMBERED:
+                self.seen.popitem(last=False)
+        return taken
+
+    async def submit(self, taken: Taken, caller: Caller, *, fresh: bool) -> Job:
+        """The job of a request. Its client waits for it until `wait` has returned.
+
+        Raises:
+            NotFound, TooManyJobs, Busy: as `Jobs.submit`.
+        """
+        submit = self.jobs.submit
+        with anyio.CancelScope(shield=True):
+            job, found = await to_thread.run_sync(lambda: submit(taken, caller.name, fresh=fresh))
+        cache = "miss" if not found else "hit" if job.final else "shared"
+        self.metrics.cache.labels(taken.kind.value, cache).inc()
+        if not found and self.runner is not None:
+            self.runner.wake()
+        return job
+
+    async def wait(self, request: Request, job: Job, seconds: float) -> Job:
+        """The job once it is final, or as it is after so many seconds: then it counts as accepted.
+
+        When the client goes away before, the job is cancelled, unless others wait for it or were promised it.
+
+        Raises:
+            ClientDisconnect: it did.
+        """
+
+        async def look() -> None:
+            nonlocal job
+            delay = FIRST_LOOK_S
+            while not job.final:
+                await anyio.sleep(delay)
+                delay = min(delay * 1.5, LAST_LOOK_S)
+                with suppress(*AWAY):  # the client's wait goes on
+                    job = await to_thread.run_sync(self.jobs.get, job.id)
+
+        async def until() -> None:
+            with anyio.move_on_after(seconds):
+                await look()
+
+        settle = self.jobs.accept
+        try:
+            if not job.final and seconds > 0:
+                await while_connected(request, until)
+            if job.final:
+                settle = self.jobs.answered
+        except ClientDisconnect:
+            settle = self.jobs.leave
+            raise
+        finally:  # also where the service is told to stop: then the job goes on without it
+            with anyio.CancelScope(shield=True), suppress(*AWAY):
+                await to_thread.run_sync(settle, job.id)
+        return job
+
+    def note(self, caller: Caller, action: str, subject: str, request: Request) -> None:
+        """Write a line of the audit log."""
+        with self.database.write() as connection:
+            note(connection, caller.name, action, subject, request.state.request_id)
+
+
+def service_of(request: Request) -> Service:
+    """The service that the app was made with."""
+    return cast(Service, request.app.state.service)
+
+
+async def while_connected(request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    """What `work` gives. When the client goes away it is cancelled, so that nobody's work burns no CPU.
+
+    Raises:
+        ClientDisconnect: the client went away.
+        what `work` does.
+    """
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        group.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            result = await work()
+            group.cancel_scope.cancel()
+            return result
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # `work` raised it: `watch` does not
+    raise ClientDisconnect

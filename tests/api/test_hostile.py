@@ -1,0 +1,156 @@
+"""Bodies that mean harm: each is a 4xx, the process stays small, and the service goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import zstandard
+from conftest import Serve
+from service_fakes import InProcess, chain_profile, request, save_all
+from starlette.testclient import TestClient
+
+from autoac.api.solver import SpawnedSolver
+from autoac.planner.profile import Profile
+
+MIB = 1 << 20
+JSON = {"Content-Type": "application/json"}
+ZSTD = JSON | {"Content-Encoding": "zstd"}
+PATHS = ("/v1/policies", "/v1/frontiers", "/v1/floors", "/v1/profiles")
+
+
+@pytest.fixture
+def http(serve: Serve) -> TestClient:
+    """Large bodies are read by real children."""
+    return serve(SpawnedSolver(20.0, 60.0, 2048 * MIB))
+
+
+def data(**changes: Any) -> dict[str, Any]:
+    """A profile's JSON, changed at places such as `ops__reads__items`."""
+    made: dict[str, Any] = json.loads(chain_profile().to_json())
+    for place, value in changes.items():
+        *path, last = place.split("__")
+        at = made
+        for name in path:
+            at = at[name]
+        at[last] = value
+    return made
+
+
+def sent(http: TestClient, path: str, profile: Any) -> httpx2.Response:
+    body = profile if path.endswith("profiles") else {"profile": profile, "budget_gb": 1}
+    return http.post(path, content=json.dumps(body).encode(), headers=JSON)
+
+
+HARM: dict[str, dict[str, Any]] = {
+    "a cycle": {"ops__reads": {"starts": [0, 1, 2, 3], "items": [2, 0, 1]}},
+    "an op that reads itself": {"ops__reads": {"starts": [0, 1, 1, 1], "items": [0]}},
+    "a version that follows itself": {"values__previous": [0, -1, -1]},
+    "rows that are not there": {"values__storage": [0, 1, 7]},
+    "columns of two lengths": {"ops__flops": [0]},
+    "a huge number": {"storages__nbytes": [2**60, 1, 1]},
+    "a negative number": {"static__parameters": -1},
+    "an infinite time": {"ops__runtime_us": [1e999, 1.0, 1.0]},
+    "a number as text": {"ops__runtime_us": ["much", 1.0, 1.0]},
+    "starts that go back": {"ops__reads": {"starts": [0, 5, 2, 3], "items": [0, 0, 0]}},
+    "a long name": {"model": "x" * 5000},
+    "half a character": {"model": "\ud800"},
+    "NUL in a name": {"environment__device_name": "a\0b"},
+    "a name that is a number": {"model": 7},
+    "another format": {"format": "autoac.policy"},
+    "a version to come": {"version": 2},
+    "a field too many": {"__class__": "os.system"},
+}
+
+
+@pytest.mark.parametrize("harm", HARM, ids=str)
+def test_a_profile_that_is_none_is_refused_everywhere(serve: Serve, harm: str) -> None:
+    http = serve()
+    changes = HARM[harm] if harm != "a field too many" else {}
+    profile = data(**changes) | (HARM[harm] if harm == "a field too many" else {})
+    for path in PATHS:
+        answer = sent(http, path, profile)
+        assert 400 <= answer.status_code < 500, (path, answer.text)
+        assert answer.headers["content-type"] == "application/problem+json"
+    assert http.get("/v1/profiles").json()["items"] == []
+
+
+ODD = ("../../etc/passwd", "/etc/passwd", "a\\..\\b", "%2e%2e", "$(id)", "'; DROP TABLE jobs")
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_name_that_looks_like_a_path_or_a_command_is_only_a_name(serve: Serve, name: str) -> None:
+    http = serve()
+    profile = Profile.from_data(data(model=name, modules=[name]))
+    answer = http.post("/v1/policies", content=request(profile), headers=JSON)
+    assert answer.status_code == 201
+    assert answer.json()["model"] == name
+    found = http.get("/v1/policies", params={"model": name}).json()["items"]
+    assert [p["model"] for p in found] == [name]
+    assert len(http.get("/v1/jobs").json()["items"]) == 1
+
+
+RAW = {
+    "deep nesting": (b"[" * 1_000_000, JSON, 400),
+    "deep nesting of objects": (b'{"a":' * 200_000, JSON, 400),
+    "NaN": (b'{"budget_gb": NaN}', JSON, 400),
+    "Infinity": (b'{"budget_gb": -Infinity}', JSON, 400),
+    "a number of many digits": (b'{"budget_bytes": ' + b"9" * 200_000 + b"}", JSON, 400),
+    "UTF-16": ('{"budget_gb": 1}'.encode("utf-16"), JSON, 400),
+    "Latin-1": ('{"ü": 1}'.encode("latin-1"), JSON, 400),
+    "no zstd at all": (b"{}", ZSTD, 400),
+    "half a frame": (zstandard.compress(bytes(range(256)) * 4000)[:-9], ZSTD, 400),
+    "a frame in a frame": (zstandard.compress(zstandard.compress(b"{}")), ZSTD, 400),
+    "gzip": (b"\x1f\x8b", JSON | {"Content-Encoding": "gzip"}, 415),
+    "a form": (b"profile=1", {"Content-Type": "application/x-www-form-urlencoded"}, 415),
+}
+
+
+@pytest.mark.parametrize("body", RAW, ids=str)
+def test_bytes_that_are_no_request_are_refused(serve: Serve, body: str) -> None:
+    content, headers, status = RAW[body]
+    http = serve(SpawnedSolver(20.0, 60.0, 2048 * MIB) if len(content) > 64 << 10 else InProcess(save_all))
+    for path in PATHS[:1] if len(content) > 64 << 10 else PATHS:
+        assert http.post(path, content=content, headers=headers).status_code == status, path
+    assert http.get("/livez").status_code == 200
+
+
+def test_ten_million_ops_are_refused_and_cost_the_service_no_memory(http: TestClient) -> None:
+    ops = b'{"profile": {"format": "autoac.profile", "version": 1, "ops": {"flops": [' + b"0," * 10_000_000
+    body = zstandard.compress(ops + b"0]}}, " + b'"budget_gb": 1}')
+    assert len(body) < MIB
+    _forget_peak()
+    before = _peak_bytes()
+    answer = http.post("/v1/policies", content=body, headers=ZSTD)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["type"] == "urn:autoac:problem:malformed-profile"
+    assert _peak_bytes() - before < 200 * MIB  # the body, decoded, twice; parsed it would be far more
+    assert http.get("/livez").status_code == 200
+
+
+def test_a_bomb_is_refused_by_every_route_that_takes_a_body(serve: Serve) -> None:
+    http = serve(max_plain_bytes=4 * MIB)
+    compressor = zstandard.ZstdCompressor(level=1).compressobj()
+    bomb = b"".join([*(compressor.compress(bytes(MIB)) for _ in range(500)), compressor.flush()])
+    _forget_peak()
+    before = _peak_bytes()
+    for path in PATHS:
+        assert http.post(path, content=bomb, headers=ZSTD).status_code == 413
+    alias = http.put("/v1/aliases/a", content=bomb, headers=ZSTD | {"If-None-Match": "*"})
+    assert alias.status_code == 413
+    assert _peak_bytes() - before < 60 * MIB
+
+
+def _forget_peak() -> None:
+    """Have the kernel count this process's peak from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
