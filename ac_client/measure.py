@@ -53,7 +53,9 @@ class AllocatorTimeline:
         RuntimeError: another torch profiler is running.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, base: int = 0, ops: Collection[str] = ()) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", *, base: int = 0, ops: Collection[str] = ()
+    ) -> None:
         self.device = torch.device(device)
         self.events: tuple[Change, ...] = ()
         self.marks: dict[str, Change] = {}
@@ -99,7 +101,8 @@ class AllocatorTimeline:
             self._read(recording)
 
     def _read(self, recording: Recording) -> None:
-        live, events, ran = self._base, [], []
+        live, events = self._base, []
+        ran: list[Marked | Ran] = []
         of_device = (self.device.type, self.device.index or 0)
         ours: set[int] = set()  # addresses given out in this block
         for entry in recording.entries(self._ops):

@@ -1,4 +1,4 @@
-"""The allocator's own record of a stretch of code: every block, from its allocation to its free, with marks."""
+"""The allocator's own record of a stretch of code: every block, from allocation to free, with marks."""
 
 from __future__ import annotations
 
