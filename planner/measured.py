@@ -79,7 +79,7 @@ class Aligned:
     time_us: tuple[float, ...]  # for each of MeasuredStep.time_us
     end_us: float
     matched: int  # events of the simulated step that were found in the measured one
-    of: int  # events that could have been: all but steps of backward that unpack nothing
+    of: int
 
 
 def align(graph: Graph, timeline: Timeline, clock: Clock, step: MeasuredStep) -> Aligned:
@@ -107,8 +107,7 @@ def align(graph: Graph, timeline: Timeline, clock: Clock, step: MeasuredStep) ->
     measured.append(measured[-1] + max(tail, 1.0))
     simulated.append(simulated[-1] + max(tail, 1.0) * scale)
     drawn = np.interp(np.asarray((*step.time_us, step.end_us)), measured, simulated)
-    unnamed = sum(isinstance(event, Backward) and not graph.steps[event.step].unpacks for event in kernels)
-    return Aligned(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(kernels) - unnamed)
+    return Aligned(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(kernels))
 
 
 def op_names(keys: Sequence[str]) -> frozenset[str]:
@@ -156,6 +155,8 @@ def _backward(graph: Graph, kernels: Sequence[Event], ran: Sequence[Ran]) -> Ite
             yield first + k, inside[at].begin_us
             began = inside[at].end_us
         yield works[j], began
+        if j + 1 < len(steps) and not steps[j + 1].unpacks:
+            yield works[j + 1], node.end_us  # what autograd does with the node's gradients
 
 
 def in_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:

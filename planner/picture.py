@@ -296,12 +296,21 @@ def _modules_of_steps(graph: Graph, modules: Sequence[str]) -> Iterator[str]:
 def _module_of(graph: Graph, step: Step, modules: Sequence[str]) -> str:
     for h in step.unpacks:
         handle = graph.handles[h]
-        before, after = handle.packed - 1, handle.packed
-        if after < len(graph.ops) and handle.value in graph.ops[after].reads:
-            return modules[after]
-        if before >= 0 and handle.value in (*graph.ops[before].writes, *graph.ops[before].reads):
-            return modules[before]
+        around = [
+            op
+            for op in graph.ops[max(handle.packed - 1, 0) : handle.packed + 1][::-1]
+            if handle.value in op.reads or handle.value in op.writes
+        ]
+        alike = [op for op in around if _squashed(op.name.rpartition("/")[2]) == _squashed(step.name)]
+        for op in alike or around:
+            return modules[op.id]
     return modules[graph.values[graph.handles[step.unpacks[0]].value].op] if step.unpacks else ""
+
+
+def _squashed(name: str) -> str:
+    """What `aten._log_softmax.default#0` and `LogSoftmaxBackward0` have in common: `logsoftmax`."""
+    name = name.removeprefix("aten.").partition(".")[0].partition("Backward")[0]
+    return name.replace("_", "").lower()
 
 
 def _layers(ops: Sequence[Decided]) -> tuple[Layer, ...]:

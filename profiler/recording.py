@@ -44,7 +44,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """An op, or a node of autograd with all that it ran."""
+    """An op, or a node of autograd from its first unpack until its function returned."""
 
     time_ns: int
     ended_ns: int
@@ -118,4 +118,10 @@ class Recording:
                 if name in ops:
                     yield Ran(time_ns, int(event.end_time_ns), name, node=False)
                 elif name.startswith(_NODE):
-                    yield Ran(time_ns, int(event.end_time_ns), name.removeprefix(_NODE), node=True)
+                    yield Ran(time_ns, _returned_ns(event), name.removeprefix(_NODE), node=True)
+
+
+def _returned_ns(node: Any) -> int:
+    """When a node's own function returned; then autograd checks and accumulates what it gave out."""
+    name = node.name.removeprefix(_NODE)
+    return int(next((child for child in node.children if child.name == name), node).end_time_ns)
