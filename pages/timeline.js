@@ -506,7 +506,7 @@ function timeline(root, picture) {
     const facts = [["Budget", size(picture.budget_bytes), picture.headroom_bytes ? `${size(picture.headroom_bytes)} of it left free` : ""],
       ["Predicted peak", size(lines[0].peak), `${(100 * lines[0].peak / picture.budget_bytes).toFixed(1)} % of the budget`]];
     if (measured) facts.push(["Measured peak", size(measured.peak_bytes), `${percent(measured.peak_bytes / lines[0].peak - 1)} beside predicted`]);
-    if (plain) facts.push(["With nothing recomputed", size(plain.live_bytes[plain.peak]), `${size(plain.live_bytes[plain.peak] - lines[0].peak)} more`]);
+    if (plain) facts.push(["Nothing recomputed", size(plain.live_bytes[plain.peak]), `${size(plain.live_bytes[plain.peak] - lines[0].peak)} more`]);
     facts.push(["Recompute", time(plan.recompute_us), picture.step_us ? `${(100 * plan.recompute_us / picture.step_us).toFixed(1)} % of ${time(picture.step_us)}` : ""]);
     facts.push(["Proven gap", `${(100 * picture.gap).toFixed(1)} %`, "of the recompute time to the best"]);
     part("facts").replaceChildren(...facts.map(([name, value, more]) => {
@@ -517,7 +517,7 @@ function timeline(root, picture) {
     }));
     const about = ["Predicted times are those of the profile, which has none of the optimizer."];
     if (measured) about.push(`Measured is every allocation and free that PyTorch's own profiler reported of the allocator; that slows a step, so the line is drawn on the predicted clock, fixed at ${measured.matched} of ${measured.of} events that were seen in both. In the readout and the tables it is the most that was live during an event.`);
-    if (picture.corrected_by_bytes) about.push(`The plan was made for ${size(Math.abs(picture.corrected_by_bytes))} ${picture.corrected_by_bytes > 0 ? "less" : "more"} than the budget, after an earlier step had been measured.`);
+    if (picture.corrected_by_bytes) about.push(`The plan was made for ${size(Math.abs(picture.corrected_by_bytes))} ${picture.corrected_by_bytes > 0 ? "less" : "more"} than the budget, after an earlier step had been measured; the predicted line is what was simulated, without that.`);
     part("about").textContent = [...about, ...picture.notes].join(" ");
   }
 
