@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import statistics
 import sys
 import threading
@@ -12,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -35,13 +37,18 @@ from ac_client.remote import RemoteError
 from ac_client.report import Report
 from ac_client.runtime import active, enter_hooks, save_recompute_policy
 from ac_client.shapes import key_of, leaves_of, shape_of
+from ac_client.stepmarks import StepMarks, last_step
+from autoac.pages import timeline_page
 from autoac.planner import (
     Constraints,
     Plan,
     PlannerError,
     Policy,
     PolicySet,
+    as_planned,
+    picture,
 )
+from autoac.planner.measured import MeasuredStep, op_names
 from autoac.planner.policy_set import Bucket, Extent, Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
@@ -114,6 +121,8 @@ class Applied:
         self._reading: tuple[Loaded, int, int] | None = None  # a step that is watched: policy, peak, versions
         self._retries = 0
         self._measured_peak: int | None = None
+        self._marks: StepMarks | None = None  # while a step is measured
+        self._drawn: tuple[Loaded, Policy, Plan | None, MeasuredStep] | None = None  # the last one measured
         self._batch: list[weakref.ref[Tensor]] = []  # of the last forward
         self._steps = 0
         self._began: list[float] = []
@@ -241,8 +250,18 @@ class Applied:
                 self._note(error, "The step was planned again for less memory, and ran out again.")
             raise
 
-    def report(self) -> Report:
-        """Predicted and measured peak and step time, so far."""
+    def report(self, html: str | os.PathLike[str] | None = None) -> Report:
+        """Predicted and measured peak and step time, so far, and what is live at the peak.
+
+        Args:
+            html: also write a page there that draws memory over the step, in one file (docs/pictures.md).
+                A step that was measured (`measure`) is drawn over the predicted one.
+
+        Raises:
+            RuntimeError: with `html`, nothing is planned yet, or the policy was given without a profile.
+        """
+        if html is not None:
+            Path(html).write_text(self._page(), "utf-8")
         policy = self.policy
         allocated, reserved = self._allocated_and_reserved()
         budget = self.budget_bytes
@@ -262,6 +281,8 @@ class Applied:
             recomputed=sum(d == "recompute" for d in policy.decisions.values()) if policy else 0,
             steps=self._steps,
             off_path=self._off_path,
+            peak_at=predicted.peak_at if predicted else "",
+            live_at_peak=loaded.live_at_peak if (loaded := self._current or self._serves_all) else (),
             buckets=len(self._buckets.all),
             corrections=sum(loaded.corrections for loaded in self._buckets.all),
             corrected_by_bytes=policy.corrected_by_bytes if policy else 0,
@@ -274,6 +295,29 @@ class Applied:
                 else None
             ),
         )
+
+    def _page(self) -> str:
+        """What was measured last of this bucket, as it was planned then; else the plan as it is."""
+        loaded = self._current or self._serves_all
+        if loaded is None:
+            raise RuntimeError("nothing is planned yet: run one training step first, then ask for the page")
+        policy, plan, step, notes = loaded.policy, loaded.plan, None, []
+        if self._drawn is not None and self._drawn[0] is loaded:
+            _, policy, plan, step = self._drawn
+            if policy is not loaded.policy:
+                notes.append(
+                    "The model was planned again since this step was measured; its predicted peak is now "
+                    f"{format_bytes(loaded.policy.predicted.peak_bytes)}."
+                )
+        if plan is None:
+            if loaded.profile is None:
+                raise RuntimeError(
+                    "the policy was given without its profile, which has the bytes: draw it with "
+                    "`autoac explain POLICY --profile PROFILE --html PAGE`"
+                )
+            plan = as_planned(policy, loaded.profile)
+        drawn = picture(plan, step, policy=policy, notes=notes)
+        return timeline_page(drawn.data())
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -292,13 +336,24 @@ class Applied:
             raise RuntimeError(
                 "run one training step first: the model is planned in its first training forward"
             )
-        timeline = AllocatorTimeline(device_of(model), base=self._standing_bytes(model))
+        planned = [one.policy for one in (*self._buckets.all, self._serves_all) if one is not None]
+        timeline = AllocatorTimeline(
+            device_of(model),
+            base=self._standing_bytes(model),
+            ops=op_names([key for policy in planned for key in policy.decisions]),
+        )
+        self._marks = StepMarks(timeline)
         self._reading = None  # the counter is about to be reset
         steps = {loaded: loaded.steps for loaded in self._buckets.all}
         versions = _versions(model)
-        with timeline:
-            yield
+        try:
+            with timeline:
+                yield
+        finally:
+            self._marks = None
         self._measured_peak = timeline.peak_bytes
+        if (step := last_step(timeline)) is not None and self._current is not None:
+            self._drawn = self._current, self._current.policy, self._current.plan, step
         self._reading = None
         ran = [loaded for loaded in self._buckets.all if loaded.steps > steps.get(loaded, 0)]
         if ran:
@@ -365,6 +420,8 @@ class Applied:
         if loaded.knows_no_gradients and self._gradients_exist():
             loaded = self._plan_with_gradients(model, args, kwargs, loaded)
         self._current = loaded
+        if self._marks is not None:
+            self._marks.forward()
         loaded.steps += 1
         if self._allocator is not None and loaded.watched < WATCHED_STEPS:
             self._reading = loaded, self._allocator.allocated_peak(), _versions(model)
@@ -396,6 +453,8 @@ class Applied:
             region.__exit__(None, None, None)
 
     def _enter(self, path: str) -> None:
+        if self._marks is not None:
+            self._marks.enter(path)
         here, region = self._here, active.region
         if here.cursor is None or region is None:
             return
@@ -408,6 +467,8 @@ class Applied:
         here.watched.append((stretch, region.tracked_writes))
 
     def _leave(self, path: str) -> None:
+        if self._marks is not None:
+            self._marks.leave(path)
         here, region = self._here, active.region
         if here.cursor is None or region is None:
             return

@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from ac_client.cursor import Route
 from ac_client.peaks import Seen
 from autoac.planner import Plan, Policy, Profile
+from autoac.planner.errors import Holding
+from autoac.planner.lives import live_at_peak
 from autoac.planner.policy_set import Extent, Shape
 
 MOST_BUCKETS = 32  # a loop that meets ever larger batches is not to plan for ever
@@ -33,11 +35,20 @@ class Loaded:
     def load(self, policy: Policy, plan: Plan | None) -> None:
         """Carry `policy` out from the next forward on."""
         self.policy, self.plan = policy, plan
+        self._live_at_peak: tuple[Holding, ...] | None = None
         self.recomputes = "recompute" in policy.decisions.values()
         # With it, stretches of saved ops that once wrote to nothing tracked.
         self.way: tuple[Route, set[tuple[int, int]]] = Route(policy.decisions), set()
         self.watched = 0  # steps that were compared with the prediction
         self.seen: Seen | None = None  # of those steps
+
+    @property
+    def live_at_peak(self) -> tuple[Holding, ...]:
+        """What is live at the planned peak, largest first; nothing where the plan was made elsewhere."""
+        if self._live_at_peak is None:
+            plan = self.plan
+            self._live_at_peak = tuple(live_at_peak(plan.graph, plan.save_set)) if plan is not None else ()
+        return self._live_at_peak
 
 
 class Buckets:

@@ -414,11 +414,15 @@ def explain(
         float | None, typer.Option("--more-gb", help="Say what so many GiB more would buy. Plans again.")
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Bytes and times by module as a table.")] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", help="Write a page that draws memory over the step, with what is live when."),
+    ] = None,
     time_limit_s: TimeLimit = 60.0,
     as_json: Json = False,
 ) -> None:
     """Say in words what a policy keeps, what it recomputes, and what that costs."""
-    from autoac.planner import Graph, Plan, Policy, Profile, as_planned, more, more_in_words, why
+    from autoac.planner import Graph, Plan, Policy, Profile, as_planned, more, more_in_words, picture, why
     from autoac.planner import explain as in_words
     from autoac.planner import plan as plan_profile
     from autoac.planner import why_in_words as why_text
@@ -450,7 +454,7 @@ def explain(
         policy = Policy.from_json(text)
         if profile_file is not None:
             made = as_planned(policy, Profile.from_json(read(profile_file)))
-    if made is None and (tensors or more_gb is not None or table):
+    if made is None and (tensors or more_gb is not None or table or html is not None):
         raise typer.BadParameter(
             "bytes are in the profile, not in the policy: pass it", param_hint="--profile"
         )
@@ -467,6 +471,12 @@ def explain(
             bought = more(made, bytes_from_gb(more_gb), planning=within)
             words.append(more_in_words(bought))
             answer["more"] = plain(bought) | {"gain_us": bought.gain_us}
+        if html is not None:
+            from autoac.pages import timeline_page
+
+            write_whole(html, timeline_page(picture(made, policy=policy).data()))
+            words.append(f"picture: {html}")
+            answer["html"] = str(html)
     if as_json:
         print(json.dumps(answer | {"text": "\n\n".join(words)}, indent=1))
     else:

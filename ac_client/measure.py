@@ -12,18 +12,15 @@ The numbers are the allocator's own: every allocation and every free of every ke
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile, record_function
 
-_MARK = "autoac.mark:"
-_NO_KINETO_BANNER = "6"  # kineto writes "USDT: ... profiler_start" to stderr at every lower level
+from autoac.profiler import ProfilerBusy
+from autoac.profiler.recording import Allocated, Marked, Ran, Recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,37 +47,43 @@ class AllocatorTimeline:
     Args:
         device: whose memory.
         base: bytes live at the beginning; on CUDA this is known and the argument is not read.
+        ops: names of ops, `aten::mm`, whose runs are noted in `ran`, with the marks and what backward ran.
 
     Raises:
         RuntimeError: another torch profiler is running.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, base: int = 0) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", *, base: int = 0, ops: Collection[str] = ()
+    ) -> None:
         self.device = torch.device(device)
         self.events: tuple[Change, ...] = ()
         self.marks: dict[str, Change] = {}
+        self.ran: tuple[Marked | Ran, ...] = ()  # in order of time; nothing without `ops`
+        self._ops = frozenset(ops)
         self._base = base
         self._counted_peak: int | None = None
-        self._profiler: profile | None = None
+        self._recording: Recording | None = None
 
     def __enter__(self) -> Self:
-        if torch._C._autograd._profiler_enabled():
-            raise RuntimeError("another torch profiler is running on this thread; end it before measuring")
-        os.environ.setdefault("KINETO_LOG_LEVEL", _NO_KINETO_BANNER)  # read when kineto is first used
-        activities = [ProfilerActivity.CPU]
+        recording = Recording(cuda=self.device.type == "cuda")
+        try:
+            recording.__enter__()
+        except ProfilerBusy:
+            raise RuntimeError(
+                "another torch profiler is running on this thread; end it before measuring"
+            ) from None
         if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base = torch.cuda.memory_allocated(self.device)
-        self._profiler = profile(activities=activities, profile_memory=True)
-        self._profiler.start()
+        self._recording = recording
         return self
 
     def mark(self, name: str) -> None:
         """Name this moment, for `marks` and `peak_since`. A name used again moves."""
-        with record_function(_MARK + name):
-            pass
+        assert self._recording is not None
+        self._recording.mark(name)
 
     def __exit__(
         self,
@@ -88,38 +91,40 @@ class AllocatorTimeline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._profiler is not None
+        recording, self._recording = self._recording, None
+        assert recording is not None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._counted_peak = torch.cuda.max_memory_allocated(self.device)
-        self._profiler.stop()
+        recording.__exit__(kind, error, traceback)
         if kind is None:
-            self._read(self._profiler)
-        self._profiler = None
+            self._read(recording)
 
-    def _read(self, profiler: profile) -> None:
-        recorded = profiler.profiler
-        assert recorded is not None
-        assert recorded.kineto_results is not None
+    def _read(self, recording: Recording) -> None:
         live, events = self._base, []
+        ran: list[Marked | Ran] = []
         of_device = (self.device.type, self.device.index or 0)
         ours: set[int] = set()  # addresses given out in this block
-        for event in sorted(_walk(recorded.kineto_results.experimental_event_tree()), key=_start):
-            if event.tag == _EventType.Allocation:
-                change = event.typed[1]
-                if (change.device.type, change.device.index or 0) != of_device:
-                    continue
-                if change.alloc_size > 0:
-                    ours.add(change.ptr)
-                elif self.device.type == "cpu" and change.ptr not in ours:
-                    continue  # of an earlier profiler's time: it was not counted when it came
-                else:
-                    ours.discard(change.ptr)
-                live += change.alloc_size
-                events.append(Change(_start(event), live))
-            elif event.name.startswith(_MARK):
-                self.marks[event.name.removeprefix(_MARK)] = Change(_start(event), live)
-        self.events = tuple(events)
+        for entry in recording.entries(self._ops):
+            match entry:
+                case Allocated(time_ns, address, nbytes, device):
+                    if (device.type, device.index or 0) != of_device:
+                        continue
+                    if nbytes > 0:
+                        ours.add(address)
+                    elif self.device.type == "cpu" and address not in ours:
+                        continue  # of an earlier profiler's time: it was not counted when it came
+                    else:
+                        ours.discard(address)
+                    live += nbytes
+                    events.append(Change(time_ns, live))
+                case Marked(time_ns, name):
+                    self.marks[name] = Change(time_ns, live)
+                    if self._ops:
+                        ran.append(entry)
+                case Ran():
+                    ran.append(entry)
+        self.events, self.ran = tuple(events), tuple(ran)
 
     @property
     def peak_bytes(self) -> int:
@@ -132,15 +137,3 @@ class AllocatorTimeline:
         """The most bytes live at once from `mark` to the end of the block."""
         start = self.marks[mark]
         return max([start.live_bytes, *(e.live_bytes for e in self.events if e.time_ns >= start.time_ns)])
-
-
-def _walk(roots: Iterable[Any]) -> Iterator[Any]:
-    stack = list(roots)[::-1]
-    while stack:
-        event = stack.pop()
-        yield event
-        stack.extend(reversed(event.children))
-
-
-def _start(event: Any) -> int:
-    return int(event.start_time_ns)

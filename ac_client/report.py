@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autoac.planner.errors import Holding
 from autoac.planner.units import format_bytes, format_us, gb_from_bytes
+
+MOST_HOLDINGS = 6  # that the text names
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,8 @@ class Report:
     recomputed: int  # of them
     steps: int  # planned steps so far
     off_path: str  # the first op that the policy did not have; "" if there was none
+    peak_at: str = ""  # where the predicted peak is
+    live_at_peak: tuple[Holding, ...] = ()  # there, largest first; nothing where the plan was made elsewhere
     buckets: int = 1  # policies, by the shape of the batch; the numbers above are of the last one that ran
     corrections: int = 0  # how often a plan was made again, since the allocator said otherwise
     corrected_by_bytes: int = 0  # what the policy was planned with less than the budget
@@ -68,7 +73,8 @@ class Report:
         lines = [
             f"{self.model}: budget {size(self.budget_bytes)}, {self.steps} planned steps",
             f"  peak   predicted {size(self.predicted_peak_bytes)}, "
-            f"measured {size(self.measured_peak_bytes)}, save-all {size(self.save_all_peak_bytes)}",
+            f"measured {size(self.measured_peak_bytes)}{self._off_by()}, "
+            f"save-all {size(self.save_all_peak_bytes)}",
             f"  step   predicted {time(self.predicted_step_us)}, measured {time(self.measured_step_us)}",
             f"  plan   {recompute}{gap}",
         ]
@@ -90,4 +96,15 @@ class Report:
             )
         if self.off_path:
             lines.append(f"  off the path: {self.off_path}")
+        if self.live_at_peak:
+            few, rest = self.live_at_peak[:MOST_HOLDINGS], self.live_at_peak[MOST_HOLDINGS:]
+            lines.append(f"  the peak is at {self.peak_at}, while these are live:")
+            lines += [f"    {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})" for h in few]
+            if rest:
+                lines.append(f"    {format_bytes(sum(h.nbytes for h in rest)):>10}  {len(rest)} more")
         return "\n".join(lines)
+
+    def _off_by(self) -> str:
+        if not self.measured_peak_bytes or not self.predicted_peak_bytes:
+            return ""
+        return f" ({self.measured_peak_bytes / self.predicted_peak_bytes - 1:+.2%})"

@@ -25,6 +25,7 @@ from autoac.planner.floor import Floor, floor
 from autoac.planner.frontier import Frontier, frontier, frontier_in_words
 from autoac.planner.graph import Graph, build
 from autoac.planner.highs import Progress, Stopped
+from autoac.planner.picture import Picture, picture
 from autoac.planner.plan import Plan, plan
 from autoac.planner.policy import Policy
 from autoac.planner.policy_set import PolicySet
@@ -51,6 +52,7 @@ __all__ = [
     "MalformedProfile",
     "More",
     "OtherProfile",
+    "Picture",
     "Plan",
     "PlannerError",
     "Policy",
@@ -80,6 +82,7 @@ __all__ = [
     "frontier_in_words",
     "more",
     "more_in_words",
+    "picture",
     "plan",
     "plan_stage",
     "plan_stages",

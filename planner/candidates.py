@@ -40,6 +40,22 @@ def greedy(graph: Graph, faster_than_us: float) -> SaveSet:
     return normalised(graph, order[:few])
 
 
+def per_block(graph: Graph) -> SaveSet | None:
+    """What is saved where every block is recomputed: what enters a block, and all outside of blocks.
+
+    Blocks are the outermost modules with a number for a name. None where there are fewer than two.
+    """
+    blocks = [block_of(op.name) for op in graph.ops]
+    if len(set(blocks) - {""}) < 2:
+        return None
+    return normalised(graph, _crossing(graph, blocks) | _outside(graph, blocks))
+
+
+def block_of(key: str) -> str:
+    """The outermost block that an op of this key is in: `h.3` of `h.3.attn/aten.mm.default#0`; or ""."""
+    return _block(key, 1)
+
+
 def _simple(graph: Graph) -> Iterator[SaveSet]:
     boundary_sets: list[SaveSet] = []
     for blocks in _blocks(graph):

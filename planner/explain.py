@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autoac.planner.errors import PlannerError
 from autoac.planner.highs import Stopped
+from autoac.planner.lives import live_at_peak
 from autoac.planner.modules import Decided, Fate, as_table, by_module, decided, in_words
 from autoac.planner.plan import Plan
 from autoac.planner.policy import Policy
-from autoac.planner.simulate import live_at_peak
 from autoac.planner.units import format_bytes, format_us
 
 

@@ -14,11 +14,12 @@ from autoac.planner.floor import Floor, FloorSearch
 from autoac.planner.graph import Graph, OpId, SaveSet, build, needed, recompute_us
 from autoac.planner.highs import OnProgress, Stopped
 from autoac.planner.ilp import Options
+from autoac.planner.lives import live_at_peak
 from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.profile import Profile
 from autoac.planner.schedule import Recompute
 from autoac.planner.search import Problem, Search
-from autoac.planner.simulate import Instant, Timeline, live_at_peak, peak_bytes, simulate
+from autoac.planner.simulate import Instant, Timeline, peak_bytes, simulate
 from autoac.planner.units import bytes_from_gb
 
 

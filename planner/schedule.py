@@ -37,6 +37,7 @@ class Compute:
 
     op: OpId
     nbytes: int
+    over: tuple[ValueId, ...] = ()  # versions whose memory it wrote over; what was copied first is not one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Recompute:
     op: OpId
     nbytes: int
     step: StepId
+    over: tuple[ValueId, ...] = ()  # as of Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class _Replay:
         # When the memory of forward goes: by storage, and the copies of rule b.
         self.frees_at: dict[int, list[ValueId]] = {}
         self.copies_at: dict[int, list[ValueId]] = {}
+        self.over_at: dict[int, list[ValueId]] = {}  # versions that are written over, not copied
         for storage in graph.storages:
             last = storage.values[-1]
             until = max(
@@ -132,6 +135,8 @@ class _Replay:
                 if self.saved[v] and self.until[v] > written_at:
                     self.copies_at.setdefault(written_at, []).append(v)
                     self.frees_at.setdefault(self.until[v], []).append(v)
+                else:
+                    self.over_at.setdefault(written_at, []).append(v)
 
     def _uses(self, save_set: SaveSet) -> list[int]:
         graph, n = self.graph, len(self.graph.ops)
@@ -148,7 +153,7 @@ class _Replay:
             yield from self._frees(op.id)
             fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
             copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
-            yield Compute(op.id, fresh + copies)
+            yield Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
         for step in graph.steps:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
@@ -202,7 +207,7 @@ class _Replay:
             nbytes = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous not in taken)
             for p in taken:
                 self.cached[p] = False
-            yield Recompute(op.id, nbytes, step)
+            yield Recompute(op.id, nbytes, step, tuple(taken))
             for w in op.writes:
                 self.cached[w] = True
             if not self.ran[op_id]:

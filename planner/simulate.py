@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autoac.planner.errors import Holding
-from autoac.planner.graph import Graph, OpId, SaveSet, ValueId
+from autoac.planner.graph import Graph, SaveSet
 from autoac.planner.schedule import Backward, Compute, Event, Free, Recompute, schedule
 
 
@@ -103,46 +102,3 @@ def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
 def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
     """The most bytes live at any event of the step."""
     return max(live for _, live, _ in _instants(graph, save_set))
-
-
-def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
-    """What is live at the peak, largest first. The sizes add up to the peak."""
-    timeline = simulate(graph, save_set)
-    peak = timeline.peak
-    held: dict[ValueId, tuple[int, str]] = {}
-    for instant in timeline.instants:
-        match instant.event:
-            case Compute(op, nbytes) | Recompute(op, nbytes):
-                for w in graph.ops[op].writes:
-                    previous = graph.values[w].previous
-                    if previous is not None:
-                        held.pop(previous, None)
-                    why = "recomputed" if isinstance(instant.event, Recompute) else _why(graph, save_set, op)
-                    if nbytes or previous is not None:
-                        held[w] = (graph.nbytes(w), why)
-            case Free(value, _):
-                held.pop(value, None)
-            case _:
-                pass
-        if instant is peak:
-            break
-    holdings = [
-        Holding(size, graph.ops[graph.values[v].op].name, why) for v, (size, why) in held.items() if size
-    ]
-    if graph.others and peak.event is not None:
-        waiting = graph.others * waiting_bytes(graph, save_set)
-        holdings.append(Holding(waiting, "other microbatches in flight", f"{graph.others}"))
-    rest = peak.live_bytes - graph.static_bytes - sum(h.nbytes for h in holdings)
-    holdings.append(
-        Holding(graph.static_bytes, "parameters, buffers, gradients, optimizer state, batch", "not planned")
-    )
-    if rest > 0:
-        holdings.append(Holding(rest, "gradients, temporaries and workspace", "not planned"))
-    return sorted((h for h in holdings if h.nbytes), key=lambda h: -h.nbytes)
-
-
-def _why(graph: Graph, save_set: SaveSet, op: OpId) -> str:
-    reason = graph.ops[op].must_save
-    if reason:
-        return f"must be saved: {reason}"
-    return "saved" if op in save_set else "held by forward or Python"

@@ -1,25 +1,14 @@
-"""The allocator's own record of a stretch of code: every allocation and free, in order, with marks.
-
-PyTorch's profiler reports each allocation and free of its CPU and CUDA allocators, those inside kernels
-included. A mark is a named range in the same record, so what happened between two marks is known
-exactly, without a clock of our own.
-"""
+"""The allocator's own record of a stretch of code: every block, from allocation to free, with marks."""
 
 from __future__ import annotations
 
 import bisect
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch._C._profiler import _EventType, _RecordFunctionFast
-from torch.profiler import ProfilerActivity
 
-from autoac.profiler.errors import ProfilerBusy
-
-_MARK = "autoac.mark"
+from autoac.profiler.recording import Allocated, Marked, Recording
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +55,7 @@ class AllocationRecord:
 
     def __init__(self, device: torch.device) -> None:
         self._device_type = device.type
-        self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._recording = Recording()
         self._n_marks = 0
         self.changes: list[Change] = []
         self.places: list[int] = []
@@ -74,48 +63,41 @@ class AllocationRecord:
         self._blocks: dict[int, list[Block]] = {}  # by address, in order
 
     def __enter__(self) -> AllocationRecord:
-        if torch._C._autograd._profiler_enabled():
-            raise ProfilerBusy
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else kineto prints a line at start and stop
-        self._profiler.__enter__()
+        self._recording.__enter__()
         return self
 
     def mark(self) -> int:
         """Place a mark; returns its number, counted from 0."""
-        with _RecordFunctionFast(_MARK):
-            pass
+        self._recording.mark()
         self._n_marks += 1
         return self._n_marks - 1
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._profiler.__exit__(kind, error, trace)
+        self._recording.__exit__(kind, error, trace)
         if kind is None:
             self._read()
             assert len(self.places) == self._n_marks, "the profiler lost a mark"
 
     def _read(self) -> None:
-        profiler = self._profiler.profiler
-        assert profiler is not None
-        assert profiler.kineto_results is not None
-        events = list(_walk(profiler.kineto_results.experimental_event_tree()))
-        events.sort(key=lambda event: event.start_time_ns)
         open_blocks: dict[int, Block] = {}
-        for event in events:
-            if event.tag == _EventType.Allocation:
-                fields = event.typed[1]
-                if fields.device.type != self._device_type:
-                    continue
-                place = len(self.changes)
-                if fields.alloc_size > 0:
-                    block = open_blocks[fields.ptr] = Block(fields.ptr, fields.alloc_size, place)
-                    self._blocks.setdefault(fields.ptr, []).append(block)
-                    self.changes.append(Change(block, block.nbytes))
-                elif (freed := open_blocks.pop(fields.ptr, None)) is not None:
-                    freed.freed = place
-                    self.changes.append(Change(freed, -freed.nbytes))
-            elif event.name == _MARK:
-                self.places.append(len(self.changes))
-                self.times_ns.append(event.start_time_ns)
+        for entry in self._recording.entries():
+            match entry:
+                case Allocated(_, address, nbytes, device):
+                    if device.type != self._device_type:
+                        continue
+                    place = len(self.changes)
+                    if nbytes > 0:
+                        block = open_blocks[address] = Block(address, nbytes, place)
+                        self._blocks.setdefault(address, []).append(block)
+                        self.changes.append(Change(block, nbytes))
+                    elif (freed := open_blocks.pop(address, None)) is not None:
+                        freed.freed = place
+                        self.changes.append(Change(freed, -freed.nbytes))
+                case Marked(time_ns, _):
+                    self.places.append(len(self.changes))
+                    self.times_ns.append(time_ns)
+                case _:
+                    pass
 
     def block_at(self, address: int, mark: int) -> Block | None:
         """The block at `address` that is live at mark number `mark`."""
@@ -125,11 +107,3 @@ class AllocationRecord:
         if i >= 0 and ((freed := blocks[i].freed) is None or freed >= place):
             return blocks[i]
         return None
-
-
-def _walk(roots: list[Any]) -> Iterator[Any]:
-    stack = list(roots)
-    while stack:
-        event = stack.pop()
-        yield event
-        stack.extend(event.children)

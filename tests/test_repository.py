@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-VENDOR = ROOT / "ac_client" / "demo" / "vendor"
+VENDOR = ROOT / "pages" / "vendor"
 MANIFEST = json.loads((VENDOR / "manifest.json").read_text())["files"]
 
 
@@ -32,6 +32,7 @@ def test_every_package_is_installed():
     listed = set(project["tool"]["setuptools"]["packages"])
     folders = {
         "autoac.planner": "planner",
+        "autoac.pages": "pages",
         "autoac.profiler": "profiler",
         "autoac.api": "api",
         "autoac.offline": "offline",
@@ -44,9 +45,13 @@ def test_every_package_is_installed():
     assert found == listed
 
 
-def test_the_installed_demo_has_its_page():
+def test_what_is_installed_has_its_pages():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert set(data["ac_client.demo"]) >= {"page.html", "vendor/*"}
+    assert set(data["ac_client.demo"]) >= {"page.html"}
+    patterns = data["autoac.pages"]
+    for path in (ROOT / "pages").rglob("*.*"):
+        if path.suffix not in (".py", ".pyc"):
+            assert any(path.relative_to(ROOT / "pages").match(pattern) for pattern in patterns), path
 
 
 def test_torch_is_pinned_where_the_makefile_looks_for_it():

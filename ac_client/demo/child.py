@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ from ac_client.demo.baselines import BASELINES, replayed_us, wrap_blocks
 from ac_client.demo.rows import Measured, Row, policy_path, profile_path
 from ac_client.demo.setting import Setting, block_paths
 from ac_client.measure import AllocatorTimeline, Change
+from autoac.planner.measured import thinned
 
 MEMORY_STEPS = 2  # one that warms up, one that is measured
 TIMELINE_POINTS = 700
@@ -161,7 +162,7 @@ def measure(row: Row, setting: Setting, folder: Path) -> Measured:
         gap=gap,
         own_recompute_us=own_us,
         own_baselines_us=own_baselines_us,
-        timeline=thinned(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"], TIMELINE_POINTS),
+        timeline=since(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"], TIMELINE_POINTS),
     )
 
 
@@ -239,16 +240,11 @@ def _timed(trainee: Trainee) -> float:
     return seconds
 
 
-def thinned(events: Iterable[Change], start: Change, points: int) -> list[tuple[float, int]]:
+def since(events: Iterable[Change], start: Change, points: int) -> list[tuple[float, int]]:
     """Some `points` changes since `start`, as (ms, bytes): the highest and the last of each stretch."""
-    after = [event for event in events if event.time_ns >= start.time_ns]
-    kept = [replace(start)]
-    stretch = max(1, 2 * len(after) // points)
-    for i in range(0, len(after), stretch):
-        part = after[i : i + stretch]
-        highest = max(part, key=lambda event: event.live_bytes)
-        kept += [highest] if highest is part[-1] else [highest, part[-1]]
-    return [(round((event.time_ns - start.time_ns) / 1e6, 3), event.live_bytes) for event in kept]
+    changes = [start, *(event for event in events if event.time_ns >= start.time_ns)]
+    kept = thinned([change.live_bytes for change in changes], points)
+    return [(round((changes[i].time_ns - start.time_ns) / 1e6, 3), changes[i].live_bytes) for i in kept]
 
 
 def main() -> None:

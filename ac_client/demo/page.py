@@ -1,24 +1,22 @@
-"""The demo's result as one HTML file that asks the network for nothing: uPlot is inlined from vendor/."""
+"""The demo's result as one HTML file that asks the network for nothing: uPlot is inlined."""
 
 from __future__ import annotations
 
 import html
-import json
 from importlib.resources import files
 from typing import Any
 
 from ac_client.demo.demo import Demo, checks
 from ac_client.demo.table import COLUMNS, cells, render_facts
-
-_HERE = files("ac_client.demo")
+from autoac.pages import embedded, fill, read
 
 
 def render_page(demo: Demo) -> str:
     """The page: memory over one step for every row, the table, and what was promised."""
     parts = {
-        "UPLOT_CSS": _read("vendor/uPlot.min.css"),
-        "UPLOT_JS": _read("vendor/uPlot.iife.min.js"),
-        "UPLOT_LICENSE": html.escape(_read("vendor/uPlot.LICENSE")),
+        "UPLOT_CSS": read("vendor/uPlot.min.css"),
+        "UPLOT_JS": read("vendor/uPlot.iife.min.js"),
+        "UPLOT_LICENSE": html.escape(read("vendor/uPlot.LICENSE")),
         "SETTING": html.escape(demo.setting.describe()),
         "FACTS": html.escape(render_facts(demo)),
         "TABLE": _table(demo),
@@ -27,17 +25,9 @@ def render_page(demo: Demo) -> str:
             f"<b>{html.escape(check.found)}</b></li>"
             for check in checks(demo)
         ),
-        # "</" would end the script element that the data stands in.
-        "DATA": json.dumps(_series(demo), separators=(",", ":")).replace("</", "<\\/"),
+        "DATA": embedded(_series(demo)),
     }
-    page = _read("page.html")
-    for name, part in parts.items():
-        page = page.replace(f"@@{name}@@", part)
-    return page
-
-
-def _read(name: str) -> str:
-    return _HERE.joinpath(name).read_text("utf-8")
+    return fill(files("ac_client.demo").joinpath("page.html").read_text("utf-8"), parts)
 
 
 def _series(demo: Demo) -> list[dict[str, Any]]:

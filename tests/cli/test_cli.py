@@ -79,6 +79,28 @@ def test_from_a_model_to_a_policy_in_words(profiled, capsys):
     assert err == ""
 
 
+def test_a_plan_is_drawn_as_a_page(profiled, capsys):
+    budget = gb_of(profiled / "profile.json", 0.5)
+    assert run(capsys, "plan", "profile.json", "--budget-gb", budget)[0] == cli.OK
+    argv = ["explain", "policy.json", "--profile", "profile.json", "--html", "page.html"]
+    code, out, err = run(capsys, *argv)
+    assert (code, err) == (cli.OK, "")
+    assert out.endswith("picture: page.html\n")
+    page = (profiled / "page.html").read_text()
+    assert "<title>Sequential: memory over one training step</title>" in page
+    peak = Policy.from_json((profiled / "policy.json").read_text()).predicted.peak_bytes
+    assert '"live_bytes":[' in page
+    assert str(peak) in page
+    code, out, _ = run(
+        capsys, "explain", "profile.json", "--budget-gb", budget, "--html", "other.html", "--json"
+    )
+    assert json.loads(out)["html"] == "other.html"
+    assert (profiled / "other.html").exists()
+    code, _, err = run(capsys, "explain", "policy.json", "--html", "third.html")
+    assert code == cli.USAGE
+    assert "bytes are in the profile" in err
+
+
 def test_a_plan_obeys_the_constraints_on_the_command_line(profiled, capsys):
     argv = [
         "plan",

@@ -86,7 +86,7 @@ def test_a_child_that_is_late_is_stopped(tmp_path, monkeypatch):
 
 def test_a_thinned_timeline_keeps_the_peak_and_the_end():
     changes = [Change(1000 * i, live) for i, live in enumerate([1, 5, 2, 9, 3, 4, 0, 7, 6, 2])]
-    thin = child.thinned(changes, changes[1], points=4)
+    thin = child.since(changes, changes[1], points=4)
     assert thin[0] == (0.0, 5)
     assert max(live for _, live in thin) == 9
     assert thin[-1] == (0.008, 2)

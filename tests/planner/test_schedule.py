@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from autoac.planner import UnknownOp, build, schedule, simulate
 from autoac.planner.graph import Graph, chain, needed, normalised, recompute_us
+from autoac.planner.lives import live_at_peak
 from autoac.planner.schedule import Backward, Compute, Free, Recompute
-from autoac.planner.simulate import live_at_peak, peak_bytes
+from autoac.planner.simulate import peak_bytes
 
 seeds = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=150, derandomize=True, deadline=None)
