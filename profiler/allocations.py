@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,16 +59,16 @@ class AllocationRecord:
     Attributes:
         changes: every allocation and free, in order.
         places: for each mark, how many changes came before it.
-        times_ns: for each mark, when it was, on the profiler's clock.
+        times_ns: for each mark, when it was, on the clock that was given.
 
     Raises:
         ProfilerBusy: another profiler is running on this thread.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._device_type = device.type
+        self._now_ns = now_ns
         self._profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._n_marks = 0
         self.changes: list[Change] = []
         self.places: list[int] = []
         self.times_ns: list[int] = []
@@ -84,14 +85,14 @@ class AllocationRecord:
         """Place a mark; returns its number, counted from 0."""
         with _RecordFunctionFast(_MARK):
             pass
-        self._n_marks += 1
-        return self._n_marks - 1
+        self.times_ns.append(self._now_ns())
+        return len(self.times_ns) - 1
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._profiler.__exit__(kind, error, trace)
         if kind is None:
             self._read()
-            assert len(self.places) == self._n_marks, "the profiler lost a mark"
+            assert len(self.places) == len(self.times_ns), "the profiler lost a mark"
 
     def _read(self) -> None:
         profiler = self._profiler.profiler
@@ -115,7 +116,6 @@ class AllocationRecord:
                     self.changes.append(Change(freed, -freed.nbytes))
             elif event.name == _MARK:
                 self.places.append(len(self.changes))
-                self.times_ns.append(event.start_time_ns)
 
     def block_at(self, address: int, mark: int) -> Block | None:
         """The block at `address` that is live at mark number `mark`."""

@@ -28,7 +28,16 @@ from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
 from autoac.profiler.times import Measured
-from autoac.profiler.timing import DeviceClock, forwards, middle_and_spread, timed_forward
+from autoac.profiler.timing import (
+    EXTRA_S,
+    MOST_STEPS,
+    DeviceClock,
+    Samples,
+    forwards,
+    host_clock,
+    middle_and_spread,
+    timed_forward,
+)
 from autoac.profiler.wrappers import disarmed
 
 Loss = Callable[[Any], Tensor]
@@ -79,7 +88,7 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
     """
-    allocations = AllocationRecord(device)
+    allocations = AllocationRecord(device, host_clock())
     clock = DeviceClock(device)
     recorder = Recorder(allocations.mark, clock.stamp)
     saved = SavedTensorsRecord(recorder, allocations.mark, keep=keep)
@@ -90,15 +99,16 @@ def run(
         isolated(model, args, kwargs, accumulates=accumulates) as (call, leaves),
     ):
         try:
-            timed_forward(call, device)  # warms up, so that the first op is timed like the rest
             began = time.perf_counter()
+            timed_forward(call, device)  # warms up, so that the first op is timed like the rest
+            warm = time.perf_counter()
             with allocations:
                 with torch.enable_grad():
                     backward_began, backward_ended = take_step(
                         model, call, leaves, loss, recorder, saved, allocations.mark, device
                     )
                 saved.closed = True
-            step_s = time.perf_counter() - began
+                ended = time.perf_counter()
             for state in recorder.generators.values():
                 state.restore()
             ops = recorder.record.ops
@@ -108,7 +118,10 @@ def run(
             # Ranks must run forward equally often, and clocks would decide.
             alone = not any(op.facts.collective for op in ops)
             if wanted:
-                more = forwards(call, device, wanted, step_s) if time_ops and alone else {}
+                more: Samples = {}
+                if time_ops and alone:
+                    left_s = MOST_STEPS * (ended - warm) - (time.perf_counter() - began)
+                    more = forwards(call, device, wanted, warm - began, max(EXTRA_S, left_s))
                 in_step = clock.runtimes_us(allocations.times_ns, [(op.began, op.ended) for op in ops])
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
         finally:

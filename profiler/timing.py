@@ -21,11 +21,20 @@ from autoac.profiler.record import signature_of
 
 SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards
 LEAST_SAMPLES = 3  # of them, that do without those of the profiled step
-EXTRA_S = 0.25  # that more forwards may take, in seconds, or
-EXTRA_OF_STEP = 0.5  # this part of the profiled step, whichever is longer
+MOST_STEPS = 1.9  # that a profile may take, in steps, more forwards included, or
+EXTRA_S = 0.1  # that more forwards may take, in seconds, where steps are short
 
 Samples = dict[Hashable, list[float]]
 """Run times in microseconds, by signature."""
+
+
+def host_clock() -> Callable[[], int]:
+    """The clock for what the host itself computes, in nanoseconds.
+
+    With one thread it is that thread's own time, which runs only while it does: others on the machine then
+    do not count. With several, what this one does is not all, and it is the time of day.
+    """
+    return time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
 
 
 class DeviceClock:
@@ -62,6 +71,7 @@ class OpTimer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.generators: dict[int, GeneratorState] = {}
         self._device = device
+        self._host_now = host_clock()
         self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
 
     @classmethod
@@ -87,7 +97,7 @@ class OpTimer(TorchDispatchMode):
 
     def _now(self) -> Any:
         if self._device.type == "cpu":
-            return time.perf_counter_ns()
+            return self._host_now()
         event = torch.Event(device=self._device, enable_timing=True)
         event.record()
         return event
@@ -120,15 +130,22 @@ def timed_forward(call: Callable[[], Any], device: torch.device) -> Samples:
     return timer.samples()
 
 
-def forwards(call: Callable[[], Any], device: torch.device, wanted: Set[Hashable], step_s: float) -> Samples:
+def forwards(
+    call: Callable[[], Any], device: torch.device, wanted: Set[Hashable], forward_s: float, left_s: float
+) -> Samples:
     """Run forward again and again, until every kind of op in `wanted` has been seen often enough.
 
-    `step_s` is what the profiled step took, in seconds; the time that this may take depends on it.
+    Args:
+        call: runs forward.
+        device: where.
+        wanted: kinds of op.
+        forward_s: what one forward takes, in seconds.
+        left_s: what all may take, in seconds.
     """
     samples: Samples = {}
-    spent, last, allowed = 0.0, 0.0, max(EXTRA_S, EXTRA_OF_STEP * step_s)
+    spent, last = 0.0, forward_s
     for _ in range(SAMPLES):
-        if spent + last > allowed or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
+        if spent + last > left_s or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
             break
         began = time.perf_counter()
         found = timed_forward(call, device)
