@@ -26,6 +26,7 @@ from autoac.profiler.hollow import HollowStep, Loss
 from autoac.profiler.plain import with_times_of
 from autoac.profiler.static import allocator_rounding, optimizer_bytes, static_bytes
 from autoac.profiler.times import Measured, Times, machine
+from autoac.profiler.timing import BETWEEN
 from autoac.profiler.wrappers import buckets_of, check_sharded
 
 __all__ = [
@@ -185,8 +186,8 @@ def _observed(
     fresh = {signature: row for signature, row in step.measured.items() if signature not in known}
     if times is not None:
         times.keep_ops(here, fresh)
-    kinds = len(step.measured)
-    once = sum(samples == 1 for _, _, samples in step.measured.values())
+    kinds = len(step.measured) - (BETWEEN in step.measured)
+    once = sum(samples == 1 for key, (_, _, samples) in step.measured.items() if key is not BETWEEN)
     said = f"measured: run times of {kinds} kinds of op"
     notes.append(f"{said}; {once} of them were seen once" if once else said)
     return step

@@ -29,6 +29,7 @@ from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
 from autoac.profiler.times import Measured
 from autoac.profiler.timing import (
+    BETWEEN,
     EXTRA_S,
     MOST_STEPS,
     DeviceClock,
@@ -56,7 +57,7 @@ class HollowStep:
     forward: ForwardRecord
     saved: SavedTensorsRecord
     allocations: Allocations
-    measured: Mapping[Hashable, Measured]  # run times of ops, by signature
+    measured: Mapping[Hashable, Measured]  # run times of ops, by signature; one may be BETWEEN ops
     times_ns: Sequence[int]  # for each mark, when it was
     backward_began: int  # mark
     backward_ended: int  # mark; outputs of the model are still held
@@ -100,7 +101,7 @@ def run(
     ):
         try:
             began = time.perf_counter()
-            timed_forward(call, device)  # warms up, so that the first op is timed like the rest
+            first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
             warm = time.perf_counter()
             with allocations:
                 with torch.enable_grad():
@@ -113,16 +114,20 @@ def run(
                 state.restore()
             ops = recorder.record.ops
             signatures: list[Hashable] = [op.signature for op in ops]
-            measured = known(set(signatures))
-            wanted = set(signatures) - measured.keys()
+            kinds = {*signatures, BETWEEN}
+            measured = known(kinds)
+            wanted = kinds - measured.keys()
             # Ranks must run forward equally often, and clocks would decide.
             alone = not any(op.facts.collective for op in ops)
             if wanted:
                 more: Samples = {}
                 if time_ops and alone:
                     left_s = MOST_STEPS * (ended - warm) - (time.perf_counter() - began)
-                    more = forwards(call, device, wanted, warm - began, max(EXTRA_S, left_s))
+                    at = allocations.times_ns
+                    forward_s = min(warm - began, (at[backward_began] - at[0]) / 1e9)  # the first is cold
+                    more = forwards(call, device, wanted, forward_s, max(EXTRA_S, left_s))
                 in_step = clock.runtimes_us(allocations.times_ns, [(op.began, op.ended) for op in ops])
+                more.setdefault(BETWEEN, first.get(BETWEEN, [0.0]))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
         finally:
             saved.closed = True

@@ -6,6 +6,7 @@ forward runs each kind of op once per block, so a few of them are many samples o
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
@@ -22,7 +23,7 @@ from autoac.profiler.record import signature_of
 SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards
 LEAST_SAMPLES = 3  # of them, that do without those of the profiled step
 MOST_STEPS = 1.9  # that a profile may take, in steps, more forwards included, or
-EXTRA_S = 0.1  # that more forwards may take, in seconds, where steps are short
+EXTRA_S = 0.25  # that more forwards may take, in seconds, where steps are short
 
 Samples = dict[Hashable, list[float]]
 """Run times in microseconds, by signature."""
@@ -35,6 +36,10 @@ def host_clock() -> Callable[[], int]:
     do not count. With several, what this one does is not all, and it is the time of day.
     """
     return time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+
+
+BETWEEN = ("between ops",)
+"""Stands for a signature: the time from the end of one op to the beginning of the next (`OpTimer`)."""
 
 
 class DeviceClock:
@@ -61,6 +66,9 @@ class DeviceClock:
 
 class OpTimer(TorchDispatchMode):
     """Times the ops of a forward: by the clock on the CPU, elsewhere by events of the device's stream.
+
+    And what is between them: Python, the dispatcher, memory given back, a device that waits for its host. An
+    op that runs again takes that once more.
 
     `generators` are the explicit ones that the forward drew from, as they were.
     """
@@ -107,10 +115,15 @@ class OpTimer(TorchDispatchMode):
         on_cpu = self._device.type == "cpu"
         if not on_cpu and self._spans:
             torch.get_device_module(self._device).synchronize(self._device)
+
+        def us(began: Any, ended: Any) -> float:
+            return float((ended - began) / 1e3 if on_cpu else began.elapsed_time(ended) * 1e3)
+
         found: Samples = {}
         for signature, began, ended in self._spans:
-            us = (ended - began) / 1e3 if on_cpu else began.elapsed_time(ended) * 1e3
-            found.setdefault(signature, []).append(us)
+            found.setdefault(signature, []).append(us(began, ended))
+        for (_, _, ended), (_, began, _) in itertools.pairwise(self._spans):
+            found.setdefault(BETWEEN, []).append(us(ended, began))
         return found
 
 
@@ -174,7 +187,7 @@ def middle_and_spread(
     Where `more` has enough samples, those taken in the profiled step are left out: the record of
     allocations makes each op a little slower.
     """
-    samples: Samples = {}
+    samples: Samples = {BETWEEN: []} if more.get(BETWEEN) else {}
     for runtime, signature in zip(in_step_us, signatures, strict=True):
         samples.setdefault(signature, []).append(runtime)
     found: dict[Hashable, tuple[float, float, int]] = {}
