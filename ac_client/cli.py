@@ -390,7 +390,7 @@ def explain(
         Path,
         typer.Argument(
             metavar="POLICY|SET|PROFILE",
-            help="As `autoac plan` or `autoac profile` wrote it, or a policy set. A profile is planned first.",
+            help="A policy, a policy set, or a profile, which is planned first.",
         ),
     ],
     budget_gb: Annotated[

@@ -22,7 +22,7 @@ from autoac.profiler.record import signature_of
 
 SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards
 LEAST_SAMPLES = 3  # of them, that do without those of the profiled step
-MOST_STEPS = 1.9  # that a profile may take, in steps, more forwards included, or
+MOST_STEPS = 1.75  # that a profile may take, in steps, more forwards included, or
 EXTRA_S = 0.25  # that more forwards may take, in seconds, where steps are short
 
 Samples = dict[Hashable, list[float]]
