@@ -235,11 +235,11 @@ def _images(batch: int) -> Batch:
     return {"pixel_values": torch.rand(batch, 3, 224, 224), "labels": torch.arange(batch).remainder(2)}
 
 
-def _gpt2() -> nn.Module:
+def _gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
 
 
-def _llama() -> nn.Module:
+def _llama() -> Any:
     config = transformers.LlamaConfig(
         vocab_size=32000,
         hidden_size=1024,
@@ -252,12 +252,18 @@ def _llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def _vit() -> nn.Module:
+def _vit() -> Any:
     return transformers.ViTForImageClassification(transformers.ViTConfig())
 
 
-def _resnet() -> nn.Module:
+def _resnet() -> Any:
     return transformers.ResNetForImageClassification(transformers.ResNetConfig())
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a transformer: its longest list of modules."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
 
 
 CASES = {
@@ -276,11 +282,6 @@ CASES = {
         lambda m: [layer for stage in m.resnet.encoder.stages for layer in stage.layers],
     ),
 }
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformer: its longest list of modules."""
-    return list(max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len))
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ class Row:
     def error_s(self) -> float:
         """How far the median may be off by chance: its standard error, from the spread about it."""
         spread = statistics.median(abs(extra - self.measured_s) for extra in self.extra_s)
-        return 1.858 * spread / len(self.extra_s) ** 0.5
+        return float(1.858 * spread / len(self.extra_s) ** 0.5)
 
     @property
     def off(self) -> float:
