@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -36,7 +36,7 @@ from ac_client.planning import Planning
 from ac_client.remote import RemoteError
 from ac_client.report import Report
 from ac_client.runtime import active, enter_hooks, save_recompute_policy
-from ac_client.shapes import key_of, leaves_of, shape_of
+from ac_client.shapes import Key, key_of, shape_of
 from ac_client.stepmarks import StepMarks, last_step
 from autoac.pages import timeline_page
 from autoac.planner import (
@@ -49,7 +49,7 @@ from autoac.planner import (
     picture,
 )
 from autoac.planner.measured import MeasuredStep, op_names
-from autoac.planner.policy_set import Bucket, Extent, Shape, shape_in_words
+from autoac.planner.policy_set import Bucket, Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
 from autoac.profiler.modules import ModuleHook, watch_modules
@@ -112,7 +112,7 @@ class Applied:
         self._buckets = Buckets()
         self._serves_all: Loaded | None = None  # one policy, whatever the batch
         self._current: Loaded | None = None  # of the last forward
-        self._unplanned: set[Hashable] = set()  # keys of batches with nothing to differentiate
+        self._unplanned: set[Key] = set()  # keys of batches with nothing to differentiate
         self._here = _Call()
         self._plan_lock = threading.RLock()
         self._off_path = ""
@@ -489,7 +489,7 @@ class Applied:
             log.warning("%s left its policy: %s; what is unknown is saved", self._name, off)
 
     def _meet(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Hashable
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key
     ) -> Loaded | None:
         """The policy for a batch whose key is new, planned if no bucket covers it; None: run it unplanned.
 
@@ -499,7 +499,7 @@ class Applied:
         if key in self._unplanned:
             return None
         with self._plan_lock:  # a forward on another thread waits for the plan
-            loaded = self._buckets.covering(Extent.of_leaves(leaves_of(args, kwargs)))
+            loaded = self._buckets.covering(key, args, kwargs)
             if loaded is None:
                 shape = shape_of(args, kwargs)
                 first = not self._buckets.all
@@ -565,7 +565,7 @@ class Applied:
         log.info("%s: planned again, since gradients exist before the step", self._name)
         return again
 
-    def _beyond(self, shape: Shape, key: Hashable) -> Loaded:
+    def _beyond(self, shape: Shape, key: Key) -> Loaded:
         """What runs a batch that no bucket covers and that is not planned."""
         loaded = self._buckets.largest()
         self._tell_once(

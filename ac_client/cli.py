@@ -30,7 +30,7 @@ from ac_client.console import (
 from ac_client.regenerate import command as regenerating
 
 if TYPE_CHECKING:
-    from autoac.planner import Constraints, Policy, Stages
+    from autoac.planner import Constraints, Policy, PolicySet, Stages
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -391,8 +391,8 @@ def explain(
     subject: Annotated[
         Path,
         typer.Argument(
-            metavar="POLICY|PROFILE",
-            help="As `autoac plan` or `autoac profile` wrote it. A profile is planned first.",
+            metavar="POLICY|SET|PROFILE",
+            help="A policy, a policy set, or a profile, which is planned first.",
         ),
     ],
     budget_gb: Annotated[
@@ -422,11 +422,23 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say in words what a policy keeps, what it recomputes, and what that costs."""
-    from autoac.planner import Graph, Plan, Policy, Profile, as_planned, more, more_in_words, picture, why
+    from autoac.planner import (
+        Graph,
+        Plan,
+        Policy,
+        PolicySet,
+        Profile,
+        as_planned,
+        more,
+        more_in_words,
+        picture,
+        why,
+    )
     from autoac.planner import explain as in_words
     from autoac.planner import plan as plan_profile
     from autoac.planner import why_in_words as why_text
     from autoac.planner.modules import by_module, decided
+    from autoac.planner.policy_set import SET_FORMAT
     from autoac.planner.units import bytes_from_gb
 
     if more_gb is not None and not 0 < more_gb < float("inf"):
@@ -445,6 +457,12 @@ def explain(
 
     text = read(subject)
     made: Plan | None = None
+    if format_of(text) == SET_FORMAT:
+        options = (profile_file, budget_gb, tensors, more_gb, html)
+        if table or any(given is not None for given in options):
+            raise typer.BadParameter("a policy set is explained by itself; a policy of it takes options")
+        _explain_set(PolicySet.from_json(text), as_json=as_json)
+        return
     if format_of(text) == "autoac.profile":
         if budget_gb is None:
             raise typer.BadParameter("a profile is explained at a budget: pass one", param_hint="--budget-gb")
@@ -481,6 +499,25 @@ def explain(
         print(json.dumps(answer | {"text": "\n\n".join(words)}, indent=1))
     else:
         print("\n\n".join(words))
+
+
+def _explain_set(policies: PolicySet, *, as_json: bool) -> None:
+    """Say of each policy, the smallest batch first, which batches it serves and what it does."""
+    from autoac.planner import explain as in_words
+    from autoac.planner.policy_set import Extent, shape_in_words
+
+    buckets = sorted(policies.buckets, key=lambda bucket: Extent.of(bucket.shape).elements)
+    told = [
+        f"Bucket {number} of {len(buckets)}, for batches up to {shape_in_words(bucket.shape)}:\n"
+        + in_words(bucket.policy)
+        for number, bucket in enumerate(buckets, 1)
+    ]
+    text = "\n\n".join(told) or "The policy set is empty."
+    if as_json:
+        heads = [{"shape": bucket.shape} | header(bucket.policy) for bucket in buckets]
+        print(json.dumps({"buckets": heads, "text": text}, indent=1))
+    else:
+        print(text)
 
 
 @app.command(epilog=_EXIT_CODES)

@@ -28,7 +28,17 @@ from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
 from autoac.profiler.times import Measured
-from autoac.profiler.timing import DeviceClock, forwards, middle_and_spread, timed_forward
+from autoac.profiler.timing import (
+    BETWEEN,
+    EXTRA_S,
+    MOST_STEPS,
+    DeviceClock,
+    Samples,
+    forwards,
+    host_clock,
+    middle_and_spread,
+    timed_forward,
+)
 from autoac.profiler.wrappers import disarmed
 
 Loss = Callable[[Any], Tensor]
@@ -47,7 +57,7 @@ class HollowStep:
     forward: ForwardRecord
     saved: SavedTensorsRecord
     allocations: Allocations
-    measured: Mapping[Hashable, Measured]  # run times of ops, by signature
+    measured: Mapping[Hashable, Measured]  # run times of ops, by signature; one may be BETWEEN ops
     times_ns: Sequence[int]  # for each mark, when it was
     backward_began: int  # mark
     backward_ended: int  # mark; outputs of the model are still held
@@ -79,7 +89,7 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
     """
-    allocations = AllocationRecord(device)
+    allocations = AllocationRecord(device, host_clock())
     clock = DeviceClock(device)
     recorder = Recorder(allocations.mark, clock.stamp)
     saved = SavedTensorsRecord(recorder, allocations.mark, keep=keep)
@@ -90,26 +100,35 @@ def run(
         isolated(model, args, kwargs, accumulates=accumulates) as (call, leaves),
     ):
         try:
-            timed_forward(call, device)  # warms up, so that the first op is timed like the rest
             began = time.perf_counter()
+            first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
+            forget_workspaces(device)
+            warm = time.perf_counter()
             with allocations:
                 with torch.enable_grad():
                     backward_began, backward_ended = take_step(
                         model, call, leaves, loss, recorder, saved, allocations.mark, device
                     )
                 saved.closed = True
-            step_s = time.perf_counter() - began
+                ended = time.perf_counter()
             for state in recorder.generators.values():
                 state.restore()
             ops = recorder.record.ops
             signatures: list[Hashable] = [op.signature for op in ops]
-            measured = known(set(signatures))
-            wanted = set(signatures) - measured.keys()
+            kinds = {*signatures, *first.keys() & {BETWEEN}}
+            measured = known(kinds)
+            wanted = kinds - measured.keys()
             # Ranks must run forward equally often, and clocks would decide.
             alone = not any(op.facts.collective for op in ops)
             if wanted:
-                more = forwards(call, device, wanted, step_s) if time_ops and alone else {}
+                more: Samples = {}
+                if time_ops and alone:
+                    left_s = MOST_STEPS * (ended - warm) - (time.perf_counter() - began)
+                    at = allocations.times_ns
+                    forward_s = min(warm - began, (at[backward_began] - at[0]) / 1e9)  # the first is cold
+                    more = forwards(call, device, wanted, forward_s, max(EXTRA_S, left_s))
                 in_step = clock.runtimes_us(allocations.times_ns, [(op.began, op.ended) for op in ops])
+                more.setdefault(BETWEEN, first.get(BETWEEN, []))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
         finally:
             saved.closed = True
@@ -125,6 +144,15 @@ def run(
         backward_began,
         backward_ended,
     )
+
+
+def forget_workspaces(device: torch.device) -> None:
+    """Give back what cuBLAS keeps between calls, for the record to see it come: it lasts from step to step.
+
+    torch takes it from the allocator that everything comes from, once for each stream and thread.
+    """
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def take_step(

@@ -42,6 +42,9 @@ _WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_co
 # Return a workspace for backward only where an input requires a gradient: never below autograd.
 _WORKSPACES = {"aten::mkldnn_rnn_layer", "aten::_sparse_mm_reduce_impl"}
 
+# Return floating-point numbers for backward in a tensor of bytes, which neither index nor decide.
+_NUMBERS_AS_BYTES = {"aten::mkldnn_rnn_layer"}
+
 # Fill an argument, by its position, after autograd has packed it, and leave its version counter where it was.
 _FILLS_PACKED = {"aten::rrelu_with_noise": 1, "aten::rrelu_with_noise_": 1}
 
@@ -135,6 +138,7 @@ class OpFacts:
     opaque: bool = False  # a higher-order op: what runs inside is not seen
     fills_packed: int = -1  # the argument that it fills after autograd has packed it
     statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
+    numbers_as_bytes: bool = False  # what it returns as uint8 are floating-point numbers
     mutates: bool = field(init=False)  # may write an argument
 
     def __post_init__(self) -> None:
@@ -203,6 +207,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         kept=schema.name in _REBINDS,
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
+        numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
     )
 
 

@@ -232,8 +232,8 @@ class SavedTensorsRecord:
     """Saved-tensor hooks that keep of each floating-point activation only what describes it.
 
     Parameters, inputs and all that no recorded op made are kept as they are. Integer and bool tensors
-    index and decide, so a copy of them is kept. Backward so runs every kernel, on ones. With `keep` all are
-    kept as they are, at the same marks: a plain step.
+    index and decide, so a copy of them is kept, unless they are numbers in disguise. Backward so runs every
+    kernel, on ones. With `keep` all are kept as they are, at the same marks: a plain step.
     """
 
     def __init__(self, recorder: Recorder, mark: Callable[[], int], *, keep: bool = False) -> None:
@@ -253,15 +253,21 @@ class SavedTensorsRecord:
         self.values.append(value)
         self.packed.append(len(self._recorder.record.ops))
         copy = None
+        copied = not (tensor.is_floating_point() or tensor.is_complex() or self._numbers(tensor, value))
         if self._keep:
             copy = tensor
-            if not (tensor.is_floating_point() or tensor.is_complex()):
+            if copied:
                 self._mark()  # where a hollow step has made its copy
-        elif not (tensor.is_floating_point() or tensor.is_complex()):
+        elif copied:
             with _paused(self._recorder):
                 copy = tensor.detach().clone()
             self.copies.append(RecordedStorage(self._recorder.locate(copy.untyped_storage()), self._mark()))
         return _HollowHandle(index, tensor, copy, weakref.ref(self))
+
+    def _numbers(self, tensor: Tensor, value: int) -> bool:
+        """Whether the bytes of `tensor` are floating-point numbers."""
+        record = self._recorder.record
+        return tensor.dtype is torch.uint8 and record.ops[record.values[value].op].facts.numbers_as_bytes
 
     def unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _HollowHandle):
@@ -275,7 +281,8 @@ class SavedTensorsRecord:
             return packed.copy
         with _paused(self._recorder):
             fresh = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype, device=packed.device)
-            fresh.fill_(1)  # zeros send some kernels (prod) along a path of their own
+            # Zeros send some kernels (prod) along a path of their own.
+            fresh.fill_(1 if packed.dtype is not torch.uint8 else _BYTE_OF_NUMBERS)
         event.ended = self._mark()
         event.stand_in = RecordedStorage(self._recorder.locate(fresh.untyped_storage()), event.ended)
         self.copies.append(event.stand_in)
@@ -285,6 +292,9 @@ class SavedTensorsRecord:
     def dropped(self, index: int) -> None:
         if not self.closed:
             self.events.append(SavedEvent("drop", index, self._mark(), ""))
+
+
+_BYTE_OF_NUMBERS = 0x3F  # four of them are 0.747 in float32, two are 0.746 in bfloat16
 
 
 @dataclass(slots=True)
