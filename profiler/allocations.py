@@ -52,6 +52,11 @@ class Allocations(Protocol):
     def block_at(self, address: int, mark: int) -> Block | None: ...
 
 
+def profiler_is_running() -> bool:
+    """Whether torch.profiler runs on this thread, so that no record can be taken."""
+    return torch._C._autograd._profiler_enabled()
+
+
 class AllocationRecord:
     """Use as a context manager; `mark()` inside it, the rest after it.
 
@@ -74,7 +79,7 @@ class AllocationRecord:
         self._blocks: dict[int, list[Block]] = {}  # by address, in order
 
     def __enter__(self) -> AllocationRecord:
-        if torch._C._autograd._profiler_enabled():
+        if profiler_is_running():
             raise ProfilerBusy
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else kineto prints a line at start and stop
         self._profiler.__enter__()

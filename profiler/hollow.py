@@ -27,7 +27,7 @@ from autoac.profiler.modules import modules_restored, watch_modules
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
-from autoac.profiler.sharding import alone, watch_sharding
+from autoac.profiler.sharding import alone, parameters_of, watch_sharding
 from autoac.profiler.times import Measured
 from autoac.profiler.timing import DeviceClock, forwards, middle_and_spread, timed_forward
 from autoac.profiler.wrappers import disarmed
@@ -82,7 +82,7 @@ def run(
         ShardsInUse, CannotProfile: as `alone`.
     """
     if accumulates is None:
-        accumulates = any(parameter.grad is not None for parameter in model.parameters())
+        accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
     allocations = AllocationRecord(device)
     clock = DeviceClock(device)
     recorder = Recorder(allocations.mark, clock.stamp)

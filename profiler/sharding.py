@@ -1,7 +1,7 @@
 """Models that `fully_shard` has sharded: how one rank profiles such a model alone, and what a plan must save.
 
 FSDP gathers the parameters of a unit before its forward and before its backward, and frees them after both.
-A profiled step runs under its hooks, so that every gather, free and reduction stands in the allocator's record.
+A profiled step runs under its hooks, so every gather, free and reduction stands in the allocator's record.
 Only nobody is talked to: in place of the other ranks' shards stand copies of this rank's, and of a reduced
 gradient its own part of the local one. So any rank may profile at any time, and none waits for it.
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves
 
 from autoac.planner.constraints import CROSSES
@@ -95,6 +96,31 @@ def _states_of(model: nn.Module) -> dict[str, Any]:
         for path, module in model.named_modules()
         if isinstance(module, fsdp.FSDPModule)
     }
+
+
+def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that an optimizer has: a unit's shards also while it is gathered."""
+    shards = {
+        id(unsharded): param.sharded_param
+        for state in _states_of(model).values()
+        for group in state._fsdp_param_groups
+        for param in group.fsdp_params
+        if (unsharded := getattr(param, "_unsharded_param", None)) is not None
+    }
+    for parameter in model.parameters():
+        yield shards.get(id(parameter), parameter)
+
+
+def gathered_nbytes(model: nn.Module) -> int:
+    """Bytes of the parameters that are gathered now, beside the shards: an evaluation leaves the root so."""
+    storages = {
+        output.untyped_storage()._cdata: output.untyped_storage().nbytes()
+        for state in _states_of(model).values()
+        for group in state._fsdp_param_groups
+        for param in group.fsdp_params
+        for output in param.all_gather_outputs
+    }
+    return sum(storages.values())
 
 
 def process_group_of(model: nn.Module) -> Any:
@@ -296,7 +322,7 @@ def _gathered_again(back: ExitStack, group: Any) -> None:
     def gather() -> None:
         for param in group.fsdp_params:
             param.alloc_all_gather_outputs()
-        with torch.autograd._unsafe_preserve_version_counter(tuple(outputs)):
+        with _unsafe_preserve_version_counter(tuple(outputs)):
             for output, copy in zip(outputs, copies, strict=True):
                 output.copy_(copy)
         group._to_unsharded()

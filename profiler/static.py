@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from autoac.planner.profile import StaticBytes
 from autoac.profiler.devices import Device
 from autoac.profiler.ops import has_storage_or_fake, outputs_of
-from autoac.profiler.sharding import local
+from autoac.profiler.sharding import local, parameters_of
 from autoac.profiler.storages import StorageTable
 from autoac.profiler.wrappers import buckets_of
 
@@ -64,17 +64,18 @@ def static_bytes(
                 total += -(-storage.nbytes() // rounding) * rounding
         return total
 
+    parameters = list(parameters_of(model))
     buckets = buckets_of(model, device if on is None else None)
     to_come = sum(
         -(-local(parameter).nbytes // rounding) * rounding
-        for parameter in model.parameters()
+        for parameter in parameters
         if parameter.requires_grad and parameter.grad is None
         if on is not None or parameter.device.type == device.type
     )
     return StaticBytes(
-        parameters=count(model.parameters()),
+        parameters=count(parameters),
         buffers=count(model.buffers()),
-        gradients=count(p.grad for p in model.parameters())
+        gradients=count(p.grad for p in parameters)
         + (to_come if accumulates else 0)
         + (0 if buckets.holds_gradients else buckets.nbytes),
         optimizer_state=optimizer_state,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from models import ConvNet
 from ranks import told_by_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ac_client
@@ -148,14 +150,112 @@ def test_a_planned_model_trains_in_its_wrapper() -> None:
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("on", [None, DATASHEETS["h100"]], ids=["hollow", "fake"])
-def test_a_sharded_model_is_refused_and_left_whole(on: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    expected = model(torch.ones(1, 4))
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(CannotProfile, match=r"FSDPLinear at 0.*not sharded"):
-        profile(model, torch.ones(1, 4), on=on)
-    assert torch.equal(model(torch.ones(1, 4)), expected)
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sharded(**settings: Any) -> nn.Sequential:
+    model = layers()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def test_a_sharded_model_is_left_whole() -> None:
+    model, x = sharded(), torch.ones(1, 4)
+    fired: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(fired.append)
+    before = list(model.parameters())
+    found = profile(model, x, loss=torch.sum)
+    assert found.static.parameters == sum(p.nbytes for p in layers().parameters())
+    assert [op for op, why in zip(found.keys(), found.ops.must_save, strict=True) if why >= 0] == [
+        "0/aten.addmm.default#0"
+    ]
+    assert all(a is b and a.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    assert not fired
+    plain = layers()
+    plain(x).sum().backward()
+    model(x).sum().backward()
+    assert len(fired) == len(before)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert isinstance(b.grad, DTensor)
+        assert a.grad is not None
+        assert torch.equal(a.grad, b.grad.to_local())
+
+
+def test_a_sharded_model_whose_step_raises_is_left_whole() -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    model, x = sharded(), torch.ones(1, 4)
+    handle = model[1].register_forward_hook(lambda _module, _args, out: Breaks.apply(out))
+    with pytest.raises(ZeroDivisionError):
+        profile(model, x, loss=torch.sum)
+    handle.remove()
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model(x), layers()(x))
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "offloaded": (
+        lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "offloaded to the host",
+    ),
+    "replicas": (
+        lambda: fully_shard(layers(), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))),
+        "over replicas",
+    ),
+    "a part": (lambda: _begun(sharded())[0], "profile or plan its root"),
+    "two layouts": (
+        lambda: fully_shard(
+            parallelize_module(
+                layers(), init_device_mesh("cpu", (1,), mesh_dim_names=("t",)), {"0": ColwiseParallel()}
+            ),
+            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("d",)),
+        ),
+        "by another layout as well",
+    ),
+    "FSDP1": (
+        lambda: FullyShardedDataParallel(
+            layers(), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD
+        ),
+        "not sharded",
+    ),
+}
+
+
+def _begun(model: nn.Sequential) -> nn.Sequential:
+    model(torch.ones(1, 4)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_one_rank_cannot_profile_alone_is_refused(setting: str) -> None:
+    make, why = REFUSED[setting]
+    model = make()
+    with pytest.raises(CannotProfile, match=why):
+        profile(model, torch.ones(1, 4), loss=torch.sum)
+
+
+def test_a_sharded_model_has_no_fake_step() -> None:
+    with pytest.raises(CannotProfile, match="fake tensors cannot be gathered"):
+        profile(sharded(), torch.ones(1, 4), on=DATASHEETS["h100"])
+
+
+def test_a_model_is_planned_after_it_was_sharded() -> None:
+    model = layers()
+    ac_client.apply(model, 1.0)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(CannotProfile, match=r"call ac_client\.apply after fully_shard"):
+        model(torch.ones(1, 4))
 
 
 RANK = """
