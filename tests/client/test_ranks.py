@@ -60,8 +60,11 @@ print(json.dumps(told))
 """
 
 
-def told(script: str, tmp_path: Path, world: int = 2) -> list[dict[str, Any]]:
-    return [json.loads(out) for out in told_by_ranks(COMMON + script + TOLD, tmp_path / "store", world)]
+Told = list[dict[str, Any]]
+
+
+def told(script: str, tmp_path: Path) -> Told:
+    return [json.loads(out) for out in told_by_ranks(COMMON + script + TOLD, tmp_path / "store", timeout=300)]
 
 
 DDP = """
@@ -101,8 +104,8 @@ if rank == 0:
 """
 
 
-def test_ranks_get_the_policy_of_the_largest_batch_and_gradients_stay_equal(tmp_path: Path) -> None:
-    first, second = told(DDP, tmp_path)
+def test_ranks_get_the_policy_of_the_largest_batch_and_gradients_stay_equal(replicas: Told) -> None:
+    first, second = replicas
     assert first["policy"] == second["policy"]
     assert first["shapes"] == second["shapes"] == [{"0": "float32[8, 32, 32]"}]
     assert first["recomputed"] > 0
@@ -177,8 +180,14 @@ told["static"] -= sum(p.grad.nbytes for p in model.parameters())
 """
 
 
-def test_what_goes_wrong_on_one_rank_is_raised_on_all_in_the_same_words(tmp_path: Path) -> None:
-    first, second = told(FAILING, tmp_path)
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What two ranks of DistributedDataParallel tell, for several tests: starting them takes long."""
+    return told(DDP + FAILING, tmp_path_factory.mktemp("replicas"))
+
+
+def test_what_goes_wrong_on_one_rank_is_raised_on_all_in_the_same_words(replicas: Told) -> None:
+    first, second = replicas
     for case in ("budget", "one is too small", "constraints"):
         assert first[case] == second[case]
         assert first[case][2:] == ["unplanned"]
@@ -261,12 +270,12 @@ for way in WAYS:
     at["predicted"], at["budget"] = policy.predicted.peak_bytes, budget
     at["save_all"] = policy.predicted.save_all_peak_bytes
 
-    # Rank 0 alone meets a new shape, with gradients that are there: it plans without the other.
-    x = batch(rows=4, length=40 if rank == 0 else 32)
-    step(plain, x, 4), step(planned, x, 4)
-    at["equal"].append(same(gradients(plain), gradients(planned)))
-    at["buckets"] = len(ac_client.applied(planned).policies.buckets)
     at["off_path"] = ac_client.applied(planned).report().off_path
+    if way == "default":  # rank 0 alone meets a new shape, with gradients that are there
+        x = batch(rows=4, length=40 if rank == 0 else 32)
+        step(plain, x, 4), step(planned, x, 4)
+        at["equal"].append(same(gradients(plain), gradients(planned)))
+        told["buckets"] = len(ac_client.applied(planned).policies.buckets)
 
 # No gradient is touched that is not reduced yet.
 model = made("default")
@@ -302,7 +311,7 @@ def test_a_sharded_model_is_planned_within_its_units(tmp_path: Path) -> None:
     first, second = told(FSDP, tmp_path)
     for way in ("default", "kept gathered", "bf16"):
         for at in (first[way], second[way]):
-            assert at["equal"] == [True] * 6
+            assert at["equal"] == [True] * (6 if way == "default" else 5)
             assert at["untouched"]
             assert at["recomputed"] > 0
             assert at["off_path"] == ""
@@ -310,7 +319,7 @@ def test_a_sharded_model_is_planned_within_its_units(tmp_path: Path) -> None:
             # What gloo's threads let go of last, the record shows as never freed: so the least counts.
             assert min(at["measured"]) == pytest.approx(at["predicted"], rel=0.01)
         assert first[way]["policy"] == second[way]["policy"]
-        assert [first[way]["buckets"], second[way]["buckets"]] == [2, 1]
+    assert [first["buckets"], second["buckets"]] == [2, 1]
     for at in (first, second):
         assert at["waits"]
         assert at["accumulated"]

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ac_client
 from ac_client.measure import AllocatorTimeline
-from autoac.planner import bounds, build
+from autoac.planner import bounds, build, plan
 from autoac.profiler import DATASHEETS, CannotProfile, observe, profile
 from autoac.profiler.randomness import generators_restored
 
@@ -202,6 +202,58 @@ def test_a_sharded_model_whose_step_raises_is_left_whole() -> None:
     handle.remove()
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(model(x), layers()(x))
+
+
+class KeepsLoss(nn.Module):
+    """Backward comes to the loss that it keeps before it comes to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        out = self.second(y)
+        self.loss = y.exp().square().mean()
+        return out
+
+
+class WithItsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = KeepsLoss(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(self.block(x).relu()).sum()
+        return out + self.block.loss
+
+
+def test_what_backward_asks_for_while_the_unit_is_freed_is_saved() -> None:
+    def sharded_with_its_loss() -> nn.Module:
+        torch.manual_seed(0)
+        model = WithItsLoss()
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    plain, planned, x = sharded_with_its_loss(), sharded_with_its_loss(), torch.ones(3, 4)
+    found = profile(planned, x)
+    saved = {
+        key: found.reasons[why]
+        for key, why in zip(found.keys(), found.ops.must_save, strict=True)
+        if why >= 0
+    }
+    assert saved["block/aten.exp.default#0"] == "its FSDP unit is freed when backward asks for it"
+    assert "block/aten.tanh.default#0" not in saved
+    policy = plan(found, budget_bytes=bounds(build(found)).ceiling).policy()
+    decisions = {key: "save" if key in saved else "recompute" for key in policy.decisions}
+    ac_client.apply(planned, policy=policy.model_copy(update={"decisions": decisions}))
+    plain(x).backward()
+    planned(x).backward()
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert isinstance(a.grad, DTensor)
+        assert isinstance(b.grad, DTensor)
+        assert torch.equal(a.grad.to_local(), b.grad.to_local())
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
