@@ -71,12 +71,8 @@ def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
 def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def crossing(group: Any, module: Any, args: Any, other: Any) -> Any:
-        # `other` is the keyword arguments before forward, and what it returned afterwards. The root stays
-        # gathered until its backward is over, unless the user has asked otherwise.
-        outermost = (
-            module is not None and module._get_fsdp_state()._is_root and not group._reshard_after_forward
-        )
-        if not outermost and (modes := recording_modes()):
+        # `other` is the keyword arguments before forward, and what it returned afterwards.
+        if (modes := recording_modes()) and not _stays_gathered(group, module):
             tensors = [leaf for leaf in tree_leaves((args, other)) if isinstance(leaf, Tensor)]
             for mode in modes:
                 mode.cross_units(tensors)
@@ -84,6 +80,12 @@ def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(group, module, args, other)
 
     return crossing
+
+
+def _stays_gathered(group: Any, module: Any) -> bool:
+    """Whether this is the root, which by default is freed only when its backward is over."""
+    state_of = getattr(module, "_get_fsdp_state", None)
+    return state_of is not None and bool(state_of()._is_root) and not group._reshard_after_forward
 
 
 def _states_of(model: nn.Module) -> dict[str, Any]:
