@@ -13,9 +13,17 @@ from torch import nn
 from ac_client.applied import Applied, Shapes, applied, check_untouched
 from ac_client.checkpoint import checkpoint, checkpoint_sequential
 from ac_client.cursor import LeftThePath
-from ac_client.errors import AlreadyApplied, ApplyError, CheckpointingActive, NotApplied, ShapeNotPlanned
+from ac_client.errors import (
+    AlreadyApplied,
+    ApplyError,
+    CheckpointingActive,
+    NotApplied,
+    RankFailed,
+    ShapeNotPlanned,
+)
 from ac_client.pins import Pin, pin
 from ac_client.policies import PolicyConflict
+from ac_client.ranks import AUTO, Group
 from ac_client.recipes import StaleError
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy, tag
@@ -40,6 +48,7 @@ __all__ = [
     "PinConflict",
     "PolicyConflict",
     "PolicySet",
+    "RankFailed",
     "Report",
     "ShapeNotPlanned",
     "StaleError",
@@ -67,6 +76,7 @@ def apply(
     constraints: Constraints | None = None,
     strict: bool = False,
     shapes: Shapes = "bucket",
+    group: Group = AUTO,
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
@@ -90,11 +100,15 @@ def apply(
             first batch is always planned.
         shapes: "bucket": one policy for each shape of batch that is met and not covered by an earlier
             one (docs/shapes.md). "first": the first batch's policy carries out every batch.
+        group: the torch.distributed ProcessGroup whose ranks run each forward together: they meet in the
+            first one, and get the same policy, which keeps the budget on each of them (docs/ranks.md).
+            "auto": that of the model's DistributedDataParallel or `fully_shard`, and none for other models.
+            None: each rank plans for itself.
 
     Raises:
         InvalidBudget: the budget is not a positive, finite number of GiB; or there is none, and the policy
             set is empty.
-        ValueError: `shapes` is neither of the two.
+        ValueError: `shapes` is neither of the two, or `group` is no group.
         AlreadyApplied: the model or a part of it is planned already.
         CheckpointingActive: the model checkpoints itself.
         InvalidConstraints: a pattern stands for nothing, or constraints contradict each other. From the first
@@ -123,6 +137,8 @@ def apply(
         )
     if shapes not in ("bucket", "first"):
         raise ValueError(f'shapes={shapes!r}: pass "bucket" or "first"')
+    if isinstance(group, str) and group != AUTO:
+        raise ValueError(f'group={group!r}: pass "auto", a ProcessGroup, or None')
     check_untouched(model)
     loaded = _read(policy)
     if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
@@ -142,6 +158,7 @@ def apply(
         service=service,
         strict=strict,
         shapes=shapes,
+        group=group,
     )
     return model
 

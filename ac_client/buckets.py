@@ -22,11 +22,17 @@ class Loaded:
     """A policy as it is carried out, and what was seen of its steps."""
 
     def __init__(
-        self, shape: Shape | None, policy: Policy, plan: Plan | None = None, profile: Profile | None = None
+        self,
+        shape: Shape | None,
+        policy: Policy,
+        plan: Plan | None = None,
+        profile: Profile | None = None,
+        extra_static: int = 0,
     ) -> None:
         self.shape = shape  # None: it serves every batch
         self.planned_for = shape  # the batch that was profiled
         self.profile = profile  # None: it was planned elsewhere, and cannot be planned again here
+        self.extra_static = extra_static  # bytes that another rank holds beyond what is in the profile
         self.steps = 0
         self.corrections = 0
         self.correction = 0  # bytes that the device needs beside what the simulator says

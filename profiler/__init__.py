@@ -20,15 +20,17 @@ from autoac.profiler.errors import (
     NothingToProfile,
     ProfilerBusy,
     ProfilerError,
+    ShardsInUse,
     Unsteady,
 )
 from autoac.profiler.hollow import HollowStep, Loss
 from autoac.profiler.local import LocalTimes, datasheet_of, datasheet_of_this_cpu
 from autoac.profiler.plain import with_times_of
+from autoac.profiler.sharding import check_sharded
 from autoac.profiler.static import allocator_rounding, optimizer_bytes, static_bytes
 from autoac.profiler.times import Measured, Times, machine
 from autoac.profiler.timing import BETWEEN
-from autoac.profiler.wrappers import buckets_of, check_sharded
+from autoac.profiler.wrappers import buckets_of
 
 __all__ = [
     "DATASHEETS",
@@ -38,6 +40,7 @@ __all__ = [
     "NothingToProfile",
     "ProfilerBusy",
     "ProfilerError",
+    "ShardsInUse",
     "Times",
     "Unsteady",
     "datasheet_of_this_cpu",
@@ -83,7 +86,8 @@ def profile(
     Raises:
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
-        CannotProfile: the model is sharded by FSDP.
+        ShardsInUse: FSDP holds gradients that are not reduced yet.
+        CannotProfile: the model is sharded in a way that docs/ranks.md excludes.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
         ValueError: `mode` and `on` do not go together.
@@ -112,7 +116,7 @@ def observe(
             default what holds for `model` now; True counts them where they are not there yet.
     """
     mode = _mode(mode, on)
-    check_sharded(model)
+    check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient goes into its bucket, and goes
     inputs = [describe(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]

@@ -272,6 +272,8 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         CannotFake: an op needs values that are not known, or a kernel that torch has no fake of.
     """
+    if accumulates is None:
+        accumulates = any(parameter.grad is not None for parameter in model.parameters())
     allocations = FakeAllocations(device, (local or device).runtime_us)
     recorder = Recorder(allocations.mark, _nothing, allocations.locate, has_storage)
     saved = SavedTensorsRecord(recorder, allocations.mark)

@@ -27,6 +27,7 @@ from autoac.profiler.modules import modules_restored, watch_modules
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
+from autoac.profiler.sharding import alone, parameters_of, watch_sharding
 from autoac.profiler.times import Measured
 from autoac.profiler.timing import (
     BETWEEN,
@@ -88,7 +89,10 @@ def run(
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
+        ShardsInUse, CannotProfile: as `alone`.
     """
+    if accumulates is None:
+        accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
     allocations = AllocationRecord(device, host_clock())
     clock = DeviceClock(device)
     recorder = Recorder(allocations.mark, clock.stamp)
@@ -97,11 +101,16 @@ def run(
         generators_restored(device),
         modules_restored(model),
         disarmed(model),
-        isolated(model, args, kwargs, accumulates=accumulates) as (call, leaves),
+        alone(model, accumulates=accumulates) as shards,
+        isolated(
+            model, args, kwargs, accumulates=accumulates, placed=shards.managed(), before=shards.reset
+        ) as (call, leaves),
     ):
+        saved.may_be_made = shards.is_there
         try:
             began = time.perf_counter()
             first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
+            leaves += shards.leaves()
             forget_workspaces(device)
             warm = time.perf_counter()
             with allocations:
@@ -111,6 +120,7 @@ def run(
                     )
                 saved.closed = True
                 ended = time.perf_counter()
+            shards.mark(recorder.record, saved.out_of_reach)
             for state in recorder.generators.values():
                 state.restore()
             ops = recorder.record.ops
@@ -119,10 +129,10 @@ def run(
             measured = known(kinds)
             wanted = kinds - measured.keys()
             # Ranks must run forward equally often, and clocks would decide.
-            alone = not any(op.facts.collective for op in ops)
+            silent = not any(op.facts.collective for op in ops)
             if wanted:
                 more: Samples = {}
-                if time_ops and alone:
+                if time_ops and silent:
                     left_s = MOST_STEPS * (ended - warm) - (time.perf_counter() - began)
                     at = allocations.times_ns
                     forward_s = min(warm - began, (at[backward_began] - at[0]) / 1e9)  # the first is cold
@@ -178,6 +188,7 @@ def take_step(
         recorder.module = path[-1]
 
     watch_compiled()
+    watch_sharding()
     handles = watch_modules(model, enter, leave)
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
@@ -226,17 +237,23 @@ def isolated(
     of_buffer: Callable[[Tensor], Tensor] = _cloned,
     of_input: Callable[[Tensor], Tensor] = Tensor.detach,
     *,
-    accumulates: bool | None = None,
+    accumulates: bool,
+    placed: Set[Tensor] = frozenset(),
+    before: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
     """A call of the model on aliases: nothing that it does reaches the model's own tensors.
 
     Yields the call and the leaves that it may give gradients to. Without gradients of their own, what
     `of_parameter`, `of_buffer` and `of_input` return stands in for the tensors of the model and the batch.
-    `accumulates`: gradients go into ones that are there already; None: if the model has any.
+
+    Args:
+        model, args, kwargs: as for `run`.
+        of_parameter, of_buffer, of_input: from a tensor of the model or batch to what stands in for it.
+        accumulates: gradients go into ones that are there already.
+        placed: parameters that are no part of this: somebody else puts an alias in place.
+        before: to be called before each call of the model.
     """
     leaves: list[Tensor] = []
-    if accumulates is None:
-        accumulates = any(parameter.grad is not None for parameter in model.parameters())
 
     def alias(tensor: Tensor) -> Tensor:
         copy = of_input(tensor)
@@ -249,6 +266,8 @@ def isolated(
 
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
+        if parameter in placed:
+            continue
         tensors[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
         if parameter.requires_grad:
             leaves.append(tensors[name])
@@ -261,6 +280,7 @@ def isolated(
             leaf.register_post_accumulate_grad_hook(_drop_gradient)
 
     def call() -> Any:
+        before()
         return torch.func.functional_call(model, tensors, own_args, own_kwargs)
 
     yield call, leaves

@@ -27,6 +27,8 @@ _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias
 # Ask a tensor something that is no tensor. Only tensors that are fake or wrap others dispatch it.
 _QUESTIONS = {"prim::device"}
 
+_LABELS = "profiler"  # the namespace of record_function, which names a stretch of code and computes nothing
+
 _STATISTICS = (3, 4)  # running_mean and running_var as arguments of a batch norm
 
 # Write them in training, though their schema says nothing.
@@ -125,7 +127,7 @@ class OpFacts:
     """What holds for every call of one overload."""
 
     name: str  # "aten.addmm.default"
-    view: bool  # only makes a view: costs nothing, is not recorded
+    view: bool  # makes a view, or nothing: costs nothing, is not recorded
     writes: tuple[int, ...]  # positional arguments that it writes
     writes_named: tuple[str, ...]  # keyword arguments that it writes
     in_place: bool  # returns nothing but what it writes
@@ -196,7 +198,9 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     collective = op.namespace in _COLLECTIVE_NAMESPACES
     return OpFacts(
         name=str(op),
-        view=(bool(aliases) and not written) or schema.name in _HIDDEN_VIEWS | _QUESTIONS,
+        view=(bool(aliases) and not written)
+        or schema.name in _HIDDEN_VIEWS | _QUESTIONS
+        or op.namespace == _LABELS,
         writes=tuple(i for i, a in enumerate(positional) if a in written) + hidden,
         writes_named=tuple(a.name for a in written if a.kwarg_only),
         in_place=bool(written) and all(r.alias_info is not None for r in schema.returns),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoac.planner.constraints import CROSSES
 from autoac.planner.profile import DECIDES, PINNED
 from autoac.profiler.compiled import SeesCompiled
 from autoac.profiler.modules import ROOT
@@ -44,6 +45,11 @@ class RecordedOp:
     must_recompute: bool = False
     began: int = -1  # mark
     ended: int = -1
+
+    def insist_on_saving(self, why: str) -> None:
+        """It can not be run again, whatever else was said of it."""
+        self.must_save = self.must_save or why
+        self.must_recompute = False
 
 
 @dataclass(slots=True)
@@ -167,6 +173,12 @@ class Recorder(SeesCompiled):
         self._compiled -= 1
         self.paused = self._compiled > 0
 
+    def cross_units(self, tensors: Iterable[Tensor]) -> None:
+        """What goes into an FSDP unit or comes out of it is saved."""
+        for tensor in tensors:
+            if self.has_storage(tensor) and (value := self.current.get(tensor)) is not None:
+                self.record.ops[self.record.values[value].op].insist_on_saving(CROSSES)
+
     def _overwritten(self, tensor: Tensor, *, by: int) -> None:
         # What is from outside stays where it is, and what read it before can not be run again.
         for reader in self._readers.get(tensor) or ():
@@ -245,6 +257,8 @@ class SavedTensorsRecord:
         self.events: list[SavedEvent] = []
         self.copies: list[RecordedStorage] = []  # made by us: no step without us has them
         self.closed = False
+        self.may_be_made: Callable[[str], bool] = lambda _module: True  # whether an op there could run now
+        self.out_of_reach: set[int] = set()  # ops whose output was unpacked when it could not be made again
 
     def pack(self, tensor: Tensor) -> Any:
         if not self._recorder.has_storage(tensor) or (value := self._recorder.current.get(tensor)) is None:
@@ -276,6 +290,9 @@ class SavedTensorsRecord:
         node = torch._C._current_autograd_node()
         event = SavedEvent("unpack", packed.index, self._mark(), node.name() if node is not None else "")
         self.events.append(event)
+        maker = self._recorder.record.values[self.values[packed.index]].op
+        if not self.may_be_made(self._recorder.record.ops[maker].module):
+            self.out_of_reach.add(maker)
         if packed.copy is not None:
             event.ended = self._mark()
             return packed.copy
