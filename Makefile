@@ -12,8 +12,9 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 demo: $(READY)
 	$(BIN)/autoac demo
 
+# In two processes: many tests wait for children, ranks or a database.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 # The fuzzer on 3,000 programs and the op sweep on every sample: an hour or so.
 nightly: $(READY)
