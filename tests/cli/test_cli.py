@@ -10,6 +10,7 @@ from torch import nn
 
 from ac_client import cli, console
 from ac_client.cli import main
+from ac_client.commands import planning
 from ac_client.console import CommandError, case_of, write_whole
 from autoac.planner import Policy, PolicySet, Profile
 from autoac.planner.policy_set import Bucket
@@ -372,7 +373,7 @@ def test_interrupting_leaves_with_130(folder, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load_case", interrupted)
+    monkeypatch.setattr(planning, "load_case", interrupted)
     assert run(capsys, "profile", "small:make")[0] == cli.INTERRUPTED
 
 
