@@ -99,6 +99,7 @@ class Applied:
         optimizer: torch.optim.Optimizer | None,
         policy: Policy | PolicySet | None,
         service: str | None,
+        require_service: bool = False,
         strict: bool,
         shapes: Shapes = "bucket",
     ) -> None:
@@ -107,7 +108,9 @@ class Applied:
         self._strict = strict
         self._model = weakref.ref(model)
         self._name = type(model).__name__
-        self._planning = Planning(self._name, budget_bytes, headroom_bytes, constraints, optimizer, service)
+        self._planning = Planning(
+            self._name, budget_bytes, headroom_bytes, constraints, optimizer, service, require_service
+        )
         self._shapes = shapes
         self._buckets = Buckets()
         self._serves_all: Loaded | None = None  # one policy, whatever the batch

@@ -35,6 +35,7 @@ class Planning:
         constraints: Constraints | None,
         optimizer: torch.optim.Optimizer | None,
         service: str | None,
+        require_service: bool = False,
     ) -> None:
         self.name = name
         self.budget_bytes = budget_bytes
@@ -42,6 +43,7 @@ class Planning:
         self.constraints = constraints
         self._optimizer = optimizer
         self._service = service
+        self._require_service = require_service
         self._lock = threading.Lock()  # of corrections
 
     def first(self, profile: Profile) -> tuple[Policy, Plan | None]:
@@ -50,7 +52,13 @@ class Planning:
         return self.planned(profile, self.budget_bytes - self.headroom_bytes)
 
     def planned(self, profile: Profile, within: int) -> tuple[Policy, Plan | None]:
-        """A policy whose peak is within so many bytes, by the service if there is one."""
+        """A policy whose peak is within so many bytes, by the service if there is one.
+
+        Raises:
+            PlannerError: there is none.
+            ServiceUnavailable: the service is away, and is required.
+            ServiceRefused: the service said no.
+        """
         budget = within + self.headroom_bytes
         if self._service is not None:
             try:
@@ -65,6 +73,11 @@ class Planning:
                     None,
                 )
             except ServiceUnavailable as error:
+                if self._require_service:
+                    raise ServiceUnavailable(
+                        f"{error}. require_service=True forbids planning in this process: start the service, "
+                        "or leave require_service out"
+                    ) from error
                 log.warning("planning in-process, because %s", error)
         made = plan(
             profile,

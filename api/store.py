@@ -6,19 +6,21 @@ Functions of a connection, so that several make one transaction.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import zstandard
-from sqlalchemy import Connection, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, and_, delete, exists, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.database import now
 from autoac.api.errors import InUse, NotFound, PreconditionFailed
 from autoac.api.request import TakenProfile
 from autoac.api.settings import Settings
-from autoac.api.tables import alias_moves, aliases, jobs, policies, profiles
+from autoac.api.tables import alias_moves, aliases, jobs, policies, policy_options, profiles
+from autoac.planner.constraints import Constraints
 from autoac.planner.policy import Policy
 
 ANY = "*"
@@ -70,6 +72,16 @@ class PolicyText:
     @property
     def text(self) -> bytes:
         return zstandard.decompress(self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What a policy was asked for beside its budget, or is looked for with."""
+
+    headroom_bytes: int
+    gap: float
+    time_limit_s: float
+    constraints_digest: str  # "" for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +178,29 @@ def policy_id(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def add_policy(connection: Connection, text: str, who: str) -> str:
-    """Keep a policy that this service made, and give its id; the same text is kept once."""
+def options_of(options: Mapping[str, Any]) -> PolicyOptions:
+    """What a job for a policy was asked for, from its options (`request.PolicyRequest.options`)."""
+    rules = options["constraints"]
+    return PolicyOptions(
+        headroom_bytes=options["headroom_bytes"],
+        gap=options["gap"],
+        time_limit_s=options["time_limit_s"],
+        constraints_digest="" if rules is None else Constraints.model_validate(rules).digest,
+    )
+
+
+def add_policy(connection: Connection, text: str, who: str, options: PolicyOptions) -> str:
+    """Keep a policy that this service made for `options`, and give its id; the same text is kept once."""
+    id = _add_text(connection, text, who)
+    row = {"policy_id": id} | {name: getattr(options, name) for name in options.__slots__}
+    alike = and_(*(policy_options.c[name] == value for name, value in row.items()))
+    if connection.scalar(select(policy_options.c.policy_id).where(alike)) is None:
+        with suppress(IntegrityError), connection.begin_nested():  # somebody else noted the same
+            connection.execute(insert(policy_options).values(**row))
+    return id
+
+
+def _add_text(connection: Connection, text: str, who: str) -> str:
     policy, content = Policy.from_json(text), text.encode()
     id = policy_id(content)
     alike = and_(policies.c.fingerprint == policy.fingerprint, policies.c.budget_bytes == policy.budget_bytes)
@@ -223,10 +256,15 @@ def list_policies(
     fingerprint: str | None = None,
     device: str | None = None,
     budget_bytes: int | None = None,
+    options: PolicyOptions | None = None,
     before: int | None = None,
     limit: int,
 ) -> list[StoredPolicy]:
-    """Newest first, those before the number `before`."""
+    """Newest first, those before the number `before`.
+
+    With `options` only those that a request with these options would have been answered with: the same
+    headroom, gap and constraints, and a solver that reached the gap or had no less time.
+    """
     query = select(*_POLICY).order_by(policies.c.number.desc()).limit(limit)
     for column, wanted in (
         ("model", model),
@@ -236,6 +274,17 @@ def list_policies(
     ):
         if wanted is not None:
             query = query.where(policies.c[column] == wanted)
+    if options is not None:
+        asked = policy_options.c
+        query = query.where(
+            exists().where(
+                asked.policy_id == policies.c.id,
+                asked.headroom_bytes == options.headroom_bytes,
+                asked.gap == options.gap,
+                asked.constraints_digest == options.constraints_digest,
+                or_(asked.time_limit_s >= options.time_limit_s, policies.c.gap <= options.gap),
+            )
+        )
     if before is not None:
         query = query.where(policies.c.number < before)
     return [StoredPolicy(*row) for row in connection.execute(query)]
