@@ -9,10 +9,23 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import zstandard
-from sqlalchemy import Connection, and_, delete, exists, func, insert, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.database import now
@@ -265,29 +278,41 @@ def list_policies(
     With `options` only those that a request with these options would have been answered with: the same
     headroom, gap and constraints, and a solver that reached the gap or had no less time.
     """
-    query = select(*_POLICY).order_by(policies.c.number.desc()).limit(limit)
-    for column, wanted in (
-        ("model", model),
-        ("fingerprint", fingerprint),
-        ("device", device),
-        ("budget_bytes", budget_bytes),
-    ):
-        if wanted is not None:
-            query = query.where(policies.c[column] == wanted)
+    wanted = {
+        "model": model,
+        "fingerprint": fingerprint,
+        "device": device,
+        "budget_bytes": budget_bytes,
+        "before": before,
+    }
+    given = {name: value for name, value in wanted.items() if value is not None}
+    values = given | {"limit": limit}
     if options is not None:
+        values |= {f"asked_{name}": getattr(options, name) for name in options.__slots__}
+    query = _policies_query(frozenset(given), options is not None)
+    return [StoredPolicy(*row) for row in connection.execute(query, values)]
+
+
+@lru_cache(maxsize=64)  # to put such a query together takes five times as long as to ask it
+def _policies_query(given: frozenset[str], with_options: bool) -> Select[Any]:
+    query = select(*_POLICY).order_by(policies.c.number.desc()).limit(bindparam("limit"))
+    for name in sorted(given - {"before"}):
+        query = query.where(policies.c[name] == bindparam(name))
+    if "before" in given:
+        query = query.where(policies.c.number < bindparam("before"))
+    if with_options:
         asked = policy_options.c
+        gap = bindparam("asked_gap")
         query = query.where(
             exists().where(
                 asked.policy_id == policies.c.id,
-                asked.headroom_bytes == options.headroom_bytes,
-                asked.gap == options.gap,
-                asked.constraints_digest == options.constraints_digest,
-                or_(asked.time_limit_s >= options.time_limit_s, policies.c.gap <= options.gap),
+                asked.headroom_bytes == bindparam("asked_headroom_bytes"),
+                asked.gap == gap,
+                asked.constraints_digest == bindparam("asked_constraints_digest"),
+                or_(asked.time_limit_s >= bindparam("asked_time_limit_s"), policies.c.gap <= gap),
             )
         )
-    if before is not None:
-        query = query.where(policies.c.number < before)
-    return [StoredPolicy(*row) for row in connection.execute(query)]
+    return query
 
 
 def delete_policy(connection: Connection, id: str) -> None:

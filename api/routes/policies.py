@@ -119,23 +119,27 @@ async def get_policies(
             constraints_digest=constraints_digest or "",
         )
 
-    def look() -> str:
-        with service.database.read() as connection:
-            found = list_policies(
-                connection,
-                model=model,
-                fingerprint=fingerprint,
-                device=device,
-                budget_bytes=budget,
-                options=options,
-                before=before,
-                limit=limit + 1,
-            )
+    def look(connection: Connection) -> str:
+        found = list_policies(
+            connection,
+            model=model,
+            fingerprint=fingerprint,
+            device=device,
+            budget_bytes=budget,
+            options=options,
+            before=before,
+            limit=limit + 1,
+        )
         kept, following = page_of(found, limit, lambda row: row.number)
         page = Page[PolicyView](items=[PolicyView.of(row) for row in kept], next=following)
         return page.model_dump_json()
 
-    return json_text(await to_thread.run_sync(look))
+    def read() -> str:
+        with service.database.read() as connection:
+            return look(connection)
+
+    few = fingerprint is not None and budget is not None
+    return json_text(await (service.glance(look) if few else to_thread.run_sync(read)))
 
 
 @router.head(
