@@ -150,7 +150,7 @@ def serve(database_url: str) -> Iterator[Serve]:
         def start(solver: Solver | None = None, **settings: Any) -> TestClient:
             settings = {"database_url": database_url, "runner": "embedded"} | settings
             app = create_app(Settings(**settings), solver or InProcess(save_all))
-            client = TestClient(app, base_url="http://service", raise_server_exceptions=False)
+            client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
             return stack.enter_context(client)
 
         yield start

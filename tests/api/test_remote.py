@@ -27,7 +27,7 @@ from autoac.planner.plan import plan
 from autoac.planner.policy import Policy
 from autoac.planner.profile import Profile
 
-URL = "http://service"
+URL = "http://localhost"
 TOKEN = "a token of more than sixteen"
 
 

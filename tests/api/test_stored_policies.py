@@ -18,7 +18,7 @@ from autoac.planner.plan import plan
 from autoac.planner.policy import Policy
 from autoac.planner.profile import Profile
 
-URL = "http://service"
+URL = "http://localhost"
 MIB = 1 << 20
 GIB = 1 << 30
 SIZES = tuple(size * MIB for size in (4, 8, 2, 8, 4))
