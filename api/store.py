@@ -14,6 +14,7 @@ from typing import Any
 
 import zstandard
 from sqlalchemy import (
+    BindParameter,
     Connection,
     Select,
     and_,
@@ -302,7 +303,7 @@ def _policies_query(given: frozenset[str], with_options: bool) -> Select[Any]:
         query = query.where(policies.c.number < bindparam("before"))
     if with_options:
         asked = policy_options.c
-        gap = bindparam("asked_gap")
+        gap: BindParameter[float] = bindparam("asked_gap")
         query = query.where(
             exists().where(
                 asked.policy_id == policies.c.id,
