@@ -103,6 +103,7 @@ class Applied:
         optimizer: torch.optim.Optimizer | None,
         policy: Policy | PolicySet | None,
         service: str | None,
+        require_service: bool = False,
         strict: bool,
         shapes: Shapes = "bucket",
         group: Group = AUTO,
@@ -112,7 +113,9 @@ class Applied:
         self._strict = strict
         self._model = weakref.ref(model)
         self._name = type(model).__name__
-        self._planning = Planning(self._name, budget_bytes, headroom_bytes, constraints, optimizer, service)
+        self._planning = Planning(
+            self._name, budget_bytes, headroom_bytes, constraints, optimizer, service, require_service
+        )
         self._shapes = shapes
         self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
         self._ranks: Ranks | None = None  # that run each forward together; not known before the first

@@ -36,6 +36,7 @@ class Planning:
         constraints: Constraints | None,
         optimizer: torch.optim.Optimizer | None,
         service: str | None,
+        require_service: bool = False,
     ) -> None:
         self.name = name
         self.budget_bytes = budget_bytes
@@ -43,6 +44,7 @@ class Planning:
         self.constraints = constraints
         self._optimizer = optimizer
         self._service = service
+        self._require_service = require_service
         self._lock = threading.Lock()  # of corrections
 
     @property
@@ -61,6 +63,11 @@ class Planning:
         """A policy whose peak is within so many bytes, by the service if there is one.
 
         `extra_static` bytes of the peak are not in the profile.
+
+        Raises:
+            PlannerError: there is none.
+            ServiceUnavailable: the service is away, and is required.
+            ServiceRefused: the service said no.
         """
         budget = within + self.headroom_bytes
         constraints = self.constraints
@@ -81,6 +88,11 @@ class Planning:
                     None,
                 )
             except ServiceUnavailable as error:
+                if self._require_service:
+                    raise ServiceUnavailable(
+                        f"{error}. require_service=True forbids planning in this process: start the service, "
+                        "or leave require_service out"
+                    ) from error
                 log.warning("planning in-process, because %s", error)
         made = plan(
             profile,
