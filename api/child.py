@@ -1,8 +1,9 @@
 """The program that works on one request: `python -m autoac.api.child VERB KIND PARENT MEMORY TIME_LIMIT`.
 
-VERB is "take" or "answer", as in `request.py`, or "draw", as in `drawing.py`. It reads a decoded body from stdin and writes frames to
-stdout: a letter, a length of eight bytes, and so many bytes. P is progress, as JSON; R, the last, a pickle
-of the result or of the error that was raised. It ends with its parent, and within its memory.
+VERB is "take" or "answer", as in `request.py`, or "draw", as in `drawing.py`. It reads a decoded body from
+stdin and writes frames to stdout: a letter, a length of eight bytes, and so many bytes. P is progress, as
+JSON; R, the last, a pickle of the result or of the error that was raised. It ends with its parent, and
+within its memory.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.25  # between two looks at a job
 
 
 class Texts:
-    """What was asked for lately of policies, by their ids: up to so many bytes of it, and for so many seconds.
+    """What was asked for lately of policies, by id: up to so many bytes of it, and for so many seconds.
 
     A policy never changes, so nothing here is ever wrong; one that another replica deletes is told for
     `seconds` more, unless whoever asks looks whether it is still there.

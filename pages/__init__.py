@@ -1,8 +1,8 @@
 """Web pages as text: templates, scripts and styles, filled in so that no data can become markup.
 
-A page that is made here is one file and asks the network for nothing: what it needs is inlined, and its content
-security policy lets only these very scripts and styles run. Knows nothing of planning, so the client and the
-service both take parts from here; the service serves them as they are.
+A page that is made here is one file and asks the network for nothing: what it needs is inlined, and its
+content security policy lets only these very scripts and styles run. Knows nothing of planning, so the client
+and the service both take parts from here; the service serves them as they are.
 
 timeline.html, alone.js         memory over one training step, in one file (`timeline_page`)
 timeline.parts.html, .js, .css  the same as a part of any page
