@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import anyio
+import structlog
 from anyio import to_thread
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from autoac.api.bodies import read_body
 from autoac.api.database import Database
 from autoac.api.drawing import drawing_body
-from autoac.api.errors import Busy, NotFound
+from autoac.api.errors import Busy, NotFound, ServiceError
 from autoac.api.jobs import RETRY_AFTER_S, Job, Jobs
 from autoac.api.keys import REMEMBER_S, Caller, Doorkeeper, note
 from autoac.api.metrics import Metrics
@@ -28,10 +30,15 @@ from autoac.api.runner import AWAY, Runner
 from autoac.api.settings import Settings
 from autoac.api.solver import Solver
 from autoac.api.store import get_policy, profile_text, read_policy
+from autoac.planner.errors import PlannerError
 
 T = TypeVar("T")
+Wanted = tuple[MemoryObjectSendStream[str], MemoryObjectReceiveStream[str]]
+
+log = structlog.get_logger("autoac.api")
 
 SMALL = 64 << 10  # bytes of a body that are checked right here: a child would take longer to start
+MOST_AHEAD = 16  # policies that wait to be drawn before anybody asks for it
 REMEMBERED = 256  # bodies of which it is known what they ask for
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.25  # between two looks at a job
 
@@ -80,6 +87,8 @@ class Service:
     inside: int = field(default=0)  # requests from their first byte until their body is checked
     texts: Texts = field(default_factory=Texts)
     drawings: Texts = field(default_factory=lambda: Texts(seconds=math.inf))
+    drawn_now: dict[str, anyio.Lock] = field(default_factory=dict)
+    wanted: Wanted = field(default_factory=lambda: anyio.create_memory_object_stream[str](MOST_AHEAD))
     seen: OrderedDict[tuple[Kind, bytes], Taken] = field(default_factory=OrderedDict)
 
     @contextmanager
@@ -131,7 +140,29 @@ class Service:
             NotFound: there is no such policy, or its profile was deleted.
             Busy: too many bodies are being read. And what `Solver.draw` does.
         """
+        found = self.drawings.get(id)
+        if found is None:
+            with self.place():
+                found = await while_connected(request, lambda: self._draw(id))
+        return found
 
+    def draw_soon(self, id: str) -> None:
+        """Somebody has just had this policy made, and may look at it; not where many wait already."""
+        if self.settings.draw_ahead and self.drawings.get(id) is None:
+            with suppress(anyio.WouldBlock):
+                self.wanted[0].send_nowait(id)
+
+    async def draw_ahead(self) -> None:
+        """Draw what `draw_soon` named, one at a time, until cancelled."""
+        async for id in self.wanted[1]:
+            try:
+                await self._draw(id)
+            except (ServiceError, PlannerError, *AWAY) as error:
+                log.info("not drawn ahead", policy=id, reason=type(error).__name__)
+            except Exception as error:
+                log.exception("a bug", policy=id, exc_info=error)
+
+    async def _draw(self, id: str) -> bytes:
         def look() -> bytes:
             with self.database.read() as connection:
                 policy = read_policy(connection, id)
@@ -140,17 +171,17 @@ class Service:
                 digest = get_policy(connection, id).profile_digest
                 return drawing_body(profile_text(connection, digest), policy.text)
 
-        async def make() -> bytes:
-            async with self.slots:
-                found = self.drawings.get(id)  # of somebody who asked at the same time
-                return found or await self.solver.draw(await to_thread.run_sync(look))
-
-        found = self.drawings.get(id)
-        if found is None:
-            with self.place():
-                found = await while_connected(request, make)
-            self.drawings.put(id, found)
-        return found
+        lock = self.drawn_now.setdefault(id, anyio.Lock())  # who asks at the same time waits for the same
+        try:
+            async with lock, self.slots:
+                found = self.drawings.get(id)
+                if found is None:
+                    found = await self.solver.draw(await to_thread.run_sync(look))
+                    self.drawings.put(id, found)
+                return found
+        finally:
+            if not lock.statistics().tasks_waiting:
+                self.drawn_now.pop(id, None)
 
     async def submit(self, taken: Taken, caller: Caller, *, fresh: bool) -> Job:
         """The job of a request. Its client waits for it until `wait` has returned.

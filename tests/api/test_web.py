@@ -129,7 +129,7 @@ def test_what_a_plan_runs_again_is_told_by_op(serve: Serve) -> None:
 
 
 def test_a_drawing_ends_with_its_policy_and_needs_its_profile(serve: Serve, profile: Profile) -> None:
-    http = serve(InProcess(save_all))
+    http = serve(InProcess(save_all), draw_ahead=False)
     url = planned(http, profile, 1 << 30)
     assert http.delete(f"/v1/profiles/{profile.digest}").status_code == 204
     gone = http.get(url)
@@ -155,3 +155,23 @@ def test_jobs_of_one_profile(serve: Serve) -> None:
     (job,) = http.get("/v1/jobs", params={"profile": chain_profile().digest}).json()["items"]
     assert job["profile_digest"] == chain_profile().digest
     assert http.get("/v1/jobs", params={"profile": ID}).json()["items"] == []
+
+
+def test_a_policy_is_drawn_before_anybody_opens_its_page(serve: Serve, profile: Profile) -> None:
+    ahead = Counting(plan)
+    http = serve(ahead)
+    url = planned(http, profile, 1 << 30)
+    while not ahead.made:
+        http.get("/livez")
+    assert http.get(url).status_code == 200
+    planned(http, profile, 1 << 30)  # the same once more
+    assert len(ahead.made) == 1
+
+
+def test_nothing_is_drawn_ahead_where_the_settings_say_so(serve: Serve, profile: Profile) -> None:
+    asked = Counting(plan)
+    http = serve(asked, draw_ahead=False)
+    url = planned(http, profile, 1 << 30)
+    http.get("/livez")
+    assert asked.made == []
+    assert http.get(url).status_code == 200
