@@ -111,8 +111,6 @@ def create_app(settings: Settings, solver: Solver | None = None, database: Datab
             group.start_soon(service.draw_ahead)
             yield
             group.cancel_scope.cancel()
-        for end in service.wanted:
-            end.close()
         if runner is not None:
             with suppress(*AWAY):
                 await to_thread.run_sync(runner.gone)

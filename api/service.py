@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ from typing import TypeVar, cast
 import anyio
 import structlog
 from anyio import to_thread
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
@@ -33,12 +32,11 @@ from autoac.api.store import get_policy, profile_text, read_policy
 from autoac.planner.errors import PlannerError
 
 T = TypeVar("T")
-Wanted = tuple[MemoryObjectSendStream[str], MemoryObjectReceiveStream[str]]
 
 log = structlog.get_logger("autoac.api")
 
 SMALL = 64 << 10  # bytes of a body that are checked right here: a child would take longer to start
-MOST_AHEAD = 16  # policies that wait to be drawn before anybody asks for it
+MOST_AHEAD = 16  # policies that wait to be drawn before anybody asks
 REMEMBERED = 256  # bodies of which it is known what they ask for
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.25  # between two looks at a job
 
@@ -88,7 +86,8 @@ class Service:
     texts: Texts = field(default_factory=Texts)
     drawings: Texts = field(default_factory=lambda: Texts(seconds=math.inf))
     drawn_now: dict[str, anyio.Lock] = field(default_factory=dict)
-    wanted: Wanted = field(default_factory=lambda: anyio.create_memory_object_stream[str](MOST_AHEAD))
+    ahead: deque[str] = field(default_factory=deque)  # policies to draw before anybody asks
+    due: anyio.Event = field(default_factory=anyio.Event)  # there are some
     seen: OrderedDict[tuple[Kind, bytes], Taken] = field(default_factory=OrderedDict)
 
     @contextmanager
@@ -148,19 +147,23 @@ class Service:
 
     def draw_soon(self, id: str) -> None:
         """Somebody has just had this policy made, and may look at it; not where many wait already."""
-        if self.settings.draw_ahead and self.drawings.get(id) is None:
-            with suppress(anyio.WouldBlock):
-                self.wanted[0].send_nowait(id)
+        if self.settings.draw_ahead and len(self.ahead) < MOST_AHEAD and self.drawings.get(id) is None:
+            self.ahead.append(id)
+            self.due.set()
 
     async def draw_ahead(self) -> None:
         """Draw what `draw_soon` named, one at a time, until cancelled."""
-        async for id in self.wanted[1]:
-            try:
-                await self._draw(id)
-            except (ServiceError, PlannerError, *AWAY) as error:
-                log.info("not drawn ahead", policy=id, reason=type(error).__name__)
-            except Exception as error:
-                log.exception("a bug", policy=id, exc_info=error)
+        while True:
+            self.due = anyio.Event()
+            while self.ahead:
+                id = self.ahead.popleft()
+                try:
+                    await self._draw(id)
+                except (ServiceError, PlannerError, *AWAY) as error:
+                    log.info("not drawn ahead", policy=id, reason=type(error).__name__)
+                except Exception as error:
+                    log.exception("a bug", policy=id, exc_info=error)
+            await self.due.wait()
 
     async def _draw(self, id: str) -> bytes:
         def look() -> bytes:
