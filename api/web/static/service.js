@@ -61,7 +61,7 @@ const service = (() => {
       if (answer.ok) return answer;
       if (answer.status === 401) {
         if (key !== used) continue;  // another request got one meanwhile
-        const why = used ? "The service does not know that key, or it was revoked." : "Make one with `autoac keys create NAME --scope read`. It is kept until this tab is closed, and sent to this service only.";
+        const why = used ? "The service does not know that key, or it was revoked." : "The service shows what it has to who has a key.";
         if (await askForKey(why)) continue;
       }
       let problem = {};
@@ -181,7 +181,7 @@ const service = (() => {
   addEventListener("DOMContentLoaded", () => {
     parts.themeButton(find("theme"), theme => { try { localStorage.setItem(THEME, theme); } catch { /* for this page alone */ } });
     find("key-button").onclick = () => run(async () => {
-      if (await askForKey(key ? "A key is in use. Give another one, or forget it." : "Give a key that `autoac keys create` made. It is kept until this tab is closed, and sent to this service only.")) location.reload();
+      if (await askForKey(key ? "A key is in use. Give another one, or forget it." : "No key is in use.")) location.reload();
     });
   });
 
