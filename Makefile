@@ -7,13 +7,14 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: demo test nightly check policies policies-check fmt bench bench-plans bench-peak clean
+.PHONY: demo test nightly check policies policies-check fmt bench bench-plans bench-peak bench-profile clean
 
 demo: $(READY)
 	$(BIN)/autoac demo
 
+# In two processes: many tests wait for children, ranks or a database.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 # The fuzzer on 3,000 programs and the op sweep on every sample: an hour or so.
 nightly: $(READY)
@@ -48,6 +49,11 @@ bench-plans: $(READY)
 # Predicted and measured peak of the zoo's models, optimizer included -> docs/peaks.md: a quarter of an hour.
 bench-peak: $(READY)
 	$(BIN)/python -m benchmarks.peak
+
+# What profiles cost, and whether recompute takes as long as predicted -> docs/profile-cost.md, docs/recompute-time.md: half an hour.
+bench-profile: $(READY)
+	$(BIN)/python -m benchmarks.hollow
+	$(BIN)/python -m benchmarks.recompute_time
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -13,10 +14,19 @@ from torch import nn
 from ac_client.applied import Applied, Shapes, applied, check_untouched
 from ac_client.checkpoint import checkpoint, checkpoint_sequential
 from ac_client.cursor import LeftThePath
-from ac_client.errors import AlreadyApplied, ApplyError, CheckpointingActive, NotApplied, ShapeNotPlanned
+from ac_client.errors import (
+    AlreadyApplied,
+    ApplyError,
+    CheckpointingActive,
+    NotApplied,
+    RankFailed,
+    ShapeNotPlanned,
+)
 from ac_client.pins import Pin, pin
 from ac_client.policies import PolicyConflict
+from ac_client.ranks import AUTO, Group
 from ac_client.recipes import StaleError
+from ac_client.remote import RemoteError, ServiceRefused, ServiceUnavailable, named_policy
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy, tag
 from ac_client.split import split_backward
@@ -40,7 +50,11 @@ __all__ = [
     "PinConflict",
     "PolicyConflict",
     "PolicySet",
+    "RankFailed",
+    "RemoteError",
     "Report",
+    "ServiceRefused",
+    "ServiceUnavailable",
     "ShapeNotPlanned",
     "StaleError",
     "applied",
@@ -53,6 +67,8 @@ __all__ = [
     "tag",
 ]
 
+log = logging.getLogger("ac_client")
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -62,11 +78,14 @@ def apply(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     policy: Policy | PolicySet | str | os.PathLike[str] | None = None,
+    alias: str | None = None,
     service: str | None = None,
+    require_service: bool = False,
     headroom_gb: float = 0.0,
     constraints: Constraints | None = None,
     strict: bool = False,
     shapes: Shapes = "bucket",
+    group: Group = AUTO,
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
@@ -81,7 +100,12 @@ def apply(
         optimizer: counts its state, also before its first step.
         policy: carry this out: a Policy, for every batch; a PolicySet, for the batches that it covers, and
             for others too if there is no budget to plan them for; or the path of a file with either.
-        service: URL of a planning service to ask; with it away, the plan is made in this process.
+        alias: carry out the policy that this name stands for in the service right now, such as
+            "llama-8b@h100/production"; as if it were given as `policy`.
+        service: URL of a planning service to ask. It is asked for a policy that it has, for this model,
+            shapes, device, budget and constraints, and gets the profile where it has none. Its key is the
+            environment's AUTOAC_TOKEN. With it away, the plan is made in this process.
+        require_service: raise ServiceUnavailable instead, where the service is away.
         headroom_gb: left free below the budget, for fragmentation.
         constraints: what must hold for the plan beside the budget: pins by module path or op, FSDP units, a
             budget for forward, ... (docs/constraints.md).
@@ -90,11 +114,20 @@ def apply(
             first batch is always planned.
         shapes: "bucket": one policy for each shape of batch that is met and not covered by an earlier
             one (docs/shapes.md). "first": the first batch's policy carries out every batch.
+        group: the torch.distributed ProcessGroup whose ranks run each forward together: they meet in the
+            first one, and get the same policy, which keeps the budget on each of them (docs/ranks.md).
+            "auto": that of the model's DistributedDataParallel or `fully_shard`, and none for other models.
+            None: each rank plans for itself.
 
     Raises:
         InvalidBudget: the budget is not a positive, finite number of GiB; or there is none, and the policy
             set is empty.
-        ValueError: `shapes` is neither of the two.
+        ValueError: `shapes` is neither of the two; `group` is no group; `alias` cannot be a name, or comes
+            with `policy`; or `alias` or `require_service` come without `service`.
+        ServiceUnavailable: the service is away, and `require_service` was passed or there is no budget to
+            plan for. From `apply` for an alias, else from the first training forward, which leaves the
+            model as it was.
+        ServiceRefused: the service said no: a wrong key, no such alias.
         AlreadyApplied: the model or a part of it is planned already.
         CheckpointingActive: the model checkpoints itself.
         InvalidConstraints: a pattern stands for nothing, or constraints contradict each other. From the first
@@ -102,9 +135,14 @@ def apply(
         InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
             training forward, which leaves the model as it was.
     """
-    if budget_gb is None and policy is None:
+    if service is None and (alias is not None or require_service):
+        what = "alias" if alias is not None else "require_service"
+        raise ValueError(f"{what} means something only with a service: pass service=URL")
+    if alias is not None and policy is not None:
+        raise ValueError("pass policy=... or alias=..., not both")
+    if budget_gb is None and policy is None and alias is None:
         raise InvalidBudget("pass budget_gb=..., the device's peak in GiB, or policy=...")
-    if constraints is not None and policy is not None:
+    if constraints is not None and (policy is not None or alias is not None):
         raise InvalidConstraints(
             "a policy is carried out as it is: plan it under the constraints, or leave policy=... out"
         )
@@ -123,8 +161,12 @@ def apply(
         )
     if shapes not in ("bucket", "first"):
         raise ValueError(f'shapes={shapes!r}: pass "bucket" or "first"')
+    if isinstance(group, str) and group != AUTO:
+        raise ValueError(f'group={group!r}: pass "auto", a ProcessGroup, or None')
     check_untouched(model)
     loaded = _read(policy)
+    if alias is not None and service is not None:
+        loaded = _named(service, alias, required=require_service or budget_bytes is None)
     if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
         raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
     for predicted in (made.predicted for made in _policies(loaded)):
@@ -140,8 +182,10 @@ def apply(
         optimizer=optimizer,
         policy=loaded,
         service=service,
+        require_service=require_service,
         strict=strict,
         shapes=shapes,
+        group=group,
     )
     return model
 
@@ -151,6 +195,17 @@ def _read(policy: Policy | PolicySet | str | os.PathLike[str] | None) -> Policy 
         return policy
     text = Path(policy).read_text("utf-8")
     return PolicySet.from_json(text) if f'"{SET_FORMAT}"' in text[:200] else Policy.from_json(text)
+
+
+def _named(service: str, alias: str, *, required: bool) -> Policy | None:
+    """What the alias stands for; None where the service is away and a plan can be made without it."""
+    try:
+        return named_policy(service, alias)
+    except ServiceUnavailable as error:
+        if required:
+            raise
+        log.warning("planning in-process in place of %s, because %s", alias, error)
+        return None
 
 
 def _policies(given: Policy | PolicySet | None) -> list[Policy]:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,10 +33,11 @@ from ac_client.peaks import (
     proposed_headroom,
 )
 from ac_client.planning import Planning
+from ac_client.ranks import AUTO, Group, Need, Ranks, Terms, meet, ranks_of
 from ac_client.remote import RemoteError
 from ac_client.report import Report
 from ac_client.runtime import active, enter_hooks, save_recompute_policy
-from ac_client.shapes import key_of, leaves_of, shape_of
+from ac_client.shapes import Key, key_of, shape_of
 from ac_client.stepmarks import StepMarks, last_step
 from autoac.pages import timeline_page
 from autoac.planner import (
@@ -45,15 +46,18 @@ from autoac.planner import (
     PlannerError,
     Policy,
     PolicySet,
+    Profile,
     as_planned,
     picture,
 )
 from autoac.planner.measured import MeasuredStep, op_names
-from autoac.planner.policy_set import Bucket, Extent, Shape, shape_in_words
+from autoac.planner.policy_set import Bucket, Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
 from autoac.profiler.modules import ModuleHook, watch_modules
 from autoac.profiler.ops import tensors_in
+from autoac.profiler.recording import profiler_is_running
+from autoac.profiler.sharding import gathered_nbytes, parameters_of, process_group_of
 from autoac.profiler.static import optimizer_state_nbytes, static_bytes
 
 log = logging.getLogger("ac_client")
@@ -99,20 +103,27 @@ class Applied:
         optimizer: torch.optim.Optimizer | None,
         policy: Policy | PolicySet | None,
         service: str | None,
+        require_service: bool = False,
         strict: bool,
         shapes: Shapes = "bucket",
+        group: Group = AUTO,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._optimizer = optimizer
         self._strict = strict
         self._model = weakref.ref(model)
         self._name = type(model).__name__
-        self._planning = Planning(self._name, budget_bytes, headroom_bytes, constraints, optimizer, service)
+        self._planning = Planning(
+            self._name, budget_bytes, headroom_bytes, constraints, optimizer, service, require_service
+        )
         self._shapes = shapes
+        self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
+        self._ranks: Ranks | None = None  # that run each forward together; not known before the first
+        self._to_meet = policy is None and group is not None  # in the first forward of all of them
         self._buckets = Buckets()
         self._serves_all: Loaded | None = None  # one policy, whatever the batch
         self._current: Loaded | None = None  # of the last forward
-        self._unplanned: set[Hashable] = set()  # keys of batches with nothing to differentiate
+        self._unplanned: set[Key] = set()  # keys of batches with nothing to differentiate
         self._here = _Call()
         self._plan_lock = threading.RLock()
         self._off_path = ""
@@ -132,7 +143,7 @@ class Applied:
         elif policy is not None:
             for bucket in policy.buckets:
                 self._loaded(Loaded(bucket.shape, bucket.policy))
-        trainable = [weakref.ref(p) for p in model.parameters() if p.requires_grad]
+        trainable = [weakref.ref(p) for p in parameters_of(model) if p.requires_grad]
         self._probes = trainable[:: max(1, len(trainable) // PROBES)]  # to see whether gradients exist
         _applied[model] = self
         self._attach(model)
@@ -218,6 +229,8 @@ class Applied:
             self._abandon()
             loaded = self._current
             why = before.why_not() if before is not None else "retry_oom=True was not passed to step()"
+            if before is not None and self._ranks is not None:
+                why = f"the other {self._ranks.size - 1} ranks, which it talks to, would not run it again"
             if loaded is None:
                 why = "it was not planned yet: the profiled step itself did not fit"
             elif not why and (loaded.profile is None or self.budget_bytes is None):
@@ -376,7 +389,7 @@ class Applied:
         device = device_of(model)
         state = optimizer_state_nbytes(self._optimizer, device) if self._optimizer is not None else 0
         batch = [tensor for ref in self._batch if (tensor := ref()) is not None]
-        return static_bytes(model, batch, {}, state, device).total
+        return static_bytes(model, batch, {}, state, device).total + gathered_nbytes(model)
 
     def _peak(self) -> int | None:
         model = self._model()
@@ -412,7 +425,13 @@ class Applied:
         # itself: then the rest of the outer call runs unplanned.
         self._after(model, None, None)
         loaded = self._serves_all
-        if loaded is None:
+        if self._ranks is None:
+            self._ranks = ranks_of(model, self._group)
+        if self._to_meet and self._ranks is not None:
+            loaded = self._meet_ranks(model, args, kwargs, self._ranks)
+            if loaded is None:
+                return
+        elif loaded is None:
             key = key_of(args, kwargs)
             loaded = self._buckets.known.get(key) or self._meet(model, args, kwargs, key)
             if loaded is None:
@@ -489,7 +508,7 @@ class Applied:
             log.warning("%s left its policy: %s; what is unknown is saved", self._name, off)
 
     def _meet(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Hashable
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: Key
     ) -> Loaded | None:
         """The policy for a batch whose key is new, planned if no bucket covers it; None: run it unplanned.
 
@@ -499,7 +518,7 @@ class Applied:
         if key in self._unplanned:
             return None
         with self._plan_lock:  # a forward on another thread waits for the plan
-            loaded = self._buckets.covering(Extent.of_leaves(leaves_of(args, kwargs)))
+            loaded = self._buckets.covering(key, args, kwargs)
             if loaded is None:
                 shape = shape_of(args, kwargs)
                 first = not self._buckets.all
@@ -509,19 +528,10 @@ class Applied:
                         raise ShapeNotPlanned(shape, planned)
                     if self.budget_bytes is None or len(self._buckets.all) >= MOST_BUCKETS:
                         return self._beyond(shape, key)
-                enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
-                hooks.__exit__()
                 try:
                     loaded = self._plan(model, args, kwargs, shape)
-                except ProfilerBusy:
-                    if not first:
-                        return self._buckets.largest()  # for this time
-                    self._tell_once(
-                        "busy",
-                        "%s runs unplanned while torch.profiler is active, and will be planned after",
-                        self._name,
-                    )
-                    return None
+                except ProfilerBusy as busy:
+                    return self._unplanned_now(busy)
                 except BaseException as error:
                     if first:
                         self.remove()
@@ -532,6 +542,64 @@ class Applied:
             if self._serves_all is None:
                 self._buckets.remember(key, loaded)
         return loaded
+
+    def _unplanned_now(self, busy: ProfilerBusy) -> Loaded | None:
+        """What runs a batch that cannot be profiled yet."""
+        if self._buckets.all:
+            return self._buckets.largest()
+        self._tell_once("busy", "%s runs unplanned, and will be planned later: %s", self._name, busy)
+        return None
+
+    def _meet_ranks(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: Ranks
+    ) -> Loaded | None:
+        """The policy for the first batch, agreed on by all ranks; None: this time all run unplanned.
+
+        See NOTE [ Where ranks meet ] in ranks.py. Each rank profiles its own batch, and some plan.
+        """
+        with self._plan_lock:
+            if ranks.any(profiler_is_running()):
+                return self._unplanned_now(ProfilerBusy())
+            profile: Profile | None = None
+            need: Need | Exception
+            shape = shape_of(args, kwargs)
+            try:
+                profile = self._profiled(model, args, kwargs)
+                need = Need(shape, self._planning.limit, profile.static.total)
+            except Exception as error:  # noqa: BLE001 - told to all ranks, and raised on each
+                need = error
+            made: list[Plan | None] = [None]
+
+            def plan(terms: Terms) -> Policy:
+                assert profile is not None
+                policy, made[0] = self._planning.first(profile, terms)
+                return policy
+
+            try:
+                agreed = meet(ranks, need, plan)
+            except BaseException as error:
+                if isinstance(error, ProfilerBusy):
+                    return self._unplanned_now(error)
+                self.remove()
+                raise
+            self._to_meet = False
+            assert profile is not None
+            for one in agreed.made:
+                loaded = Loaded(
+                    one.shape,
+                    one.policy,
+                    made[0] if one.planner == ranks.rank else None,
+                    profile if one.shape == shape else None,
+                    agreed.static - profile.static.total,
+                )
+                self._keep(model, loaded)
+                log.info("%s: planned by rank %d of %d", self._name, one.planner, ranks.size)
+            covering = self._buckets.covering(key_of(args, kwargs), args, kwargs)
+            assert covering is not None
+            if self._shapes == "first":
+                covering.shape = None
+                self._serves_all = covering
+            return covering
 
     def _gradients_exist(self) -> bool:
         return any((p := ref()) is not None and p.grad is not None for ref in self._probes)
@@ -565,7 +633,7 @@ class Applied:
         log.info("%s: planned again, since gradients exist before the step", self._name)
         return again
 
-    def _beyond(self, shape: Shape, key: Hashable) -> Loaded:
+    def _beyond(self, shape: Shape, key: Key) -> Loaded:
         """What runs a batch that no bucket covers and that is not planned."""
         loaded = self._buckets.largest()
         self._tell_once(
@@ -581,20 +649,28 @@ class Applied:
         return loaded
 
     def _plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Shape) -> Loaded:
-        assert self.budget_bytes is not None
-        self._here.planning = True
-        try:
-            profile = observe(model, args, kwargs, optimizer=self._optimizer)
-        finally:
-            self._here.planning = False
+        profile = self._profiled(model, args, kwargs)
         policy, made = self._planning.first(profile)
-        loaded = self._loaded(Loaded(shape, policy, made, profile))
+        loaded = self._keep(model, Loaded(shape, policy, made, profile))
         if self._shapes == "first":
             loaded.shape = None
             self._serves_all = loaded
+        return loaded
+
+    def _profiled(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Profile:
+        enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        hooks.__exit__()
+        self._here.planning = True
+        try:
+            return observe(model, args, kwargs, optimizer=self._optimizer)
+        finally:
+            self._here.planning = False
+
+    def _keep(self, model: nn.Module, loaded: Loaded) -> Loaded:
+        """Carry out what was planned here."""
         if self._allocator is None:
             self._allocator = allocator_peak(device_of(model))
-        return loaded
+        return self._loaded(loaded)
 
     def _loaded(self, loaded: Loaded) -> Loaded:
         self._buckets.add(loaded)
@@ -649,7 +725,7 @@ class Applied:
 
 def _versions(model: nn.Module) -> int:
     """Rises with every step of an optimizer."""
-    return sum(p._version for p in model.parameters() if p.requires_grad and not p.is_inference())
+    return sum(p._version for p in parameters_of(model) if p.requires_grad and not p.is_inference())
 
 
 def _same(tensor: Tensor) -> Tensor:

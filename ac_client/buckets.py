@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ac_client.cursor import Route
 from ac_client.peaks import Seen
+from ac_client.shapes import Key, leaves_of
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.lives import live_at_peak
@@ -19,11 +22,17 @@ class Loaded:
     """A policy as it is carried out, and what was seen of its steps."""
 
     def __init__(
-        self, shape: Shape | None, policy: Policy, plan: Plan | None = None, profile: Profile | None = None
+        self,
+        shape: Shape | None,
+        policy: Policy,
+        plan: Plan | None = None,
+        profile: Profile | None = None,
+        extra_static: int = 0,
     ) -> None:
         self.shape = shape  # None: it serves every batch
         self.planned_for = shape  # the batch that was profiled
         self.profile = profile  # None: it was planned elsewhere, and cannot be planned again here
+        self.extra_static = extra_static  # bytes that another rank holds beyond what is in the profile
         self.steps = 0
         self.corrections = 0
         self.correction = 0  # bytes that the device needs beside what the simulator says
@@ -51,26 +60,65 @@ class Loaded:
         return self._live_at_peak
 
 
+_Most = tuple[int, tuple[int, ...], Loaded]
+"""A bucket: the sum of its dimensions, which tells most that do not cover a batch, and its dimensions."""
+
+
 class Buckets:
-    """All policies of a model. The choice among them is remembered by the batch's key."""
+    """All policies of a model. The choice among them is remembered by the batch's key.
+
+    Of a key that is new, the first half is what the batch is built of. That is mostly not new, and the
+    buckets that are built alike are remembered with it: then only dimensions are left to compare.
+    """
 
     def __init__(self) -> None:
         self.all: list[Loaded] = []
-        self.known: dict[Hashable, Loaded] = {}  # open to the hot path
-        self._alike: dict[Hashable, list[tuple[Extent, Loaded]]] = {}  # by structure, the smallest first
+        self.known: dict[Key, Loaded] = {}  # open to the hot path
+        # By the first half of a key, with dimensions in the order of its second half, the smallest first.
+        self._alike: dict[tuple[Any, ...], list[_Most]] = {}
 
-    def covering(self, batch: Extent) -> Loaded | None:
-        """The smallest that covers `batch`."""
-        for extent, loaded in self._alike.get(batch.structure, ()):
-            if extent.covers(batch):
+    def covering(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Loaded | None:
+        """The smallest that covers the batch of `key`."""
+        structure, dims = key
+        alike = self._alike.get(structure)
+        if alike is None:
+            if len(self._alike) >= MOST_KEYS:
+                self._alike.clear()
+            alike = self._alike[structure] = self._built_alike(args, kwargs)
+        total = sum(dims)
+        for at_most, most, loaded in alike:
+            if at_most >= total and all(map(operator.ge, most, dims)):
                 return loaded
         return self.all[0] if self.all and self.all[0].shape is None else None
+
+    def _built_alike(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Most]:
+        leaves = leaves_of(args, kwargs)
+        structure = Extent.of_leaves(leaves).structure
+        read = [(Extent.of(one.shape), one) for one in self.all if one.shape is not None]
+        alike = sorted(
+            (entry for entry in read if entry[0].structure == structure), key=lambda entry: entry[0].elements
+        )
+        # An extent has its leaves by name; stable, so leaves of one name keep their order.
+        by_name = sorted(range(len(leaves)), key=lambda i: leaves[i][0])
+        begins, begin = [0] * len(leaves), 0
+        for i in by_name:
+            begins[i] = begin
+            begin += len(leaves[i][2] or ())
+        places = [
+            place
+            for first, (_, _, dims) in zip(begins, leaves, strict=True)
+            for place in range(first, first + len(dims or ()))
+        ]
+        return [
+            (sum(extent.dims), tuple(extent.dims[place] for place in places), loaded)
+            for extent, loaded in alike
+        ]
 
     def largest(self) -> Loaded:
         """The one that keeps the most room for everything else: that with the largest save-all peak."""
         return max(self.all, key=lambda loaded: loaded.policy.predicted.save_all_peak_bytes)
 
-    def remember(self, key: Hashable, loaded: Loaded) -> None:
+    def remember(self, key: Key, loaded: Loaded) -> None:
         """Choose `loaded` for batches of `key`."""
         if len(self.known) >= MOST_KEYS:
             self.known.clear()
@@ -79,8 +127,5 @@ class Buckets:
     def add(self, loaded: Loaded) -> None:
         """One more; it takes the place of one for the same shape."""
         self.all = [*(old for old in self.all if old.shape != loaded.shape), loaded]
-        read = [(Extent.of(one.shape), one) for one in self.all if one.shape is not None]
-        self._alike = {}
-        for extent, one in sorted(read, key=lambda entry: entry[0].elements):
-            self._alike.setdefault(extent.structure, []).append((extent, one))
+        self._alike.clear()
         self.known.clear()

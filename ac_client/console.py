@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from autoac.planner import Policy, Progress
 
+OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""What the command leaves with."""
+
 
 class CommandError(Exception):
     """What the user should read, in one line."""
@@ -239,3 +242,27 @@ def progress_of(what: str = "") -> Iterator[_Lines | _Bar]:
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield _Bar(bar, bar.add_task(what, total=None), what)
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    from autoac.planner.errors import InfeasibleBudget, InfeasibleConstraints, PlannerError
+    from autoac.planner.units import format_bytes, gb_from_bytes
+
+    match error:
+        case InfeasibleBudget():
+            text = f"no plan fits in {format_bytes(error.budget)}: the step needs at least "
+            text += f"{format_bytes(error.proven_floor)}"
+            smallest = error.smallest_found
+            if smallest is not None:
+                gb = -(-gb_from_bytes(smallest) * 1000 // 1) / 1000
+                text += f" (proven); a plan exists for --budget-gb {max(gb, gb_from_bytes(smallest)):.6g}"
+            if isinstance(error, InfeasibleConstraints):
+                text += ". " + " ".join(error.culprits)
+        case CommandError() | PlannerError():
+            text = str(error)
+        case OSError() if error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        case _:
+            text = f"{type(error).__name__}: {error}"
+    return " ".join(text.split())

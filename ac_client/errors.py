@@ -5,6 +5,7 @@
     +-- CheckpointingActive    the model checkpoints itself
     NotApplied (LookupError)   applied(model) of a model that is not planned
     ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
+    RankFailed (RuntimeError)  another rank could not be profiled or planned
 
 Further: InvalidBudget and InfeasibleBudget of the planner, PolicyConflict of policies.py, LeftThePath of
 cursor.py (strict mode), StaleError of nodes.py.
@@ -57,3 +58,14 @@ class ShapeNotPlanned(LookupError):
 
     def __reduce__(self) -> tuple[type[ShapeNotPlanned], tuple[Shape, Sequence[Shape]]]:
         return ShapeNotPlanned, (self.shape, self.planned)
+
+
+class RankFailed(RuntimeError):
+    """Another rank could not be profiled or planned, for a reason that is none of the planner's own."""
+
+    def __init__(self, rank: int, kind: str, words: str) -> None:
+        self.rank, self.kind, self.words = rank, kind, words
+        super().__init__(f"rank {rank} could not be planned, so none is: {kind}: {words}")
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, str]]:
+        return RankFailed, (self.rank, self.kind, self.words)

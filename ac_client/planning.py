@@ -13,6 +13,7 @@ from torch import nn
 
 from ac_client.buckets import Loaded
 from ac_client.peaks import MOST_CORRECTIONS, AllocatorPeak, too_little, too_much
+from ac_client.ranks import Terms
 from ac_client.remote import RemoteError, ServiceUnavailable, request_policy
 from autoac.planner import Constraints, InfeasibleBudget, Plan, PlannerError, Policy, Profile, plan
 from autoac.planner.units import format_bytes
@@ -35,6 +36,7 @@ class Planning:
         constraints: Constraints | None,
         optimizer: torch.optim.Optimizer | None,
         service: str | None,
+        require_service: bool = False,
     ) -> None:
         self.name = name
         self.budget_bytes = budget_bytes
@@ -42,16 +44,37 @@ class Planning:
         self.constraints = constraints
         self._optimizer = optimizer
         self._service = service
+        self._require_service = require_service
         self._lock = threading.Lock()  # of corrections
 
-    def first(self, profile: Profile) -> tuple[Policy, Plan | None]:
-        """A policy within the budget."""
+    @property
+    def limit(self) -> int:
+        """The most bytes that a planned peak may have."""
         assert self.budget_bytes is not None
-        return self.planned(profile, self.budget_bytes - self.headroom_bytes)
+        return self.budget_bytes - self.headroom_bytes
 
-    def planned(self, profile: Profile, within: int) -> tuple[Policy, Plan | None]:
-        """A policy whose peak is within so many bytes, by the service if there is one."""
+    def first(self, profile: Profile, terms: Terms | None = None) -> tuple[Policy, Plan | None]:
+        """A policy within the budget; within all ranks' budgets, if there are terms."""
+        if terms is None:
+            return self.planned(profile, self.limit)
+        return self.planned(profile, terms.limit, terms.extra_static)
+
+    def planned(self, profile: Profile, within: int, extra_static: int = 0) -> tuple[Policy, Plan | None]:
+        """A policy whose peak is within so many bytes, by the service if there is one.
+
+        `extra_static` bytes of the peak are not in the profile.
+
+        Raises:
+            PlannerError: there is none.
+            ServiceUnavailable: the service is away, and is required.
+            ServiceRefused: the service said no.
+        """
         budget = within + self.headroom_bytes
+        constraints = self.constraints
+        if extra_static:
+            constraints = constraints or Constraints()
+            more = constraints.extra_static_bytes + extra_static
+            constraints = constraints.model_copy(update={"extra_static_bytes": more})
         if self._service is not None:
             try:
                 return (
@@ -60,17 +83,22 @@ class Planning:
                         profile,
                         budget,
                         headroom_bytes=self.headroom_bytes,
-                        constraints=self.constraints,
+                        constraints=constraints,
                     ),
                     None,
                 )
             except ServiceUnavailable as error:
+                if self._require_service:
+                    raise ServiceUnavailable(
+                        f"{error}. require_service=True forbids planning in this process: start the service, "
+                        "or leave require_service out"
+                    ) from error
                 log.warning("planning in-process, because %s", error)
         made = plan(
             profile,
             budget_bytes=budget,
             headroom_bytes=self.headroom_bytes,
-            constraints=self.constraints,
+            constraints=constraints,
         )
         return made.policy(), made
 
@@ -78,7 +106,7 @@ class Planning:
         """Plan again if the steps seen were over the budget; or, `whole` ones, far from using it."""
         if self.budget_bytes is None or loaded.seen is None:
             return
-        limit = self.budget_bytes - self.headroom_bytes
+        limit = self.limit
         predicted = loaded.policy.predicted.peak_bytes
         if rise := too_much(loaded.seen, predicted, limit):
             if loaded.profile is None or loaded.corrections >= MOST_CORRECTIONS:
@@ -157,8 +185,7 @@ class Planning:
             PlannerError: there is no tighter plan.
             RemoteError: the service would not make one.
         """
-        assert self.budget_bytes is not None
-        limit = self.budget_bytes - self.headroom_bytes
+        limit = self.limit
         had = loaded.policy.predicted.peak_bytes
         aim = int(had * TIGHTER)
         if allocator is not None and (seen := allocator.allocated_peak()) > before:
@@ -186,15 +213,13 @@ class Planning:
             RemoteError: the service would not make one.
         """
         assert loaded.profile is not None
-        assert self.budget_bytes is not None
-        given = self.budget_bytes - self.headroom_bytes
-        within = max(1, given - loaded.correction - loaded.withheld)
+        within = max(1, self.limit - loaded.correction - loaded.withheld)
         try:
-            policy, made = self.planned(loaded.profile, within)
+            policy, made = self.planned(loaded.profile, within, loaded.extra_static)
         except InfeasibleBudget as error:
             if error.smallest_found is None:
                 raise
-            policy, made = self.planned(loaded.profile, error.smallest_found)
+            policy, made = self.planned(loaded.profile, error.smallest_found, loaded.extra_static)
             if policy.decisions == loaded.policy.decisions:
                 raise
         predicted = policy.predicted

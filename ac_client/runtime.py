@@ -36,6 +36,7 @@ from autoac.profiler.ops import (
     written_tensors,
 )
 from autoac.profiler.randomness import capture, generator_of
+from autoac.profiler.sharding import watch_sharding
 from autoac.profiler.storages import StorageTable
 
 
@@ -84,6 +85,7 @@ class Region(SeesCompiled):
 
     def open(self) -> None:
         """Install mode and hooks."""
+        watch_sharding()
         self._untold = not watch_compiled()
         if not torch.compiler.is_compiling():
             self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -190,6 +192,11 @@ class Region(SeesCompiled):
     def leave_compiled(self) -> None:
         """Record again."""
         suspended.depth -= 1
+
+    def cross_units(self, tensors: Iterable[Tensor]) -> None:
+        """What goes into an FSDP unit or comes out of it is held: it could not be made again at any time."""
+        for tensor in tensors:
+            self._hold(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -6,7 +6,7 @@ knows is not looked at: such an argument counts by its type.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,43 +18,51 @@ from autoac.planner.policy_set import Leaf, Shape
 _PLAIN = frozenset({int, float, complex, str, bytes})
 
 
-def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+Key = tuple[tuple[Any, ...], tuple[int, ...]]
+"""What a batch is built of, and the dimensions of its tensors one behind the other, as its leaves come."""
+
+
+def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key:
     """What tells the shapes of batches apart. Equal for equal shapes, and cheap."""
-    key: list[Any] = [len(args)]
-    for arg in args:
-        _add(arg, key)
-    for name, arg in kwargs.items():
-        key.append(name)
-        _add(arg, key)
-    return tuple(key)
+    structure: list[Any] = [len(args)]
+    dims: list[int] = []
+    if args:
+        _add(args, structure, dims)
+    if kwargs:
+        structure += kwargs
+        _add(kwargs.values(), structure, dims)
+    return tuple(structure), tuple(dims)
 
 
-def _add(arg: Any, key: list[Any]) -> None:
-    kind = type(arg)
-    if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
-        key.append(arg.dtype)
-        key.append("nested" if arg.is_nested else arg.shape)
-    elif arg is None or kind is bool:
-        key.append(arg)
-    elif kind in _PLAIN:
-        key.append(kind)
-    elif isinstance(arg, (list, tuple)):
-        key += (list, len(arg))  # an empty one is not False
-        for item in arg:
-            _add(item, key)
-    elif isinstance(arg, Mapping):
-        key += (dict, len(arg))
-        for name, item in arg.items():
-            key.append(repr(name))
-            _add(item, key)
-    else:
-        leaves = tree_leaves(arg)
-        if len(leaves) == 1 and leaves[0] is arg:
-            key.append(kind)
+def _add(items: Iterable[Any], structure: list[Any], dims: list[int]) -> None:
+    for item in items:
+        kind = type(item)
+        if kind is Tensor or kind is Parameter or isinstance(item, Tensor):
+            structure.append(item.dtype)
+            if item.is_nested:
+                structure.append("nested")
+            else:
+                shape = item.shape
+                structure.append(len(shape))
+                dims += shape
+        elif kind is list or kind is tuple or isinstance(item, (list, tuple)):
+            structure += (list, len(item))  # an empty one is not False
+            _add(item, structure, dims)
+        elif kind is dict or isinstance(item, Mapping):
+            structure += (dict, len(item))
+            for name in item:
+                structure.append(name if type(name) is str else (repr(name),))
+            _add(item.values(), structure, dims)
+        elif item is None or kind is bool:
+            structure.append(item)
+        elif kind in _PLAIN:
+            structure.append(kind)
         else:
-            key += (kind, len(leaves))
-            for leaf in leaves:
-                _add(leaf, key)
+            leaves = tree_leaves(item)
+            structure.append(kind)
+            if len(leaves) != 1 or leaves[0] is not item:
+                structure.append(len(leaves))
+                _add(leaves, structure, dims)
 
 
 def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape:

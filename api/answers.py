@@ -21,6 +21,7 @@ from autoac.api.errors import (
     MalformedRequest,
     NotFound,
     NotJson,
+    OtherHost,
     PreconditionFailed,
     PreconditionRequired,
     SolverDied,
@@ -101,6 +102,8 @@ def problem_of(error: Exception) -> Problem:
             return _problem(
                 Problem, 415, "unsupported-body", "The body's type or coding is not read here", text
             )
+        case OtherHost():
+            return _problem(Problem, 421, "other-host", "Not under this name", text)
         case MalformedRequest(problems=found):
             return _invalid("malformed-request", "Not a valid request", found)
         case MalformedProfile(problems=found):

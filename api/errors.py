@@ -6,6 +6,7 @@
     +-- MalformedRequest      it is JSON, and no request for a policy
     +-- Unauthorised          no key, or one that is not known
     +-- Forbidden             the key's scope does not reach so far
+    +-- OtherHost             asked without a key under a name that is not this machine's
     +-- NotFound              no profile, policy, alias or job of that name
     +-- InUse                 it cannot be deleted: an alias or a job names it
     +-- PreconditionFailed    If-Match or If-None-Match does not hold: somebody was faster
@@ -55,6 +56,10 @@ class MalformedRequest(ServiceError):
 
 class Unauthorised(ServiceError):
     """The service wants a key, and the request has none or one that is not known."""
+
+
+class OtherHost(ServiceError):
+    """Asked without a key under a name that is not this machine's own: see NOTE [ Names of this machine ]."""
 
 
 class Forbidden(ServiceError):

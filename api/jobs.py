@@ -31,7 +31,7 @@ from autoac.api.errors import Busy, InUse, JobCancelled, JobFailed, NotFound, To
 from autoac.api.problems import URN
 from autoac.api.request import Kind, Taken
 from autoac.api.settings import Settings
-from autoac.api.store import add_policy, add_profile, read_policy
+from autoac.api.store import add_policy, add_profile, options_of, read_policy
 from autoac.api.tables import job_events, jobs, profiles
 
 RETRY_AFTER_S = 5
@@ -385,7 +385,9 @@ class Jobs:
             if not done.rowcount:
                 return False
             if job.kind is Kind.POLICY:
-                made: dict[str, Any] = {"policy_id": add_policy(connection, result, job.owner)}
+                made: dict[str, Any] = {
+                    "policy_id": add_policy(connection, result, job.owner, options_of(job.options))
+                }
             else:
                 made = {"result": zstandard.compress(result.encode())}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(**made))

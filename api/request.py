@@ -23,14 +23,11 @@ from autoac.planner.errors import InvalidBudget, MalformedProfile
 from autoac.planner.floor import Floor, floor
 from autoac.planner.frontier import Frontier, frontier
 from autoac.planner.highs import OnProgress
-from autoac.planner.plan import plan
+from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S, plan
 from autoac.planner.policy import Policy
 from autoac.planner.profile import MAX_INT, Count, Profile, describe
 from autoac.planner.units import GIB, bytes_from_gb
 
-DEFAULT_TIME_LIMIT_S = 60.0
-"""What the solver gets when the request does not say."""
-DEFAULT_GAP = 0.01
 DEFAULT_POINTS = 16
 
 

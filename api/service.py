@@ -15,6 +15,8 @@ import anyio
 import structlog
 from anyio import to_thread
 from fastapi import Request
+from sqlalchemy import Connection
+from sqlalchemy.exc import OperationalError
 from starlette.requests import ClientDisconnect
 
 from autoac.api.bodies import read_body
@@ -237,14 +239,26 @@ class Service:
                 await to_thread.run_sync(settle, job.id)
         return job
 
+    async def glance(self, look: Callable[[Connection], T]) -> T:
+        """What `look` finds, which must be a few rows by an index: see `Database.glance`."""
+        if self.database.is_sqlite:
+            with suppress(OperationalError), self.database.glance() as connection:
+                return look(connection)
+
+        def elsewhere() -> T:
+            with self.database.read() as connection:
+                return look(connection)
+
+        return await to_thread.run_sync(elsewhere)
+
     def note(self, caller: Caller, action: str, subject: str, request: Request) -> None:
         """Write a line of the audit log."""
         with self.database.write() as connection:
             note(connection, caller.name, action, subject, request.state.request_id)
 
 
-def service_of(request: Request) -> Service:
-    """The service that the app was made with."""
+async def service_of(request: Request) -> Service:
+    """The service that the app was made with. Not a plain function: FastAPI calls those in a thread."""
     return cast(Service, request.app.state.service)
 
 

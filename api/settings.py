@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,16 @@ class InvalidSettings(ValueError):
     """An environment variable, or an argument of `serve`, that is not what it should be."""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether `host` is an address of loopback or localhost. Other names may stand for anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 class Settings(BaseSettings):
     """How the service runs. Each field is read from the environment as AUTOAC_ and its name in capitals."""
 
@@ -37,6 +48,7 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8421  # 0: one that is free
+    allowed_hosts: str = ""  # names that the service answers to without a key, beside those of loopback
     token: Annotated[SecretStr, Field(min_length=16)] | None = None  # counts as a key with the scope admin
     database_url: SecretStr | None = None  # none: a SQLite file in the data folder
     runner: Literal["embedded", "workers"] | None = None  # none: embedded on SQLite, else workers
@@ -86,12 +98,12 @@ class Settings(BaseSettings):
     @property
     def on_loopback(self) -> bool:
         """Whether only this machine can reach `host`. A name other than localhost counts as no."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+    def answers_to(self, host: str) -> bool:
+        """Whether a Host header, with or without a port, names this machine or one of `allowed_hosts`."""
+        name = re.sub(r":[0-9]*$", "", host.strip()).lower()
+        return is_loopback(name.strip("[]")) or name in self.allowed_hosts.lower().replace(",", " ").split()
 
     @property
     def url(self) -> str:

@@ -6,19 +6,35 @@ Functions of a connection, so that several make one transaction.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import zstandard
-from sqlalchemy import Connection, and_, delete, func, insert, select, update
+from sqlalchemy import (
+    BindParameter,
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.database import now
 from autoac.api.errors import InUse, NotFound, PreconditionFailed
 from autoac.api.request import TakenProfile
 from autoac.api.settings import Settings
-from autoac.api.tables import alias_moves, aliases, jobs, policies, profiles
+from autoac.api.tables import alias_moves, aliases, jobs, policies, policy_options, profiles
+from autoac.planner.constraints import Constraints
 from autoac.planner.policy import Policy
 
 ANY = "*"
@@ -70,6 +86,16 @@ class PolicyText:
     @property
     def text(self) -> bytes:
         return zstandard.decompress(self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What a policy was asked for beside its budget, or is looked for with."""
+
+    headroom_bytes: int
+    gap: float
+    time_limit_s: float
+    constraints_digest: str  # "" for none
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +192,29 @@ def policy_id(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def add_policy(connection: Connection, text: str, who: str) -> str:
-    """Keep a policy that this service made, and give its id; the same text is kept once."""
+def options_of(options: Mapping[str, Any]) -> PolicyOptions:
+    """What a job for a policy was asked for, from its options (`request.PolicyRequest.options`)."""
+    rules = options["constraints"]
+    return PolicyOptions(
+        headroom_bytes=options["headroom_bytes"],
+        gap=options["gap"],
+        time_limit_s=options["time_limit_s"],
+        constraints_digest="" if rules is None else Constraints.model_validate(rules).digest,
+    )
+
+
+def add_policy(connection: Connection, text: str, who: str, options: PolicyOptions) -> str:
+    """Keep a policy that this service made for `options`, and give its id; the same text is kept once."""
+    id = _add_text(connection, text, who)
+    row = {"policy_id": id} | {name: getattr(options, name) for name in options.__slots__}
+    alike = and_(*(policy_options.c[name] == value for name, value in row.items()))
+    if connection.scalar(select(policy_options.c.policy_id).where(alike)) is None:
+        with suppress(IntegrityError), connection.begin_nested():  # somebody else noted the same
+            connection.execute(insert(policy_options).values(**row))
+    return id
+
+
+def _add_text(connection: Connection, text: str, who: str) -> str:
     policy, content = Policy.from_json(text), text.encode()
     id = policy_id(content)
     alike = and_(policies.c.fingerprint == policy.fingerprint, policies.c.budget_bytes == policy.budget_bytes)
@@ -223,22 +270,50 @@ def list_policies(
     fingerprint: str | None = None,
     device: str | None = None,
     budget_bytes: int | None = None,
+    options: PolicyOptions | None = None,
     before: int | None = None,
     limit: int,
 ) -> list[StoredPolicy]:
-    """Newest first, those before the number `before`."""
-    query = select(*_POLICY).order_by(policies.c.number.desc()).limit(limit)
-    for column, wanted in (
-        ("model", model),
-        ("fingerprint", fingerprint),
-        ("device", device),
-        ("budget_bytes", budget_bytes),
-    ):
-        if wanted is not None:
-            query = query.where(policies.c[column] == wanted)
-    if before is not None:
-        query = query.where(policies.c.number < before)
-    return [StoredPolicy(*row) for row in connection.execute(query)]
+    """Newest first, those before the number `before`.
+
+    With `options` only those that a request with these options would have been answered with: the same
+    headroom, gap and constraints, and a solver that reached the gap or had no less time.
+    """
+    wanted = {
+        "model": model,
+        "fingerprint": fingerprint,
+        "device": device,
+        "budget_bytes": budget_bytes,
+        "before": before,
+    }
+    given = {name: value for name, value in wanted.items() if value is not None}
+    values = given | {"limit": limit}
+    if options is not None:
+        values |= {f"asked_{name}": getattr(options, name) for name in options.__slots__}
+    query = _policies_query(frozenset(given), options is not None)
+    return [StoredPolicy(*row) for row in connection.execute(query, values)]
+
+
+@lru_cache(maxsize=64)  # to put such a query together takes five times as long as to ask it
+def _policies_query(given: frozenset[str], with_options: bool) -> Select[Any]:
+    query = select(*_POLICY).order_by(policies.c.number.desc()).limit(bindparam("limit"))
+    for name in sorted(given - {"before"}):
+        query = query.where(policies.c[name] == bindparam(name))
+    if "before" in given:
+        query = query.where(policies.c.number < bindparam("before"))
+    if with_options:
+        asked = policy_options.c
+        gap: BindParameter[float] = bindparam("asked_gap")
+        query = query.where(
+            exists().where(
+                asked.policy_id == policies.c.id,
+                asked.headroom_bytes == bindparam("asked_headroom_bytes"),
+                asked.gap == gap,
+                asked.constraints_digest == bindparam("asked_constraints_digest"),
+                or_(asked.time_limit_s >= bindparam("asked_time_limit_s"), policies.c.gap <= gap),
+            )
+        )
+    return query
 
 
 def delete_policy(connection: Connection, id: str) -> None:

@@ -76,6 +76,16 @@ policies = Table(
     sqlite_autoincrement=True,
 )
 
+policy_options = Table(  # what was asked for beside the budget; a policy may be the answer to several
+    "policy_options",
+    metadata,
+    Column("policy_id", Digest, ForeignKey("policies.id", ondelete="CASCADE"), primary_key=True),
+    Column("headroom_bytes", BigInteger, primary_key=True, autoincrement=False),
+    Column("gap", Double, primary_key=True),
+    Column("time_limit_s", Double, primary_key=True),
+    Column("constraints_digest", Digest, primary_key=True),  # "" for none
+)
+
 aliases = Table(
     "aliases",
     metadata,

@@ -22,6 +22,8 @@ Patterns name ops by their keys, `model.layers.3.mlp/aten.mm.default#1`:
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -78,6 +80,12 @@ class Constraints(BaseModel):
     def pins(self) -> bool:
         """Whether any op is decided by them."""
         return bool(self.pin_save or self.pin_recompute or self.recompute_only or self.fsdp_units)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what is asked for."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def beyond_the_graph(self) -> Constraints:

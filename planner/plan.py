@@ -22,6 +22,10 @@ from autoac.planner.search import Problem, Search
 from autoac.planner.simulate import Instant, Timeline, peak_bytes, simulate
 from autoac.planner.units import bytes_from_gb
 
+DEFAULT_GAP = 0.01
+DEFAULT_TIME_LIMIT_S = 60.0
+"""What a plan gets where the call does not say; the service's requests too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -95,8 +99,8 @@ def plan(
     budget_bytes: int | None = None,
     headroom_bytes: int = 0,
     constraints: Constraints | None = None,
-    gap: float = 0.01,
-    time_limit_s: float = 60.0,
+    gap: float = DEFAULT_GAP,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: OnProgress | None = None,
     options: Options | None = None,
 ) -> Plan:

@@ -20,13 +20,17 @@ from autoac.profiler.errors import (
     NothingToProfile,
     ProfilerBusy,
     ProfilerError,
+    ShardsInUse,
     Unsteady,
 )
 from autoac.profiler.hollow import HollowStep, Loss
+from autoac.profiler.local import LocalTimes, datasheet_of, datasheet_of_this_cpu
 from autoac.profiler.plain import with_times_of
+from autoac.profiler.sharding import check_sharded
 from autoac.profiler.static import allocator_rounding, optimizer_bytes, static_bytes
 from autoac.profiler.times import Measured, Times, machine
-from autoac.profiler.wrappers import buckets_of, check_sharded
+from autoac.profiler.timing import BETWEEN
+from autoac.profiler.wrappers import buckets_of
 
 __all__ = [
     "DATASHEETS",
@@ -36,8 +40,10 @@ __all__ = [
     "NothingToProfile",
     "ProfilerBusy",
     "ProfilerError",
+    "ShardsInUse",
     "Times",
     "Unsteady",
+    "datasheet_of_this_cpu",
     "observe",
     "profile",
 ]
@@ -50,7 +56,7 @@ def profile(
     model: nn.Module,
     *args: Any,
     loss: Loss | None = None,
-    on: Device | None = None,
+    on: Device | torch.device | None = None,
     mode: Mode | None = None,
     times: Times | None = None,
     **kwargs: Any,
@@ -70,7 +76,8 @@ def profile(
         args, kwargs: a batch, as the training loop passes it.
         loss: output -> scalar. By default the output's `.loss`, else all of the output that
             requires a gradient.
-        on: the datasheet of the device to profile for, such as `DATASHEETS["h100"]`.
+        on: the datasheet of the device to profile for, such as `DATASHEETS["h100"]`; or a `torch.device`
+            that is here: then each kind of op runs there by itself for its time, so the step need not fit.
         mode: "hollow", "measured" or "fake" (docs/profiling.md). "measured" takes a plain step besides, and
             run times from that: it needs the memory of one. By default "fake" with `on`, else "hollow".
         times: where run times are kept, so that they are measured once. By default the file that the
@@ -79,7 +86,8 @@ def profile(
     Raises:
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
-        CannotProfile: the model is sharded by FSDP.
+        ShardsInUse: FSDP holds gradients that are not reduced yet.
+        CannotProfile: the model is sharded in a way that docs/ranks.md excludes.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
         ValueError: `mode` and `on` do not go together.
@@ -94,7 +102,7 @@ def observe(
     *,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    on: Device | None = None,
+    on: Device | torch.device | None = None,
     mode: Mode | None = None,
     times: Times | None = None,
     accumulates: bool | None = None,
@@ -108,13 +116,22 @@ def observe(
             default what holds for `model` now; True counts them where they are not there yet.
     """
     mode = _mode(mode, on)
-    check_sharded(model)
+    check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient goes into its bucket, and goes
     inputs = [describe(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
+    local: LocalTimes | None = None
+    times = times or Times.of_environment()
+    if isinstance(on, torch.device):
+        local = LocalTimes(on, datasheet_of(on), times)
+        on = local.sheet
     if on is not None:
-        step, notes = fake.run(model, args, kwargs, loss, on, accumulates)
-        notes.append(f"run times are estimated from the datasheet of {on.name}")
+        step, notes = fake.run(model, args, kwargs, loss, on, accumulates, local)
+        if local is None:
+            notes.append(f"run times are estimated from the datasheet of {on.name}")
+        else:
+            local.keep()
+            notes.append(f"measured: run times of {local.kinds} kinds of op, each by itself on {on.name}")
         notes.append("what kernels allocate inside themselves is not known and counts as nothing")
         environment = _environment_on(on, model)
         device = fake.CPU
@@ -132,13 +149,12 @@ def observe(
         optimizer_workspace_nbytes=needs.workspace,
         notes=[*notes, *([needs.note] if needs.note else [])],
     )
-    times = times or Times.of_environment()
     if on is None and times is not None:
         found = _with_kept_backward(found, times, machine(device, environment.device_name))
     return found
 
 
-def _mode(mode: Mode | None, on: Device | None) -> Mode:
+def _mode(mode: Mode | None, on: Device | torch.device | None) -> Mode:
     if mode is None:
         return "hollow" if on is None else "fake"
     if mode not in ("hollow", "measured", "fake"):
@@ -185,8 +201,8 @@ def _observed(
     fresh = {signature: row for signature, row in step.measured.items() if signature not in known}
     if times is not None:
         times.keep_ops(here, fresh)
-    kinds = len(step.measured)
-    once = sum(samples == 1 for _, _, samples in step.measured.values())
+    kinds = len(step.measured) - (BETWEEN in step.measured)
+    once = sum(samples == 1 for key, (_, _, samples) in step.measured.items() if key is not BETWEEN)
     said = f"measured: run times of {kinds} kinds of op"
     notes.append(f"{said}; {once} of them were seen once" if once else said)
     return step

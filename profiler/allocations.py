@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,16 +49,16 @@ class AllocationRecord:
     Attributes:
         changes: every allocation and free, in order.
         places: for each mark, how many changes came before it.
-        times_ns: for each mark, when it was, on the profiler's clock.
+        times_ns: for each mark, when it was, on the clock that was given.
 
     Raises:
         ProfilerBusy: another profiler is running on this thread.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._device_type = device.type
+        self._now_ns = now_ns
         self._recording = Recording()
-        self._n_marks = 0
         self.changes: list[Change] = []
         self.places: list[int] = []
         self.times_ns: list[int] = []
@@ -69,14 +71,14 @@ class AllocationRecord:
     def mark(self) -> int:
         """Place a mark; returns its number, counted from 0."""
         self._recording.mark()
-        self._n_marks += 1
-        return self._n_marks - 1
+        self.times_ns.append(self._now_ns())
+        return len(self.times_ns) - 1
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._recording.__exit__(kind, error, trace)
         if kind is None:
             self._read()
-            assert len(self.places) == self._n_marks, "the profiler lost a mark"
+            assert len(self.places) == len(self.times_ns), "the profiler lost a mark"
 
     def _read(self) -> None:
         open_blocks: dict[int, Block] = {}
@@ -93,9 +95,8 @@ class AllocationRecord:
                     elif (freed := open_blocks.pop(address, None)) is not None:
                         freed.freed = place
                         self.changes.append(Change(freed, -freed.nbytes))
-                case Marked(time_ns, _):
+                case Marked():
                     self.places.append(len(self.changes))
-                    self.times_ns.append(time_ns)
                 case _:
                     pass
 

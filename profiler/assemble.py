@@ -21,6 +21,7 @@ from autoac.planner.profile import (
 from autoac.profiler.allocations import Allocations, Block
 from autoac.profiler.hollow import HollowStep
 from autoac.profiler.record import RecordedStorage
+from autoac.profiler.timing import BETWEEN
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ def assemble(
     modules = _Names(["."])
     overloads, nodes, reasons = _Names(), _Names(), _Names()
     measured = [step.measured[op.signature] for op in forward.ops]
+    between_us = step.measured[BETWEEN][0] if BETWEEN in step.measured else 0.0
     flags = [
         OpFlag.RANDOM * op.random
         | OpFlag.MUTATES * op.facts.mutates
@@ -91,7 +93,7 @@ def assemble(
             module=tuple(modules.index(op.module) for op in forward.ops),
             overload=tuple(overloads.index(op.facts.name) for op in forward.ops),
             reads=Ragged.of([op.reads for op in forward.ops]),
-            runtime_us=tuple(runtime for runtime, _, _ in measured),
+            runtime_us=tuple(round(runtime + between_us, 3) for runtime, _, _ in measured),
             spread_us=tuple(spread for _, spread, _ in measured),
             flops=tuple(op.flops for op in forward.ops),
             workspace_nbytes=tuple(

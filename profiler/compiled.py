@@ -1,5 +1,7 @@
 """Inductor's compiled code inside a recorded forward: one opaque step, of which only its writes are told.
 
+FSDP's hooks around a module (sharding.py) pass as one too, which writes nothing that is planned.
+
 Its kernels write over buffers of which no dispatch mode is told, also over what the ops returned that it
 calls by the dispatcher. So recorded one by one those ops would be made again from memory that is something
 else by then. And what it writes of its own inputs, only the graph itself knows.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -26,6 +28,10 @@ class SeesCompiled(TorchDispatchMode):
 
     def leave_compiled(self) -> None:
         """It has run, or raised."""
+        raise NotImplementedError
+
+    def cross_units(self, tensors: Iterable[Tensor]) -> None:
+        """These go into an FSDP unit, or come out of it. See NOTE [ Units ] in sharding.py."""
         raise NotImplementedError
 
 
@@ -54,17 +60,33 @@ def anything_compiled() -> bool:
 def _telling(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[Any]], Any]:
     @wraps(call)
     def telling(graph: Any, inputs: Sequence[Any]) -> Any:
-        modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, SeesCompiled)]
-        if not modes:
+        if not recording_modes():
             return call(graph, inputs)
-        written = [inputs[i] for i in graph.mutated_input_idxs if isinstance(inputs[i], Tensor)]
-        for mode in modes:
-            mode.enter_compiled(written)
-        del written
-        try:
+        with opaque([inputs[i] for i in graph.mutated_input_idxs if isinstance(inputs[i], Tensor)]):
             return call(graph, inputs)
-        finally:
-            for mode in modes:
-                mode.leave_compiled()
 
     return telling
+
+
+def recording_modes() -> list[SeesCompiled]:
+    """Those that are active on this thread."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, SeesCompiled)]
+
+
+class opaque:
+    """What runs inside is not shown to the modes that are recording, except that it writes `written`."""
+
+    __slots__ = ("_modes", "_written")
+
+    def __init__(self, written: Sequence[Tensor]) -> None:
+        self._written = written
+
+    def __enter__(self) -> None:
+        self._modes = recording_modes()
+        for mode in self._modes:
+            mode.enter_compiled(self._written)
+        del self._written
+
+    def __exit__(self, *_: Any) -> None:
+        for mode in self._modes:
+            mode.leave_compiled()

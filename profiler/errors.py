@@ -2,6 +2,7 @@
 
 ProfilerError
 +-- ProfilerBusy      torch.profiler is already running on this thread
+|   +-- ShardsInUse   FSDP holds gradients that are not reduced yet
 +-- NothingToProfile  the step has no gradient to compute
 +-- CannotProfile     the model cannot take a step that leaves it as it was
 +-- CannotFake        an op needs values, or a kernel, that a fake step does not have
@@ -17,13 +18,28 @@ class ProfilerError(Exception):
 
 
 class ProfilerBusy(ProfilerError):
-    """torch.profiler is already running on this thread, and two cannot."""
+    """torch.profiler is already running on this thread, and two cannot. Later a step can be profiled."""
 
     def __init__(self) -> None:
         super().__init__(
             "torch.profiler is running on this thread, and memory is measured with it: "
             "profile the model outside of the other profiler's range"
         )
+
+
+class ShardsInUse(ProfilerBusy):
+    """FSDP holds gradients that are not reduced yet, which a profiled step would add to."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        ProfilerError.__init__(
+            self,
+            f"{where} holds gradients that set_requires_gradient_sync(False) has kept from being reduced: "
+            "profile the model before the first of these steps, or after the last",
+        )
+
+    def __reduce__(self) -> tuple[type[ShardsInUse], tuple[str]]:
+        return ShardsInUse, (self.where,)
 
 
 class NothingToProfile(ProfilerError):

@@ -44,6 +44,7 @@ from autoac.profiler.devices import Device
 from autoac.profiler.errors import CannotFake
 from autoac.profiler.gpu_paths import gpu_paths
 from autoac.profiler.hollow import HollowStep, Loss, isolated, take_step
+from autoac.profiler.local import LocalTimes
 from autoac.profiler.modules import modules_restored
 from autoac.profiler.ops import OpFacts, facts_of, outputs_of, tensors_in, written_tensors
 from autoac.profiler.ops import has_storage_or_fake as has_storage
@@ -76,8 +77,9 @@ class FakeAllocations(TorchDispatchMode):
     allocates inside itself is not seen.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, runtime_us: Callable[..., float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._runtime_us = runtime_us
         self.changes: list[Change] = []
         self.places: list[int] = []
         self.times_ns: list[int] = []
@@ -126,7 +128,7 @@ class FakeAllocations(TorchDispatchMode):
             if func in _IN_PLACE_FOR_REAL and torch._C._current_graph_task_id() >= 0:
                 self._sum = (self._block_added_to(args[0]), self._block_of(out))
             if not self.idle():
-                self._now_us += self._device.runtime_us(facts, func, args, kwargs, out)
+                self._now_us += self._runtime_us(facts, func, args, kwargs, out)
         return out
 
     def _run(self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -256,10 +258,12 @@ def run(
     loss: Loss | None,
     device: Device,
     accumulates: bool | None = None,
+    local: LocalTimes | None = None,
 ) -> tuple[HollowStep, list[str]]:
     """Run one fake step; nothing of the model's size is allocated.
 
-    The model and the batch may be real, on the meta device, or fake.
+    The model and the batch may be real, on the meta device, or fake. Run times are `local`'s, which runs
+    each kind of op by itself, or else those of the datasheet.
 
     Returns:
         What the step left behind, and notes on what was estimated.
@@ -268,7 +272,9 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         CannotFake: an op needs values that are not known, or a kernel that torch has no fake of.
     """
-    allocations = FakeAllocations(device)
+    if accumulates is None:
+        accumulates = any(parameter.grad is not None for parameter in model.parameters())
+    allocations = FakeAllocations(device, (local or device).runtime_us)
     recorder = Recorder(allocations.mark, _nothing, allocations.locate, has_storage)
     saved = SavedTensorsRecord(recorder, allocations.mark)
     allocations.idle = lambda: recorder.paused
@@ -298,7 +304,7 @@ def run(
     times = [(at[op.ended] - at[op.began]) / 1e3 for op in ops]
     estimated = middle_and_spread(times, [op.signature for op in ops], {})
     step = HollowStep(recorder.record, saved, allocations, estimated, at, *marks)
-    return step, [*notes, *allocations.notes]
+    return step, [*notes, *allocations.notes, *(local.notes if local is not None else ())]
 
 
 def _nothing() -> None:

@@ -27,8 +27,19 @@ from autoac.profiler.modules import modules_restored, watch_modules
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
+from autoac.profiler.sharding import alone, parameters_of, watch_sharding
 from autoac.profiler.times import Measured
-from autoac.profiler.timing import DeviceClock, forwards, middle_and_spread, timed_forward
+from autoac.profiler.timing import (
+    BETWEEN,
+    EXTRA_S,
+    MOST_STEPS,
+    DeviceClock,
+    Samples,
+    forwards,
+    host_clock,
+    middle_and_spread,
+    timed_forward,
+)
 from autoac.profiler.wrappers import disarmed
 
 Loss = Callable[[Any], Tensor]
@@ -47,7 +58,7 @@ class HollowStep:
     forward: ForwardRecord
     saved: SavedTensorsRecord
     allocations: Allocations
-    measured: Mapping[Hashable, Measured]  # run times of ops, by signature
+    measured: Mapping[Hashable, Measured]  # run times of ops, by signature; one may be BETWEEN ops
     times_ns: Sequence[int]  # for each mark, when it was
     backward_began: int  # mark
     backward_ended: int  # mark; outputs of the model are still held
@@ -78,8 +89,11 @@ def run(
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
+        ShardsInUse, CannotProfile: as `alone`.
     """
-    allocations = AllocationRecord(device)
+    if accumulates is None:
+        accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
+    allocations = AllocationRecord(device, host_clock())
     clock = DeviceClock(device)
     recorder = Recorder(allocations.mark, clock.stamp)
     saved = SavedTensorsRecord(recorder, allocations.mark, keep=keep)
@@ -87,29 +101,44 @@ def run(
         generators_restored(device),
         modules_restored(model),
         disarmed(model),
-        isolated(model, args, kwargs, accumulates=accumulates) as (call, leaves),
+        alone(model, accumulates=accumulates) as shards,
+        isolated(
+            model, args, kwargs, accumulates=accumulates, placed=shards.managed(), before=shards.reset
+        ) as (call, leaves),
     ):
+        saved.may_be_made = shards.is_there
         try:
-            timed_forward(call, device)  # warms up, so that the first op is timed like the rest
             began = time.perf_counter()
+            first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
+            leaves += shards.leaves()
+            forget_workspaces(device)
+            warm = time.perf_counter()
             with allocations:
                 with torch.enable_grad():
                     backward_began, backward_ended = take_step(
                         model, call, leaves, loss, recorder, saved, allocations.mark, device
                     )
                 saved.closed = True
-            step_s = time.perf_counter() - began
+                ended = time.perf_counter()
+            shards.mark(recorder.record, saved.out_of_reach)
             for state in recorder.generators.values():
                 state.restore()
             ops = recorder.record.ops
             signatures: list[Hashable] = [op.signature for op in ops]
-            measured = known(set(signatures))
-            wanted = set(signatures) - measured.keys()
+            kinds = {*signatures, *first.keys() & {BETWEEN}}
+            measured = known(kinds)
+            wanted = kinds - measured.keys()
             # Ranks must run forward equally often, and clocks would decide.
-            alone = not any(op.facts.collective for op in ops)
+            silent = not any(op.facts.collective for op in ops)
             if wanted:
-                more = forwards(call, device, wanted, step_s) if time_ops and alone else {}
+                more: Samples = {}
+                if time_ops and silent:
+                    left_s = MOST_STEPS * (ended - warm) - (time.perf_counter() - began)
+                    at = allocations.times_ns
+                    forward_s = min(warm - began, (at[backward_began] - at[0]) / 1e9)  # the first is cold
+                    more = forwards(call, device, wanted, forward_s, max(EXTRA_S, left_s))
                 in_step = clock.runtimes_us(allocations.times_ns, [(op.began, op.ended) for op in ops])
+                more.setdefault(BETWEEN, first.get(BETWEEN, []))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
         finally:
             saved.closed = True
@@ -125,6 +154,15 @@ def run(
         backward_began,
         backward_ended,
     )
+
+
+def forget_workspaces(device: torch.device) -> None:
+    """Give back what cuBLAS keeps between calls, for the record to see it come: it lasts from step to step.
+
+    torch takes it from the allocator that everything comes from, once for each stream and thread.
+    """
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def take_step(
@@ -150,6 +188,7 @@ def take_step(
         recorder.module = path[-1]
 
     watch_compiled()
+    watch_sharding()
     handles = watch_modules(model, enter, leave)
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
@@ -198,17 +237,23 @@ def isolated(
     of_buffer: Callable[[Tensor], Tensor] = _cloned,
     of_input: Callable[[Tensor], Tensor] = Tensor.detach,
     *,
-    accumulates: bool | None = None,
+    accumulates: bool,
+    placed: Set[Tensor] = frozenset(),
+    before: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
     """A call of the model on aliases: nothing that it does reaches the model's own tensors.
 
     Yields the call and the leaves that it may give gradients to. Without gradients of their own, what
     `of_parameter`, `of_buffer` and `of_input` return stands in for the tensors of the model and the batch.
-    `accumulates`: gradients go into ones that are there already; None: if the model has any.
+
+    Args:
+        model, args, kwargs: as for `run`.
+        of_parameter, of_buffer, of_input: from a tensor of the model or batch to what stands in for it.
+        accumulates: gradients go into ones that are there already.
+        placed: parameters that are no part of this: somebody else puts an alias in place.
+        before: to be called before each call of the model.
     """
     leaves: list[Tensor] = []
-    if accumulates is None:
-        accumulates = any(parameter.grad is not None for parameter in model.parameters())
 
     def alias(tensor: Tensor) -> Tensor:
         copy = of_input(tensor)
@@ -221,6 +266,8 @@ def isolated(
 
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
+        if parameter in placed:
+            continue
         tensors[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
         if parameter.requires_grad:
             leaves.append(tensors[name])
@@ -233,6 +280,7 @@ def isolated(
             leaf.register_post_accumulate_grad_hook(_drop_gradient)
 
     def call() -> Any:
+        before()
         return torch.func.functional_call(model, tensors, own_args, own_kwargs)
 
     yield call, leaves

@@ -27,6 +27,8 @@ _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias
 # Ask a tensor something that is no tensor. Only tensors that are fake or wrap others dispatch it.
 _QUESTIONS = {"prim::device"}
 
+_LABELS = "profiler"  # the namespace of record_function, which names a stretch of code and computes nothing
+
 _STATISTICS = (3, 4)  # running_mean and running_var as arguments of a batch norm
 
 # Write them in training, though their schema says nothing.
@@ -41,6 +43,9 @@ _WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_co
 
 # Return a workspace for backward only where an input requires a gradient: never below autograd.
 _WORKSPACES = {"aten::mkldnn_rnn_layer", "aten::_sparse_mm_reduce_impl"}
+
+# Return floating-point numbers for backward in a tensor of bytes, which neither index nor decide.
+_NUMBERS_AS_BYTES = {"aten::mkldnn_rnn_layer"}
 
 # Fill an argument, by its position, after autograd has packed it, and leave its version counter where it was.
 _FILLS_PACKED = {"aten::rrelu_with_noise": 1, "aten::rrelu_with_noise_": 1}
@@ -122,7 +127,7 @@ class OpFacts:
     """What holds for every call of one overload."""
 
     name: str  # "aten.addmm.default"
-    view: bool  # only makes a view: costs nothing, is not recorded
+    view: bool  # makes a view, or nothing: costs nothing, is not recorded
     writes: tuple[int, ...]  # positional arguments that it writes
     writes_named: tuple[str, ...]  # keyword arguments that it writes
     in_place: bool  # returns nothing but what it writes
@@ -135,6 +140,7 @@ class OpFacts:
     opaque: bool = False  # a higher-order op: what runs inside is not seen
     fills_packed: int = -1  # the argument that it fills after autograd has packed it
     statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
+    numbers_as_bytes: bool = False  # what it returns as uint8 are floating-point numbers
     mutates: bool = field(init=False)  # may write an argument
 
     def __post_init__(self) -> None:
@@ -192,7 +198,9 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     collective = op.namespace in _COLLECTIVE_NAMESPACES
     return OpFacts(
         name=str(op),
-        view=(bool(aliases) and not written) or schema.name in _HIDDEN_VIEWS | _QUESTIONS,
+        view=(bool(aliases) and not written)
+        or schema.name in _HIDDEN_VIEWS | _QUESTIONS
+        or op.namespace == _LABELS,
         writes=tuple(i for i, a in enumerate(positional) if a in written) + hidden,
         writes_named=tuple(a.name for a in written if a.kwarg_only),
         in_place=bool(written) and all(r.alias_info is not None for r in schema.returns),
@@ -203,6 +211,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         kept=schema.name in _REBINDS,
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
+        numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autoac.planner.constraints import CROSSES
 from autoac.planner.profile import DECIDES, PINNED
 from autoac.profiler.compiled import SeesCompiled
 from autoac.profiler.modules import ROOT
@@ -44,6 +45,11 @@ class RecordedOp:
     must_recompute: bool = False
     began: int = -1  # mark
     ended: int = -1
+
+    def insist_on_saving(self, why: str) -> None:
+        """It can not be run again, whatever else was said of it."""
+        self.must_save = self.must_save or why
+        self.must_recompute = False
 
 
 @dataclass(slots=True)
@@ -167,6 +173,12 @@ class Recorder(SeesCompiled):
         self._compiled -= 1
         self.paused = self._compiled > 0
 
+    def cross_units(self, tensors: Iterable[Tensor]) -> None:
+        """What goes into an FSDP unit or comes out of it is saved."""
+        for tensor in tensors:
+            if self.has_storage(tensor) and (value := self.current.get(tensor)) is not None:
+                self.record.ops[self.record.values[value].op].insist_on_saving(CROSSES)
+
     def _overwritten(self, tensor: Tensor, *, by: int) -> None:
         # What is from outside stays where it is, and what read it before can not be run again.
         for reader in self._readers.get(tensor) or ():
@@ -232,8 +244,8 @@ class SavedTensorsRecord:
     """Saved-tensor hooks that keep of each floating-point activation only what describes it.
 
     Parameters, inputs and all that no recorded op made are kept as they are. Integer and bool tensors
-    index and decide, so a copy of them is kept. Backward so runs every kernel, on ones. With `keep` all are
-    kept as they are, at the same marks: a plain step.
+    index and decide, so a copy of them is kept, unless they are numbers in disguise. Backward so runs every
+    kernel, on ones. With `keep` all are kept as they are, at the same marks: a plain step.
     """
 
     def __init__(self, recorder: Recorder, mark: Callable[[], int], *, keep: bool = False) -> None:
@@ -245,6 +257,8 @@ class SavedTensorsRecord:
         self.events: list[SavedEvent] = []
         self.copies: list[RecordedStorage] = []  # made by us: no step without us has them
         self.closed = False
+        self.may_be_made: Callable[[str], bool] = lambda _module: True  # whether an op there could run now
+        self.out_of_reach: set[int] = set()  # ops whose output was unpacked when it could not be made again
 
     def pack(self, tensor: Tensor) -> Any:
         if not self._recorder.has_storage(tensor) or (value := self._recorder.current.get(tensor)) is None:
@@ -253,15 +267,21 @@ class SavedTensorsRecord:
         self.values.append(value)
         self.packed.append(len(self._recorder.record.ops))
         copy = None
+        copied = not (tensor.is_floating_point() or tensor.is_complex() or self._numbers(tensor, value))
         if self._keep:
             copy = tensor
-            if not (tensor.is_floating_point() or tensor.is_complex()):
+            if copied:
                 self._mark()  # where a hollow step has made its copy
-        elif not (tensor.is_floating_point() or tensor.is_complex()):
+        elif copied:
             with _paused(self._recorder):
                 copy = tensor.detach().clone()
             self.copies.append(RecordedStorage(self._recorder.locate(copy.untyped_storage()), self._mark()))
         return _HollowHandle(index, tensor, copy, weakref.ref(self))
+
+    def _numbers(self, tensor: Tensor, value: int) -> bool:
+        """Whether the bytes of `tensor` are floating-point numbers."""
+        record = self._recorder.record
+        return tensor.dtype is torch.uint8 and record.ops[record.values[value].op].facts.numbers_as_bytes
 
     def unpack(self, packed: Any) -> Tensor:
         if not isinstance(packed, _HollowHandle):
@@ -270,12 +290,16 @@ class SavedTensorsRecord:
         node = torch._C._current_autograd_node()
         event = SavedEvent("unpack", packed.index, self._mark(), node.name() if node is not None else "")
         self.events.append(event)
+        maker = self._recorder.record.values[self.values[packed.index]].op
+        if not self.may_be_made(self._recorder.record.ops[maker].module):
+            self.out_of_reach.add(maker)
         if packed.copy is not None:
             event.ended = self._mark()
             return packed.copy
         with _paused(self._recorder):
             fresh = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype, device=packed.device)
-            fresh.fill_(1)  # zeros send some kernels (prod) along a path of their own
+            # Zeros send some kernels (prod) along a path of their own.
+            fresh.fill_(1 if packed.dtype is not torch.uint8 else _BYTE_OF_NUMBERS)
         event.ended = self._mark()
         event.stand_in = RecordedStorage(self._recorder.locate(fresh.untyped_storage()), event.ended)
         self.copies.append(event.stand_in)
@@ -285,6 +309,9 @@ class SavedTensorsRecord:
     def dropped(self, index: int) -> None:
         if not self.closed:
             self.events.append(SavedEvent("drop", index, self._mark(), ""))
+
+
+_BYTE_OF_NUMBERS = 0x3F  # four of them are 0.747 in float32, two are 0.746 in bfloat16
 
 
 @dataclass(slots=True)

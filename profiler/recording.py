@@ -24,6 +24,11 @@ _NODE = "autograd::engine::evaluate_function: "
 _NO_KINETO_BANNER = "6"  # kineto writes a line at start and stop at every lower level
 
 
+def profiler_is_running() -> bool:
+    """Whether torch.profiler runs on this thread, so that no record can be taken."""
+    return torch._C._autograd._profiler_enabled()
+
+
 @dataclass(frozen=True, slots=True)
 class Allocated:
     """The allocator gave out memory or took it back. Times are on the profiler's clock."""
@@ -70,7 +75,7 @@ class Recording:
         self._profiler = torch.profiler.profile(activities=activities, profile_memory=True)
 
     def __enter__(self) -> Self:
-        if torch._C._autograd._profiler_enabled():
+        if profiler_is_running():
             raise ProfilerBusy
         os.environ.setdefault("KINETO_LOG_LEVEL", _NO_KINETO_BANNER)  # read when kineto is first used
         self._profiler.__enter__()

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from autoac.planner.profile import StaticBytes
 from autoac.profiler.devices import Device
 from autoac.profiler.ops import has_storage_or_fake, outputs_of
+from autoac.profiler.sharding import local, parameters_of
 from autoac.profiler.storages import StorageTable
 from autoac.profiler.wrappers import buckets_of
 
@@ -44,7 +45,8 @@ def static_bytes(
     """Count each storage on `device` once, or each storage at all as if it were on `on`.
 
     In bytes, as the allocator rounds them. With `accumulates` every parameter that wants a gradient is
-    taken to have one. The buckets of DistributedDataParallel count as gradients.
+    taken to have one. The buckets of DistributedDataParallel count as gradients, and of what FSDP
+    shards what this rank holds.
     """
     seen: set[int] = set()
     rounding = allocator_rounding(device) if on is None else on.allocator_rounding
@@ -52,7 +54,7 @@ def static_bytes(
     def count(tensors: Iterable[Any]) -> int:
         total = 0
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not has_storage_or_fake(tensor):
+            if not isinstance(tensor, Tensor) or not has_storage_or_fake(tensor := local(tensor)):
                 continue
             if on is None and tensor.device.type != device.type:
                 continue
@@ -62,17 +64,18 @@ def static_bytes(
                 total += -(-storage.nbytes() // rounding) * rounding
         return total
 
+    parameters = list(parameters_of(model))
     buckets = buckets_of(model, device if on is None else None)
     to_come = sum(
-        -(-parameter.nbytes // rounding) * rounding
-        for parameter in model.parameters()
+        -(-local(parameter).nbytes // rounding) * rounding
+        for parameter in parameters
         if parameter.requires_grad and parameter.grad is None
         if on is not None or parameter.device.type == device.type
     )
     return StaticBytes(
-        parameters=count(model.parameters()),
+        parameters=count(parameters),
         buffers=count(model.buffers()),
-        gradients=count(p.grad for p in model.parameters())
+        gradients=count(p.grad for p in parameters)
         + (to_come if accumulates else 0)
         + (0 if buckets.holds_gradients else buckets.nbytes),
         optimizer_state=optimizer_state,
@@ -125,8 +128,8 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def _state_nbytes(states: Iterable[Any], device: torch.device) -> int:
     return sum(
         leaf.untyped_storage().nbytes()
-        for leaf in tree_leaves(list(states))
-        if isinstance(leaf, Tensor) and leaf.device.type == device.type and leaf.layout is torch.strided
+        for leaf in map(local, filter(torch.is_tensor, tree_leaves(list(states))))
+        if leaf.device.type == device.type and leaf.layout is torch.strided
     )
 
 
@@ -137,12 +140,13 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, elsewhere
         for group in optimizer.param_groups:
             fakes = []
             for parameter in group["params"]:
+                held = local(parameter)
                 fake = nn.Parameter(
                     torch.empty_strided(
-                        parameter.size(),
-                        parameter.stride(),
-                        dtype=parameter.dtype,
-                        device=device if elsewhere else parameter.device,
+                        held.size(),
+                        held.stride(),
+                        dtype=held.dtype,
+                        device=device if elsewhere else held.device,
                     )
                 )
                 if parameter.requires_grad:

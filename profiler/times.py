@@ -129,10 +129,11 @@ def machine(device: torch.device, device_name: str) -> str:
     """What run times depend on beside the op: device, torch, and on the CPU the processor and threads."""
     if device.type != "cpu":
         return f"{device_name}, torch {torch.__version__}"
-    return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the processor calls itself."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):

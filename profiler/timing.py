@@ -6,6 +6,7 @@ forward runs each kind of op once per block, so a few of them are many samples o
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
@@ -21,11 +22,24 @@ from autoac.profiler.record import signature_of
 
 SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards
 LEAST_SAMPLES = 3  # of them, that do without those of the profiled step
-EXTRA_S = 0.25  # that more forwards may take, in seconds, or
-EXTRA_OF_STEP = 0.5  # this part of the profiled step, whichever is longer
+MOST_STEPS = 1.75  # that a profile may take, in steps, more forwards included, or
+EXTRA_S = 0.25  # that more forwards may take, in seconds, where steps are short
 
 Samples = dict[Hashable, list[float]]
 """Run times in microseconds, by signature."""
+
+
+def host_clock() -> Callable[[], int]:
+    """The clock for what the host itself computes, in nanoseconds.
+
+    With one thread it is that thread's own time, which runs only while it does: others on the machine then
+    do not count. With several, what this one does is not all, and it is the time of day.
+    """
+    return time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+
+
+BETWEEN = ("between ops",)
+"""Stands for a signature: the time from the end of one op to the beginning of the next (`OpTimer`)."""
 
 
 class DeviceClock:
@@ -53,6 +67,9 @@ class DeviceClock:
 class OpTimer(TorchDispatchMode):
     """Times the ops of a forward: by the clock on the CPU, elsewhere by events of the device's stream.
 
+    And what is between them: Python, the dispatcher, memory given back, a device that waits for its host. An
+    op that runs again takes that once more.
+
     `generators` are the explicit ones that the forward drew from, as they were.
     """
 
@@ -62,6 +79,7 @@ class OpTimer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.generators: dict[int, GeneratorState] = {}
         self._device = device
+        self._host_now = host_clock()
         self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
 
     @classmethod
@@ -87,7 +105,7 @@ class OpTimer(TorchDispatchMode):
 
     def _now(self) -> Any:
         if self._device.type == "cpu":
-            return time.perf_counter_ns()
+            return self._host_now()
         event = torch.Event(device=self._device, enable_timing=True)
         event.record()
         return event
@@ -97,10 +115,15 @@ class OpTimer(TorchDispatchMode):
         on_cpu = self._device.type == "cpu"
         if not on_cpu and self._spans:
             torch.get_device_module(self._device).synchronize(self._device)
+
+        def us(began: Any, ended: Any) -> float:
+            return float((ended - began) / 1e3 if on_cpu else began.elapsed_time(ended) * 1e3)
+
         found: Samples = {}
         for signature, began, ended in self._spans:
-            us = (ended - began) / 1e3 if on_cpu else began.elapsed_time(ended) * 1e3
-            found.setdefault(signature, []).append(us)
+            found.setdefault(signature, []).append(us(began, ended))
+        for (_, _, ended), (_, began, _) in itertools.pairwise(self._spans):
+            found.setdefault(BETWEEN, []).append(us(ended, began))
         return found
 
 
@@ -120,15 +143,22 @@ def timed_forward(call: Callable[[], Any], device: torch.device) -> Samples:
     return timer.samples()
 
 
-def forwards(call: Callable[[], Any], device: torch.device, wanted: Set[Hashable], step_s: float) -> Samples:
+def forwards(
+    call: Callable[[], Any], device: torch.device, wanted: Set[Hashable], forward_s: float, left_s: float
+) -> Samples:
     """Run forward again and again, until every kind of op in `wanted` has been seen often enough.
 
-    `step_s` is what the profiled step took, in seconds; the time that this may take depends on it.
+    Args:
+        call: runs forward.
+        device: where.
+        wanted: kinds of op.
+        forward_s: what one forward takes, in seconds.
+        left_s: what all may take, in seconds.
     """
     samples: Samples = {}
-    spent, last, allowed = 0.0, 0.0, max(EXTRA_S, EXTRA_OF_STEP * step_s)
+    spent, last = 0.0, forward_s
     for _ in range(SAMPLES):
-        if spent + last > allowed or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
+        if spent + last > left_s or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
             break
         began = time.perf_counter()
         found = timed_forward(call, device)
@@ -157,7 +187,7 @@ def middle_and_spread(
     Where `more` has enough samples, those taken in the profiled step are left out: the record of
     allocations makes each op a little slower.
     """
-    samples: Samples = {}
+    samples: Samples = {BETWEEN: []} if more.get(BETWEEN) else {}
     for runtime, signature in zip(in_step_us, signatures, strict=True):
         samples.setdefault(signature, []).append(runtime)
     found: dict[Hashable, tuple[float, float, int]] = {}

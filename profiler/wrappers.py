@@ -1,16 +1,12 @@
-"""Models in the wrappers of torch.distributed: what those add to a step, and how to profile under them.
+"""Models in DistributedDataParallel: what it adds to a step, and how to profile under it.
 
 DistributedDataParallel reduces gradients from hooks of the parameters, which a profiled step does not
 touch; what its forward prepares for that, and the buffers that it sends around, are left out as well, so
 that one rank alone may profile. Its buckets stand on the device.
-
-FSDP swaps the parameters of a module under its forward. A step on aliases of them would swap the model's
-own parameters, and leave them swapped: it is refused.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-
-from autoac.profiler.errors import CannotProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,23 +58,3 @@ def disarmed(model: nn.Module) -> Iterator[None]:
             module.require_forward_param_sync = False  # or forward sends buffers
             module._static_graph_delay_allreduce_enqueued = True  # or backward reduces everything at its end
     yield
-
-
-def check_sharded(model: nn.Module) -> None:
-    """Refuse a model whose parameters come and go with its forward.
-
-    Raises:
-        CannotProfile: it is sharded by `fully_shard` or FullyShardedDataParallel.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nothing can have been sharded
-        return
-    for path, module in model.named_modules():
-        if isinstance(module, fsdp.FSDPModule | fsdp.FullyShardedDataParallel):
-            where = f"{type(module).__name__}{f' at {path}' if path else ''}"
-            raise CannotProfile(
-                where,
-                "FSDP swaps its parameters in every forward",
-                "profile a copy of the model that is not sharded (on the meta device with on=DATASHEETS[...] "
-                "it needs no memory), and pass the policy of its plan to the sharded one",
-            )

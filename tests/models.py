@@ -71,10 +71,10 @@ class ConvNet(nn.Module):
 class Recurrent(nn.Module):
     """An LSTM, whose kernel returns a workspace only when gradients are on."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)
-        self.head = nn.Linear(8, 3)
+        self.lstm = nn.LSTM(width, width, 2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.lstm(x)[0]))
@@ -87,7 +87,8 @@ class Routed(nn.Module):
         super().__init__()
         self.router = nn.Linear(width, experts)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 32), nn.SiLU(), nn.Linear(32, width)) for _ in range(experts)
+            nn.Sequential(nn.Linear(width, 2 * width), nn.SiLU(), nn.Linear(2 * width, width))
+            for _ in range(experts)
         )
 
     def forward(self, x: Tensor) -> Tensor:

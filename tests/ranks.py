@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 _BEGIN = """
@@ -41,21 +45,42 @@ def told_by_ranks(script: str, store: Path, world: int = 2, timeout: float = 120
         AssertionError: a rank did not end well; with what it wrote to stderr.
     """
     command = [sys.executable, "-W", "ignore", "-c", _BEGIN + script + _END, str(Path(__file__).parent)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(store)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+    with contextlib.ExitStack() as files:
+        outs, errors = (
+            [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)] for _ in range(2)
         )
-        for rank in range(world)
-    ]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), str(world), str(store)],
+                stdout=outs[rank],
+                stderr=errors[rank],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(world)
+        ]
+        _wait(ranks, timeout)
+        for number, (rank, written) in enumerate(zip(ranks, errors, strict=True)):
+            written.seek(0)
+            code = rank.returncode
+            assert code in (0, _ENDED), f"rank {number} ended with {code}:\n{written.read()[-3000:]}"
+        assert all(rank.returncode == 0 for rank in ranks), f"not done after {timeout} seconds"
+        for out in outs:
+            out.seek(0)
+        return [out.read() for out in outs]
+
+
+_ENDED = -signal.SIGKILL  # by us
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> None:
+    """Until all have ended, or one has failed: then the others wait for it in vain."""
+    until = time.monotonic() + timeout
     try:
-        told = [rank.communicate(timeout=timeout) for rank in ranks]
+        while any(rank.poll() is None for rank in ranks):
+            if time.monotonic() > until or any(rank.returncode for rank in ranks):
+                break
+            time.sleep(0.02)
     finally:
-        for process in ranks:
-            process.kill()
-    for number, (process, (_, errors)) in enumerate(zip(ranks, told, strict=True)):
-        assert process.returncode == 0, f"rank {number} ended with {process.returncode}:\n{errors[-3000:]}"
-    return [out for out, _ in told]
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

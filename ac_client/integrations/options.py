@@ -13,7 +13,9 @@ class Options(TypedDict, total=False):
     """Arguments of `ac_client.apply`, as they are there."""
 
     policy: Policy | PolicySet | str | os.PathLike[str] | None
+    alias: str | None
     service: str | None
+    require_service: bool
     headroom_gb: float
     constraints: Constraints | None
     strict: bool

@@ -130,6 +130,7 @@ def json_text(content: bytes | str, status: int = 200, headers: dict[str, str] |
 ANY_ROUTE: Answers = {
     401: ("No key, or one that is not known", (Problem,)),
     403: ("The key's scope does not reach so far", (Problem,)),
+    421: ("Asked without a key under a name that is not this machine's", (Problem,)),
     422: ("A parameter is not what it should be", (InvalidProblem,)),
     500: ("The service failed", (Problem,)),
     503: ("The database is away; Retry-After says when to ask again", (Problem,)),

@@ -32,8 +32,9 @@ from autoac.api.routes.common import (
     refuse_nul,
 )
 from autoac.api.routes.views import PolicyView
-from autoac.api.store import delete_policy, get_alias, get_policy, list_policies, read_policy
+from autoac.api.store import PolicyOptions, delete_policy, get_alias, get_policy, list_policies, read_policy
 from autoac.planner.difference import difference, difference_in_words
+from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from autoac.planner.policy import Policy, tool_versions
 from autoac.planner.profile import MAX_INT
 from autoac.planner.units import GIB, bytes_from_gb
@@ -93,32 +94,54 @@ async def get_policies(
     device: Text = None,
     budget_gb: Annotated[float | None, Query(gt=0, le=MAX_INT / GIB, allow_inf_nan=False)] = None,
     budget_bytes: Annotated[int | None, Query(gt=0, le=MAX_INT)] = None,
+    headroom_bytes: Annotated[int | None, Query(ge=0, le=MAX_INT)] = None,
+    gap: Annotated[float | None, Query(ge=0, le=1, allow_inf_nan=False)] = None,
+    time_limit_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
+    constraints_digest: Annotated[str | None, Query(pattern="^([0-9a-f]{64})?$")] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Response:
-    """Without their decisions; `url` of each has the policy itself."""
+    """Without their decisions; `url` of each has the policy itself.
+
+    Where headroom, gap, time limit or constraints are given, only what a solve under these would give, with
+    the defaults of a solve for those that are not. Constraints are named by the SHA-256 of their JSON with
+    sorted keys; the empty text stands for none.
+    """
     refuse_nul(model=model, fingerprint=fingerprint, device=device)
     if budget_gb is not None and budget_bytes is not None:
         raise MalformedRequest(["query.budget_gb: give at most one of budget_gb and budget_bytes"])
     budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
     before = decode_number(cursor)
+    options = None
+    if (headroom_bytes, gap, time_limit_s, constraints_digest) != (None, None, None, None):
+        options = PolicyOptions(
+            headroom_bytes=headroom_bytes or 0,
+            gap=DEFAULT_GAP if gap is None else gap,
+            time_limit_s=min(time_limit_s or DEFAULT_TIME_LIMIT_S, service.settings.solve_time_limit_s),
+            constraints_digest=constraints_digest or "",
+        )
 
-    def look() -> str:
-        with service.database.read() as connection:
-            found = list_policies(
-                connection,
-                model=model,
-                fingerprint=fingerprint,
-                device=device,
-                budget_bytes=budget,
-                before=before,
-                limit=limit + 1,
-            )
+    def look(connection: Connection) -> str:
+        found = list_policies(
+            connection,
+            model=model,
+            fingerprint=fingerprint,
+            device=device,
+            budget_bytes=budget,
+            options=options,
+            before=before,
+            limit=limit + 1,
+        )
         kept, following = page_of(found, limit, lambda row: row.number)
         page = Page[PolicyView](items=[PolicyView.of(row) for row in kept], next=following)
         return page.model_dump_json()
 
-    return json_text(await to_thread.run_sync(look))
+    def read() -> str:
+        with service.database.read() as connection:
+            return look(connection)
+
+    few = fingerprint is not None and budget is not None
+    return json_text(await (service.glance(look) if few else to_thread.run_sync(read)))
 
 
 @router.head(

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import structlog
 from starlette.testclient import TestClient
@@ -29,6 +30,34 @@ BOTH = pytest.mark.parametrize("size", ["sqlite", "postgresql"], indirect=True)
 """Run the tests of a module on both databases: `pytestmark = BOTH`."""
 
 Serve = Callable[..., TestClient]
+
+
+class InApp(httpx2.BaseTransport):
+    """Carries a client's requests to the app in this process, and keeps them."""
+
+    def __init__(self, client: TestClient) -> None:
+        self.client = client
+        self.requests: list[httpx2.Request] = []
+
+    @property
+    def request(self) -> httpx2.Request:
+        """The last one."""
+        return self.requests[-1]
+
+    @property
+    def posts(self) -> int:
+        """How many profiles were sent."""
+        return sum(request.method == "POST" for request in self.requests)
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.requests.append(request)
+        response = self.client.request(
+            request.method, str(request.url), headers=request.headers, content=request.read()
+        )
+        return httpx2.Response(response.status_code, headers=response.headers, content=response.content)
+
+
+Transport = Callable[..., InApp]
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +150,13 @@ def serve(database_url: str) -> Iterator[Serve]:
         def start(solver: Solver | None = None, **settings: Any) -> TestClient:
             settings = {"database_url": database_url, "runner": "embedded"} | settings
             app = create_app(Settings(**settings), solver or InProcess(save_all))
-            client = TestClient(app, base_url="http://service", raise_server_exceptions=False)
+            client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
             return stack.enter_context(client)
 
         yield start
+
+
+@pytest.fixture
+def in_app(serve: Serve) -> Transport:
+    """Starts a service in this process and gives a client's way to it."""
+    return lambda solver=None, **settings: InApp(serve(solver, **settings))

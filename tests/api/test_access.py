@@ -229,3 +229,40 @@ def test_the_version_is_that_of_policies(serve: Serve) -> None:
     answer: dict[str, Any] = serve().get("/version").json()
     assert answer["tools"]["highspy"]
     assert answer["autoac"] == answer["tools"]["autoac"]
+
+
+@pytest.mark.parametrize(
+    ("host", "taken"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8421", True),
+        ("127.0.0.1:8421", True),
+        ("127.8.9.1", True),
+        ("[::1]:8421", True),
+        ("planner.example:8421", True),  # by the setting
+        ("evil.example", False),
+        ("evil.example:8421", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("evil.example:127.0.0.1", False),
+        ("10.0.0.1", False),
+        ("", False),
+    ],
+)
+def test_without_a_key_the_service_answers_to_names_of_this_machine(
+    serve: Serve, host: str, taken: bool
+) -> None:
+    """A page whose name was made to stand for 127.0.0.1 reads nothing."""
+    http = serve(allowed_hosts="planner.example, other.example")
+    answer = http.get("/v1/policies", headers={"Host": host})
+    assert answer.status_code == (200 if taken else 421)
+    if not taken:
+        assert answer.json()["type"] == URN + "other-host"
+        assert "AUTOAC_ALLOWED_HOSTS" in answer.json()["detail"]
+        assert http.post("/v1/policies", headers={"Host": host} | JSON, content=b"{}").status_code == 421
+
+
+def test_with_a_key_it_answers_to_any_name(serve: Serve, secrets: dict[str, str]) -> None:
+    http = serve()
+    answer = http.get("/v1/policies", headers={"Host": "planner.example"} | bearer(secrets["read"]))
+    assert answer.status_code == 200

@@ -34,7 +34,7 @@ async def post(
         return Response(str(len(await read_body(request, settings))))
 
     transport = httpx2.ASGITransport(app)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://service") as http:
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
         return await http.post("/length", content=content, headers=headers)
 
 

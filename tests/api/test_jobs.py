@@ -232,7 +232,7 @@ def leaves(http: TestClient, body: bytes, leave: threading.Event) -> None:
         "query_string": b"",
         "root_path": "",
         "scheme": "http",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }
     portal = http.portal
     assert portal is not None

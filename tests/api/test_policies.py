@@ -252,5 +252,5 @@ def test_openapi_names_every_model_that_it_refers_to(serve: Serve) -> None:
     assert {"Policy", "PolicyRequest", "Profile", "InfeasibleProblem"} <= set(refs)
     post = document["paths"]["/v1/policies"]["post"]
     assert post["security"] == [{"HTTPBearer": []}]
-    wanted = "201 202 400 401 403 404 408 409 413 415 422 429 500 503 504"
+    wanted = "201 202 400 401 403 404 408 409 413 415 421 422 429 500 503 504"
     assert set(post["responses"]) == set(wanted.split())

@@ -201,45 +201,25 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
-@pytest.fixture
-def own_postgres() -> Iterator[Server]:
-    """One to be restarted, which no other test uses."""
-    from postgres import NoPostgres
-
-    from autoac.api.database import Database
-
-    try:
-        server = Server.create()
-    except NoPostgres as error:
-        pytest.skip(f"no PostgreSQL: {error}")
-    try:
-        server.start()
-        database = Database(server.database("autoac"))
-        database.upgrade()
-        database.close()
-        yield server
-    finally:
-        server.remove()
-
-
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
 @pytest.mark.parametrize("embedded", [True, False], ids=["embedded", "workers"])
 def test_a_database_that_crashes_and_comes_back_loses_none(
-    own_postgres: Server, tmp_path: Path, profile: Profile, embedded: bool
+    postgres: Server, database_url: str, tmp_path: Path, profile: Profile, embedded: bool
 ) -> None:
-    machines = Machines(tmp_path, own_postgres.url("autoac"), embedded)
+    machines = Machines(tmp_path, database_url, embedded)
     try:
         machines.solve()
         process, http = machines.serve()
         urls = {gb: accepted(http, profile, budget_gb=gb) for gb in (1, 2)}
         until(lambda: machines.began >= 1)
-        own_postgres.stop()
+        postgres.stop()
         away = http.get("/readyz")
         assert (away.status_code, away.json()["database"]) == (503, "failed")
         assert http.get("/livez").status_code == 200
         refused = http.get("/v1/policies")
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
         machines.gate.touch()  # a solve ends while there is nowhere to put its result
-        own_postgres.start()
+        postgres.start()
         for gb, url in urls.items():
             until(lambda url=url: state(http, url) == "succeeded")
             assert_finished_once(http, url, wanted(profile, gb))
@@ -249,6 +229,8 @@ def test_a_database_that_crashes_and_comes_back_loses_none(
         assert all(p.poll() is None for p in machines.running)
     finally:
         machines.end()
+        if postgres.process is None:  # other tests use it too
+            postgres.start()
 
 
 @BOTH

@@ -10,8 +10,10 @@ from torch import nn
 
 from ac_client import cli, console
 from ac_client.cli import main
+from ac_client.commands import planning
 from ac_client.console import CommandError, case_of, write_whole
-from autoac.planner import Policy, Profile
+from autoac.planner import Policy, PolicySet, Profile
+from autoac.planner.policy_set import Bucket
 
 MODEL = """
 import torch
@@ -228,6 +230,25 @@ def test_a_policy_with_its_profile_is_explained_in_bytes_without_solving(profile
     assert "\nall  " in out
 
 
+def test_a_policy_set_is_explained_bucket_by_bucket(profiled, capsys):
+    budget = gb_of(profiled / "profile.json", 0.5)
+    assert run(capsys, "plan", "profile.json", "--budget-gb", budget)[0] == cli.OK
+    policy = Policy.from_json((profiled / "policy.json").read_text())
+    shapes = ({"x": "float32[8, 4]"}, {"x": "float32[2, 4]"})
+    buckets = tuple(Bucket(shape=shape, policy=policy) for shape in shapes)
+    (profiled / "set.json").write_text(PolicySet(buckets=buckets).to_json())
+    code, out, err = run(capsys, "explain", "set.json")
+    assert (code, err) == (cli.OK, "")
+    first, second = out.split("Bucket 2 of 2, for batches up to x=float32[8, 4]:")
+    assert first.startswith("Bucket 1 of 2, for batches up to x=float32[2, 4]:")
+    assert all("The peak is" in part for part in (first, second))
+    code, out, _ = run(capsys, "explain", "set.json", "--json")
+    assert [bucket["shape"] for bucket in json.loads(out)["buckets"]] == [shapes[1], shapes[0]]
+    code, _, err = run(capsys, "explain", "set.json", "--table")
+    assert code == cli.USAGE
+    assert "policy set" in err
+
+
 def test_two_policies_are_compared(profiled, capsys):
     for name, share in (("a.json", 0.2), ("b.json", 0.8)):
         budget = gb_of(profiled / "profile.json", share)
@@ -352,7 +373,7 @@ def test_interrupting_leaves_with_130(folder, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load_case", interrupted)
+    monkeypatch.setattr(planning, "load_case", interrupted)
     assert run(capsys, "profile", "small:make")[0] == cli.INTERRUPTED
 
 

@@ -15,8 +15,9 @@ from stepping import scalar
 from torch import Tensor, nn
 
 import ac_client
+from ac_client.buckets import Buckets, Loaded
 from ac_client.shapes import key_of, shape_of
-from autoac.planner import build, floor, simulate
+from autoac.planner import build, floor, plan, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 
@@ -279,12 +280,30 @@ class Pair(collections.namedtuple("Pair", "a b")):
         ((Pair(torch.ones(2), 1),), (Pair(torch.ones(3), 1),), False),
         (([torch.ones(1), torch.ones(2)],), ([torch.ones(1)], torch.ones(2)), False),
         ((object(),), (object(),), True),
+        (({"1": torch.ones(2)},), ({1: torch.ones(2)},), False),
+        (({True: torch.ones(2)},), ({1: torch.ones(2)},), False),
     ],
 )
 def test_batches_of_one_key_have_one_shape(one: tuple[Any, ...], other: tuple[Any, ...], same: bool) -> None:
     assert (key_of(one, {}) == key_of(other, {})) is same
     if same:
         assert shape_of(one, {}) == shape_of(other, {})
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_bucket_covers_a_batch_whose_arguments_come_in_another_order(first: int) -> None:
+    """Dimensions are compared leaf by leaf, also where their number is the same."""
+    policy = plan(profile(nn.Linear(4, 4), torch.randn(2, 4)), budget_gb=1.0).policy()
+    long, wide = torch.empty(2, 48), torch.empty(48, 2)
+    buckets = Buckets()
+    bucket = Loaded(shape_of((), {"long": long, "wide": wide, "boxes": [{"b": wide, "a": long}]}), policy)
+    buckets.add(bucket)
+    met = {"boxes": [{"a": long[:, :9], "b": wide[:9]}], "wide": wide[:9], "long": long[:, :9]}
+    batches = [met, {**met, "wide": long[:, :9]}]
+    for batch in batches[first:] + batches[:first]:
+        covered = batch is met
+        assert (buckets.covering(key_of((), batch), (), batch) is bucket) is covered
+    assert buckets.covering(key_of((), {"other": long}), (), {"other": long}) is None
 
 
 def test_a_shape_names_each_leaf() -> None:

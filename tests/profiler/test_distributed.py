@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from models import ConvNet
 from ranks import told_by_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import ac_client
 from ac_client.measure import AllocatorTimeline
-from autoac.planner import bounds, build
+from autoac.planner import bounds, build, plan
 from autoac.profiler import DATASHEETS, CannotProfile, observe, profile
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.wrappers import buckets_of
@@ -149,14 +151,164 @@ def test_a_planned_model_trains_in_its_wrapper() -> None:
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("on", [None, DATASHEETS["h100"]], ids=["hollow", "fake"])
-def test_a_sharded_model_is_refused_and_left_whole(on: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    expected = model(torch.ones(1, 4))
-    fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(CannotProfile, match=r"FSDPLinear at 0.*not sharded"):
-        profile(model, torch.ones(1, 4), on=on)
-    assert torch.equal(model(torch.ones(1, 4)), expected)
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sharded(**settings: Any) -> nn.Sequential:
+    model = layers()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def test_a_sharded_model_is_left_whole() -> None:
+    model, x = sharded(), torch.ones(1, 4)
+    fired: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(fired.append)
+    before = list(model.parameters())
+    found = profile(model, x, loss=torch.sum)
+    assert found.static.parameters == sum(p.nbytes for p in layers().parameters())
+    assert [op for op, why in zip(found.keys(), found.ops.must_save, strict=True) if why >= 0] == [
+        "0/aten.addmm.default#0"
+    ]
+    assert all(a is b and a.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    assert not fired
+    plain = layers()
+    plain(x).sum().backward()
+    model(x).sum().backward()
+    assert len(fired) == len(before)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert isinstance(b.grad, DTensor)
+        assert a.grad is not None
+        assert torch.equal(a.grad, b.grad.to_local())
+
+
+def test_a_sharded_model_whose_step_raises_is_left_whole() -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    model, x = sharded(), torch.ones(1, 4)
+    handle = model[1].register_forward_hook(lambda _module, _args, out: Breaks.apply(out))
+    with pytest.raises(ZeroDivisionError):
+        profile(model, x, loss=torch.sum)
+    handle.remove()
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model(x), layers()(x))
+
+
+class KeepsLoss(nn.Module):
+    """Backward comes to the loss that it keeps before it comes to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        out = self.second(y)
+        self.loss = y.exp().square().mean()
+        return out
+
+
+class WithItsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = KeepsLoss(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(self.block(x).relu()).sum()
+        return out + self.block.loss
+
+
+def test_what_backward_asks_for_while_the_unit_is_freed_is_saved() -> None:
+    def sharded_with_its_loss() -> nn.Module:
+        torch.manual_seed(0)
+        model = WithItsLoss()
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    plain, planned, x = sharded_with_its_loss(), sharded_with_its_loss(), torch.ones(3, 4)
+    found = profile(planned, x)
+    saved = {
+        key: found.reasons[why]
+        for key, why in zip(found.keys(), found.ops.must_save, strict=True)
+        if why >= 0
+    }
+    assert saved["block/aten.exp.default#0"] == "its FSDP unit is freed when backward asks for it"
+    assert "block/aten.tanh.default#0" not in saved
+    policy = plan(found, budget_bytes=bounds(build(found)).ceiling).policy()
+    decisions = {key: "save" if key in saved else "recompute" for key in policy.decisions}
+    ac_client.apply(planned, policy=policy.model_copy(update={"decisions": decisions}))
+    plain(x).backward()
+    planned(x).backward()
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert isinstance(a.grad, DTensor)
+        assert isinstance(b.grad, DTensor)
+        assert torch.equal(a.grad.to_local(), b.grad.to_local())
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "offloaded": (
+        lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "offloaded to the host",
+    ),
+    "replicas": (
+        lambda: fully_shard(layers(), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))),
+        "over replicas",
+    ),
+    "a part": (lambda: _begun(sharded())[0], "profile or plan its root"),
+    "two layouts": (
+        lambda: fully_shard(
+            parallelize_module(
+                layers(), init_device_mesh("cpu", (1,), mesh_dim_names=("t",)), {"0": ColwiseParallel()}
+            ),
+            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("d",)),
+        ),
+        "by another layout as well",
+    ),
+    "FSDP1": (
+        lambda: FullyShardedDataParallel(
+            layers(), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD
+        ),
+        "not sharded",
+    ),
+}
+
+
+def _begun(model: nn.Sequential) -> nn.Sequential:
+    model(torch.ones(1, 4)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_one_rank_cannot_profile_alone_is_refused(setting: str) -> None:
+    make, why = REFUSED[setting]
+    model = make()
+    with pytest.raises(CannotProfile, match=why):
+        profile(model, torch.ones(1, 4), loss=torch.sum)
+
+
+def test_a_sharded_model_has_no_fake_step() -> None:
+    with pytest.raises(CannotProfile, match="fake tensors cannot be gathered"):
+        profile(sharded(), torch.ones(1, 4), on=DATASHEETS["h100"])
+
+
+def test_a_model_is_planned_after_it_was_sharded() -> None:
+    model = layers()
+    ac_client.apply(model, 1.0)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(CannotProfile, match=r"call ac_client\.apply after fully_shard"):
+        model(torch.ones(1, 4))
 
 
 RANK = """

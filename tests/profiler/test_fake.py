@@ -93,6 +93,19 @@ def test_backward_is_that_of_the_hollow_step_but_for_what_kernels_hold_inside(en
         assert of_hollow - SCALARS <= of_fake <= of_hollow
 
 
+def test_what_a_fake_step_cannot_do_is_still_so() -> None:
+    """Should torch learn it, the reason in `ELSEWHERE` and the line in docs/profiling.md can go."""
+    entries = {entry.name: entry for entry in ZOO if entry.name in ELSEWHERE}
+    with pytest.raises(RuntimeError, match="Expected inputs of BF16"):
+        both(entries["Mixtral"])
+    with pytest.raises(CannotFake, match=r"aten\.nonzero"):
+        both(entries["mixture of experts"])
+    hollow, fake = both(entries["LSTM"])
+    assert fake.keys() == hollow.keys()
+    sizes = zip(hollow.storages.nbytes, fake.storages.nbytes, strict=True)
+    assert {of_fake for of_hollow, of_fake in sizes if of_fake != of_hollow} == {0}
+
+
 @pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
 def test_autocast_is_in_force_in_a_fake_step(entry: Entry) -> None:
     hollow, fake = both(entry, functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16))

@@ -1,0 +1,285 @@
+"""The client and a service that has policies already: what is taken, what is asked for anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import pytest
+from conftest import InApp, Serve, Transport
+from service_fakes import InProcess, Planned, chain_profile, save_all
+
+import ac_client.remote
+from ac_client.remote import ServiceRefused, ServiceUnavailable, fits, named_policy, request_policy
+from autoac.api.database import Database
+from autoac.api.keys import Scope, create_key
+from autoac.planner.constraints import Constraints
+from autoac.planner.plan import plan
+from autoac.planner.policy import Policy
+from autoac.planner.profile import Profile
+
+URL = "http://localhost"
+MIB = 1 << 20
+GIB = 1 << 30
+SIZES = tuple(size * MIB for size in (4, 8, 2, 8, 4))
+NAME = "chain@cpu/production"
+
+
+@pytest.fixture
+def step() -> Profile:
+    """A step in which some budgets bind."""
+    return chain_profile(*SIZES)
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long the client waited before each further try; nobody waits here."""
+    waited: list[float] = []
+    monkeypatch.setattr(ac_client.remote, "time", Clock(waited))
+    return waited
+
+
+class Clock:
+    """`time`, where nothing takes any but sleep."""
+
+    def __init__(self, slept: list[float]) -> None:
+        self.slept = slept
+
+    def monotonic(self) -> float:
+        return sum(self.slept)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+def ask(transport: httpx2.BaseTransport, profile: Profile, budget: int = GIB, **options: Any) -> Policy:
+    return request_policy(URL, profile, budget, transport=transport, **options)
+
+
+def tightest(profile: Profile) -> int:
+    """A budget at which something is recomputed."""
+    return plan(profile, budget_bytes=GIB).ceiling - 1
+
+
+def slower(profile: Profile) -> Profile:
+    """The same step, measured again."""
+    return profile.model_copy(
+        update={"ops": profile.ops.model_copy(update={"runtime_us": (11.0,) * len(profile.ops)})}
+    )
+
+
+def hungrier(profile: Profile, nbytes: int) -> Profile:
+    """The same step, whose kernels hold more while backward runs: no part of the fingerprint."""
+    peaks = (64 + nbytes,) * len(profile.backward.peak_nbytes)
+    return profile.model_copy(update={"backward": profile.backward.model_copy(update={"peak_nbytes": peaks})})
+
+
+def test_no_profile_is_sent_where_a_policy_is_stored(in_app: Transport, step: Profile) -> None:
+    transport = in_app(InProcess(plan))
+    made = ask(transport, step, tightest(step))
+    assert transport.posts == 1
+    assert ask(transport, slower(step), tightest(step)) == made
+    assert transport.posts == 1
+    assert "recompute" in made.decisions.values()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"headroom_bytes": 1},
+        {"constraints": Constraints(pin_save=("*/aten.mm.default#0",))},
+        {"constraints": Constraints(forward_budget_bytes=GIB - 1)},
+        {"gap": 0.02},
+        {"budget": GIB - 1},
+    ],
+)
+def test_one_made_for_something_else_is_not_taken(
+    in_app: Transport, step: Profile, other: dict[str, Any]
+) -> None:
+    """Both ways: neither does a call with `other` get the plain policy, nor a plain call that of `other`."""
+    for first, second in (({}, other), (other, {})):
+        transport = in_app(InProcess(plan))
+        profile = step.model_copy(update={"model": f"Chain {bool(first)}"})  # the two share a database
+        ask(transport, profile, **first)
+        ask(transport, profile, **second)
+        assert transport.posts == 2
+        for again in (first, second):
+            assert ask(transport, profile, **again).constraints == again.get("constraints")
+        assert transport.posts == 2
+
+
+def test_two_requests_with_one_answer_are_both_found(in_app: Transport, step: Profile) -> None:
+    """Where everything can be saved the policy is the same text under any headroom."""
+    transport = in_app(InProcess(plan))
+    made = [ask(transport, step, headroom_bytes=headroom) for headroom in (0, 5, 0, 5)]
+    assert made == [made[0]] * 4
+    assert transport.posts == 2
+
+
+def stopped_early(profile: Profile, **options: Any) -> Planned:
+    made = save_all(profile, **options).policy()
+    return Planned(made.model_copy(update={"predicted": made.predicted.model_copy(update={"gap": 0.5})}))
+
+
+def test_one_whose_solver_had_less_time_and_missed_the_gap_is_not_taken(
+    in_app: Transport, step: Profile
+) -> None:
+    transport = in_app(InProcess(stopped_early))
+    ask(transport, step, time_limit_s=10)
+    ask(transport, step, time_limit_s=5)
+    assert transport.posts == 1
+    ask(transport, step, time_limit_s=20)
+    assert transport.posts == 2
+    ask(transport, step, time_limit_s=1e6)  # the service gives nobody more than 120 s
+    ask(transport, step, time_limit_s=2e6)
+    assert transport.posts == 3
+
+
+def test_one_whose_solver_reached_the_gap_is(in_app: Transport, step: Profile) -> None:
+    transport = in_app(InProcess(plan))
+    ask(transport, step, tightest(step), time_limit_s=10)
+    ask(transport, step, tightest(step), time_limit_s=100)
+    assert transport.posts == 1
+
+
+def test_one_that_does_not_fit_on_this_profile_is_not_taken(in_app: Transport, step: Profile) -> None:
+    """Temporaries are no part of the fingerprint and count at the peak."""
+    transport = in_app(InProcess(plan))
+    budget = tightest(step)
+    made = ask(transport, step, budget)
+    hungry = hungrier(step, budget - made.predicted.peak_bytes + 1)
+    assert hungry.fingerprint == step.fingerprint
+    assert fits(made, step, budget, 0)
+    assert not fits(made, hungry, budget, 0)
+    assert ask(transport, hungry, budget) == plan(hungry, budget_bytes=budget).policy()
+    assert transport.posts == 2
+    assert ask(transport, hungry, budget) == plan(hungry, budget_bytes=budget).policy()
+    assert transport.posts == 2  # the newest is looked at first
+
+
+def test_headroom_and_the_limit_of_forward_are_kept(step: Profile) -> None:
+    everything = plan(step, budget_bytes=GIB)
+    policy = everything.policy()
+    assert fits(policy, step, everything.peak, 0)
+    assert not fits(policy, step, everything.peak, 1)
+    limited = policy.model_copy(update={"constraints": Constraints(forward_budget_bytes=1)})
+    assert not fits(limited, step, GIB, 0)
+
+
+def test_an_empty_set_of_constraints_is_none(in_app: Transport, step: Profile) -> None:
+    transport = in_app(InProcess(plan))
+    ask(transport, step)
+    assert ask(transport, step, constraints=Constraints()).constraints is None
+    assert transport.posts == 1
+
+
+def test_a_key_that_may_only_read_gets_what_is_stored(
+    in_app: Transport, step: Profile, database: Database
+) -> None:
+    with database.write() as connection:
+        read = create_key(connection, "reader", Scope.READ)[1]
+        full = create_key(connection, "planner", Scope.PLAN)[1]
+    transport = in_app(InProcess(plan))
+    with pytest.raises(ServiceRefused, match="403: this needs a key with the scope plan"):
+        ask(transport, step, token=read)
+    made = ask(transport, step, token=full)
+    assert ask(transport, step, token=read) == made
+
+
+# --- aliases --------------------------------------------------------------------------------------------
+
+
+def test_an_alias_gives_the_policy_that_it_stands_for(in_app: Transport, step: Profile) -> None:
+    transport = in_app(InProcess(plan))
+    made = ask(transport, step)
+    id = transport.client.get("/v1/policies").json()["items"][0]["id"]
+    put = transport.client.put(f"/v1/aliases/{NAME}", json={"policy_id": id}, headers={"If-None-Match": "*"})
+    assert put.status_code == 201
+    assert named_policy(URL, NAME, transport=transport) == made
+    with pytest.raises(ServiceRefused, match="404: no alias chain@cpu/canary"):
+        named_policy(URL, "chain@cpu/canary", transport=transport)
+
+
+@pytest.mark.parametrize("name", ["", "/x", "a/../b", "a b", "a?b", "a/b/c/d/e", "a" * 201])
+def test_what_cannot_be_an_alias_is_never_asked_for(name: str) -> None:
+    with pytest.raises(ValueError, match="is no alias"):
+        named_policy(URL, name, transport=httpx2.MockTransport(lambda request: httpx2.Response(500)))
+
+
+# --- another try ----------------------------------------------------------------------------------------
+
+
+class Flaky(httpx2.BaseTransport):
+    """Goes wrong so many times, and then to the app."""
+
+    def __init__(self, app: InApp, *wrong: httpx2.Response | Exception) -> None:
+        self.app, self.wrong = app, list(wrong)
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        if self.wrong:
+            found = self.wrong.pop(0)
+            if isinstance(found, Exception):
+                raise found
+            return found
+        return self.app.handle_request(request)
+
+
+def busy(status: int, **headers: str) -> httpx2.Response:
+    return httpx2.Response(status, headers={name.replace("_", "-"): text for name, text in headers.items()})
+
+
+def test_a_service_that_is_away_for_a_moment_is_asked_again(
+    in_app: Transport, step: Profile, pauses: list[float]
+) -> None:
+    flaky = Flaky(in_app(), httpx2.ConnectError("refused"), busy(503), busy(429, retry_after="7"))
+    assert ask(flaky, step).model == "Chain"
+    assert len(pauses) == 3
+    assert pauses[0] < pauses[1] < pauses[2]
+    assert pauses[2] >= 7  # as the service said
+
+
+def test_tries_are_bounded_in_number_and_in_time(step: Profile, pauses: list[float]) -> None:
+    asked = []
+
+    def never(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request)
+        return busy(503, retry_after="1")
+
+    with pytest.raises(ServiceUnavailable, match="503"):
+        ask(httpx2.MockTransport(never), step)
+    assert len(asked) == 1 + len(ac_client.remote.PAUSES_S) == 1 + len(pauses)
+    with pytest.raises(ServiceUnavailable, match="503"):
+        ask(httpx2.MockTransport(never), step, timeout_s=0.9)
+    assert len(pauses) == len(ac_client.remote.PAUSES_S)  # a second would have been too long
+
+
+def test_a_key_with_too_many_jobs_is_no_refusal(step: Profile) -> None:
+    """The service has no place now, so that the plan is made in process, as where it is overloaded."""
+    with pytest.raises(ServiceUnavailable, match="429"):
+        ask(httpx2.MockTransport(lambda request: busy(429)), step)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"items": [{"id": "../keys"}]}', '{"items": [{"id": 1}]}', "<"]
+)
+def test_what_is_no_list_of_policies_is_no_service(step: Profile, text: str) -> None:
+    with pytest.raises(ServiceUnavailable, match="no list of policies"):
+        ask(httpx2.MockTransport(lambda request: httpx2.Response(200, text=text)), step)
+
+
+def test_what_is_looked_for_may_be_given_in_part(serve: Serve, step: Profile) -> None:
+    """What is left out is the default of a request; with none of the four, any policy is found."""
+    http = serve(InProcess(plan))
+    http.post("/v1/policies", json={"profile": step.model_dump(mode="json"), "budget_gb": 1, "gap": 0.5})
+    found = [
+        len(http.get("/v1/policies", params=params).json()["items"])
+        for params in (
+            {},
+            {"gap": 0.5},
+            {"gap": 0.4},
+            {"headroom_bytes": 0},
+            {"gap": 0.5, "headroom_bytes": 1},
+        )
+    ]
+    assert found == [1, 1, 0, 0, 0]
+    assert http.get("/v1/policies", params={"constraints_digest": "x"}).status_code == 422

@@ -1,0 +1,112 @@
+"""The GPU's script, carried out on a faked device: the CPU, with an allocator that counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from zoo import ZOO
+
+from ac_client.measure import AllocatorTimeline
+from autoac.profiler import hollow
+from benchmarks import gpu
+from benchmarks.gpu import Case, CudaMeter, Row
+
+
+class CountingCpu:
+    """A meter of the CPU. What is there before a call is not seen by torch.profiler, so it is handed in."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.base = 0
+
+    def peak_of(self, call: Callable[[], object]) -> int:
+        with AllocatorTimeline(base=self.base) as timeline:
+            call()
+        return timeline.peak_bytes
+
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    def clear(self) -> None: ...
+
+
+def case(name: str, blocks: Callable[[nn.Module], list[nn.Module]]) -> Case:
+    entry = next(entry for entry in ZOO if entry.name == name)
+    return Case(name, entry.make, entry.batch, blocks)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Some kernels allocate something for each thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_each_way_is_measured_and_ours_is_as_predicted_at_the_baselines_peak() -> None:
+    llama = case("Llama", lambda model: list(model.model.layers))
+    meter = CountingCpu()
+    training = gpu.Training(llama, "fp32", meter.device)
+    # Parameters, both moments, step counters and the batch are there before a step.
+    parameters = list(training.model.parameters())
+    ids = training.batch["input_ids"]
+    buffers = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in training.model.buffers()}
+    meter.base = sum(3 * p.nbytes + 4 for p in parameters) + ids.nbytes + sum(buffers.values())
+    found = gpu.rows(llama, "fp32", meter, steps=1)
+    assert [row.way for row in found][:2] == ["plain", "torch checkpoint"]
+    assert found[0].off == 0
+    ours = [row for row in found if row.way.startswith("ours") and row.measured is not None]
+    assert ours
+    assert all(row.off == 0 and row.measured <= row.budget for row in ours)
+    assert all(row.step_s is not None and row.step_s > 0 for row in ours)
+
+
+def test_a_page_counts_what_is_off_and_over() -> None:
+    rows = [
+        Row("a", "fp32", "plain", None, 100, 101, 1.0),
+        Row("a", "fp32", "ours, peak of checkpoint", 100, 100, 120, 1.5),
+        Row("a", "fp32", "ours, peak of selective", 100, None, None, None, "needs 1 KiB"),
+    ]
+    page = gpu.render(rows, "a GPU")
+    assert "1 of 2 predicted peaks within 2 %, 1 over budget" in page
+    assert "| 120 B | +20.00% | 1500.0 | 1.500 |" in page
+    assert "| needs 1 KiB |" in page
+
+
+def test_a_gpus_peak_is_reset_before_and_read_after_the_stream_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def noted(name: str, result: object = None) -> Callable[..., object]:
+        def call(*_args: object) -> object:
+            calls.append(name)
+            return result
+
+        return call
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, noted(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", noted("max_memory_allocated", 7))
+    meter = CudaMeter(torch.device("cuda", 0))
+    assert meter.peak_of(noted("step")) == 7
+    assert calls == ["synchronize", "reset_peak_memory_stats", "step", "synchronize", "max_memory_allocated"]
+
+
+def test_workspaces_of_cublas_are_forgotten_before_a_step_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They last from step to step, so a record that begins after they were made would miss them."""
+    calls: list[int] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append(1), raising=False)
+    hollow.forget_workspaces(torch.device("cpu"))
+    assert not calls
+    hollow.forget_workspaces(torch.device("cuda", 0))
+    assert calls == [1]
