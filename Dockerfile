@@ -14,6 +14,7 @@ WORKDIR /src
 COPY constraints.txt ./
 COPY service.pyproject.toml pyproject.toml
 COPY planner planner
+COPY pages pages
 COPY api api
 RUN pip install --no-cache-dir -c constraints.txt ".[postgres]"
 RUN pip check

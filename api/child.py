@@ -1,8 +1,9 @@
 """The program that works on one request: `python -m autoac.api.child VERB KIND PARENT MEMORY TIME_LIMIT`.
 
-VERB is "take" or "answer", as in `request.py`. It reads a decoded body from stdin and writes frames to
-stdout: a letter, a length of eight bytes, and so many bytes. P is progress, as JSON; R, the last, a pickle
-of the result or of the error that was raised. It ends with its parent, and within its memory.
+VERB is "take" or "answer", as in `request.py`, or "draw", as in `drawing.py`. It reads a decoded body from
+stdin and writes frames to stdout: a letter, a length of eight bytes, and so many bytes. P is progress, as
+JSON; R, the last, a pickle of the result or of the error that was raised. It ends with its parent, and
+within its memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import BinaryIO
 
+from autoac.api.drawing import draw
 from autoac.api.errors import ServiceError, SolverDied
 from autoac.api.request import Kind, Planner, Taken, answer, take
 from autoac.planner.errors import PlannerError
@@ -40,11 +42,13 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
     faulthandler.enable()  # a crash in native code says where, in the service's log
     outlet = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a solver prints from C belongs in the log, not in the answer
-    outcome: str | Taken | Exception
+    outcome: str | bytes | Taken | Exception
     try:
         body = sys.stdin.buffer.read()
         if verb == "take":
             outcome = take(kind, body, most_seconds)
+        elif verb == "draw":
+            outcome = draw(body)
         else:
             told = Teller(outlet)
             outcome = answer(kind, body, most_seconds=most_seconds, plan=plan, progress=told)

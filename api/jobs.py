@@ -296,13 +296,23 @@ class Jobs:
             )
         return None if data is None else dict(json.loads(data))
 
-    def page(self, *, state: State | None, kind: Kind | None, before: int | None, limit: int) -> list[Job]:
+    def page(
+        self,
+        *,
+        state: State | None = None,
+        kind: Kind | None = None,
+        profile: str | None = None,
+        before: int | None = None,
+        limit: int,
+    ) -> list[Job]:
         """Jobs, newest first, those before the number `before`."""
         query = select(*_COLUMNS).order_by(jobs.c.number.desc()).limit(limit)
         if state is not None:
             query = query.where(jobs.c.state == state)
         if kind is not None:
             query = query.where(jobs.c.kind == kind)
+        if profile is not None:
+            query = query.where(jobs.c.profile_digest == profile)
         if before is not None:
             query = query.where(jobs.c.number < before)
         with self.database.read() as connection:

@@ -71,6 +71,8 @@ class Settings(BaseSettings):
     lease_s: Seconds = 15  # a running job of which nothing was heard for so long is queued again
     attempts: Annotated[int, Field(ge=1, le=100)] = 3  # of a job whose runner went away
 
+    draw_ahead: bool = True  # draw a policy's page once it was made, before anybody opens it
+
     keep_policies_days: Days | None = None  # older ones go when `db prune` runs; none: kept
     keep_policies_count: Annotated[int, Field(ge=1)] | None = None  # newest of a model, device and budget
     keep_jobs_days: Days = 30

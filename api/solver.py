@@ -33,6 +33,10 @@ OnTold = Callable[[dict[str, Any]], None]
 """Called with each piece of progress: incumbent, bound, gap, seconds; None for what is not there yet."""
 
 
+Outcome = str | bytes | Taken
+"""What a child gives: an answer, a drawing, or a request that was checked."""
+
+
 class Solver(Protocol):
     """Reads requests and solves them, outside of this process or, in tests, in it."""
 
@@ -42,6 +46,10 @@ class Solver(Protocol):
 
     async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
         """As `request.answer`, with time for so many solves; raises what `take` does."""
+        ...
+
+    async def draw(self, body: bytes) -> bytes:
+        """As `drawing.draw`; raises what that does, and SolveTimedOut, SolverDied."""
         ...
 
 
@@ -71,7 +79,12 @@ class SpawnedSolver:
         assert isinstance(made, str)
         return made
 
-    async def _run(self, verb: str, kind: Kind, body: bytes, limit: float, told: OnTold) -> str | Taken:
+    async def draw(self, body: bytes) -> bytes:
+        drawn = await self._run("draw", Kind.POLICY, body, self.grace_s, lambda progress: None)
+        assert isinstance(drawn, bytes)
+        return drawn
+
+    async def _run(self, verb: str, kind: Kind, body: bytes, limit: float, told: OnTold) -> Outcome:
         arguments = [verb, kind.value, str(os.getpid()), str(self.memory_bytes), str(self.time_limit_s)]
         with anyio.move_on_after(limit):
             async with _child([*self.command, *arguments]) as process:
@@ -125,7 +138,7 @@ async def _listen(stdout: ByteReceiveStream, told: OnTold) -> bytes:
     return b""
 
 
-def _outcome(answer: bytes, status: int) -> str | Taken:
+def _outcome(answer: bytes, status: int) -> Outcome:
     if status < 0:
         raise SolverDied(f"the solver was ended by signal {-status} ({signal.strsignal(-status)})")
     if status > 0 or not answer:
@@ -133,5 +146,5 @@ def _outcome(answer: bytes, status: int) -> str | Taken:
     outcome = pickle.loads(answer)  # noqa: S301  (from our own child, over a pipe)
     if isinstance(outcome, Exception):
         raise outcome
-    assert isinstance(outcome, str | Taken)
+    assert isinstance(outcome, Outcome)
     return outcome

@@ -1,11 +1,13 @@
 """Web pages as text: templates, scripts and styles, filled in so that no data can become markup.
 
-A page is one file and asks the network for nothing: what it needs is inlined, and its content security
-policy lets only these very scripts and styles run. Knows nothing of planning, so the client and the service
-can both take parts from here.
+A page that is made here is one file and asks the network for nothing: what it needs is inlined, and its
+content security policy lets only these very scripts and styles run. Knows nothing of planning, so the client
+and the service both take parts from here; the service serves them as they are.
 
-timeline.html, timeline.js, timeline.css   memory over one training step (`timeline_page`)
-vendor/                                    uPlot, as vendor/manifest.json says
+timeline.html, alone.js         memory over one training step, in one file (`timeline_page`)
+timeline.parts.html, .js, .css  the same as a part of any page
+parts.js                        what the scripts of several pages share
+vendor/                         uPlot, as vendor/manifest.json says
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ def timeline_page(data: Mapping[str, Any]) -> str:
     return page(
         read("timeline.html"),
         styles=[read("timeline.css")],
-        scripts=[read("timeline.js")],
-        parts={"TITLE": html.escape(f"{data['model']}: memory over one training step")},
+        scripts=[read("parts.js"), read("timeline.js"), read("alone.js")],
+        parts={
+            "TITLE": html.escape(f"{data['model']}: memory over one training step"),
+            "TIMELINE": read("timeline.parts.html"),
+        },
         data=data,
     )
 

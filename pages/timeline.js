@@ -1,34 +1,14 @@
-/* Draws autoac.planner.picture.Picture: timeline(root, picture). `root` holds the elements of timeline.html.
+/* Draws autoac.planner.picture.Picture: timeline(root, picture). `root` holds the elements of timeline.parts.html.
    Names come from models and files, so nothing here makes markup of a string: textContent only. */
 "use strict";
 
 function timeline(root, picture) {
+  const {make, color, size, time, at, percent, layerOf: layerIn, layerName, moduleName, row, headed, GIB, MIB} = parts;
   const part = name => root.querySelector(`[data-part="${name}"]`);
-  const make = (tag, text, kind) => {
-    const element = document.createElement(tag);
-    if (text !== undefined) element.textContent = text;
-    if (kind) element.className = kind;
-    return element;
-  };
-  const color = name => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-
-  /* ---- units ---- */
-  const KIB = 1024, MIB = KIB * 1024, GIB = MIB * 1024;
-  const size = bytes => {
-    for (const [name, unit] of [["GiB", GIB], ["MiB", MIB], ["KiB", KIB]])
-      if (Math.abs(bytes) >= unit) return `${(bytes / unit).toFixed(2)} ${name}`;
-    return `${bytes} B`;
-  };
-  const time = us => us === 0 ? "none" : us >= 1e6 ? `${(us / 1e6).toFixed(2)} s` : us >= 1e3 ? `${(us / 1e3).toFixed(1)} ms` : `${us.toFixed(0)} µs`;
-  const at = us => us >= 1e5 ? `${(us / 1e3).toFixed(1)} ms` : `${(us / 1e3).toFixed(3)} ms`;
-  const percent = share => `${share >= 0 ? "+" : "−"}${Math.abs(share * 100).toFixed(Math.abs(share) < .1 ? 2 : 1)} %`;
 
   /* ---- names ---- */
   const [FORWARD, RECOMPUTE, BACKWARD] = [0, 1, 2];
-  const LAYER = /^(?:[^.]+\.)*?\d+(?=\.|$)/;  // up to the first number that stands alone: h.3 of h.3.attn
-  const moduleName = path => path === "." || path === "" ? "the model itself" : path;
-  const layerOf = picture.modules.map(path => (LAYER.exec(path) || [""])[0]);
-  const layerName = layer => layer === "" ? "outside all layers" : layer;
+  const layerOf = picture.modules.map(layerIn);
   const {ops, steps} = picture;
 
   /* ---- timelines: simulated ones, then the measured one ---- */
@@ -388,26 +368,6 @@ function timeline(root, picture) {
     cell.append(bar);
     return cell;
   }
-  function row(kind, name, ...cells) {
-    const tr = make("tr", undefined, kind), head = make("th");
-    head.scope = "row";
-    if (name instanceof Node) head.append(name); else head.textContent = name;
-    tr.append(head, ...cells.map(cell => cell instanceof Node ? cell : make("td", cell)));
-    return tr;
-  }
-  function headed(table, names, rows, caption) {
-    const head = make("thead"), tr = make("tr"), body = make("tbody");
-    names.forEach((name, i) => {
-      const th = make("th", name, rows.length && rows[0].children[i].className === "wide" ? "wide" : "");
-      th.scope = "col";
-      tr.append(th);
-    });
-    head.append(tr);
-    body.append(...rows);
-    const parts = [head, body];
-    if (caption) parts.unshift(make("caption", caption));
-    table.replaceChildren(...parts);
-  }
   function listLive() {
     const by = part("live-by").value, e = shown;
     const atPeak = e === watched.peak;
@@ -574,13 +534,7 @@ function timeline(root, picture) {
   part("whole").onclick = whole;
   part("from-zero").onclick = event => { fromZero = !fromZero; event.currentTarget.setAttribute("aria-pressed", String(fromZero)); draw(); };
   part("live-by").onchange = listLive;
-  part("theme").onclick = () => {
-    const page = document.documentElement;
-    const dark = page.dataset.theme ? page.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    page.dataset.theme = dark ? "light" : "dark";
-    draw();
-  };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  parts.onTheme(draw);
   new ResizeObserver(() => { if (plot && plot.width !== box.clientWidth) draw(); }).observe(box);
 
   describe();
@@ -592,5 +546,3 @@ function timeline(root, picture) {
   show(chosen);
   root.dataset.ready = "true";
 }
-
-timeline(document.getElementById("timeline"), JSON.parse(document.getElementById("data").textContent));

@@ -8,7 +8,7 @@ names, so that steps of tens of thousands of ops stay small.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from autoac.planner.candidates import block_of, per_block
@@ -129,7 +129,9 @@ class Picture:
 
     def data(self) -> dict[str, Any]:
         """As JSON has it."""
-        return asdict(self)
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return plain
 
 
 def picture(
@@ -348,6 +350,15 @@ def _layers(ops: Sequence[Decided]) -> tuple[Layer, ...]:
             )
         )
     return tuple(rows)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts. Not `asdict`, which copies each number of a column, one by one."""
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return [_plain(one) for one in value]
+    return value
 
 
 def _split(key: str) -> tuple[str, str]:

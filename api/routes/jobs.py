@@ -8,7 +8,7 @@ from typing import Annotated
 
 import anyio
 from anyio import to_thread
-from fastapi import APIRouter, Header, Path, Request, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from autoac.api.access import Planner, Reader, ServiceOf
@@ -46,6 +46,7 @@ async def get_jobs(
     caller: Reader,
     state: State | None = None,
     kind: Kind | None = None,
+    profile: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Its digest.")] = None,
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[JobView]:
@@ -54,7 +55,7 @@ async def get_jobs(
     jobs = service.jobs
 
     def look() -> list[Job]:
-        return jobs.page(state=state, kind=kind, before=before, limit=limit + 1)
+        return jobs.page(state=state, kind=kind, profile=profile, before=before, limit=limit + 1)
 
     kept, following = page_of(await to_thread.run_sync(look), limit, lambda job: job.number)
     return Page[JobView](items=[JobView.of(job) for job in kept], next=following)
@@ -93,6 +94,8 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
     job, result = await to_thread.run_sync(look)
     if not job.final:
         return json_text(JobView.of(job).model_dump_json(), 202, {"Retry-After": str(RETRY_AFTER_S)})
+    if job.policy_id is not None:
+        service.draw_soon(job.policy_id)
     return json_text(result)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 from typing import Annotated, Any
 
 from anyio import to_thread
@@ -34,12 +35,13 @@ from autoac.api.routes.views import PolicyView
 from autoac.api.store import PolicyOptions, delete_policy, get_alias, get_policy, list_policies, read_policy
 from autoac.planner.difference import difference, difference_in_words
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
-from autoac.planner.policy import Policy
+from autoac.planner.policy import Policy, tool_versions
 from autoac.planner.profile import MAX_INT
 from autoac.planner.units import GIB, bytes_from_gb
 
 router = APIRouter(prefix="/v1", tags=["policies"])
 
+DRAWN_BY = tool_versions()["autoac"]
 Name = Annotated[str, Query(max_length=200, description="A policy's id, or an alias.")]
 
 
@@ -185,6 +187,47 @@ async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyVie
     return await to_thread.run_sync(look)
 
 
+@router.get(
+    "/policies/{id}/drawing",
+    summary="What a page draws of a policy",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Memory over the step, beside that of nothing and of every block recomputed, "
+            "and what became of each op",
+            "headers": {"ETag": {"schema": {"type": "string"}}},
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        },
+        304: {"description": "As If-None-Match says"},
+        **problems(
+            {
+                404: ("There is no such policy, or its profile was deleted", (Problem,)),
+                500: ("The child that draws died, or the service failed", (Problem,)),
+                503: ("Too many requests wait, or the database is away", (Problem,)),
+                504: ("It took too long to draw", (Problem,)),
+            }
+        ),
+    },
+)
+async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
+    """As the pages of this release draw it (docs/pictures.md); other releases may have other members."""
+
+    def look() -> None:
+        with service.database.read() as connection:
+            get_policy(connection, id)
+
+    await to_thread.run_sync(look)
+    tag = etag(f"{id}-{DRAWN_BY}")
+    # Weak, since the same drawing is sent with and without gzip.
+    headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", "Vary": "Accept-Encoding"}
+    if matches(request.headers.get("if-none-match"), tag):
+        return Response(status_code=304, headers=headers)
+    drawn = await service.drawing(request, id)
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
+    return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
+
+
 @router.delete(
     "/policies/{id}",
     status_code=204,
@@ -201,6 +244,7 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
 
     await to_thread.run_sync(forget)
     service.texts.forget(id)
+    service.drawings.forget(id)
     return Response(status_code=204)
 
 

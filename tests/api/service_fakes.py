@@ -19,6 +19,7 @@ from typing import Any
 import anyio
 
 from autoac.api import child
+from autoac.api.drawing import draw
 from autoac.api.request import Kind, Taken, answer, take
 from autoac.api.solver import OnTold, SpawnedSolver
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
@@ -215,6 +216,9 @@ class InProcess:
             told({"incumbent": now.primal, "bound": now.dual, "gap": now.gap, "seconds": now.seconds})
 
         return answer(kind, body, most_seconds=self.most_seconds, plan=self.plan, progress=progress)
+
+    async def draw(self, body: bytes) -> bytes:
+        return draw(body)
 
 
 @dataclass(frozen=True)

@@ -402,4 +402,4 @@ def test_final_jobs_are_forgotten_after_their_time(database: Database, profile: 
     jobs.cancel(submitted(jobs, profile, budget_gb=2))
     assert jobs.prune(days=1) == 0
     assert jobs.prune(days=0) == 1
-    assert [job.id for job in jobs.page(state=None, kind=None, before=None, limit=10)] == [live]
+    assert [job.id for job in jobs.page(limit=10)] == [live]

@@ -1,0 +1,63 @@
+"""The pages that people look at. They hold no data, so they need no key; `web` says how that goes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
+
+from autoac.api.errors import NotFound
+from autoac.api.routes.common import Digest, etag, matches
+from autoac.api.web import HEADERS, assets, shell
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/")
+async def registry(request: Request) -> Response:
+    """The registry: models, policies, aliases."""
+    return _page(request, "registry.html")
+
+
+@router.get("/models/{fingerprint}")
+async def model(request: Request, fingerprint: Digest) -> Response:
+    """A model: what memory costs, and its policies."""
+    return _page(request, "model.html")
+
+
+@router.get("/policies/{id}")
+async def policy(request: Request, id: Digest) -> Response:
+    """A policy: memory over the step, and what it keeps."""
+    return _page(request, "policy.html")
+
+
+@router.get("/difference")
+async def difference(request: Request) -> Response:
+    """What one policy keeps and another does not."""
+    return _page(request, "difference.html")
+
+
+@router.get("/jobs")
+async def jobs(request: Request) -> Response:
+    """Jobs, with their progress."""
+    return _page(request, "jobs.html")
+
+
+@router.get("/assets/{hash}/{name}")
+async def asset(hash: str, name: Annotated[str, Path(max_length=100)]) -> Response:
+    """A script or a style. The address has its hash, so it may be kept for ever."""
+    found = assets().get(name)
+    if found is None or not found.url.startswith(f"/assets/{hash}/"):
+        raise NotFound("no such file")
+    headers = {"Cache-Control": "public, max-age=31536000, immutable", "ETag": etag(hash)}
+    return Response(found.content, media_type=found.media_type, headers=headers | HEADERS)
+
+
+def _page(request: Request, name: str) -> Response:
+    content = shell(name)
+    tag = etag(hashlib.sha256(content).hexdigest()[:16])
+    headers = HEADERS | {"Cache-Control": "no-cache", "ETag": tag}
+    if matches(request.headers.get("if-none-match"), tag):
+        return Response(status_code=304, headers=headers)
+    return Response(content, media_type="text/html; charset=utf-8", headers=headers)

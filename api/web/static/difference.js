@@ -1,0 +1,59 @@
+/* What one policy keeps and another does not. */
+"use strict";
+
+service.run(async () => {
+  const {find, json, every, run, table, text, toPolicy, link} = service;
+  const {row, size, time, make} = parts;
+  const [policies, aliases] = await Promise.all([every("/v1/policies"), every("/v1/aliases")]);
+  const before = find("before"), after = find("after");
+  const byId = new Map(policies.items.map(policy => [policy.id, policy]));
+  const wanted = new URLSearchParams(location.search);
+  for (const [select, name] of [[before, "before"], [after, "after"]]) {
+    const group = (label, options) => {
+      const optgroup = make("optgroup");
+      optgroup.label = label;
+      optgroup.append(...options);
+      if (options.length) select.append(optgroup);
+    };
+    select.append(new Option("choose a policy", ""));
+    group("aliases", aliases.items.map(alias => new Option(alias.name, alias.name)));
+    group("policies, newest first", policies.items.map(policy => new Option(`${policy.model} · ${policy.device} · ${size(policy.budget_bytes)} · version ${policy.version} · ${policy.created_at.slice(0, 10)}`, policy.id)));
+    const given = wanted.get(name);
+    if (given && ![...select.options].some(option => option.value === given)) select.append(new Option(given, given));
+    if (given) select.value = given;
+  }
+
+  async function compare() {
+    const names = {before: before.value, after: after.value};
+    history.replaceState(null, "", `?${new URLSearchParams(Object.entries(names).filter(([, value]) => value))}`);
+    find("answer").hidden = true;
+    if (!names.before || !names.after) return;
+    service.fine();
+    const found = await json(`/v1/differences?${new URLSearchParams(names)}`);
+    const name = (id, said) => byId.has(id) ? toPolicy(byId.get(id), said.length === 64 ? undefined : said) : link(said.slice(0, 40), `/policies/${id}`);
+    const sides = [["first", found.before_id, names.before, found.before], ["second", found.after_id, names.after, found.after]];
+    table(find("sides"), ["", "policy", "model", "budget", "peak", "recompute", "kept", "run again", "the peak is at"], sides.map(([which, id, said, side]) =>
+      row("", which, text(name(id, said)), text(side.model), size(side.budget), size(side.peak), time(side.recompute_us), `${side.kept} ops`, `${side.again} ops`, text(side.peak_at))), "");
+    const peak = found.after.peak - found.before.peak, spent = found.after.recompute_us - found.before.recompute_us;
+    const than = (value, form, more, less) => value ? `${form(Math.abs(value))} ${value > 0 ? more : less}` : "";
+    find("verdict").textContent = [found.same ? "Both keep the same." : "They do not keep the same.",
+      `The second peaks ${than(peak, size, "higher", "lower") || "as high"} and recomputes ${than(spent, time, "more", "less") || "as long"}.`].join(" ");
+    table(find("changes"), ["modules", "only the second keeps", "only the first keeps"], found.changes.map(change =>
+      row("", `${change.name || "outside all modules"}${change.modules.length > 1 ? ` (${change.modules.length} modules)` : ""}`, text(change.gained.join(", ")), text(change.lost.join(", ")))), "No module decides otherwise.");
+    find("only").replaceChildren(...[["first", found.only_before], ["second", found.only_after]].filter(([, keys]) => keys.length).map(([which, keys]) => {
+      const details = make("details"), list = make("ul");
+      details.append(make("summary", `${keys.length} ops that only the ${which} has`), list);
+      list.append(...keys.slice(0, 500).map(key => make("li", key)));
+      if (keys.length > 500) list.append(make("li", `and ${keys.length - 500} more`));
+      return details;
+    }));
+    find("answer").hidden = false;
+  }
+  before.onchange = after.onchange = () => run(compare);
+  find("swap").onclick = () => {
+    [before.value, after.value] = [after.value, before.value];
+    run(compare);
+  };
+  await compare();
+  find("main").dataset.ready = "true";
+});

@@ -1,0 +1,57 @@
+/* The registry: models, aliases, policies, and a box that filters all three. */
+"use strict";
+
+service.run(async () => {
+  const {find, every, table, text, toModel, toPolicy, when, share} = service;
+  const {row, size, make} = parts;
+  const [profiles, policies, aliases] = await Promise.all([every("/v1/profiles"), every("/v1/policies"), every("/v1/aliases")]);
+  const byId = new Map(policies.items.map(policy => [policy.id, policy]));
+  const named = new Map();
+  for (const alias of aliases.items) named.set(alias.policy_id, [...(named.get(alias.policy_id) || []), alias.name]);
+
+  const models = new Map();  // by fingerprint
+  for (const one of [...profiles.items, ...policies.items]) {
+    let model = models.get(one.fingerprint);
+    if (!model) models.set(one.fingerprint, model = {...one, budgets: new Set(), policies: 0, ops: null});
+    if (one.ops !== undefined) model.ops = one.ops;
+    if (one.budget_bytes !== undefined) { model.policies++; model.budgets.add(one.budget_bytes); }
+    if (one.created_at > model.created_at) { model.created_at = one.created_at; model.created_by = one.created_by; }
+  }
+  const few = names => names.length > 6 ? `${names.slice(0, 6).join(", ")} and ${names.length - 6} more` : names.join(", ");
+
+  table(find("models"), ["model", "device", "ops", "policies", "budgets", "newest", "by"], [...models.values()].map(model =>
+    row("", toModel(model), text(model.device), model.ops === null ? "" : String(model.ops), String(model.policies),
+      text(few([...model.budgets].sort((a, b) => a - b).map(size))), when(model.created_at), text(model.created_by))), "No profile and no policy is stored.");
+  table(find("aliases"), ["alias", "policy", "model", "revision", "moved", "by"], aliases.items.map(alias => {
+    const policy = byId.get(alias.policy_id);
+    return row("", alias.name, text(policy ? toPolicy(policy) : service.link(alias.policy_id.slice(0, 12), `/policies/${alias.policy_id}`)),
+      text(policy ? policy.model : ""), String(alias.revision), when(alias.moved_at), text(alias.moved_by));
+  }), "No alias is set. PUT /v1/aliases/NAME makes one.");
+  table(find("policies"), ["model", "policy", "device", "peak", "recompute", "aliases", "made", "by"], policies.items.map(policy =>
+    row("", toModel(policy), text(toPolicy(policy)), text(policy.device), size(policy.peak_bytes), share(policy.recompute_us, policy.step_us),
+      text((named.get(policy.id) || []).join(", ")), when(policy.created_at), text(policy.created_by))), "No policy is stored.");
+  if (policies.more) find("policies").append(make("caption", "The newest 2,000; the rest is in /v1/policies."));
+  if (!models.size) {
+    find("empty").hidden = false;
+    find("empty-code").textContent = `model = ac_client.apply(model, budget_gb=8, service="${location.origin}")`;
+  }
+
+  const filter = find("filter");
+  const apply = () => {
+    const wanted = filter.value.trim().toLowerCase().split(/\s+/);
+    let shown = 0;
+    for (const id of ["models", "aliases", "policies"])
+      for (const tr of find(id).querySelectorAll("tbody tr")) {
+        const has = tr.textContent.toLowerCase();
+        tr.hidden = !wanted.every(word => has.includes(word));
+        shown += !tr.hidden;
+      }
+    const search = new URLSearchParams(filter.value ? {q: filter.value} : {});
+    history.replaceState(null, "", search.size ? `?${search}` : location.pathname);
+    service.say(filter.value ? `${shown} rows match` : "");
+  };
+  filter.value = new URLSearchParams(location.search).get("q") || "";
+  filter.oninput = apply;
+  if (filter.value) apply();
+  find("main").dataset.ready = "true";
+});

@@ -1,0 +1,189 @@
+/* What every page of the service has: the theme, the key, and how the JSON API is asked.
+   What comes from there is only ever text (parts.js). A key goes into the header of requests to this service,
+   and nowhere else: never into an address. */
+"use strict";
+
+const service = (() => {
+  const KEY = "autoac-key", THEME = "autoac-theme";
+  const find = id => document.getElementById(id);
+  try {
+    const theme = localStorage.getItem(THEME);
+    if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
+  } catch { /* storage is switched off: the system's theme it is */ }
+  let key = null;
+  try { key = sessionStorage.getItem(KEY); } catch { /* kept in this page alone */ }
+
+  function keep(secret) {
+    key = secret;
+    try {
+      if (secret) sessionStorage.setItem(KEY, secret); else sessionStorage.removeItem(KEY);
+    } catch { /* kept in this page alone */ }
+  }
+
+  class Refused extends Error {
+    constructor(status, problem) {
+      super(problem.detail || problem.title || `the service answered ${status}`);
+      this.status = status;
+      this.problem = problem;
+    }
+  }
+
+  let asking = null;
+  /* Whether there is a key now. Several requests that were refused at once ask once. */
+  function askForKey(why) {
+    asking ??= new Promise(resolve => {
+      const dialog = find("key-dialog"), field = find("key"), before = document.activeElement;
+      find("key-why").textContent = why;
+      const end = given => {
+        asking = null;
+        field.value = "";
+        dialog.close();
+        if (before instanceof HTMLElement) before.focus();
+        resolve(given);
+      };
+      find("key-form").onsubmit = event => { event.preventDefault(); keep(field.value.trim()); end(true); };
+      find("key-forget").onclick = () => { keep(null); end(false); };
+      find("key-cancel").onclick = () => end(false);
+      dialog.oncancel = event => { event.preventDefault(); end(false); };
+      dialog.showModal();
+      field.focus();
+    });
+    return asking;
+  }
+
+  /* The answer to a request. Throws Refused. */
+  async function ask(path, {method = "GET", body, headers = {}, signal} = {}) {
+    for (;;) {
+      const sent = {...headers}, used = key;
+      if (used) sent.Authorization = `Bearer ${used}`;
+      if (body !== undefined) sent["Content-Type"] = "application/json";
+      const answer = await fetch(path, {method, headers: sent, signal, body: body === undefined ? undefined : JSON.stringify(body)});
+      if (answer.ok) return answer;
+      if (answer.status === 401) {
+        if (key !== used) continue;  // another request got one meanwhile
+        const why = used ? "The service does not know that key, or it was revoked." : "The service shows what it has to who has a key.";
+        if (await askForKey(why)) continue;
+      }
+      let problem = {};
+      try { problem = await answer.json(); } catch { /* no problem document: its status says enough */ }
+      throw new Refused(answer.status, problem);
+    }
+  }
+  const json = async (path, options) => (await ask(path, options)).json();
+
+  /* All items of a list that comes in pages, up to `most`; `more`: there are further ones. */
+  async function every(path, most = 2000) {
+    const items = [];
+    for (let next = ""; next !== null && items.length < most;) {
+      const page = await json(`${path}${path.includes("?") ? "&" : "?"}limit=200${next && `&cursor=${encodeURIComponent(next)}`}`);
+      items.push(...page.items);
+      next = page.next;
+      if (next === null) return {items, more: false};
+    }
+    return {items, more: true};
+  }
+
+  /* Server-sent events of a job, until it has ended. EventSource could not send the key. */
+  async function events(path, tell, signal) {
+    let last = "", failures = 0;
+    while (!signal.aborted) {
+      try {
+        const answer = await ask(path, {signal, headers: last ? {"Last-Event-ID": last} : {}});
+        if (answer.status === 204) return;
+        failures = 0;
+        const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+        let text = "";
+        for (;;) {
+          const {done, value} = await reader.read();
+          if (done) break;
+          text += value;
+          const events = text.split("\n\n");
+          text = events.pop();
+          for (const event of events) {
+            const fields = Object.fromEntries(event.split("\n").filter(line => !line.startsWith(":")).map(line => {
+              const colon = line.indexOf(": ");
+              return [line.slice(0, colon), line.slice(colon + 2)];
+            }));
+            if (fields.id) last = fields.id;
+            if (fields.data) tell(fields.event, JSON.parse(fields.data));
+          }
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        if (error instanceof Refused && error.status < 500) throw error;
+        if (++failures > 5) throw error;
+        await new Promise(resolve => setTimeout(resolve, 1000 * failures));
+      }
+    }
+  }
+
+  function trouble(error) {
+    const line = find("trouble");
+    line.textContent = error instanceof Refused && error.problem.problems ? `${error.message}: ${error.problem.problems.join("; ")}` : error.message;
+    line.hidden = false;
+  }
+  const fine = () => { find("trouble").hidden = true; };
+  const say = text => { find("said").textContent = text; };
+  /* Runs a page, or what a button does; what goes wrong is said on the page. */
+  async function run(work) {
+    try { return await work(); } catch (error) {
+      if (error.name !== "AbortError") trouble(error);
+      return undefined;
+    }
+  }
+
+  /* ---- what pages show alike ---- */
+  const {make, size, GIB} = parts;
+  function link(text, href) {
+    const a = make("a", text);
+    a.href = href;
+    return a;
+  }
+  const toModel = row => link(row.model || "(no name)", `/models/${row.fingerprint}`);
+  const toPolicy = (row, text = `${size(row.budget_bytes)}, version ${row.version}`) => link(text, `/policies/${row.id}`);
+  function when(iso) {
+    const time = make("time", iso.slice(0, 16).replace("T", " "));
+    time.dateTime = iso;
+    time.title = `${iso.slice(0, 19).replace("T", " ")} UTC`;
+    return time;
+  }
+  const share = (us, of) => of ? `${(100 * us / of).toFixed(1)} %` : "";
+  const text = content => parts.cellOf(content, "text");
+  const gb = bytes => String(Math.ceil(bytes / GIB * 1000) / 1000);  // never less than the bytes
+  const oneLiner = bytes => `model = ac_client.apply(model, budget_gb=${gb(bytes)}, service="${location.origin}")`;
+  function copies(button, code) {
+    button.onclick = () => run(async () => {
+      try {
+        await navigator.clipboard.writeText(code.textContent);
+        say("Copied");
+        button.textContent = "Copied";
+        setTimeout(() => { button.textContent = "Copy"; }, 1500);
+      } catch {  // no clipboard over plain HTTP: have it selected, so that Ctrl+C does it
+        getSelection().selectAllChildren(code);
+        say("Selected");
+      }
+    });
+  }
+  /* A table with a line where there is nothing to show. */
+  function table(element, names, rows, none) {
+    if (rows.length) parts.headed(element, names, rows);
+    else element.replaceChildren(make("caption", none));
+    rows.forEach(tr => [...tr.children].forEach((cell, i) => { if (cell.classList.contains("text")) element.tHead.rows[0].cells[i].classList.add("text"); }));
+  }
+  const lastOfPath = () => location.pathname.split("/").pop();
+  /* How far a solve is, in words. */
+  function progressWords(kind, {incumbent, bound, gap, seconds}) {
+    const number = kind === "floor" ? size : parts.time;
+    return [incumbent === null ? "no plan yet" : `best ${number(incumbent)}`, bound === null ? "" : `proven ${number(Math.max(bound, 0))}`,
+      gap === null ? "" : `gap ${(100 * gap).toFixed(1)} %`, seconds === null ? "" : `${seconds.toFixed(1)} s`].filter(Boolean).join(", ");
+  }
+
+  addEventListener("DOMContentLoaded", () => {
+    parts.themeButton(find("theme"), theme => { try { localStorage.setItem(THEME, theme); } catch { /* for this page alone */ } });
+    find("key-button").onclick = () => run(async () => {
+      if (await askForKey(key ? "A key is in use. Give another one, or forget it." : "No key is in use.")) location.reload();
+    });
+  });
+
+  return {find, ask, json, every, events, run, trouble, fine, say, link, toModel, toPolicy, when, share, text, gb, oneLiner, copies, table, lastOfPath, progressWords};
+})();

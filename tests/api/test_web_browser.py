@@ -1,0 +1,376 @@
+"""The pages in Chromium, against a service that listens: they work, also from the keyboard."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import anyio
+import httpx2
+import pytest
+import uvicorn
+from anyio import to_thread
+from drawings import HOSTILE, hostile, small
+from service_fakes import InProcess, chain_profile
+
+from autoac.api import Settings, create_app
+from autoac.api.request import Kind, answer
+from autoac.api.solver import OnTold
+from autoac.planner import plan
+from autoac.planner.profile import Profile
+from autoac.planner.units import GIB, format_bytes
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+TOKEN = "a token of more than sixteen"
+READY = '#main[data-ready="true"]'
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: `apt-get install chromium`")
+
+
+@dataclass(frozen=True)
+class Gated(InProcess):
+    """Plans once the gate is open; until then it tells of progress."""
+
+    plan: Any = plan
+    gate: Event = field(default_factory=Event)
+
+    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+        seconds = 0.0
+        while not self.gate.is_set():
+            told({"incumbent": 2500.0, "bound": 1200.0, "gap": 0.5, "seconds": seconds})
+            await anyio.sleep(0.05)
+            seconds += 0.05
+        return await to_thread.run_sync(lambda: answer(kind, body, most_seconds=60.0, plan=self.plan))
+
+
+@dataclass
+class Live:
+    """A service that listens."""
+
+    url: str
+    gate: Event
+    http: httpx2.Client
+
+    def policy(self, profile: Profile, budget_bytes: int) -> str:
+        """The id of a policy that it makes; the profile is stored."""
+        body = json.dumps({"profile": profile.model_dump(mode="json"), "budget_bytes": budget_bytes})
+        headers = {"Content-Type": "application/json", "Prefer": "wait=120"}
+        made = self.http.post("/v1/policies", content=body, headers=headers)
+        assert made.status_code == 201, made.text
+        return str(made.headers["location"].rpartition("/")[2])
+
+
+@contextmanager
+def listening(database: Path, token: str | None = None) -> Iterator[Live]:
+    gate = Event()
+    gate.set()
+    settings = Settings(database_url=f"sqlite:///{database}", token=token)
+    server = uvicorn.Server(
+        uvicorn.Config(create_app(settings, Gated(gate=gate)), port=0, log_config=None, lifespan="on")
+    )
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        with httpx2.Client(base_url=url, headers=headers, timeout=120) as http:
+            yield Live(url, gate, http)
+    finally:
+        gate.set()
+        server.should_exit = True
+        thread.join()
+
+
+@dataclass
+class Stored:
+    """What the service of most tests has."""
+
+    live: Live
+    profile: Profile
+    ids: list[str]  # of two policies of it, the larger budget first
+    budgets: list[int]
+    hostile: str  # a policy of a model that wants to be code
+
+
+@pytest.fixture(scope="module")
+def stored(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stored]:
+    path = tmp_path_factory.mktemp("web") / "service.sqlite3"
+    shutil.copy(sqlite_template, path)
+    profile = small(2)
+    roomy = plan(profile, budget_bytes=1 << 50)
+    budgets = [roomy.peak, roomy.floor + (roomy.peak - roomy.floor) * 7 // 10]
+    with listening(path) as live:
+        ids = [live.policy(profile, budget) for budget in budgets]
+        wild = live.policy(hostile(), 1 << 45)
+        named = live.http.put(
+            "/v1/aliases/gpt2@test/production", json={"policy_id": ids[1]}, headers={"If-None-Match": "*"}
+        )
+        assert named.status_code == 201
+        yield Stored(live, profile, ids, budgets, wild)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is in the extra `dev`")
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            yield launched
+        finally:
+            launched.close()
+
+
+class Visit:
+    """A tab, what it complained about and what it asked for."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.url = url
+        self.page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
+        self.page.set_default_timeout(60_000)
+        self.complaints: list[str] = []
+        self.requests: list[Any] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request))
+
+    def go(self, path: str) -> Any:
+        self.page.goto(self.url + path)
+        self.page.wait_for_selector(READY)
+        return self.page
+
+    def until(self, condition: str, arg: Any = None) -> None:
+        self.page.wait_for_function(condition, arg=arg)
+
+
+@pytest.fixture
+def visit(browser: Any, stored: Stored) -> Iterator[Visit]:
+    made = Visit(browser, stored.live.url)
+    yield made
+    made.page.close()
+    assert made.complaints == []
+    strange = [
+        one.url for one in made.requests if not one.url.startswith((stored.live.url, "data:", "blob:"))
+    ]
+    assert strange == []
+
+
+def names(row: Any) -> list[str]:
+    return [text.strip() for text in row.locator("th, td").all_inner_texts()]
+
+
+def test_the_registry_is_filtered_and_left_from_the_keyboard(visit: Visit, stored: Stored) -> None:
+    page = visit.go("/")
+    assert page.title() == "Registry · autoac"
+    assert page.locator("#policies tbody tr").count() == 3
+    assert "gpt2@test/production" in page.inner_text("#aliases")
+    (mine,) = [row for row in page.locator("#models tbody tr").all() if names(row)[0] == stored.profile.model]
+    assert names(mine)[3] == "2"
+    assert all(format_bytes(budget) in names(mine)[4] for budget in stored.budgets)
+
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.textContent") == "To the content"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("() => document.activeElement.id") == "filter"
+    outline = "() => getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(outline) == "solid"
+    page.keyboard.type("production")
+    assert page.locator("#policies tbody tr:visible").count() == 1
+    assert page.locator("#models tbody tr:visible").count() == 0
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if page.evaluate("() => document.activeElement.pathname || ''").startswith("/policies/"):
+            break
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/policies/{stored.ids[1]}")
+    page.wait_for_selector(READY)
+    page.go_back()
+    page.wait_for_selector(READY)
+    assert page.input_value("#filter") == "production"  # the filter is in the address
+
+
+def test_a_policys_page_draws_its_step_and_says_what_is_kept(visit: Visit, stored: Stored) -> None:
+    page = visit.go(f"/policies/{stored.ids[1]}")
+    policy = stored.live.http.get(f"/v1/policies/{stored.ids[1]}")
+    predicted = policy.json()["predicted"]
+    assert format_bytes(predicted["peak_bytes"]) in page.inner_text('[data-part="facts"]')
+    legend = page.inner_text('[data-part="legend"]')
+    assert all(line in legend for line in ("this plan", "nothing recomputed", "every block recomputed"))
+    assert page.inner_text('[data-part="live-title"]') == "Live at the peak"
+    assert "transformer.h.1" in page.inner_text('[data-part="live"]')
+    page.press('[data-part="plot"]', "Home")
+    assert "embedding" in page.inner_text('[data-part="readout"]')
+    assert f"budget_gb={-(-stored.budgets[1] * 1000 // GIB) / 1000:g}" in page.inner_text("#one-liner")
+
+    fates = stored.live.http.get(f"/v1/policies/{stored.ids[1]}/drawing").json()["fates"]["fate"]
+    assert page.locator("#map td.saved").count() == fates.count(1)
+    assert page.locator("#map td.again").count() == fates.count(2) > 0
+    rows = page.locator("#map tbody th").all_inner_texts()
+    assert rows[:2] == ["transformer.h.0", "transformer.h.1"]
+    page.hover("#map td.again >> nth=0")
+    assert "run again" in page.inner_text("#map-says")
+
+    with page.expect_download() as download:
+        page.click("#download")
+    assert Path(download.value.path()).read_bytes() == policy.content
+    assert download.value.suggested_filename.endswith(".json")
+    page.click("#to-model")
+    page.wait_for_url("**/models/*")
+
+
+def test_a_frontier_is_computed_watched_cancelled_and_chosen_from(visit: Visit, stored: Stored) -> None:
+    profile = chain_profile(*[1 << 20] * 10)
+    live = stored.live
+    live.policy(profile, plan(profile, budget_bytes=1 << 40).peak)
+    page = visit.go(f"/models/{profile.fingerprint}")
+    assert "not computed yet" in page.inner_text("#progress")
+    live.gate.clear()
+    page.click("#compute")
+    visit.until(
+        "() => document.querySelector('#progress').textContent.includes('best 2.5 ms, proven 1.2 ms')"
+    )
+    page.click("#cancel")
+    visit.until("() => document.querySelector('#progress').textContent === 'Cancelled.'")
+    assert live.http.get("/v1/jobs?kind=frontier").json()["items"][0]["state"] == "cancelled"
+
+    live.gate.set()
+    page.click("#compute")
+    visit.until("() => document.querySelectorAll('#points tbody tr').length > 2")
+    page.focus("#budget")
+    page.keyboard.press("Home")
+    cheap = page.inner_text("#one-liner"), page.inner_text("#facts")
+    page.keyboard.press("End")
+    dear = page.inner_text("#one-liner"), page.inner_text("#facts")
+    assert all(a != b for a, b in zip(cheap, dear, strict=True))
+    assert "0.0 %" in dear[1]
+    said = page.get_attribute("#budget", "aria-valuetext")
+    assert re.search(r"peak .* MiB, 0\.0 % of recompute", said)
+    area = page.locator("#plot .u-over").bounding_box()
+    page.mouse.click(area["x"] + area["width"] * 0.5, area["y"] + 40)
+    clicked = page.inner_text("#one-liner")
+    assert clicked not in (cheap[0], dear[0])
+    budget = re.search(r"budget_gb=([\d.]+)", clicked)
+    assert budget is not None
+    page.click("#plan")
+    visit.until("() => document.querySelectorAll('#policies tbody tr').length === 2")
+    assert not page.is_visible("#plan")
+    newest = live.http.get("/v1/policies").json()["items"][0]
+    assert newest["budget_bytes"] == int(float(budget[1]) * GIB)
+    page.reload()
+    page.wait_for_selector(READY)
+    assert page.locator("#points tbody tr").count() > 2  # of the stored frontier
+
+
+def test_jobs_tell_how_far_they_are_and_can_be_ended(visit: Visit, stored: Stored) -> None:
+    stored.live.gate.clear()
+    try:
+        asked = {"profile_digest": stored.profile.digest, "points": 5}
+        job = stored.live.http.post("/v1/frontiers", json=asked, headers={"Prefer": "wait=0"}).json()["id"]
+        page = visit.go("/jobs")
+        visit.until(
+            "id => document.querySelector(`[data-how='${id}']`)?.textContent.startsWith('best 2.5 ms')",
+            job,
+        )
+        button = page.get_by_role("button", name=f"Cancel the frontier job {job[:8]}")
+        button.focus()
+        page.keyboard.press("Enter")
+        visit.until("() => !document.querySelector('tr[data-state=running]')")
+        assert names(page.locator("#jobs tbody tr").first)[4] == "cancelled"
+    finally:
+        stored.live.gate.set()
+
+
+def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
+    page = visit.go(f"/difference?before={stored.ids[0]}&after=gpt2@test/production")
+    assert "They do not keep the same." in page.inner_text("#verdict")
+    assert "lower" in page.inner_text("#verdict")
+    assert "transformer.h" in page.inner_text("#changes")
+    page.click("#swap")
+    visit.until("() => document.querySelector('#verdict').textContent.includes('higher')")
+    page.select_option("#before", stored.ids[1])
+    page.select_option("#after", stored.ids[1])
+    visit.until("() => document.querySelector('#verdict').textContent.includes('Both keep the same.')")
+
+
+def test_names_are_shown_and_not_run_and_each_page_has_its_landmarks(visit: Visit, stored: Stored) -> None:
+    fingerprint = hostile().fingerprint
+    paths = ("/", f"/models/{fingerprint}", f"/policies/{stored.hostile}", "/jobs")
+    for path in (*paths, f"/difference?before={stored.hostile}&after={stored.ids[0]}"):
+        page = visit.go(path)
+        assert HOSTILE[0] in page.inner_text("main"), path
+        assert page.evaluate("() => window.broken") is None
+        assert page.locator("img").count() == 0
+        for landmark in ("header", "nav", "main", "h1"):
+            assert page.locator(f"body {landmark}").first.is_visible(), (path, landmark)
+        unnamed = page.evaluate(
+            "() => [...document.querySelectorAll('button, select, input')]"
+            ".filter(e => !e.ariaLabel && !e.textContent.trim() && !e.labels.length).map(e => e.outerHTML)"
+        )
+        assert unnamed == []
+
+
+def test_dark_and_light_follow_the_system_and_the_button_is_remembered(browser: Any, stored: Stored) -> None:
+    ground = "() => getComputedStyle(document.body).backgroundColor"
+    light, dark = (Visit(browser, stored.live.url, color_scheme=scheme) for scheme in ("light", "dark"))
+    try:
+        colours = []
+        for made in (light, dark):
+            page = made.go(f"/policies/{stored.ids[1]}")
+            colours.append(page.evaluate(ground))
+        assert colours[0] != colours[1]
+        light.page.click("#theme")
+        assert light.page.evaluate(ground) == colours[1]
+        assert light.go("/").evaluate(ground) == colours[1]
+        assert light.complaints == dark.complaints == []
+    finally:
+        light.page.close()
+        dark.page.close()
+
+
+def test_a_key_is_asked_for_and_goes_nowhere_but_into_the_header(
+    browser: Any, sqlite_template: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "service.sqlite3"
+    shutil.copy(sqlite_template, path)
+    with listening(path, TOKEN) as live:
+        live.policy(chain_profile(), 1 << 30)
+        made = Visit(browser, live.url)
+        try:
+            made.page.goto(f"{live.url}/")
+            made.page.wait_for_selector("#key-dialog[open]")
+            assert "Chain" not in made.page.content()
+            made.page.keyboard.type("not the key at all")
+            made.page.keyboard.press("Enter")
+            made.until("() => document.querySelector('#key-why').textContent.includes('does not know')")
+            made.page.keyboard.type(TOKEN)
+            made.page.keyboard.press("Enter")
+            made.page.wait_for_selector(READY)
+            assert "Chain" in made.page.inner_text("#models")
+            made.page.click("#models a")
+            made.page.wait_for_url("**/models/*")
+            made.page.wait_for_selector(READY)  # without being asked again
+            kept = made.page.evaluate(
+                "() => [Object.values(sessionStorage), Object.values(localStorage), document.cookie]"
+            )
+            assert kept == [[TOKEN], [], ""]
+            asked = [one for one in made.requests if "/v1/" in one.url]
+            assert asked[-1].headers["authorization"] == f"Bearer {TOKEN}"
+            assert not any(word in one.url for one in made.requests for word in ("token", "key="))
+            made.page.click("#key-button")
+            made.page.click("#key-forget")
+            assert made.page.evaluate("() => sessionStorage.length") == 0
+            refused = [text for text in made.complaints if "401" not in text]  # Chromium says those by itself
+            assert refused == []
+        finally:
+            made.page.close()
