@@ -528,6 +528,7 @@ class Applied:
                         raise ShapeNotPlanned(shape, planned)
                     if self.budget_bytes is None or len(self._buckets.all) >= MOST_BUCKETS:
                         return self._beyond(shape, key)
+                _check_hooks()
                 try:
                     loaded = self._plan(model, args, kwargs, shape)
                 except ProfilerBusy as busy:
@@ -658,8 +659,7 @@ class Applied:
         return loaded
 
     def _profiled(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Profile:
-        enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
-        hooks.__exit__()
+        _check_hooks()
         self._here.planning = True
         try:
             return observe(model, args, kwargs, optimizer=self._optimizer)
@@ -721,6 +721,12 @@ class Applied:
         if what not in self._told:
             self._told.add(what)
             log.warning(message, *args)
+
+
+def _check_hooks() -> None:
+    """Raises what stands in the way of saved-tensor hooks, before anything has run."""
+    enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
+    hooks.__exit__()
 
 
 def _versions(model: nn.Module) -> int:

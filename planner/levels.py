@@ -141,6 +141,7 @@ class _Replay:
         until = held_until(graph, save_set)
         self.frees_at: dict[int, list[ValueId]] = {}
         self.copies_at: dict[int, list[ValueId]] = {}
+        self.over_at: dict[int, list[ValueId]] = {}
         for storage in graph.storages:
             last = storage.values[-1]
             end = max(
@@ -152,13 +153,16 @@ class _Replay:
                 if self.saved[v] and until[v] > written_at:
                     self.copies_at.setdefault(written_at, []).append(v)
                     self.frees_at.setdefault(until[v], []).append(v)
+                else:
+                    self.over_at.setdefault(written_at, []).append(v)
 
     def events(self) -> Iterator[Event]:
         graph, n = self.graph, len(self.graph.ops)
         for op in graph.ops:
             yield from self._frees(op.id)
             fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
-            yield Compute(op.id, fresh + sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ())))
+            copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
+            yield Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
         for step in graph.steps:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
@@ -226,7 +230,7 @@ class _Replay:
             nbytes = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous not in taken)
             for p in taken:
                 self.cached[p] = False
-            yield Recompute(op.id, nbytes, step)
+            yield Recompute(op.id, nbytes, step, tuple(taken))
             for w in op.writes:
                 self.cached[w] = True
             for r in op.reads:

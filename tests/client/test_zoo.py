@@ -41,6 +41,7 @@ class Subject:
     save_set: SaveSet  # the plan's
     policy: Policy  # the plan's
     plain: Outcome
+    binds: bool  # whether any plan takes less memory than saving everything
 
     def step(self, policy: Any) -> Outcome:
         return measured(self.entry, self.casting, self.graph, policy)
@@ -88,7 +89,8 @@ def subject(one_thread: None, request: pytest.FixtureRequest) -> Subject:
     smallest = floor(found, gap=0.3, time_limit_s=20).found
     planned = plan(found, budget_bytes=(smallest + bounds(graph).ceiling) // 2, gap=0.2)
     plain = measured(entry, casting, graph, None)
-    return Subject(entry, casting, found, graph, planned.save_set, planned.policy(), plain)
+    binds = smallest < bounds(graph).ceiling
+    return Subject(entry, casting, found, graph, planned.save_set, planned.policy(), plain, binds)
 
 
 def assert_foretold(outcome: Outcome, graph: Graph, save_set: SaveSet) -> None:
@@ -132,6 +134,8 @@ def test_a_region_changes_no_bit(subject: Subject, region: str) -> None:
 def test_a_plan_changes_no_bit_and_is_foretold(subject: Subject) -> None:
     outcome = subject.step(subject.policy)
     assert_same(subject.plain, outcome)
+    if not subject.binds:
+        pytest.skip("with this CPU's kernels the peak is one kernel's workspace, whatever is saved")
     assert_foretold(outcome, subject.graph, subject.save_set)
 
 
