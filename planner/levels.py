@@ -28,7 +28,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoac.planner.graph import Graph, HandleId, OpId, StepId, ValueId, closed
-from autoac.planner.schedule import Backward, Compute, Event, Free, Recompute, held_until
+from autoac.planner.schedule import (
+    Backward,
+    Compute,
+    Event,
+    ForwardMemory,
+    Free,
+    Recompute,
+    held_until,
+    uses_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,37 +141,14 @@ class _Replay:
         self.kept = [False] * n  # ops whose uses of what they read are over
         self.pinned: list[ValueId] = []
         self.unpacked: set[HandleId] = set()
-        self.left = [sum(graph.handles[h].dropped > n for h in value.handles) for value in graph.values]
-        for op in reversed(graph.ops):
-            if op.id not in save_set and any(self.left[w] for w in op.writes):
-                for r in op.reads:
-                    self.left[r] += 1
-        # Forward and what is saved: as in schedule.py.
-        until = held_until(graph, save_set)
-        self.frees_at: dict[int, list[ValueId]] = {}
-        self.copies_at: dict[int, list[ValueId]] = {}
-        self.over_at: dict[int, list[ValueId]] = {}
-        for storage in graph.storages:
-            last = storage.values[-1]
-            end = max(
-                [storage.released, graph.values[last].op + 1] + ([until[last]] if self.saved[last] else [])
-            )
-            self.frees_at.setdefault(end, []).append(last)
-            for v, successor in zip(storage.values, storage.values[1:], strict=False):
-                written_at = graph.values[successor].op
-                if self.saved[v] and until[v] > written_at:
-                    self.copies_at.setdefault(written_at, []).append(v)
-                    self.frees_at.setdefault(until[v], []).append(v)
-                else:
-                    self.over_at.setdefault(written_at, []).append(v)
+        self.left = uses_of(graph, save_set)
+        self.forward = ForwardMemory.of(graph, save_set)
 
     def events(self) -> Iterator[Event]:
         graph, n = self.graph, len(self.graph.ops)
         for op in graph.ops:
             yield from self._frees(op.id)
-            fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
-            copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
-            yield Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
+            yield self.forward.compute(graph, op)
         for step in graph.steps:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
@@ -184,7 +170,7 @@ class _Replay:
         yield from self._frees(graph.end)
 
     def _frees(self, moment: int) -> Iterator[Event]:
-        for v in self.frees_at.get(moment, ()):
+        for v in self.forward.frees_at.get(moment, ()):
             yield Free(v, self.graph.nbytes(v))
 
     def _free(self, v: ValueId) -> Free:

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.errors import UnknownOp
-from autoac.planner.graph import Graph, HandleId, OpId, SaveSet, StepId, ValueId, closed
+from autoac.planner.graph import Graph, HandleId, Op, OpId, SaveSet, StepId, ValueId, closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,51 @@ def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
     return until
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardMemory:
+    """What happens to the memory of forward, and when: places are ops, then backward steps."""
+
+    frees_at: dict[int, list[ValueId]]
+    copies_at: dict[int, list[ValueId]]  # versions that are written over while a copy is kept (rule b)
+    over_at: dict[int, list[ValueId]]  # versions that are written over, not copied
+
+    @classmethod
+    def of(cls, graph: Graph, save_set: SaveSet) -> ForwardMemory:
+        """Work it out for a save set."""
+        found = cls({}, {}, {})
+        until = held_until(graph, save_set)
+        for storage in graph.storages:
+            last = storage.values[-1]
+            op = graph.values[last].op
+            end = max([storage.released, op + 1] + ([until[last]] if op in save_set else []))
+            found.frees_at.setdefault(end, []).append(last)
+            for v, successor in zip(storage.values, storage.values[1:], strict=False):
+                written_at = graph.values[successor].op
+                if graph.values[v].op in save_set and until[v] > written_at:
+                    found.copies_at.setdefault(written_at, []).append(v)
+                    found.frees_at.setdefault(until[v], []).append(v)
+                else:
+                    found.over_at.setdefault(written_at, []).append(v)
+        return found
+
+    def compute(self, graph: Graph, op: Op) -> Compute:
+        """The event of `op` in forward."""
+        fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
+        copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
+        return Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
+
+
+def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
+    """By value: how often backward will ask for it, by unpacks and by unsaved ops that run again."""
+    n = len(graph.ops)
+    uses = [sum(graph.handles[h].dropped > n for h in value.handles) for value in graph.values]
+    for op in reversed(graph.ops):
+        if op.id not in save_set and any(uses[w] for w in op.writes):
+            for r in op.reads:
+                uses[r] += 1
+    return uses
+
+
 class _Replay:
     """State of the replay. Values inside: this module is the only one that sees it."""
 
@@ -112,48 +157,18 @@ class _Replay:
         self.graph = graph
         n = len(graph.ops)
         self.saved = [value.op in save_set for value in graph.values]
-        self.until = held_until(graph, save_set)
         self.cached = [False] * len(graph.values)
-        self.left = self._uses(save_set)  # uses left, of unsaved values
+        self.left = uses_of(graph, save_set)  # uses left, of unsaved values
         self.ran = [False] * n
         self.pinned: list[ValueId] = []  # unpacked in this step
         self.unpacked: set[HandleId] = set()
-
-        # When the memory of forward goes: by storage, and the copies of rule b.
-        self.frees_at: dict[int, list[ValueId]] = {}
-        self.copies_at: dict[int, list[ValueId]] = {}
-        self.over_at: dict[int, list[ValueId]] = {}  # versions that are written over, not copied
-        for storage in graph.storages:
-            last = storage.values[-1]
-            until = max(
-                [storage.released, graph.values[last].op + 1]
-                + ([self.until[last]] if self.saved[last] else [])
-            )
-            self.frees_at.setdefault(until, []).append(last)
-            for v, successor in zip(storage.values, storage.values[1:], strict=False):
-                written_at = graph.values[successor].op
-                if self.saved[v] and self.until[v] > written_at:
-                    self.copies_at.setdefault(written_at, []).append(v)
-                    self.frees_at.setdefault(self.until[v], []).append(v)
-                else:
-                    self.over_at.setdefault(written_at, []).append(v)
-
-    def _uses(self, save_set: SaveSet) -> list[int]:
-        graph, n = self.graph, len(self.graph.ops)
-        uses = [sum(graph.handles[h].dropped > n for h in value.handles) for value in graph.values]
-        for op in reversed(graph.ops):
-            if op.id not in save_set and any(uses[w] for w in op.writes):
-                for r in op.reads:
-                    uses[r] += 1
-        return uses
+        self.forward = ForwardMemory.of(graph, save_set)
 
     def events(self) -> Iterator[Event]:
         graph, n = self.graph, len(self.graph.ops)
         for op in graph.ops:
             yield from self._frees(op.id)
-            fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
-            copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
-            yield Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
+            yield self.forward.compute(graph, op)
         for step in graph.steps:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
@@ -167,7 +182,7 @@ class _Replay:
         yield from self._frees(graph.end)
 
     def _frees(self, moment: int) -> Iterator[Event]:
-        for v in self.frees_at.get(moment, ()):
+        for v in self.forward.frees_at.get(moment, ()):
             yield Free(v, self.graph.nbytes(v))
 
     def _unpack(self, v: ValueId, step: StepId, *, first: bool) -> Iterator[Event]:
