@@ -8,8 +8,9 @@ costs nothing beyond asking the policy, and the graph ends at saved values by it
 
     Value    one version of one storage that an unsaved op made; knows its node
     Source   one version of a storage from outside, held by the nodes that read it
-    Node     an unsaved op with its arguments; tensors are replaced by a Ref = (Value, recipe) or by a
-             Held = (Source, which of its tensors)
+    Node     an unsaved op with its arguments; in place of a tensor stands its Value, if it is the one that
+             the op returned, or a Ref = (Value, recipe); or its Source, if it is the first that was read of
+             it, or a Held = (Source, which of its tensors)
     Packed   what autograd holds in place of a tensor: a Value and a recipe
 
 Ownership runs from autograd to the past: Packed -> Value -> Node -> Value or Source -> ... Nothing points
@@ -48,10 +49,10 @@ class Source:
         historic = tensor.grad_fn is not None or tensor._base is not None
         self.guard: Guard | None = Guard(without_history(tensor) if historic else tensor)
 
-    def hold(self, tensor: Tensor) -> Held:
-        """`tensor` as an argument of a node."""
+    def hold(self, tensor: Tensor) -> Source | Held:
+        """What stands for `tensor` among the arguments of a node."""
         if self._first is not None and self._first() is tensor:
-            return Held(self, 0)
+            return self
         if not self.tensors:
             self._first = weakref.ref(tensor)
         if _modes():
@@ -62,7 +63,7 @@ class Source:
             self.tensors.append(tensor.data)
         if self.guard is not None and self.guard.blind:
             self.keep_copy()  # a later write could not be noticed
-        return Held(self, len(self.tensors) - 1)
+        return Held(self, len(self.tensors) - 1) if len(self.tensors) > 1 else self
 
     def keep_copy(self) -> None:
         """Hold a private copy from now on, because the storage is about to be written."""
@@ -98,12 +99,12 @@ _serials = itertools.count()
 class Value:
     """One version of a storage that an unsaved op made."""
 
-    __slots__ = ("__weakref__", "_recipe", "node", "packs", "serial", "shown_by", "uses")
+    __slots__ = ("__weakref__", "node", "packs", "recipe", "serial", "shown_by", "uses")
 
     def __init__(self, node: Node, shown_by: Tensor) -> None:
         self.node = node
         self.shown_by = weakref.ref(shown_by)  # the tensor that the op returned or wrote
-        self._recipe: Recipe | None = None  # of that tensor
+        self.recipe: Recipe | None = None  # of that tensor, once it was asked for
         self.serial = next(_serials)  # identity for those who must not keep it alive
         self.uses = 0
         self.packs = 0  # how often it was packed; never counts down
@@ -112,27 +113,23 @@ class Value:
         """How `tensor` shows this storage. Nearly always it is the tensor that the op returned."""
         if self.shown_by() is not tensor:
             return recipe_of(tensor)
-        if self._recipe is None:
-            self._recipe = recipe_of(tensor)
-        return self._recipe
+        if self.recipe is None:
+            self.recipe = recipe_of(tensor)
+        return self.recipe
 
 
 class Ref(NamedTuple):
-    """A tensor on a Value as an argument of a node."""
+    """Another tensor on a Value as an argument of a node."""
 
     value: Value
     recipe: Recipe
 
 
 class Held(NamedTuple):
-    """A tensor on a Source as an argument of a node."""
+    """Another tensor on a Source as an argument of a node."""
 
     source: Source
     at: int
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.source.tensors[self.at]
 
 
 class Undescribed(Exception):

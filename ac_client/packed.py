@@ -89,9 +89,7 @@ class Kept(Guard):
     def __init__(self, tensor: Tensor, graph: Graph) -> None:
         if tensor.grad_fn is not None or tensor._base is not None:
             tensor = without_history(tensor)
-        self.tensor = tensor
-        self._settled = False
-        self._version = -1 if tensor.is_inference() else tensor._version
+        Guard.__init__(self, tensor)
         self._home = graph.home
         self.key = self._home.number(self)
 

@@ -60,6 +60,14 @@ class StaleError(RuntimeError):
     """What backward needs was written in place after forward had recorded it."""
 
 
+def version_of(tensor: Tensor) -> int:
+    """Its version counter; -1 if it has none, being an inference tensor."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
 class Guard:
     """Holds a tensor, and notices writes in place to it that happen where nothing is recorded.
 
@@ -72,7 +80,7 @@ class Guard:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self._settled = False
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._version = version_of(tensor)
 
     @property
     def blind(self) -> bool:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ac_client.nodes import Held, Node, Ref, Value, alive
+from ac_client.nodes import Held, Node, Ref, Source, Value, alive
 from ac_client.recipes import Recipe, StaleError, recipe_of, show
 from ac_client.split import Split, current_split
 from autoac.profiler import randomness
@@ -115,10 +115,11 @@ class Home(list["weakref.ref[Any]"]):
 
     def number(self, packed: Any) -> int:
         """The key of `packed`, for as long as the region's graph lives."""
-        self.append(weakref.ref(packed))
+        self.append(_weak(packed))
         return self._base + len(self) - 1
 
 
+_weak = weakref.ref
 _serials = itertools.count()
 homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 
@@ -280,18 +281,16 @@ def _argument(
 ) -> Any:
     """An argument of `node` with its tensors in place of what stands for them."""
     kind = type(arg)
-    if kind is Ref:
-        value = arg.value
+    if kind is Value or kind is Ref:
+        value, recipe = (arg, arg.recipe) if kind is Value else arg
         written = taken.get(id(value)) if taken else None
-        if written is not None:
-            return show(written, arg.recipe)
-        return shown(cache[value.serial], arg.recipe)
-    if kind is Held:
-        source = arg.source
+        return show(written, recipe) if written is not None else shown(cache[value.serial], recipe)
+    if kind is Source or kind is Held:
+        source, at = (arg, 0) if kind is Source else arg
         written = taken.get(id(source)) if taken else None
         if written is not None:
-            return show(written, recipe_of(arg.tensor))
-        return source.read(arg.at, node.name)
+            return show(written, recipe_of(source.tensors[at]))
+        return source.read(at, node.name)
     if kind is list or kind is tuple:
         return kind(_argument(item, node, cache, taken) for item in arg)
     return arg
@@ -311,20 +310,21 @@ def _buffers_to_write(node: Node, running: Pass) -> dict[int, torch.UntypedStora
             storage = storage.clone()
         taken[id(old)] = storage
     if node.writes_sources:
-        for held in _held((*node.args, *node.kwargs.values())):
-            if held.source.guard is None and id(held.source) not in taken:
-                taken[id(held.source)] = held.tensor.untyped_storage().clone()
+        for source in _sources((*node.args, *node.kwargs.values())):
+            if source.guard is None and id(source) not in taken:
+                taken[id(source)] = source.tensors[0].untyped_storage().clone()
     return taken
 
 
-def _held(args: Sequence[Any]) -> list[Held]:
-    found: list[Held] = []
+def _sources(args: Sequence[Any]) -> Iterator[Source]:
     for arg in args:
-        if type(arg) is Held:
-            found.append(arg)
-        elif type(arg) is list or type(arg) is tuple:
-            found.extend(_held(arg))
-    return found
+        kind = type(arg)
+        if kind is Source:
+            yield arg
+        elif kind is Held:
+            yield arg.source
+        elif kind is list or kind is tuple:
+            yield from _sources(arg)
 
 
 class _Suspended(threading.local):

@@ -52,6 +52,8 @@ WORTH_PAUSING = 8  # saved ops in a row from which on taking the mode off and pu
 
 _NO_KWARGS: dict[str, Any] = {}
 
+_STRIDED = torch.strided
+
 _orders = itertools.count()  # forward order over all regions
 
 
@@ -70,6 +72,7 @@ class Region(SeesCompiled):
         self._untold = False  # nothing was compiled in this process when it was opened
         self._paused: list[tuple[weakref.ref[Tensor], int]] | None = None  # the mode is off
         self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
+        self._entries = self._origins.entries
         self._outer: Packing | None = None  # the hooks around the region
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
@@ -203,7 +206,7 @@ class Region(SeesCompiled):
     ) -> Any:
         facts = known_facts.get(id(func)) or facts_of(func)
         if facts.view or suspended.depth:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if self.log is not None:
             self.log.add("compute", facts.name)
         if facts.fills_packed >= 0:
@@ -228,7 +231,7 @@ class Region(SeesCompiled):
             if facts.opaque and not facts.writes_any:
                 return self._run_opaque(func, args, kwargs or {})
             self._before_write(written_tensors(facts, args, kwargs or {}), forget=True)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
 
     def _run_opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order op: what it writes of its operands, their version counters tell afterwards."""
@@ -267,22 +270,19 @@ class Region(SeesCompiled):
         random = None
         if facts.random and facts.draws(args, kwargs or {}):
             random = capture(generator_of(args, kwargs or {}))
-        node = Node(next(_orders), facts.name, func, flat, named, tuple(reads), random)
-        written: list[Tensor] = []
-        rewritten: list[tuple[Value, Tensor]] = []
+        node = Node(next(_orders), facts.name, facts.call, flat, named, tuple(reads), random)
+        written: Sequence[Tensor] = ()
+        rewritten: Sequence[tuple[Value, Tensor]] = ()
         if facts.mutates:
             written = list(written_tensors(facts, args, kwargs or {}))
             if given is not args:
                 # The run again makes no new statistics: whoever reads these finds them held from outside.
                 self._before_write(written, forget=True)
-                written = []
-            for tensor in written:
-                origin = self._origins.get(tensor) if has_storage(tensor) else None
-                if type(origin) is Value and all(origin is not old for old, _ in rewritten):
-                    rewritten.append((origin, tensor))
+                written = ()
+            rewritten = self._rewritten(written)
             node.writes_sources = len(rewritten) < len(written)
             self._before_write(written, forget=False)
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if self._asked.after and self._saves_after(func, facts, out, args, kwargs, rewritten):
             for tensor in written:
                 if has_storage(tensor):
@@ -302,12 +302,21 @@ class Region(SeesCompiled):
             node.outs = tuple(self._made(tensor, node, written) for tensor in outputs_of(out))
         return out
 
+    def _rewritten(self, written: Iterable[Tensor]) -> list[tuple[Value, Tensor]]:
+        """The Values among what is about to be written, each once, and a tensor that shows it."""
+        found: list[tuple[Value, Tensor]] = []
+        for tensor in written:
+            origin = self._origins.get(tensor) if has_storage(tensor) else None
+            if type(origin) is Value and all(origin is not old for old, _ in found):
+                found.append((origin, tensor))
+        return found
+
     def _made(self, tensor: Tensor, node: Node, written: Sequence[Tensor]) -> weakref.ref[Value] | None:
         """The Value of an output; None if it is no new storage. Arguments are in the table already."""
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        if storage._cdata in self._origins.entries:
+        if storage._cdata in self._entries:
             return None
         if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
             return None  # from outside: it was forgotten when it was written
@@ -322,7 +331,7 @@ class Region(SeesCompiled):
         out: Any,
         args: Sequence[Any],
         kwargs: dict[str, Any] | None,
-        rewritten: list[tuple[Value, Tensor]],
+        rewritten: Sequence[tuple[Value, Tensor]],
     ) -> bool:
         if self._asked.saves(func, facts, args, kwargs, out):
             return True
@@ -331,7 +340,7 @@ class Region(SeesCompiled):
     def _arguments(self, args: Iterable[Any], reads: dict[Value, None]) -> tuple[Any, ...]:
         """`args` with what a node holds in place of their tensors; adds the Values among them to `reads`."""
         held: list[Any] = []
-        entries = self._origins.entries
+        entries = self._entries
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
@@ -342,7 +351,8 @@ class Region(SeesCompiled):
                 origin = entry[1] if entry is not None else None
                 if type(origin) is Value:
                     reads[origin] = None
-                    held.append(Ref(origin, origin.recipe_of(arg)))
+                    recipe = origin.recipe_of(arg)
+                    held.append(origin if recipe is origin.recipe else Ref(origin, recipe))
                     continue
                 source = origin() if origin is not None else None
                 if source is None:
@@ -405,9 +415,14 @@ class Region(SeesCompiled):
 
     def pack(self, tensor: Tensor) -> Any:
         """What autograd is to hold in place of `tensor`."""
-        if has_storage(tensor):
-            entry = self._origins.entries.get(tensor.untyped_storage()._cdata)
-            if entry is not None and type(value := entry[1]) is Value:
+        kind = type(tensor)
+        if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
+            entry = self._entries.get(tensor.untyped_storage()._cdata)
+            if (
+                entry is not None
+                and type(value := entry[1]) is Value
+                and (value.shown_by() is tensor or has_storage(tensor))  # nested ones are strided as well
+            ):
                 return Packed(value, value.recipe_of(tensor), self.graph, tensor.device)
         packing = self._asked.packing or self._outer
         if packing is not None:

@@ -7,7 +7,7 @@ attention overload is tagged random, also without dropout); what they leave out 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,7 @@ class OpFacts:
     """What holds for every call of one overload."""
 
     name: str  # "aten.addmm.default"
+    call: Callable[..., Any]  # the op, or what its own __call__ goes to
     view: bool  # makes a view, or nothing: costs nothing, is not recorded
     writes: tuple[int, ...]  # positional arguments that it writes
     writes_named: tuple[str, ...]  # keyword arguments that it writes
@@ -176,6 +177,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         # What runs inside cannot be seen from here, so it is kept and never guessed.
         return OpFacts(
             f"higher_order.{op.name()}",
+            op,
             False,
             (),
             (),
@@ -198,6 +200,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     collective = op.namespace in _COLLECTIVE_NAMESPACES
     return OpFacts(
         name=str(op),
+        call=op._op if type(op) is OpOverload else op,
         view=(bool(aliases) and not written)
         or schema.name in _HIDDEN_VIEWS | _QUESTIONS
         or op.namespace == _LABELS,

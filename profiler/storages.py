@@ -51,8 +51,8 @@ class StorageTable(Generic[T]):
     def put(self, storage: torch.UntypedStorage, value: T) -> None:
         """Make `value` the entry of `storage`."""
         key = _Key(storage, self._forget)
-        key.address = storage._cdata
-        self.entries[key.address] = (key, value)
+        key.address = address = storage._cdata
+        self.entries[address] = (key, value)
 
     def drop(self, tensor: Tensor) -> None:
         """Forget `tensor`'s storage."""
