@@ -11,8 +11,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ac_client.applied import Applied, Shapes, applied, check_untouched
+from ac_client.applied import Applied, applied, check_untouched
 from ac_client.checkpoint import checkpoint, checkpoint_sequential
+from ac_client.choosing import Shapes
 from ac_client.cursor import LeftThePath
 from ac_client.errors import (
     AlreadyApplied,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ac_client.recipes import version_of
 from autoac.profiler import device_of
 from autoac.profiler.randomness import GeneratorState, capture, default_generator
 
@@ -115,4 +116,4 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
+    return -1 if tensor is None else version_of(tensor)

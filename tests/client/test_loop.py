@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from dataclasses import dataclass
 
@@ -13,12 +12,11 @@ from stepping import scalar
 from torch import nn
 
 import ac_client
+from ac_client import choosing
 from ac_client.peaks import MOST_CORRECTIONS, WATCHED_STEPS, Seen, proposed_headroom, too_little, too_much
 from autoac.planner import build, floor, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
-
-module = importlib.import_module("ac_client.applied")  # the function hides it
 
 MIB = 1 << 20
 BATCH = torch.randn(4, 48, 32)
@@ -60,7 +58,7 @@ class Fake:
 def planned(
     budget: int, fake: Fake, monkeypatch: pytest.MonkeyPatch, *, optimizer: bool = True
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    monkeypatch.setattr(module, "allocator_peak", lambda _device: fake)
+    monkeypatch.setattr(choosing, "allocator_peak", lambda _device: fake)
     model = made()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0) if optimizer else None
     return ac_client.apply(model, budget / GIB, optimizer=sgd), sgd

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import importlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from stepping import scalar
 from torch import Tensor, nn
 
 import ac_client
+from ac_client import choosing
 from ac_client.buckets import Buckets, Loaded
 from ac_client.shapes import key_of, shape_of
 from autoac.planner import build, floor, plan, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
-
-module = importlib.import_module("ac_client.applied")  # the function hides it
 
 WIDTH = 32
 SMALL, TALL, WIDE, LARGE = (2, 16), (6, 16), (2, 48), (6, 48)
@@ -95,7 +93,7 @@ def test_the_short_last_batch_is_planned_by_nobody(budget_gb: float, monkeypatch
     plain, planned = made(), ac_client.apply(made(), budget_gb)
     assert_as_plain(planned, plain, LARGE)
     policy = ac_client.applied(planned).policy
-    monkeypatch.setattr(module, "observe", None)  # whoever profiles now fails
+    monkeypatch.setattr(choosing, "observe", None)  # whoever profiles now fails
     assert_as_plain(planned, plain, (5, 48))
     assert ac_client.applied(planned).policy is policy
 
@@ -210,7 +208,7 @@ def test_a_set_is_carried_out_from_a_file(
 def test_a_loop_with_ever_larger_batches_does_not_plan_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "MOST_BUCKETS", 2)
+    monkeypatch.setattr(choosing, "MOST_BUCKETS", 2)
     plain, planned = made(), ac_client.apply(made(), 1.0)
     with caplog.at_level(logging.WARNING):
         for length in (1, 2, 3, 4):

@@ -1,0 +1,344 @@
+"""Which policy runs a batch: one that serves every batch, its bucket's, one that is planned now, or none.
+
+docs/shapes.md has the buckets, docs/ranks.md what several ranks agree on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded
+from ac_client.errors import ShapeNotPlanned
+from ac_client.peaks import AllocatorPeak, allocator_peak
+from ac_client.planning import Planning
+from ac_client.ranks import AUTO, Group, Need, Ranks, Terms, meet, ranks_of
+from ac_client.remote import RemoteError
+from ac_client.runtime import enter_hooks
+from ac_client.shapes import Key, key_of, shape_of
+from autoac.planner import Plan, PlannerError, Policy, PolicySet, Profile
+from autoac.planner.policy_set import Bucket, Shape, shape_in_words
+from autoac.planner.units import format_bytes
+from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
+from autoac.profiler.recording import profiler_is_running
+from autoac.profiler.sharding import parameters_of, process_group_of
+
+log = logging.getLogger("ac_client")
+
+PROBES = 8  # parameters that are asked whether gradients exist
+
+Shapes = Literal["bucket", "first"]
+
+
+class _Thread(threading.local):
+    """What this thread is doing."""
+
+    profiling = False
+
+
+class Choosing:
+    """The policies of one model, and the making of those that are missing.
+
+    Attributes:
+        allocator: what counts on the model's device, once something was planned here.
+        ranks: those that run each forward together; not known before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planning: Planning,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        policy: Policy | PolicySet | None,
+        strict: bool,
+        shapes: Shapes,
+        group: Group,
+    ) -> None:
+        self._name = planning.name
+        self._planning = planning
+        self._optimizer = optimizer
+        self._strict = strict
+        self._shapes = shapes
+        self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
+        self.ranks: Ranks | None = None
+        self.allocator: AllocatorPeak | None = None
+        self._to_meet = policy is None and group is not None  # in the first forward of all of them
+        self._buckets = Buckets()
+        self._serves_all: Loaded | None = None  # one policy, whatever the batch
+        self._unplanned: set[Key] = set()  # keys of batches with nothing to differentiate
+        self._lock = threading.RLock()
+        self._thread = _Thread()
+        self._told: set[str] = set()
+        trainable = [weakref.ref(p) for p in parameters_of(model) if p.requires_grad]
+        self._probes = trainable[:: max(1, len(trainable) // PROBES)]  # to see whether gradients exist
+        if isinstance(policy, Policy):
+            self._serves_all = self._loaded(Loaded(None, policy))
+        elif policy is not None:
+            for bucket in policy.buckets:
+                self._loaded(Loaded(bucket.shape, bucket.policy))
+
+    @property
+    def profiling(self) -> bool:
+        """Whether the forward that runs on this thread is one that is only profiled."""
+        return self._thread.profiling
+
+    @property
+    def all(self) -> list[Loaded]:
+        """What was planned or given so far."""
+        return self._buckets.all
+
+    @property
+    def serves_all(self) -> Loaded | None:
+        """The one policy that runs every batch, if there is such."""
+        return self._serves_all
+
+    def policies(self) -> PolicySet:
+        """One policy for each shape of batch that was planned. A policy given alone has no shape."""
+        return PolicySet(
+            buckets=tuple(
+                Bucket(shape=dict(loaded.shape), policy=loaded.policy)
+                for loaded in self._buckets.all
+                if loaded.shape is not None
+            )
+        )
+
+    def for_batch(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        give_up: Callable[[], None],
+    ) -> Loaded | None:
+        """What runs this batch, planned if need be; None: it runs unplanned.
+
+        `give_up` is called before an error goes on that leaves the model without any plan.
+
+        Raises:
+            ShapeNotPlanned: strict, and beyond all buckets.
+            PlannerError, RemoteError: there is no plan.
+        """
+        loaded = self._serves_all
+        if self.ranks is None:
+            self.ranks = ranks_of(model, self._group)
+        if self._to_meet and self.ranks is not None:
+            loaded = self._meet_ranks(model, args, kwargs, self.ranks, give_up)
+        elif loaded is None:
+            key = key_of(args, kwargs)
+            loaded = self._buckets.known.get(key) or self._meet(model, args, kwargs, key, give_up)
+        if loaded is not None and loaded.knows_no_gradients and self._gradients_exist():
+            loaded = self._plan_with_gradients(model, args, kwargs, loaded)
+        return loaded
+
+    def plan_for(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
+        """Plan for one more shape of batch."""
+        with self._lock:
+            return self._plan(model, args, kwargs, shape_of(args, kwargs)).policy
+
+    def _meet(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: Key,
+        give_up: Callable[[], None],
+    ) -> Loaded | None:
+        """The policy for a batch whose key is new, planned if no bucket covers it; None: run it unplanned.
+
+        Raises:
+            ShapeNotPlanned: strict, and beyond all buckets.
+        """
+        if key in self._unplanned:
+            return None
+        with self._lock:  # a forward on another thread waits for the plan
+            loaded = self._buckets.covering(key, args, kwargs)
+            if loaded is None:
+                shape = shape_of(args, kwargs)
+                first = not self._buckets.all
+                if not first:
+                    if self._strict:
+                        planned = [b.shape for b in self._buckets.all if b.shape is not None]
+                        raise ShapeNotPlanned(shape, planned)
+                    if self._planning.budget_bytes is None or len(self._buckets.all) >= MOST_BUCKETS:
+                        return self._beyond(shape, key)
+                _check_hooks()
+                try:
+                    loaded = self._plan(model, args, kwargs, shape)
+                except ProfilerBusy as busy:
+                    return self._unplanned_now(busy)
+                except BaseException as error:
+                    if first:
+                        give_up()
+                    elif isinstance(error, NothingToProfile):
+                        self._unplanned.add(key)
+                        return None
+                    raise
+            if self._serves_all is None:
+                self._buckets.remember(key, loaded)
+        return loaded
+
+    def _unplanned_now(self, busy: ProfilerBusy) -> Loaded | None:
+        """What runs a batch that cannot be profiled yet."""
+        if self._buckets.all:
+            return self._buckets.largest()
+        self._tell_once("busy", "%s runs unplanned, and will be planned later: %s", self._name, busy)
+        return None
+
+    def _meet_ranks(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        ranks: Ranks,
+        give_up: Callable[[], None],
+    ) -> Loaded | None:
+        """The policy for the first batch, agreed on by all ranks; None: this time all run unplanned.
+
+        See NOTE [ Where ranks meet ] in ranks.py. Each rank profiles its own batch, and some plan.
+        """
+        with self._lock:
+            if ranks.any(profiler_is_running()):
+                return self._unplanned_now(ProfilerBusy())
+            profile: Profile | None = None
+            need: Need | Exception
+            shape = shape_of(args, kwargs)
+            try:
+                profile = self._profiled(model, args, kwargs)
+                need = Need(shape, self._planning.limit, profile.static.total)
+            except Exception as error:  # noqa: BLE001 - told to all ranks, and raised on each
+                need = error
+            made: list[Plan | None] = [None]
+
+            def plan(terms: Terms) -> Policy:
+                assert profile is not None
+                policy, made[0] = self._planning.first(profile, terms)
+                return policy
+
+            try:
+                agreed = meet(ranks, need, plan)
+            except BaseException as error:
+                if isinstance(error, ProfilerBusy):
+                    return self._unplanned_now(error)
+                give_up()
+                raise
+            self._to_meet = False
+            assert profile is not None
+            for one in agreed.made:
+                loaded = Loaded(
+                    one.shape,
+                    one.policy,
+                    made[0] if one.planner == ranks.rank else None,
+                    profile if one.shape == shape else None,
+                    agreed.static - profile.static.total,
+                )
+                self._keep(model, loaded)
+                log.info("%s: planned by rank %d of %d", self._name, one.planner, ranks.size)
+            covering = self._buckets.covering(key_of(args, kwargs), args, kwargs)
+            assert covering is not None
+            if self._shapes == "first":
+                covering.shape = None
+                self._serves_all = covering
+            return covering
+
+    def _gradients_exist(self) -> bool:
+        return any((p := ref()) is not None and p.grad is not None for ref in self._probes)
+
+    def _plan_with_gradients(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: Loaded
+    ) -> Loaded:
+        """Plan again where gradients exist before a step that was planned as one that makes them.
+
+        So it is with microbatches after the first, and with `zero_grad(set_to_none=False)`. The new plan
+        then serves first microbatches too, which need less.
+        """
+        shape = shape_of(args, kwargs)
+        if shape != loaded.planned_for:
+            return loaded  # wait for a batch like the one that was profiled
+        loaded.knows_no_gradients = False  # asked once, whatever comes of it
+        with self._lock:
+            try:
+                again = self._plan(model, args, kwargs, shape)
+            except ProfilerBusy:
+                loaded.knows_no_gradients = True
+                return loaded
+            except (PlannerError, RemoteError) as error:
+                self._tell_once(
+                    "gradients",
+                    "%s: gradients exist before the step, and no plan leaves room for them (%s): it stays",
+                    self._name,
+                    str(error).partition("\n")[0],
+                )
+                return loaded
+        log.info("%s: planned again, since gradients exist before the step", self._name)
+        return again
+
+    def _beyond(self, shape: Shape, key: Key) -> Loaded:
+        """What runs a batch that no bucket covers and that is not planned."""
+        loaded = self._buckets.largest()
+        self._tell_once(
+            "beyond",
+            "%s: no bucket covers a batch of %s, and none is added (%s): it runs under the largest of %d, "
+            "and may need more memory than that was planned for",
+            self._name,
+            shape_in_words(shape),
+            "no budget_gb was given" if self._planning.budget_bytes is None else f"there are {MOST_BUCKETS}",
+            len(self._buckets.all),
+        )
+        self._buckets.remember(key, loaded)
+        return loaded
+
+    def _plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Shape) -> Loaded:
+        profile = self._profiled(model, args, kwargs)
+        policy, made = self._planning.first(profile)
+        loaded = self._keep(model, Loaded(shape, policy, made, profile))
+        if self._shapes == "first":
+            loaded.shape = None
+            self._serves_all = loaded
+        return loaded
+
+    def _profiled(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Profile:
+        _check_hooks()
+        self._thread.profiling = True
+        try:
+            return observe(model, args, kwargs, optimizer=self._optimizer)
+        finally:
+            self._thread.profiling = False
+
+    def _keep(self, model: nn.Module, loaded: Loaded) -> Loaded:
+        """Carry out what was planned here."""
+        if self.allocator is None:
+            self.allocator = allocator_peak(device_of(model))
+        return self._loaded(loaded)
+
+    def _loaded(self, loaded: Loaded) -> Loaded:
+        self._buckets.add(loaded)
+        policy = loaded.policy
+        log.info(
+            "%s: predicted peak %s, %d of %d ops recomputed",
+            self._name,
+            format_bytes(policy.predicted.peak_bytes),
+            sum(decision == "recompute" for decision in policy.decisions.values()),
+            len(policy.decisions),
+        )
+        return loaded
+
+    def _tell_once(self, what: str, message: str, *args: Any) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning(message, *args)
+
+
+def _check_hooks() -> None:
+    """Raises what stands in the way of saved-tensor hooks, before anything has run."""
+    enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
+    hooks.__exit__()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
