@@ -94,8 +94,6 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
     job, result = await to_thread.run_sync(look)
     if not job.final:
         return json_text(JobView.of(job).model_dump_json(), 202, {"Retry-After": str(RETRY_AFTER_S)})
-    if job.policy_id is not None:
-        service.draw_soon(job.policy_id)
     return json_text(result)
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from autoac.api.access import Admin, Reader, ServiceOf
+from autoac.api.drawn import drawn_by, read_drawing
 from autoac.api.errors import MalformedRequest, NotFound
 from autoac.api.keys import note
 from autoac.api.problems import Problem
@@ -35,13 +36,12 @@ from autoac.api.routes.views import PolicyView
 from autoac.api.store import PolicyOptions, delete_policy, get_alias, get_policy, list_policies, read_policy
 from autoac.planner.difference import difference, difference_in_words
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
-from autoac.planner.policy import Policy, tool_versions
+from autoac.planner.policy import Policy
 from autoac.planner.profile import MAX_INT
 from autoac.planner.units import GIB, bytes_from_gb
 
 router = APIRouter(prefix="/v1", tags=["policies"])
 
-DRAWN_BY = tool_versions()["autoac"]
 Name = Annotated[str, Query(max_length=200, description="A policy's id, or an alias.")]
 
 
@@ -212,17 +212,21 @@ async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyVie
 async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
     """As the pages of this release draw it (docs/pictures.md); other releases may have other members."""
 
-    def look() -> None:
-        with service.database.read() as connection:
-            get_policy(connection, id)
-
-    await to_thread.run_sync(look)
-    tag = etag(f"{id}-{DRAWN_BY}")
+    tag = etag(f"{id}-{drawn_by()[:16]}")
     # Weak, since the same drawing is sent with and without gzip.
     headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", "Vary": "Accept-Encoding"}
-    if matches(request.headers.get("if-none-match"), tag):
+    known = matches(request.headers.get("if-none-match"), tag)
+
+    def look() -> bytes | None:
+        with service.database.read() as connection:
+            get_policy(connection, id)
+            return None if known else read_drawing(connection, id)
+
+    drawn = await to_thread.run_sync(look)
+    if known:
         return Response(status_code=304, headers=headers)
-    drawn = await service.drawing(request, id)
+    if drawn is None:
+        drawn = await service.draw(request, id)
     if "gzip" in request.headers.get("accept-encoding", ""):
         return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
     return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
@@ -244,7 +248,6 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
 
     await to_thread.run_sync(forget)
     service.texts.forget(id)
-    service.drawings.forget(id)
     return Response(status_code=204)
 
 

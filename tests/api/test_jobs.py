@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from autoac.api import Settings
 from autoac.api.database import Database
 from autoac.api.jobs import Jobs, State
-from autoac.api.request import Kind, take
+from autoac.api.request import Answer, Kind, take
 from autoac.planner import frontier, plan
 from autoac.planner.floor import floor
 from autoac.planner.profile import Profile
@@ -344,14 +344,14 @@ def test_a_job_is_finished_once(database: Database, profile: Profile) -> None:
     assert jobs.rescue("{}") == 1  # the first was not heard of
     second = jobs.claim("second")
     assert second is not None
-    text = save_all(profile, budget_gb=1).policy().to_json()
+    made = Answer(save_all(profile, budget_gb=1).policy().to_json())
     assert not jobs.renew(first)
-    assert not jobs.succeed(first, text)
+    assert not jobs.succeed(first, made)
     assert not jobs.fail(first, "{}")
     assert not jobs.requeue(first)
     assert jobs.get(id).state is State.RUNNING
-    assert jobs.succeed(second, text)
-    assert not jobs.succeed(second, text)
+    assert jobs.succeed(second, made)
+    assert not jobs.succeed(second, made)
     states = [json.loads(e.data)["state"] for e in jobs.events(id)]
     assert states == ["queued", "running", "queued", "running", "succeeded"]
 
