@@ -66,7 +66,7 @@ def main(running: str | None = None) -> None:
             optimizer.zero_grad()
     planned = ac_client.applied(model)
     print(planned.report())
-    if running:
+    if running and planned.policy is not None:
         print(f"In a browser: {running}/models/{planned.policy.fingerprint}")
 
 

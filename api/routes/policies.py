@@ -18,20 +18,16 @@ from autoac.api.keys import note
 from autoac.api.problems import Problem
 from autoac.api.routes.common import (
     GONE,
-    Cursor,
     Digest,
-    Limit,
-    Page,
     Text,
-    decode_number,
     etag,
     gives,
     json_text,
     matches,
-    page_of,
     problems,
     refuse_nul,
 )
+from autoac.api.routes.paging import Page, PieceOf
 from autoac.api.routes.views import PolicyView
 from autoac.api.store import PolicyOptions, delete_policy, get_alias, get_policy, list_policies, read_policy
 from autoac.planner.difference import difference, difference_in_words
@@ -89,6 +85,7 @@ class DifferenceView(BaseModel):
 async def get_policies(
     service: ServiceOf,
     caller: Reader,
+    piece: PieceOf,
     model: Text = None,
     fingerprint: Text = None,
     device: Text = None,
@@ -98,8 +95,6 @@ async def get_policies(
     gap: Annotated[float | None, Query(ge=0, le=1, allow_inf_nan=False)] = None,
     time_limit_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
     constraints_digest: Annotated[str | None, Query(pattern="^([0-9a-f]{64})?$")] = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
 ) -> Response:
     """Without their decisions; `url` of each has the policy itself.
 
@@ -111,7 +106,6 @@ async def get_policies(
     if budget_gb is not None and budget_bytes is not None:
         raise MalformedRequest(["query.budget_gb: give at most one of budget_gb and budget_bytes"])
     budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
-    before = decode_number(cursor)
     options = None
     if (headroom_bytes, gap, time_limit_s, constraints_digest) != (None, None, None, None):
         options = PolicyOptions(
@@ -129,12 +123,10 @@ async def get_policies(
             device=device,
             budget_bytes=budget,
             options=options,
-            before=before,
-            limit=limit + 1,
+            before=piece.before,
+            limit=piece.rows,
         )
-        kept, following = page_of(found, limit, lambda row: row.number)
-        page = Page[PolicyView](items=[PolicyView.of(row) for row in kept], next=following)
-        return page.model_dump_json()
+        return piece.page(found, PolicyView.of).model_dump_json()
 
     def read() -> str:
         with service.database.read() as connection:
