@@ -41,12 +41,15 @@ from autoac.planner.units import bytes_from_gb
 MIB = 1 << 20
 
 
-def chain_profile(*sizes: int) -> Profile:
-    """A chain: op `i` reads op `i - 1` and allocates `sizes[i]`; backward unpacks the outputs, last first."""
+def chain_profile(*sizes: int, model: str = "Chain") -> Profile:
+    """A chain: op `i` reads op `i - 1` and allocates `sizes[i]`; backward unpacks the outputs, last first.
+
+    benchmarks/service.py has its profiles from here too.
+    """
     sizes = sizes or (4 * MIB, 8 * MIB, 2 * MIB)
     n = len(sizes)
     return Profile(
-        model="Chain",
+        model=model,
         inputs=("float32[4, 8]",),
         environment=Environment(
             torch="2.13.0",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from conftest import BOTH, Serve
 from service_fakes import Held, InProcess, infeasible, out_of_time, request, save_all
 from starlette.testclient import TestClient
+from waiting import until
 
 from autoac.api import Settings
 from autoac.api.database import Database
@@ -28,17 +29,6 @@ pytestmark = BOTH
 JSON = {"Content-Type": "application/json"}
 NOW = JSON | {"Prefer": "wait=0"}
 URN = "urn:autoac:problem:"
-
-
-def until(holds: Callable[[], Any]) -> Any:
-    """What `holds` gives once it is true."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        found = holds()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come true within a minute")
 
 
 @pytest.fixture
