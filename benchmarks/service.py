@@ -97,7 +97,7 @@ def until(holds: Callable[[], Any]) -> Any:
 
 async def hammer(port: int, path: str, headers: str, seconds: float) -> list[float]:
     """Seconds of each answer to GETs over some connections, each sending as soon as it has its answer."""
-    asked = f"GET {path} HTTP/1.1\r\nHost: here\r\n{headers}\r\n".encode()
+    asked = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode()
     end = time.monotonic() + seconds
     times: list[float] = []
 
