@@ -27,7 +27,7 @@ _BEARER = HTTPBearer(auto_error=False)
 class Needs(SecurityBase):
     """A dependency that gives the caller, who must have a scope.
 
-    One dependency and not a tree of three: FastAPI takes about as long to walk a tree as a small answer takes.
+    One dependency and not a tree of three: to walk one costs FastAPI a good part of what a small answer does.
     """
 
     def __init__(self, scope: Scope) -> None:
