@@ -7,7 +7,9 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: demo test nightly check policies policies-check fmt bench bench-plans bench-peak bench-profile clean
+.PHONY: setup demo test nightly check policies policies-check fmt bench bench-plans bench-peak bench-profile clean
+
+setup: $(READY)
 
 demo: $(READY)
 	$(BIN)/autoac demo

@@ -108,7 +108,6 @@ def create_app(settings: Settings, solver: Solver | None = None, database: Datab
         async with anyio.create_task_group() as group:
             if runner is not None:
                 group.start_soon(runner.serve)
-            group.start_soon(service.draw_ahead)
             yield
             group.cancel_scope.cancel()
         if runner is not None:

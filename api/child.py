@@ -1,9 +1,9 @@
 """The program that works on one request: `python -m autoac.api.child VERB KIND PARENT MEMORY TIME_LIMIT`.
 
-VERB is "take" or "answer", as in `request.py`, or "draw", as in `drawing.py`. It reads a decoded body from
-stdin and writes frames to stdout: a letter, a length of eight bytes, and so many bytes. P is progress, as
-JSON; R, the last, a pickle of the result or of the error that was raised. It ends with its parent, and
-within its memory.
+VERB is "take" or "answer", as in `request.py`, "draw", as in `drawing.py`, or "answer-and-draw": both of a
+policy, in one start. It reads a decoded body from stdin and writes frames to stdout: a letter, a length of
+eight bytes, and so many bytes. P is progress, as JSON; R, the last, a pickle of the result or of the error
+that was raised. It ends with its parent, and within its memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import logging
 import math
 import os
 import pickle
@@ -19,18 +20,24 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 from typing import BinaryIO
 
-from autoac.api.drawing import draw
+from autoac.api.drawing import draw, draw_body
 from autoac.api.errors import ServiceError, SolverDied
-from autoac.api.request import Kind, Planner, Taken, answer, take
+from autoac.api.request import Answer, Kind, Planner, Taken, answer, take
 from autoac.planner.errors import PlannerError
 from autoac.planner.highs import Progress
 from autoac.planner.plan import plan
+from autoac.planner.policy import Policy
+from autoac.planner.profile import Profile
 from autoac.planner.units import format_bytes
+
+log = logging.getLogger("autoac.api.child")  # goes to stderr as it is: the service's log
 
 PR_SET_PDEATHSIG = 1
 TELL_EVERY_S = 0.25  # HiGHS calls back hundreds of times a second
+DRAW_S = 5.0  # that an answer waits for its drawing; one of an 80-layer Llama takes 1 s
 
 
 def main(argv: Sequence[str], plan: Planner = plan) -> None:
@@ -42,16 +49,17 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
     faulthandler.enable()  # a crash in native code says where, in the service's log
     outlet = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a solver prints from C belongs in the log, not in the answer
-    outcome: str | bytes | Taken | Exception
+    outcome: Answer | bytes | Taken | Exception
     try:
         body = sys.stdin.buffer.read()
         if verb == "take":
             outcome = take(kind, body, most_seconds)
         elif verb == "draw":
-            outcome = draw(body)
+            outcome = draw_body(body)
         else:
             told = Teller(outlet)
-            outcome = answer(kind, body, most_seconds=most_seconds, plan=plan, progress=told)
+            drawn = draw_if_quick if verb == "answer-and-draw" else None
+            outcome = answer(kind, body, most_seconds=most_seconds, plan=plan, progress=told, draw=drawn)
             told.last()
     except (PlannerError, ServiceError) as error:
         outcome = error
@@ -59,6 +67,25 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
         outcome = SolverDied(f"the solver needed more than {format_bytes(memory)} of memory")
     with outlet:
         frame(outlet, b"R", pickle.dumps(outcome))
+
+
+def draw_if_quick(profile: Profile, policy: Policy) -> bytes | None:
+    """The drawing of a policy that has just been made. None where it fails or takes long: the answer matters
+    more, and the first visit draws it by itself."""
+
+    def too_long(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"a drawing took more than {DRAW_S:g} s")
+
+    signal.signal(signal.SIGALRM, too_long)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, DRAW_S)
+            return draw(profile, policy)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Exception:
+        log.exception("a policy was not drawn ahead")
+        return None
 
 
 def frame(outlet: BinaryIO, letter: bytes, content: bytes) -> None:

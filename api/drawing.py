@@ -26,16 +26,24 @@ def drawing_body(profile: bytes, policy: bytes) -> bytes:
     return b'{"profile": ' + profile + b', "policy": ' + policy + b"}"
 
 
-def draw(body: bytes) -> bytes:
-    """The drawing of a `drawing_body`: JSON, gzip. Bytes and microseconds.
+def draw_body(body: bytes) -> bytes:
+    """The drawing of a `drawing_body`.
 
     Raises:
         OtherProfile: the policy was not made from this profile.
         MalformedProfile: it is none.
     """
     both = json.loads(body)
-    policy = Policy.model_validate(both["policy"])
-    plan = as_planned(policy, Profile.from_data(both["profile"]))
+    return draw(Profile.from_data(both["profile"]), Policy.model_validate(both["policy"]))
+
+
+def draw(profile: Profile, policy: Policy) -> bytes:
+    """What the page of `policy` draws: JSON, gzip. Bytes and microseconds.
+
+    Raises:
+        OtherProfile: the policy was not made from this profile.
+    """
+    plan = as_planned(policy, profile)
     fates = decided(plan.graph, plan.save_set)
     data = picture(plan, policy=policy).data() | {
         "fates": {  # by op

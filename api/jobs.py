@@ -27,9 +27,10 @@ from sqlalchemy import Connection, Row, and_, case, delete, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.database import Database, now
+from autoac.api.drawn import keep_drawing
 from autoac.api.errors import Busy, InUse, JobCancelled, JobFailed, NotFound, TooManyJobs
 from autoac.api.problems import URN
-from autoac.api.request import Kind, Taken
+from autoac.api.request import Answer, Kind, Taken
 from autoac.api.settings import Settings
 from autoac.api.store import add_policy, add_profile, options_of, read_policy
 from autoac.api.tables import job_events, jobs, profiles
@@ -378,18 +379,19 @@ class Jobs:
                 self._say(connection, job.id, "progress", piece)
             return bool(done.rowcount)
 
-    def succeed(self, job: Job, result: str, progress: Sequence[dict[str, Any]] = ()) -> bool:
+    def succeed(self, job: Job, result: Answer, progress: Sequence[dict[str, Any]] = ()) -> bool:
         """Finish a running job with its result; False, and nothing is stored, if it is no longer held."""
         with self.database.write() as connection:
             done = connection.execute(_ended(State.SUCCEEDED).where(_held(job)))
             if not done.rowcount:
                 return False
             if job.kind is Kind.POLICY:
-                made: dict[str, Any] = {
-                    "policy_id": add_policy(connection, result, job.owner, options_of(job.options))
-                }
+                id = add_policy(connection, result.text, job.owner, options_of(job.options))
+                if result.drawing is not None:
+                    keep_drawing(connection, id, result.drawing, self.settings.keep_drawings_bytes)
+                made: dict[str, Any] = {"policy_id": id}
             else:
-                made = {"result": zstandard.compress(result.encode())}
+                made = {"result": zstandard.compress(result.text.encode())}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(**made))
             for piece in progress:
                 self._say(connection, job.id, "progress", piece)

@@ -193,6 +193,17 @@ class Planned(Protocol):
 Planner = Callable[..., Planned]
 """`autoac.planner.plan`, or what a test puts in its place."""
 
+Draw = Callable[[Profile, Policy], bytes | None]
+"""`drawing.draw`, or None where a policy cannot be drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a solve gives."""
+
+    text: str  # JSON
+    drawing: bytes | None = field(default=None, repr=False)  # of a policy, if it was drawn
+
 
 def read_json(body: bytes) -> Any:
     """What a decoded body says.
@@ -268,8 +279,9 @@ def answer(
     most_seconds: float,
     plan: Planner = plan,
     progress: OnProgress | None = None,
-) -> str:
-    """The JSON that a solve gives; of a policy exactly the text of the embedded planner.
+    draw: Draw | None = None,
+) -> Answer:
+    """What a solve gives; of a policy exactly the text of the embedded planner.
 
     Args:
         kind: policy, frontier or floor.
@@ -277,6 +289,7 @@ def answer(
         most_seconds: the longest time limit that a request may set.
         plan: the planner of policies; in earnest `autoac.planner.plan`.
         progress: told how far a solve is.
+        draw: draws a policy that was made; none: it is left undrawn.
 
     Raises:
         what `read_request` does, and what the planner does.
@@ -294,11 +307,12 @@ def answer(
     match request:
         case PolicyRequest():
             made = plan(profile, budget_bytes=request.budget, headroom_bytes=request.headroom, **common)
-            return made.policy().to_json()
+            policy = made.policy()
+            return Answer(policy.to_json(), None if draw is None else draw(profile, policy))
         case FrontierRequest():
-            return json.dumps(_frontier(profile, frontier(profile, points=request.points, **common)))
+            return Answer(json.dumps(_frontier(profile, frontier(profile, points=request.points, **common))))
         case _:
-            return json.dumps(_floor(profile, floor(profile, **common)))
+            return Answer(json.dumps(_floor(profile, floor(profile, **common))))
 
 
 def _head(profile: Profile, what: str) -> dict[str, Any]:

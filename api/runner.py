@@ -146,8 +146,9 @@ class Runner:
         try:
             text = await patiently(lambda: self.jobs.body(job))
             solves = int(job.options.get("points", 1))
+            body = job_body(text, job.options)
             result = await self.solver.answer(
-                job.kind, job_body(text, job.options), told.append, solves=solves
+                job.kind, body, told.append, solves=solves, draws=self.settings.draws
             )
             done = await patiently(lambda: self.jobs.succeed(job, result, drained(told)))
         except Exception as error:
@@ -159,7 +160,7 @@ class Runner:
             done = await patiently(lambda: self.jobs.fail(job, problem.model_dump_json()))
             return "failed" if done else "lost"
         if done and job.kind is Kind.POLICY:
-            self.metrics.gap.observe(json.loads(result)["predicted"]["gap"])
+            self.metrics.gap.observe(json.loads(result.text)["predicted"]["gap"])
         return "succeeded" if done else "lost"
 
     async def _keep(self, job: Job, told: list[dict[str, Any]], scope: anyio.CancelScope) -> None:

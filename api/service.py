@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import anyio
-import structlog
 from anyio import to_thread
 from fastapi import Request
 from sqlalchemy import Connection
@@ -22,7 +20,8 @@ from starlette.requests import ClientDisconnect
 from autoac.api.bodies import read_body
 from autoac.api.database import Database
 from autoac.api.drawing import drawing_body
-from autoac.api.errors import Busy, NotFound, ServiceError
+from autoac.api.drawn import keep_drawing, read_drawing
+from autoac.api.errors import Busy, NotFound
 from autoac.api.jobs import RETRY_AFTER_S, Job, Jobs
 from autoac.api.keys import REMEMBER_S, Caller, Doorkeeper, note
 from autoac.api.metrics import Metrics
@@ -31,23 +30,19 @@ from autoac.api.runner import AWAY, Runner
 from autoac.api.settings import Settings
 from autoac.api.solver import Solver
 from autoac.api.store import get_policy, profile_text, read_policy
-from autoac.planner.errors import PlannerError
 
 T = TypeVar("T")
 
-log = structlog.get_logger("autoac.api")
-
 SMALL = 64 << 10  # bytes of a body that are checked right here: a child would take longer to start
-MOST_AHEAD = 16  # policies that wait to be drawn before anybody asks
 REMEMBERED = 256  # bodies of which it is known what they ask for
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.25  # between two looks at a job
 
 
 class Texts:
-    """What was asked for lately of policies, by id: up to so many bytes of it, and for so many seconds.
+    """Policies that were asked for lately, by id: up to so many bytes of them, and for so many seconds.
 
     A policy never changes, so nothing here is ever wrong; one that another replica deletes is told for
-    `seconds` more, unless whoever asks looks whether it is still there.
+    `seconds` more.
     """
 
     def __init__(self, seconds: float = REMEMBER_S, most_bytes: int = 64 << 20) -> None:
@@ -55,7 +50,7 @@ class Texts:
         self._texts: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
 
     def get(self, id: str) -> bytes | None:
-        """What there is of a policy, if it was asked for lately."""
+        """A policy's text, if it was asked for lately."""
         at, text = self._texts.get(id, (0.0, b""))
         return text if at and time.monotonic() - at < self._seconds else None
 
@@ -86,10 +81,7 @@ class Service:
     slots: anyio.Semaphore  # bodies that are checked at once
     inside: int = field(default=0)  # requests from their first byte until their body is checked
     texts: Texts = field(default_factory=Texts)
-    drawings: Texts = field(default_factory=lambda: Texts(seconds=math.inf))
     drawn_now: dict[str, anyio.Lock] = field(default_factory=dict)
-    ahead: deque[str] = field(default_factory=deque)  # policies to draw before anybody asks
-    due: anyio.Event = field(default_factory=anyio.Event)  # there are some
     seen: OrderedDict[tuple[Kind, bytes], Taken] = field(default_factory=OrderedDict)
 
     @contextmanager
@@ -134,55 +126,39 @@ class Service:
                 self.seen.popitem(last=False)
         return taken
 
-    async def drawing(self, request: Request, id: str) -> bytes:
-        """The drawing of a policy, as `drawing.draw` gives it; made in a child where it is not remembered.
+    async def draw(self, request: Request, id: str) -> bytes:
+        """The drawing of a policy that has none yet, made in a child and kept; as `drawing.draw` gives it.
 
         Raises:
             NotFound: there is no such policy, or its profile was deleted.
             Busy: too many bodies are being read. And what `Solver.draw` does.
         """
-        found = self.drawings.get(id)
-        if found is None:
-            with self.place():
-                found = await while_connected(request, lambda: self._draw(id))
-        return found
-
-    def draw_soon(self, id: str) -> None:
-        """Somebody has just had this policy made, and may look at it; not where many wait already."""
-        if self.settings.draw_ahead and len(self.ahead) < MOST_AHEAD and self.drawings.get(id) is None:
-            self.ahead.append(id)
-            self.due.set()
-
-    async def draw_ahead(self) -> None:
-        """Draw what `draw_soon` named, one at a time, until cancelled."""
-        while True:
-            self.due = anyio.Event()
-            while self.ahead:
-                id = self.ahead.popleft()
-                try:
-                    await self._draw(id)
-                except (ServiceError, PlannerError, *AWAY) as error:
-                    log.info("not drawn ahead", policy=id, reason=type(error).__name__)
-                except Exception as error:
-                    log.exception("a bug", policy=id, exc_info=error)
-            await self.due.wait()
+        with self.place():
+            return await while_connected(request, lambda: self._draw(id))
 
     async def _draw(self, id: str) -> bytes:
-        def look() -> bytes:
+        def look() -> tuple[bytes | None, bytes]:
             with self.database.read() as connection:
-                policy = read_policy(connection, id)
-                if policy is None:
+                found = read_drawing(connection, id)
+                if found is not None:
+                    return found, b""
+                digest, policy = get_policy(connection, id).profile_digest, read_policy(connection, id)
+                if policy is None:  # deleted this very moment
                     raise NotFound(f"no policy {id}")
-                digest = get_policy(connection, id).profile_digest
-                return drawing_body(profile_text(connection, digest), policy.text)
+                return None, drawing_body(profile_text(connection, digest), policy.text)
+
+        def keep(drawn: bytes) -> None:
+            with self.database.write() as connection:
+                keep_drawing(connection, id, drawn, self.settings.keep_drawings_bytes)
 
         lock = self.drawn_now.setdefault(id, anyio.Lock())  # who asks at the same time waits for the same
         try:
             async with lock, self.slots:
-                found = self.drawings.get(id)
+                found, body = await to_thread.run_sync(look)
                 if found is None:
-                    found = await self.solver.draw(await to_thread.run_sync(look))
-                    self.drawings.put(id, found)
+                    found = await self.solver.draw(body)
+                    with suppress(*AWAY):  # whoever asked gets it all the same
+                        await to_thread.run_sync(keep, found)
                 return found
         finally:
             if not lock.statistics().tasks_waiting:

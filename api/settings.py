@@ -71,10 +71,11 @@ class Settings(BaseSettings):
     lease_s: Seconds = 15  # a running job of which nothing was heard for so long is queued again
     attempts: Annotated[int, Field(ge=1, le=100)] = 3  # of a job whose runner went away
 
-    draw_ahead: bool = True  # draw a policy's page once it was made, before anybody opens it
+    draw_ahead: bool = True  # whoever makes a policy draws its page too, before anybody opens it
 
     keep_policies_days: Days | None = None  # older ones go when `db prune` runs; none: kept
     keep_policies_count: Annotated[int, Field(ge=1)] | None = None  # newest of a model, device and budget
+    keep_drawings_bytes: Annotated[int, Field(ge=0)] = 1024 * MIB  # of all; the oldest go at once
     keep_jobs_days: Days = 30
     keep_audit_days: Days = 365
 
@@ -94,6 +95,11 @@ class Settings(BaseSettings):
             complaints = error.errors(include_url=False, include_input=False, include_context=False)
             lines = [f"AUTOAC_{'_'.join(map(str, c['loc'])).upper()}: {c['msg']}" for c in complaints]
             raise InvalidSettings("; ".join(lines)) from None
+
+    @property
+    def draws(self) -> bool:
+        """Whether who makes a policy draws it: not where no drawing is kept."""
+        return self.draw_ahead and self.keep_drawings_bytes > 0
 
     @property
     def on_loopback(self) -> bool:

@@ -27,13 +27,13 @@ import anyio
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
 from autoac.api.errors import SolverDied, SolveTimedOut
-from autoac.api.request import Kind, Taken
+from autoac.api.request import Answer, Kind, Taken
 
 OnTold = Callable[[dict[str, Any]], None]
 """Called with each piece of progress: incumbent, bound, gap, seconds; None for what is not there yet."""
 
 
-Outcome = str | bytes | Taken
+Outcome = Answer | bytes | Taken
 """What a child gives: an answer, a drawing, or a request that was checked."""
 
 
@@ -44,12 +44,17 @@ class Solver(Protocol):
         """As `request.take`. Raises what that does, and SolveTimedOut, SolverDied."""
         ...
 
-    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
-        """As `request.answer`, with time for so many solves; raises what `take` does."""
+    async def answer(
+        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+    ) -> Answer:
+        """As `request.answer`, with time for so many solves; raises what `take` does.
+
+        With `draws`, a policy comes with its drawing, unless that fails or takes long.
+        """
         ...
 
     async def draw(self, body: bytes) -> bytes:
-        """As `drawing.draw`; raises what that does, and SolveTimedOut, SolverDied."""
+        """As `drawing.draw_body`; raises what that does, and SolveTimedOut, SolverDied."""
         ...
 
 
@@ -73,10 +78,12 @@ class SpawnedSolver:
         assert isinstance(taken, Taken)
         return taken
 
-    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+    async def answer(
+        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+    ) -> Answer:
         limit = self.time_limit_s * solves + self.grace_s
-        made = await self._run("answer", kind, body, limit, told)
-        assert isinstance(made, str)
+        made = await self._run("answer-and-draw" if draws else "answer", kind, body, limit, told)
+        assert isinstance(made, Answer)
         return made
 
     async def draw(self, body: bytes) -> bytes:

@@ -86,6 +86,16 @@ policy_options = Table(  # what was asked for beside the budget; a policy may be
     Column("constraints_digest", Digest, primary_key=True),  # "" for none
 )
 
+drawings = Table(  # what the pages draw of policies; a copy of what profile and policy say
+    "drawings",
+    metadata,
+    Column("policy_id", Digest, ForeignKey("policies.id", ondelete="CASCADE"), primary_key=True),
+    Column("drawn_by", Digest, nullable=False),  # `drawn.drawn_by`: another release draws it anew
+    Column("drawn_at", Double, nullable=False, index=True),
+    Column("nbytes", BigInteger, nullable=False),
+    Column("content", LargeBinary, nullable=False),  # JSON, gzip
+)
+
 aliases = Table(
     "aliases",
     metadata,

@@ -20,23 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
 from autoac.api.database import Database
-from autoac.planner.profile import (
-    BackwardSteps,
-    Environment,
-    Ops,
-    Profile,
-    Ragged,
-    SavedTensors,
-    StaticBytes,
-    Storages,
-    Values,
-)
+from autoac.planner.profile import Profile
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
@@ -46,53 +37,14 @@ POSTERS = 32
 
 
 def chain(n: int, seed: int = 0) -> Profile:
-    """A step of `n` ops, each reading the one before, with outputs of many sizes."""
-    sizes = tuple(random.Random(seed).randrange(1, 64) * MIB for _ in range(n))
-    zeros = (0,) * n
-    return Profile(
-        model=f"chain of {n}, {seed}",
-        inputs=("float32[4, 8]",),
-        environment=Environment(
-            torch="2.13.0",
-            device_type="cpu",
-            device_name="two cores",
-            dtype="float32",
-            autocast="off",
-            allocator_rounding=64,
-            threads=2,
-        ),
-        static=StaticBytes(parameters=MIB, buffers=0, gradients=0, optimizer_state=0, inputs=1024),
-        gradient_nbytes=MIB,
-        optimizer_workspace_nbytes=0,
-        modules=("chain",),
-        overloads=("aten.mm.default",),
-        nodes=("MmBackward0",),
-        reasons=(),
-        storages=Storages(nbytes=sizes, released=tuple(min(i + 2, n) for i in range(n))),
-        values=Values(storage=tuple(range(n)), op=tuple(range(n)), previous=(-1,) * n),
-        ops=Ops(
-            module=zeros,
-            overload=zeros,
-            reads=Ragged.of([[i - 1] if i else [] for i in range(n)]),
-            runtime_us=(10.0,) * n,
-            spread_us=(0.5,) * n,
-            flops=zeros,
-            workspace_nbytes=zeros,
-            other_nbytes=zeros,
-            flags=zeros,
-            must_save=(-1,) * n,
-        ),
-        saved=SavedTensors(
-            value=tuple(range(n)), packed=tuple(range(1, n + 1)), dropped=tuple(2 * n - i for i in range(n))
-        ),
-        backward=BackwardSteps(
-            name=zeros,
-            unpacks=Ragged.of([[n - 1 - j] for j in range(n)]),
-            runtime_us=(20.0,) * n,
-            other_nbytes=zeros,
-            peak_nbytes=(64,) * n,
-        ),
-    )
+    """A step of `n` ops, each reading the one before, with outputs of many sizes; as the tests build them."""
+    tests = str(Path(__file__).parents[1] / "tests" / "api")
+    if tests not in sys.path:
+        sys.path.append(tests)
+    sizes = (random.Random(seed).randrange(1, 64) * MIB for _ in range(n))
+    built = import_module("service_fakes").chain_profile(*sizes, model=f"chain of {n}, {seed}")
+    assert isinstance(built, Profile)
+    return built
 
 
 @dataclass(frozen=True)
@@ -145,7 +97,7 @@ def until(holds: Callable[[], Any]) -> Any:
 
 async def hammer(port: int, path: str, headers: str, seconds: float) -> list[float]:
     """Seconds of each answer to GETs over some connections, each sending as soon as it has its answer."""
-    asked = f"GET {path} HTTP/1.1\r\nHost: here\r\n{headers}\r\n".encode()
+    asked = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode()
     end = time.monotonic() + seconds
     times: list[float] = []
 

@@ -1,15 +1,16 @@
 """The same one line, planned by a service: `autoac serve` in a process of its own.
 
-    python examples/with_service.py
+    python examples/with_service.py http://127.0.0.1:8421    # the address of one that runs
+    python examples/with_service.py                          # starts one on a free port, and stops it
 
-Starts the service on a free port, trains a small model whose policy comes from it, and stops it.
+Trains a small model whose policy comes from the service.
 """
 
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -52,19 +53,22 @@ class Model(nn.Module):
         return nn.functional.mse_loss(self.layers(x), x)
 
 
-def main() -> None:
+def main(running: str | None = None) -> None:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with service() as url:
+    with nullcontext(running) if running else service() as url:
         ac_client.apply(model, budget_gb=0.016, optimizer=optimizer, service=url)  # the one line
         for _ in range(3):
             loss = model(torch.randn(1024, 256))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    print(ac_client.applied(model).report())
+    planned = ac_client.applied(model)
+    print(planned.report())
+    if running and planned.policy is not None:
+        print(f"In a browser: {running}/models/{planned.policy.fingerprint}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

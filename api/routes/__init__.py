@@ -3,9 +3,9 @@
 from autoac.api.routes import aliases, health, jobs, policies, profiles, solves, web
 
 ROUTERS = (
+    policies.router,  # first, since routes are tried in order, and these are asked for most
     health.router,
     profiles.router,
-    policies.router,
     aliases.router,
     solves.router,
     jobs.router,

@@ -19,22 +19,15 @@ from autoac.api.routes.common import (
     GONE,
     AliasName,
     Answers,
-    Cursor,
-    Limit,
-    Page,
     body_of,
-    decode_cursor,
-    decode_number,
-    encode_cursor,
     etag,
     expected_revision,
     gives,
     json_text,
     matches,
-    page_of,
     problems,
-    refuse_nul,
 )
+from autoac.api.routes.paging import Page, PieceOf
 from autoac.api.routes.views import AliasView, MoveView
 from autoac.api.store import (
     alias_history,
@@ -68,19 +61,15 @@ class AliasRequest(BaseModel):
 async def get_aliases(
     service: ServiceOf,
     caller: Reader,
+    piece: PieceOf,
     policy: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Those of a policy.")] = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
 ) -> Page[AliasView]:
     """And the policies that they stand for."""
-    after = decode_cursor(cursor)
-    refuse_nul(cursor=after)
 
     def look() -> Page[AliasView]:
         with service.database.read() as connection:
-            found = list_aliases(connection, after=after, policy=policy, limit=limit + 1)
-        kept, following = page_of(found, limit, lambda row: row.name)
-        return Page[AliasView](items=[AliasView.of(row) for row in kept], next=following)
+            found = list_aliases(connection, after=piece.after, policy=policy, limit=piece.rows)
+        return piece.page(found, AliasView.of, lambda row: row.name)
 
     return await to_thread.run_sync(look)
 
@@ -167,18 +156,14 @@ async def delete_alias(
 
 
 @router.get("/alias-history/{name:path}", summary="Where an alias has been", responses=problems(GONE))
-async def get_history(
-    name: AliasName, service: ServiceOf, caller: Reader, limit: Limit = 50, cursor: Cursor = None
-) -> Page[MoveView]:
+async def get_history(name: AliasName, service: ServiceOf, caller: Reader, piece: PieceOf) -> Page[MoveView]:
     """Newest first: who moved it, when, and to which policy."""
-    before = decode_number(cursor)
 
     def look() -> Page[MoveView]:
         with service.database.read() as connection:
-            found = alias_history(connection, name, before=before, limit=limit + 1)
-        kept = found[:limit]
-        following = encode_cursor(kept[-1].number) if len(found) > limit else None
-        return Page[MoveView](items=[MoveView.of(row) for row in kept], next=following)
+            return piece.page(
+                alias_history(connection, name, before=piece.before, limit=piece.rows), MoveView.of
+            )
 
     return await to_thread.run_sync(look)
 

@@ -1,14 +1,11 @@
-"""What routes have in common: documented problems, pages of a list, ETags."""
+"""What routes have in common: documented problems, parameters, ETags."""
 
 from __future__ import annotations
 
-import base64
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Path, Query, Response
-from pydantic import BaseModel, ConfigDict
 
 from autoac.api.errors import MalformedRequest, PreconditionRequired
 from autoac.api.problems import (
@@ -19,16 +16,11 @@ from autoac.api.problems import (
     documented,
 )
 
-T = TypeVar("T")
-
 Answers = dict[int, tuple[str, tuple[type[Problem], ...]]]
 """Problems of a route: by status, what it means and its models."""
 
 JSON = "application/json"
-MOST_OF_A_PAGE = 200
 
-Limit = Annotated[int, Query(ge=1, le=MOST_OF_A_PAGE, description="Most items of a page.")]
-Cursor = Annotated[str | None, Query(max_length=400, description="`next` of the page before.")]
 Text = Annotated[str | None, Query(max_length=4096)]
 Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
 AliasName = Annotated[
@@ -41,53 +33,11 @@ AliasName = Annotated[
 ]
 
 
-class Page(BaseModel, Generic[T]):
-    """A piece of a list, and how to get the next."""
-
-    model_config = ConfigDict(frozen=True)
-
-    items: list[T]
-    next: str | None  # pass it as cursor; null on the last page
-
-
-def encode_cursor(value: object) -> str:
-    """A place in a list, for the next page."""
-    return base64.urlsafe_b64encode(str(value).encode()).decode().rstrip("=")
-
-
-def decode_cursor(cursor: str | None) -> str | None:
-    """Raises: MalformedRequest: it is none of ours."""
-    if cursor is None:
-        return None
-    try:
-        return base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True).decode(
-            "ascii"
-        )
-    except ValueError:
-        raise MalformedRequest(["query.cursor: not a cursor of this service"]) from None
-
-
-def decode_number(cursor: str | None) -> int | None:
-    """Raises: MalformedRequest: it is none of ours."""
-    text = decode_cursor(cursor)
-    if text is None:
-        return None
-    if not re.fullmatch("[0-9]{1,18}", text):
-        raise MalformedRequest(["query.cursor: not a cursor of this service"])
-    return int(text)
-
-
 def refuse_nul(**values: str | None) -> None:
     """Raises: MalformedRequest: a text has the one character that PostgreSQL does not take."""
     for name, value in values.items():
         if value is not None and "\0" in value:
             raise MalformedRequest([f"query.{name}: has a character NUL in it"])
-
-
-def page_of(items: Sequence[T], limit: int, place: Any) -> tuple[list[T], str | None]:
-    """The first `limit` of up to `limit + 1` items, and where to go on."""
-    kept = list(items[:limit])
-    return kept, encode_cursor(place(kept[-1])) if len(items) > limit else None
 
 
 def etag(value: object) -> str:

@@ -12,8 +12,9 @@ from autoac.api.access import Needs, Reader, ServiceOf
 from autoac.api.database import DatabaseNotReady
 from autoac.api.keys import Scope
 from autoac.api.metrics import MEDIA_TYPE
-from autoac.api.routes.common import Cursor, Limit, Page, decode_number, page_of, problems
-from autoac.api.routes.views import AuditLine, audit_page
+from autoac.api.routes.common import problems
+from autoac.api.routes.paging import Page, PieceOf
+from autoac.api.routes.views import AuditLine, audit_lines
 from autoac.api.runner import AWAY, alive
 from autoac.planner.policy import tool_versions
 
@@ -106,17 +107,12 @@ async def metrics(service: ServiceOf) -> Response:
 
 @router.get("/v1/audit", summary="Who did what", responses=problems())
 async def audit(
-    service: ServiceOf,
-    caller: Annotated[object, Depends(Needs(Scope.ADMIN))],
-    limit: Limit = 50,
-    cursor: Cursor = None,
+    service: ServiceOf, caller: Annotated[object, Depends(Needs(Scope.ADMIN))], piece: PieceOf
 ) -> Page[AuditLine]:
     """Newest first."""
-    before = decode_number(cursor)
 
-    def look() -> list[AuditLine]:
+    def look() -> Page[AuditLine]:
         with service.database.read() as connection:
-            return audit_page(connection, before, limit + 1)
+            return piece.page(audit_lines(connection, piece.before, piece.rows), lambda line: line)
 
-    items, following = page_of(await to_thread.run_sync(look), limit, lambda line: line.number)
-    return Page[AuditLine](items=items, next=following)
+    return await to_thread.run_sync(look)

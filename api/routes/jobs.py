@@ -19,15 +19,11 @@ from autoac.api.problems import Problem
 from autoac.api.request import Kind
 from autoac.api.routes.common import (
     GONE,
-    Cursor,
-    Limit,
-    Page,
-    decode_number,
     gives,
     json_text,
-    page_of,
     problems,
 )
+from autoac.api.routes.paging import Page, PieceOf
 from autoac.api.routes.solves import SOLVE
 from autoac.api.routes.views import JobView
 from autoac.api.runner import AWAY
@@ -44,21 +40,20 @@ ALIVE_S = 15.0  # between two comments that keep a quiet stream open
 async def get_jobs(
     service: ServiceOf,
     caller: Reader,
+    piece: PieceOf,
     state: State | None = None,
     kind: Kind | None = None,
     profile: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Its digest.")] = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
 ) -> Page[JobView]:
     """Without their progress."""
-    before = decode_number(cursor)
     jobs = service.jobs
 
-    def look() -> list[Job]:
-        return jobs.page(state=state, kind=kind, profile=profile, before=before, limit=limit + 1)
+    def look() -> Page[JobView]:
+        before = piece.before
+        found = jobs.page(state=state, kind=kind, profile=profile, before=before, limit=piece.rows)
+        return piece.page(found, JobView.of)
 
-    kept, following = page_of(await to_thread.run_sync(look), limit, lambda job: job.number)
-    return Page[JobView](items=[JobView.of(job) for job in kept], next=following)
+    return await to_thread.run_sync(look)
 
 
 @router.get("/{id}", summary="A job", responses=problems(GONE))
@@ -94,8 +89,6 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
     job, result = await to_thread.run_sync(look)
     if not job.final:
         return json_text(JobView.of(job).model_dump_json(), 202, {"Retry-After": str(RETRY_AFTER_S)})
-    if job.policy_id is not None:
-        service.draw_soon(job.policy_id)
     return json_text(result)
 
 

@@ -12,36 +12,32 @@ from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from autoac.api.access import Admin, Reader, ServiceOf
+from autoac.api.drawn import drawn_by, read_drawing
 from autoac.api.errors import MalformedRequest, NotFound
 from autoac.api.keys import note
 from autoac.api.problems import Problem
 from autoac.api.routes.common import (
     GONE,
-    Cursor,
     Digest,
-    Limit,
-    Page,
     Text,
-    decode_number,
     etag,
     gives,
     json_text,
     matches,
-    page_of,
     problems,
     refuse_nul,
 )
+from autoac.api.routes.paging import Page, PieceOf
 from autoac.api.routes.views import PolicyView
 from autoac.api.store import PolicyOptions, delete_policy, get_alias, get_policy, list_policies, read_policy
 from autoac.planner.difference import difference, difference_in_words
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
-from autoac.planner.policy import Policy, tool_versions
+from autoac.planner.policy import Policy
 from autoac.planner.profile import MAX_INT
 from autoac.planner.units import GIB, bytes_from_gb
 
 router = APIRouter(prefix="/v1", tags=["policies"])
 
-DRAWN_BY = tool_versions()["autoac"]
 Name = Annotated[str, Query(max_length=200, description="A policy's id, or an alias.")]
 
 
@@ -89,6 +85,7 @@ class DifferenceView(BaseModel):
 async def get_policies(
     service: ServiceOf,
     caller: Reader,
+    piece: PieceOf,
     model: Text = None,
     fingerprint: Text = None,
     device: Text = None,
@@ -98,8 +95,6 @@ async def get_policies(
     gap: Annotated[float | None, Query(ge=0, le=1, allow_inf_nan=False)] = None,
     time_limit_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
     constraints_digest: Annotated[str | None, Query(pattern="^([0-9a-f]{64})?$")] = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
 ) -> Response:
     """Without their decisions; `url` of each has the policy itself.
 
@@ -111,7 +106,6 @@ async def get_policies(
     if budget_gb is not None and budget_bytes is not None:
         raise MalformedRequest(["query.budget_gb: give at most one of budget_gb and budget_bytes"])
     budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
-    before = decode_number(cursor)
     options = None
     if (headroom_bytes, gap, time_limit_s, constraints_digest) != (None, None, None, None):
         options = PolicyOptions(
@@ -129,12 +123,10 @@ async def get_policies(
             device=device,
             budget_bytes=budget,
             options=options,
-            before=before,
-            limit=limit + 1,
+            before=piece.before,
+            limit=piece.rows,
         )
-        kept, following = page_of(found, limit, lambda row: row.number)
-        page = Page[PolicyView](items=[PolicyView.of(row) for row in kept], next=following)
-        return page.model_dump_json()
+        return piece.page(found, PolicyView.of).model_dump_json()
 
     def read() -> str:
         with service.database.read() as connection:
@@ -212,17 +204,21 @@ async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyVie
 async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
     """As the pages of this release draw it (docs/pictures.md); other releases may have other members."""
 
-    def look() -> None:
-        with service.database.read() as connection:
-            get_policy(connection, id)
-
-    await to_thread.run_sync(look)
-    tag = etag(f"{id}-{DRAWN_BY}")
+    tag = etag(f"{id}-{drawn_by()[:16]}")
     # Weak, since the same drawing is sent with and without gzip.
     headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", "Vary": "Accept-Encoding"}
-    if matches(request.headers.get("if-none-match"), tag):
+    known = matches(request.headers.get("if-none-match"), tag)
+
+    def look() -> bytes | None:
+        with service.database.read() as connection:
+            get_policy(connection, id)
+            return None if known else read_drawing(connection, id)
+
+    drawn = await to_thread.run_sync(look)
+    if known:
         return Response(status_code=304, headers=headers)
-    drawn = await service.drawing(request, id)
+    if drawn is None:
+        drawn = await service.draw(request, id)
     if "gzip" in request.headers.get("accept-encoding", ""):
         return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
     return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
@@ -244,7 +240,6 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
 
     await to_thread.run_sync(forget)
     service.texts.forget(id)
-    service.drawings.forget(id)
     return Response(status_code=204)
 
 

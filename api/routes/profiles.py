@@ -15,21 +15,17 @@ from autoac.api.request import Kind, TakenProfile
 from autoac.api.routes.common import (
     BODY,
     GONE,
-    Cursor,
     Digest,
-    Limit,
-    Page,
     Text,
     body_of,
-    decode_number,
     etag,
     gives,
     json_text,
     matches,
-    page_of,
     problems,
     refuse_nul,
 )
+from autoac.api.routes.paging import Page, PieceOf
 from autoac.api.routes.views import ProfileView
 from autoac.api.service import Service
 from autoac.api.store import add_profile, get_profile, list_profiles, profile_text
@@ -105,15 +101,13 @@ async def _keep(
 async def get_profiles(
     service: ServiceOf,
     caller: Reader,
+    piece: PieceOf,
     model: Text = None,
     fingerprint: Text = None,
     device: Text = None,
-    limit: Limit = 50,
-    cursor: Cursor = None,
 ) -> Page[ProfileView]:
     """Without their content."""
     refuse_nul(model=model, fingerprint=fingerprint, device=device)
-    before = decode_number(cursor)
 
     def look() -> Page[ProfileView]:
         with service.database.read() as connection:
@@ -122,11 +116,10 @@ async def get_profiles(
                 model=model,
                 fingerprint=fingerprint,
                 device=device,
-                before=before,
-                limit=limit + 1,
+                before=piece.before,
+                limit=piece.rows,
             )
-        kept, following = page_of(found, limit, lambda row: row.number)
-        return Page[ProfileView](items=[ProfileView.of(row) for row in kept], next=following)
+        return piece.page(found, ProfileView.of)
 
     return await to_thread.run_sync(look)
 

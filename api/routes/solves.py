@@ -121,7 +121,6 @@ async def _solved(request: Request, service: Service, caller: Caller, kind: Kind
         return json_text(JobView.of(job).model_dump_json(), 202, headers)
     result = await to_thread.run_sync(service.jobs.result, job)
     if job.policy_id is not None:
-        service.draw_soon(job.policy_id)
         headers = {"Location": f"/v1/policies/{job.policy_id}", "ETag": etag(job.policy_id)} | applied
         return json_text(result, 201, headers)
     return json_text(result, 200, {"Location": f"/v1/jobs/{job.id}/result"} | applied)

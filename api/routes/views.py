@@ -152,7 +152,7 @@ class AuditLine(View):
     request_id: str
 
 
-def audit_page(connection: Connection, before: int | None, limit: int) -> list[AuditLine]:
+def audit_lines(connection: Connection, before: int | None, limit: int) -> list[AuditLine]:
     """Lines of the audit log, newest first."""
     query = select(audit).order_by(audit.c.number.desc()).limit(limit)
     if before is not None:

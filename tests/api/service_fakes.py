@@ -19,8 +19,8 @@ from typing import Any
 import anyio
 
 from autoac.api import child
-from autoac.api.drawing import draw
-from autoac.api.request import Kind, Taken, answer, take
+from autoac.api.drawing import draw, draw_body
+from autoac.api.request import Answer, Kind, Taken, answer, take
 from autoac.api.solver import OnTold, SpawnedSolver
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
 from autoac.planner.highs import OnProgress, Progress
@@ -41,12 +41,15 @@ from autoac.planner.units import bytes_from_gb
 MIB = 1 << 20
 
 
-def chain_profile(*sizes: int) -> Profile:
-    """A chain: op `i` reads op `i - 1` and allocates `sizes[i]`; backward unpacks the outputs, last first."""
+def chain_profile(*sizes: int, model: str = "Chain") -> Profile:
+    """A chain: op `i` reads op `i - 1` and allocates `sizes[i]`; backward unpacks the outputs, last first.
+
+    benchmarks/service.py has its profiles from here too.
+    """
     sizes = sizes or (4 * MIB, 8 * MIB, 2 * MIB)
     n = len(sizes)
     return Profile(
-        model="Chain",
+        model=model,
         inputs=("float32[4, 8]",),
         environment=Environment(
             torch="2.13.0",
@@ -211,14 +214,22 @@ class InProcess:
     async def take(self, kind: Kind, body: bytes) -> Taken:
         return take(kind, body, self.most_seconds)
 
-    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+    async def answer(
+        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+    ) -> Answer:
+        return self.solve(kind, body, told, draws)
+
+    def solve(self, kind: Kind, body: bytes, told: OnTold, draws: bool) -> Answer:
+        """What `answer` gives."""
+
         def progress(now: Progress) -> None:
             told({"incumbent": now.primal, "bound": now.dual, "gap": now.gap, "seconds": now.seconds})
 
-        return answer(kind, body, most_seconds=self.most_seconds, plan=self.plan, progress=progress)
+        drawn, most = draw if draws else None, self.most_seconds
+        return answer(kind, body, most_seconds=most, plan=self.plan, progress=progress, draw=drawn)
 
     async def draw(self, body: bytes) -> bytes:
-        return draw(body)
+        return draw_body(body)
 
 
 @dataclass(frozen=True)
@@ -228,7 +239,9 @@ class Raising(InProcess):
     plan: Callable[..., Planned] = save_all
     error: Exception = field(default_factory=Exception)
 
-    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+    async def answer(
+        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+    ) -> Answer:
         raise self.error
 
 
@@ -240,7 +253,9 @@ class Held(InProcess):
     go: anyio.Event = field(default_factory=anyio.Event)
     log: list[str] = field(default_factory=list)
 
-    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+    async def answer(
+        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+    ) -> Answer:
         self.log.append("began")
         told({"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1})
         try:
@@ -249,7 +264,7 @@ class Held(InProcess):
             self.log.append("killed")
             raise
         self.log.append("ended")
-        return await InProcess.answer(self, kind, body, told, solves=solves)
+        return await InProcess.answer(self, kind, body, told, solves=solves, draws=draws)
 
 
 def waits_for_a_file(profile: Profile, **options: Any) -> Planned:

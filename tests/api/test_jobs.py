@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +14,12 @@ import pytest
 from conftest import BOTH, Serve
 from service_fakes import Held, InProcess, infeasible, out_of_time, request, save_all
 from starlette.testclient import TestClient
+from waiting import until
 
 from autoac.api import Settings
 from autoac.api.database import Database
 from autoac.api.jobs import Jobs, State
-from autoac.api.request import Kind, take
+from autoac.api.request import Answer, Kind, take
 from autoac.planner import frontier, plan
 from autoac.planner.floor import floor
 from autoac.planner.profile import Profile
@@ -28,17 +29,6 @@ pytestmark = BOTH
 JSON = {"Content-Type": "application/json"}
 NOW = JSON | {"Prefer": "wait=0"}
 URN = "urn:autoac:problem:"
-
-
-def until(holds: Callable[[], Any]) -> Any:
-    """What `holds` gives once it is true."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        found = holds()
-        if found:
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come true within a minute")
 
 
 @pytest.fixture
@@ -344,14 +334,14 @@ def test_a_job_is_finished_once(database: Database, profile: Profile) -> None:
     assert jobs.rescue("{}") == 1  # the first was not heard of
     second = jobs.claim("second")
     assert second is not None
-    text = save_all(profile, budget_gb=1).policy().to_json()
+    made = Answer(save_all(profile, budget_gb=1).policy().to_json())
     assert not jobs.renew(first)
-    assert not jobs.succeed(first, text)
+    assert not jobs.succeed(first, made)
     assert not jobs.fail(first, "{}")
     assert not jobs.requeue(first)
     assert jobs.get(id).state is State.RUNNING
-    assert jobs.succeed(second, text)
-    assert not jobs.succeed(second, text)
+    assert jobs.succeed(second, made)
+    assert not jobs.succeed(second, made)
     states = [json.loads(e.data)["state"] for e in jobs.events(id)]
     assert states == ["queued", "running", "queued", "running", "succeeded"]
 

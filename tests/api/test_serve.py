@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from waiting import listening
 
 from autoac import api
 from autoac.api import InvalidSettings, RefusedToListen, Settings
@@ -99,16 +100,6 @@ def url(tmp_path: Path) -> Iterator[str]:
     finally:
         service.send_signal(signal.SIGTERM)
         service.wait(20)
-
-
-def listening(service: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, from its log."""
-    while service.poll() is None:
-        found = re.search(r"running on (http://\S+)", log.read_text())
-        if found:
-            return found[1]
-        signal.sigtimedwait([], 0.02)
-    raise AssertionError(log.read_text())
 
 
 def test_over_the_network(url: str, profile: Profile) -> None:

@@ -47,7 +47,7 @@ def solver(plan: Callable[..., Planned], limit_s: float = 30.0) -> Ask:
 
 def asking(spawned: SpawnedSolver) -> Ask:
     async def ask(body: bytes) -> str:
-        return await spawned.answer(Kind.POLICY, body, lambda progress: None)
+        return (await spawned.answer(Kind.POLICY, body, lambda progress: None)).text
 
     return ask
 
@@ -136,11 +136,11 @@ async def test_a_child_that_reads_nothing_is_no_obstacle() -> None:
 async def test_a_child_does_not_see_the_token(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOAC_TOKEN", "a token of more than sixteen")
     code = (
-        "import os, pickle; told = pickle.dumps(os.environ.get('AUTOAC_TOKEN', 'none'));"
+        "import os, pickle; told = pickle.dumps(os.environb.get(b'AUTOAC_TOKEN', b'none'));"
         "os.write(1, b'R' + len(told).to_bytes(8, 'big') + told)"
     )
-    spawned = SpawnedSolver(30.0, 0.0, 2048 * MIB, [sys.executable, "-c", code])
-    assert await asking(spawned)(b"") == "none"
+    spawned = SpawnedSolver(0.0, 30.0, 2048 * MIB, [sys.executable, "-c", code])
+    assert await spawned.draw(b"") == b"none"
 
 
 async def test_a_child_ends_with_a_service_that_was_killed(profile: Profile, pid_file: Path) -> None:

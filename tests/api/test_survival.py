@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,23 +20,13 @@ import pytest
 from conftest import BOTH
 from postgres import Server
 from service_fakes import request, save_all, waits_for_a_file
+from waiting import listening, until
 
 from autoac.planner.profile import Profile
 
 FAKES = str(Path(__file__).parent / "service_fakes.py")
 JSON = {"Content-Type": "application/json"}
 NOW = JSON | {"Prefer": "wait=0"}
-
-
-def until(holds: Callable[[], Any], seconds: float = 120) -> Any:
-    """What `holds` gives once it is true."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = holds()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"it did not come true within {seconds:g} s")
 
 
 @dataclass
@@ -88,12 +76,7 @@ class Machines:
         """A service that listens, and a client of it."""
         process = self.start("serve")
         log = self.folder / f"log-{self.running.index(process)}"
-
-        def address() -> Any:
-            assert process.poll() is None, log.read_text()
-            return re.search(r"running on (http://\S+)", log.read_text())
-
-        http = httpx2.Client(base_url=until(address)[1], timeout=60)
+        http = httpx2.Client(base_url=listening(process, log), timeout=60)
         self.clients.append(http)
         return process, http
 

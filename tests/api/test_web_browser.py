@@ -22,7 +22,7 @@ from drawings import HOSTILE, hostile, small
 from service_fakes import InProcess, chain_profile
 
 from autoac.api import Settings, create_app
-from autoac.api.request import Kind, answer
+from autoac.api.request import Answer, Kind
 from autoac.api.solver import OnTold
 from autoac.planner import plan
 from autoac.planner.profile import Profile
@@ -42,13 +42,15 @@ class Gated(InProcess):
     plan: Any = plan
     gate: Event = field(default_factory=Event)
 
-    async def answer(self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1) -> str:
+    async def answer(
+        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+    ) -> Answer:
         seconds = 0.0
         while not self.gate.is_set():
             told({"incumbent": 2500.0, "bound": 1200.0, "gap": 0.5, "seconds": seconds})
             await anyio.sleep(0.05)
             seconds += 0.05
-        return await to_thread.run_sync(lambda: answer(kind, body, most_seconds=60.0, plan=self.plan))
+        return await to_thread.run_sync(self.solve, kind, body, told, draws)
 
 
 @dataclass
