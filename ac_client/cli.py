@@ -16,6 +16,7 @@ import typer
 from ac_client.commands import demo, planning, telling
 from ac_client.console import ERROR, INTERRUPTED, OK, USAGE, one_line
 from ac_client.regenerate import command as regenerating
+from autoac.offline.launch import SERVICE
 
 _EXIT_CODES = "Exit codes: 0 fine, 1 error, 2 wrong usage, 130 interrupted."
 
@@ -79,13 +80,7 @@ def _service_command(name: str, text: str) -> None:
         raise typer.Exit(service([name, *context.args]))
 
 
-for _name, _text in {
-    "serve": "Run the planning service. Settings are environment variables (docs/service.md).",
-    "worker": "Solve the service's jobs from PostgreSQL, on as many machines as wanted.",
-    "db": "The service's database: upgrade it, or prune what is old.",
-    "keys": "The service's keys: create, list, revoke.",
-    "doctor": "Look at the service's settings, database and solver, and say what to do.",
-}.items():
+for _name, _text in SERVICE.items():
     _service_command(_name, _text)
 
 

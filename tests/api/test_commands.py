@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +159,15 @@ def test_the_default_database_lies_in_the_data_folder(tmp_path: Path) -> None:
     database = Database(Settings().url)
     assert database.url.database == str(tmp_path / "data" / "autoac" / "service.sqlite3")
     database.close()
+
+
+def test_the_command_line_runs_them_without_torch(environment: None, tmp_path: Path) -> None:
+    code = (
+        "import sys; from autoac.offline.launch import main\n"
+        "sys.argv[1:] = ['keys', 'list', '--json']\n"
+        "try: main()\n"
+        "except SystemExit as left: print(left.code, [n in sys.modules for n in ('torch', 'sqlalchemy')])"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["[]", "0 [False, True]"]
