@@ -33,26 +33,27 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ac_client.recipes import Guard, Recipe, StaleError, recipe_of, show, without_history
+from ac_client.recipes import Guard, Recipe, StaleError, is_shown_by, recipe_of, show, without_history
 from autoac.profiler.randomness import GeneratorState
 
 
 class Source:
     """A storage from outside the tracked ops: a parameter, an input, a saved value."""
 
-    __slots__ = ("__weakref__", "_first", "guard", "nbytes", "tensors")
+    __slots__ = ("__weakref__", "_first", "_recipe", "guard", "nbytes", "tensors")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensors: list[Tensor] = []  # as nodes read it: bare, on the same storage, without a history
         self._first: weakref.ref[Tensor] | None = None  # whose like tensors[0] is
+        self._recipe = recipe_of(tensor)  # of that
         self.nbytes = tensor.untyped_storage().nbytes()
         historic = tensor.grad_fn is not None or tensor._base is not None
         self.guard: Guard | None = Guard(without_history(tensor) if historic else tensor)
 
     def hold(self, tensor: Tensor) -> Source | Held:
         """What stands for `tensor` among the arguments of a node."""
-        if self._first is not None and self._first() is tensor:
-            return self
+        if self._first is not None and self._first() is tensor and is_shown_by(tensor, self._recipe):
+            return self  # as it was: `tensor.data = ...` runs no op
         if not self.tensors:
             self._first = weakref.ref(tensor)
         if _modes():
@@ -115,6 +116,8 @@ class Value:
             return recipe_of(tensor)
         if self.recipe is None:
             self.recipe = recipe_of(tensor)
+        elif not is_shown_by(tensor, self.recipe):
+            return recipe_of(tensor)  # `tensor.data = ...` runs no op
         return self.recipe
 
 

@@ -23,6 +23,19 @@ def recipe_of(tensor: Tensor) -> Recipe:
     )
 
 
+def is_shown_by(tensor: Tensor, recipe: Recipe) -> bool:
+    """Whether `tensor` shows its storage by `recipe`. Sooner told than by `recipe_of`."""
+    dtype, size, stride, offset, conjugate, negative = recipe
+    return (
+        tensor.stride() == stride
+        and tensor.storage_offset() == offset
+        and tensor.size() == size
+        and tensor.dtype is dtype
+        and tensor.is_neg() is negative
+        and (not dtype.is_complex or tensor.is_conj() is conjugate)
+    )
+
+
 def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
     """The tensor that shows `storage` by `recipe`. Call below autograd."""
     dtype, size, stride, offset, conjugate, negative = recipe

@@ -111,6 +111,25 @@ def moves_storages(m: Does, x: Tensor) -> Any:
     return (x * moved).sin() * new + resized.sum() * x * old * pointed
 
 
+def shows_its_storage_otherwise(m: Does, x: Tensor) -> Any:
+    # Assigning to .data runs no op, and leaves the version where it is.
+    with torch.no_grad():
+        made = x.sin()
+        once = made * made.exp()
+        made.data = made.data.t()
+        given = m.weight.detach().clone()
+        twice = (made * given).exp()
+        given.data = given.data.t()
+        both = torch.cat([x, x]).cos() * 2
+        doubled = both * 2
+        both.data = both.data[3:7]
+        turned = torch.complex(x, made).exp()
+        angle = (turned * 2).angle()
+        turned.data = turned.data.conj()
+    z = (made * m.weight).exp() * (x * given).sin() * (both * x).cos() * (x * turned).imag.exp()
+    return z * once * twice * angle * doubled[3:7] * (both * 2).cos()
+
+
 def complex_numbers(m: Does, x: Tensor) -> Any:
     y = torch.view_as_complex(x.sin().view(4, 2, 2))
     z = torch.view_as_real(y.sin() * y.conj())
@@ -166,6 +185,7 @@ BODIES = [
     writes_out,
     foreach,
     moves_storages,
+    shows_its_storage_otherwise,
     complex_numbers,
     depends_on_data,
     draws,
