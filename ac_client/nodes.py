@@ -45,15 +45,13 @@ class Source:
     def __init__(self, tensor: Tensor) -> None:
         self.tensors: list[Tensor] = []  # as nodes read it: bare, on the same storage, without a history
         self._first: weakref.ref[Tensor] | None = None  # whose like tensors[0] is
-        self._recipe = recipe_of(tensor)  # of that
+        self._recipe: Recipe | None = None  # of that, once it was asked for
         self.nbytes = tensor.untyped_storage().nbytes()
         historic = tensor.grad_fn is not None or tensor._base is not None
         self.guard: Guard | None = Guard(without_history(tensor) if historic else tensor)
 
     def hold(self, tensor: Tensor) -> Source | Held:
         """What stands for `tensor` among the arguments of a node."""
-        if self._first is not None and self._first() is tensor and is_shown_by(tensor, self._recipe):
-            return self  # as it was: `tensor.data = ...` runs no op
         if not self.tensors:
             self._first = weakref.ref(tensor)
         if _modes():
@@ -65,6 +63,14 @@ class Source:
         if self.guard is not None and self.guard.blind:
             self.keep_copy()  # a later write could not be noticed
         return Held(self, len(self.tensors) - 1) if len(self.tensors) > 1 else self
+
+    def is_first(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is the one that was read first, and as it was: `tensor.data = ...` runs no op."""
+        if self._first is None or self._first() is not tensor:
+            return False
+        if self._recipe is None:
+            self._recipe = recipe_of(self.tensors[0])
+        return is_shown_by(tensor, self._recipe)
 
     def keep_copy(self) -> None:
         """Hold a private copy from now on, because the storage is about to be written."""
@@ -110,14 +116,14 @@ class Value:
         self.uses = 0
         self.packs = 0  # how often it was packed; never counts down
 
-    def recipe_of(self, tensor: Tensor) -> Recipe:
-        """How `tensor` shows this storage. Nearly always it is the tensor that the op returned."""
+    def recipe_if_made(self, tensor: Tensor) -> Recipe | None:
+        """The recipe of `tensor` if it is the one that the op returned, as it was: nearly always."""
         if self.shown_by() is not tensor:
-            return recipe_of(tensor)
+            return None
         if self.recipe is None:
             self.recipe = recipe_of(tensor)
         elif not is_shown_by(tensor, self.recipe):
-            return recipe_of(tensor)  # `tensor.data = ...` runs no op
+            return None  # `tensor.data = ...` runs no op
         return self.recipe
 
 

@@ -24,16 +24,18 @@ def recipe_of(tensor: Tensor) -> Recipe:
 
 
 def is_shown_by(tensor: Tensor, recipe: Recipe) -> bool:
-    """Whether `tensor` shows its storage by `recipe`. Sooner told than by `recipe_of`."""
-    dtype, size, stride, offset, conjugate, negative = recipe
+    """Whether `tensor`, which once did, still shows its storage by `recipe`."""
+    dtype, size, stride, offset, conjugate, _ = recipe  # negated it is only in another dtype
     return (
         tensor.stride() == stride
         and tensor.storage_offset() == offset
         and tensor.size() == size
         and tensor.dtype is dtype
-        and tensor.is_neg() is negative
-        and (not dtype.is_complex or tensor.is_conj() is conjugate)
+        and (dtype not in _COMPLEX or tensor.is_conj() is conjugate)
     )
+
+
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:

@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.nodes import Node, Ref, Source, Undescribed, Value, hold
+from ac_client.nodes import Held, Node, Ref, Source, Undescribed, Value, hold
 from ac_client.packed import HandedOn, Kept, Packed, unpack
 from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider
-from ac_client.recipes import Guard
+from ac_client.recipes import Guard, recipe_of
 from ac_client.replay import Graph, Log, suspended
 from autoac.profiler.compiled import SeesCompiled, anything_compiled, watch_compiled
 from autoac.profiler.ops import (
@@ -340,30 +340,40 @@ class Region(SeesCompiled):
     def _arguments(self, args: Iterable[Any], reads: dict[Value, None]) -> tuple[Any, ...]:
         """`args` with what a node holds in place of their tensors; adds the Values among them to `reads`."""
         held: list[Any] = []
-        entries = self._entries
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
-                if not has_storage(arg):
-                    raise Undescribed
-                storage = arg.untyped_storage()
-                entry = entries.get(storage._cdata)
-                origin = entry[1] if entry is not None else None
-                if type(origin) is Value:
-                    reads[origin] = None
-                    recipe = origin.recipe_of(arg)
-                    held.append(origin if recipe is origin.recipe else Ref(origin, recipe))
-                    continue
-                source = origin() if origin is not None else None
-                if source is None:
-                    source = Source(arg)
-                    self._origins.put(storage, weakref.ref(source))
-                held.append(source.hold(arg))
+                held.append(self._argument(arg, kind, reads))
             elif (kind is list or kind is tuple) and any(isinstance(item, Tensor) for item in arg):
                 held.append(kind(self._arguments(arg, reads)))
             else:
                 held.append(arg)
         return tuple(held)
+
+    def _argument(self, tensor: Tensor, kind: type, reads: dict[Value, None]) -> Value | Ref | Source | Held:
+        """What a node holds in place of `tensor`; adds its Value, if it has one, to `reads`."""
+        if not (tensor.layout is _STRIDED if kind is Tensor or kind is Parameter else has_storage(tensor)):
+            raise Undescribed
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(storage._cdata)
+        origin = entry[1] if entry is not None else None
+        # One that was met before is plain. Nested and quantized ones are strided as well.
+        if type(origin) is Value:
+            reads[origin] = None
+            if origin.recipe_if_made(tensor) is not None:
+                return origin
+            if has_storage(tensor):
+                return Ref(origin, recipe_of(tensor))
+            raise Undescribed
+        source = origin() if origin is not None else None
+        if source is not None and source.is_first(tensor):
+            return source
+        if not has_storage(tensor):
+            raise Undescribed
+        if source is None:
+            source = Source(tensor)
+            self._origins.put(storage, weakref.ref(source))
+        return source.hold(tensor)
 
     def _hold(self, tensor: Tensor) -> None:
         """What was packed of `tensor`'s storage is to show what the op that runs next writes there."""
@@ -418,12 +428,12 @@ class Region(SeesCompiled):
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             entry = self._entries.get(tensor.untyped_storage()._cdata)
-            if (
-                entry is not None
-                and type(value := entry[1]) is Value
-                and (value.shown_by() is tensor or has_storage(tensor))  # nested ones are strided as well
-            ):
-                return Packed(value, value.recipe_of(tensor), self.graph, tensor.device)
+            if entry is not None and type(value := entry[1]) is Value:
+                recipe = value.recipe_if_made(tensor)
+                if recipe is None and has_storage(tensor):  # nested ones are strided as well
+                    recipe = recipe_of(tensor)
+                if recipe is not None:
+                    return Packed(value, recipe, self.graph, tensor.device)
         packing = self._asked.packing or self._outer
         if packing is not None:
             return HandedOn(tensor, *packing)
