@@ -7,7 +7,7 @@ In each round there is a profile, a plain step and a planned one for each budget
 a shared machine's speed moves by a quarter within minutes, and the profile's times move with it. So what is
 predicted is the median of what the rounds' profiles say of the one plan, and what is measured the median of
 the differences within rounds. What recording adds is predicted too, from its cost for an op in each round
-(ac_client/recording.py). Steps run on one thread and are timed by that thread's own CPU time, which
+(recording.py). Steps run on one thread and are timed by that thread's own CPU time, which
 other processes on the machine do not add to; so is the profile. Each model runs in a process of its own,
 which gives no memory back to the kernel (`keep_memory`).
 """
@@ -29,13 +29,13 @@ from torch import nn
 
 import ac_client
 from ac_client.console import write_whole
-from ac_client.recording import recording_us
 from autoac.planner import Plan, Profile, bounds, build, floor, plan
 from autoac.planner.graph import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
 from benchmarks import midsize
 from benchmarks.peak import alone
+from benchmarks.recording import recording_us
 
 TABLE = Path(__file__).parents[1] / "docs" / "recompute-time.md"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ac_client import recording
-from ac_client.recording import recording_us
 from ac_client.runtime import Region, active
+from benchmarks import recording
+from benchmarks.recording import recording_us
 
 
 def test_the_op_alone_is_seen_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
