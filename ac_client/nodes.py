@@ -206,7 +206,11 @@ def add_use(value: Value) -> None:
             node = value.node
             node.used_outs += 1
             if node.used_outs == 1:
-                stack.extend(node.reads)
+                for read in node.reads:
+                    if read.uses:
+                        read.uses += 1
+                    else:
+                        stack.append(read)
 
 
 def take_use(value: Value) -> None:

@@ -15,7 +15,7 @@ def recipe_of(tensor: Tensor) -> Recipe:
     """How `tensor` shows its storage."""
     return (
         tensor.dtype,
-        tensor.size(),
+        tensor.shape,
         tensor.stride(),
         tensor.storage_offset(),  # type: ignore[return-value]
         tensor.is_conj(),
@@ -28,8 +28,8 @@ def is_shown_by(tensor: Tensor, recipe: Recipe) -> bool:
     dtype, size, stride, offset, conjugate, _ = recipe  # negated it is only in another dtype
     return (
         tensor.stride() == stride
+        and tensor.shape == size
         and tensor.storage_offset() == offset
-        and tensor.size() == size
         and tensor.dtype is dtype
         and (dtype not in _COMPLEX or tensor.is_conj() is conjugate)
     )

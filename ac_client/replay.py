@@ -115,11 +115,10 @@ class Home(list["weakref.ref[Any]"]):
 
     def number(self, packed: Any) -> int:
         """The key of `packed`, for as long as the region's graph lives."""
-        self.append(_weak(packed))
+        self.append(weakref.ref(packed))
         return self._base + len(self) - 1
 
 
-_weak = weakref.ref
 _serials = itertools.count()
 homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
 

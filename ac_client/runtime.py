@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ac_client.nodes import Held, Node, Ref, Source, Undescribed, Value, hold
 from ac_client.packed import HandedOn, Kept, Packed, unpack
 from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider
-from ac_client.recipes import Guard, recipe_of
+from ac_client.recipes import Guard, Recipe, recipe_of
 from ac_client.replay import Graph, Log, suspended
 from autoac.profiler.compiled import SeesCompiled, anything_compiled, watch_compiled
 from autoac.profiler.ops import (
@@ -340,39 +340,42 @@ class Region(SeesCompiled):
     def _arguments(self, args: Iterable[Any], reads: dict[Value, None]) -> tuple[Any, ...]:
         """`args` with what a node holds in place of their tensors; adds the Values among them to `reads`."""
         held: list[Any] = []
+        entries = self._entries
         for arg in args:
             kind = type(arg)
-            if kind is Tensor or kind is Parameter or isinstance(arg, Tensor):
-                held.append(self._argument(arg, kind, reads))
-            elif (kind is list or kind is tuple) and any(isinstance(item, Tensor) for item in arg):
-                held.append(kind(self._arguments(arg, reads)))
+            if kind is Tensor or kind is Parameter:
+                strided = arg.layout is _STRIDED
+            elif isinstance(arg, Tensor):
+                strided = has_storage(arg)
             else:
+                if (kind is list or kind is tuple) and any(isinstance(item, Tensor) for item in arg):
+                    arg = kind(self._arguments(arg, reads))
                 held.append(arg)
+                continue
+            if not strided:
+                raise Undescribed
+            entry = entries.get(arg.untyped_storage()._cdata)
+            origin = entry[1] if entry is not None else None
+            if type(origin) is Value:
+                reads[origin] = None
+                as_made = origin.recipe_if_made(arg) is not None
+                held.append(origin if as_made else Ref(origin, _plain_recipe_of(arg)))
+                continue
+            source = origin() if origin is not None else None
+            held.append(source if source is not None and source.is_first(arg) else self._held(arg, source))
         return tuple(held)
 
-    def _argument(self, tensor: Tensor, kind: type, reads: dict[Value, None]) -> Value | Ref | Source | Held:
-        """What a node holds in place of `tensor`; adds its Value, if it has one, to `reads`."""
-        if not (tensor.layout is _STRIDED if kind is Tensor or kind is Parameter else has_storage(tensor)):
-            raise Undescribed
-        storage = tensor.untyped_storage()
-        entry = self._entries.get(storage._cdata)
-        origin = entry[1] if entry is not None else None
-        # One that was met before is plain. Nested and quantized ones are strided as well.
-        if type(origin) is Value:
-            reads[origin] = None
-            if origin.recipe_if_made(tensor) is not None:
-                return origin
-            if has_storage(tensor):
-                return Ref(origin, recipe_of(tensor))
-            raise Undescribed
-        source = origin() if origin is not None else None
-        if source is not None and source.is_first(tensor):
-            return source
+    def _held(self, tensor: Tensor, source: Source | None) -> Source | Held:
+        """What a node holds in place of `tensor`, of which `source` is known so far.
+
+        Raises:
+            Undescribed: storage and recipe do not say all about it.
+        """
         if not has_storage(tensor):
             raise Undescribed
         if source is None:
             source = Source(tensor)
-            self._origins.put(storage, weakref.ref(source))
+            self._origins.set(tensor, weakref.ref(source))
         return source.hold(tensor)
 
     def _hold(self, tensor: Tensor) -> None:
@@ -438,6 +441,12 @@ class Region(SeesCompiled):
         if packing is not None:
             return HandedOn(tensor, *packing)
         return Kept(tensor, self.graph)
+
+
+def _plain_recipe_of(tensor: Tensor) -> Recipe:
+    if not has_storage(tensor):
+        raise Undescribed
+    return recipe_of(tensor)
 
 
 # Dynamo is not to look into what the mode does when a compiled submodule runs under it.
