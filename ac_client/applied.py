@@ -38,7 +38,7 @@ from autoac.planner.measured import MeasuredStep, op_names
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.modules import ModuleHook, watch_modules
-from autoac.profiler.ops import tensors_in
+from autoac.profiler.ops import has_storage, tensors_in
 from autoac.profiler.sharding import gathered_nbytes, parameters_of
 from autoac.profiler.static import optimizer_state_nbytes, static_bytes
 
@@ -315,7 +315,9 @@ class Applied:
         versions = _versions(model)
         try:
             with timeline:
+                gradients = _told_when_they_go(model, timeline)
                 yield
+                del gradients
         finally:
             self._marks = None
         self._measured_peak = timeline.peak_bytes
@@ -449,6 +451,22 @@ class Applied:
             "Pass a smaller budget_gb or more headroom_gb to ac_client.apply, use a smaller batch, or run "
             "the step as ac_client.applied(model).step(fn, retry_oom=True)."
         )
+
+
+def _told_when_they_go(model: nn.Module, timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
+    """While the list lives, tell `timeline` of gradients that are there now and are dropped (`zero_grad`)."""
+    storages = {
+        storage._cdata: storage
+        for p in parameters_of(model)
+        if p.grad is not None and has_storage(p.grad)
+        for storage in [p.grad.untyped_storage()]
+    }
+
+    def watched(storage: torch.UntypedStorage) -> weakref.ref[Any]:
+        nbytes = storage.nbytes()
+        return weakref.ref(storage, lambda _: timeline.released(nbytes))
+
+    return [watched(storage) for storage in storages.values()]
 
 
 def _versions(model: nn.Module) -> int:

@@ -26,6 +26,7 @@ from autoac.planner import Plan, PlannerError, Policy, PolicySet, Profile
 from autoac.planner.policy_set import Bucket, Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
+from autoac.profiler.errors import ProfilerError
 from autoac.profiler.recording import profiler_is_running
 from autoac.profiler.sharding import parameters_of, process_group_of
 
@@ -172,7 +173,8 @@ class Choosing:
                     loaded = self._plan(model, args, kwargs, shape)
                 except ProfilerBusy as busy:
                     return self._unplanned_now(busy)
-                except BaseException as error:
+                except (ProfilerError, PlannerError, RemoteError) as error:
+                    # Not what forward itself raises, or Ctrl-C: the next batch may be planned.
                     if first:
                         give_up()
                     elif isinstance(error, NothingToProfile):

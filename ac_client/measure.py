@@ -22,6 +22,8 @@ import torch
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.recording import Allocated, Marked, Ran, Recording
 
+_RELEASED = "released "
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -42,7 +44,8 @@ class AllocatorTimeline:
 
     On CPU the counts start at `base`, and frees of memory that was allocated before the block do not
     count (torch reports some of them and not others). The counts are absolute if the block begins before
-    the first tensor is made, or if all that is there at its beginning, `base` bytes, outlives it.
+    the first tensor is made, or if all that is there at its beginning, `base` bytes, outlives it or is told
+    as `released`.
 
     Args:
         device: whose memory.
@@ -85,6 +88,11 @@ class AllocatorTimeline:
         assert self._recording is not None
         self._recording.mark(name)
 
+    def released(self, nbytes: int) -> None:
+        """So many bytes of `base` are given back at this moment. On CUDA this is known."""
+        if self._recording is not None and self.device.type == "cpu":
+            self._recording.mark(f"{_RELEASED}{nbytes}")
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -117,6 +125,9 @@ class AllocatorTimeline:
                     else:
                         ours.discard(address)
                     live += nbytes
+                    events.append(Change(time_ns, live))
+                case Marked(time_ns, name) if name.startswith(_RELEASED):
+                    live -= int(name.removeprefix(_RELEASED))
                     events.append(Change(time_ns, live))
                 case Marked(time_ns, name):
                     self.marks[name] = Change(time_ns, live)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ac_client.recipes import version_of
 from autoac.profiler import device_of
-from autoac.profiler.randomness import GeneratorState, capture, default_generator
+from autoac.profiler.randomness import Generators
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -64,10 +64,7 @@ class Before:
     """
 
     def __init__(self, model: nn.Module, *, keep_gradients: bool) -> None:
-        device = device_of(model)
-        self._generators: list[GeneratorState] = [capture(torch.default_generator)]
-        if device.type not in ("cpu", "meta"):
-            self._generators.append(capture(default_generator(device)))
+        self._generators = Generators(device_of(model))
         self._leaves = []
         for parameter in model.parameters():
             gradient = parameter.grad
@@ -107,8 +104,7 @@ class Before:
                 owner[name] = buffer
                 if not torch.equal(buffer.cpu(), copy):
                     buffer.copy_(copy)
-        for state in self._generators:
-            state.restore()
+        self._generators.restore()
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -65,17 +65,28 @@ def at(state: GeneratorState) -> Iterator[None]:
         now.restore()
 
 
+class Generators:
+    """The default generators of the CPU, of `device`, of Python and of numpy as they are now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._states = [capture(torch.default_generator)]
+        if device.type not in ("cpu", "meta"):
+            self._states.append(capture(default_generator(device)))
+        self._of_python, self._of_numpy = random.getstate(), numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Put them back to that."""
+        for state in self._states:
+            state.restore()
+        random.setstate(self._of_python)
+        numpy.random.set_state(self._of_numpy)
+
+
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
     """Leave the default generators of the CPU, of `device`, of Python and of numpy where they were."""
-    of_python, of_numpy = random.getstate(), numpy.random.get_state()
-    states = [capture(torch.default_generator)]
-    if device.type != "cpu":
-        states.append(capture(default_generator(device)))
+    before = Generators(device)
     try:
         yield
     finally:
-        for state in states:
-            state.restore()
-        random.setstate(of_python)
-        numpy.random.set_state(of_numpy)
+        before.restore()

@@ -222,6 +222,22 @@ def test_an_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None
     assert_equal(gradients(model), want)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_batch(
+    error: type[BaseException],
+) -> None:
+    model = ac_client.apply(made(), 1.0)
+
+    def spoil(*_: Any) -> None:
+        raise error("a bad batch")
+
+    with pytest.raises(error, match="a bad batch"), model.register_forward_pre_hook(spoil):
+        model(BATCH)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert_equal(gradients(model), gradients(made()))
+    assert ac_client.applied(model).policy is not None
+
+
 def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -207,6 +207,21 @@ def test_measuring_on_a_cpu_corrects_too(budget: int, caplog: pytest.LogCaptureF
     assert sum("planned again" in message for message in caplog.messages) == 1
 
 
+def test_gradients_dropped_within_a_measured_step_are_not_counted_on() -> None:
+    model = ac_client.apply(made(), 1.0)
+    at = ac_client.applied(model)
+    peaks = []
+    scalar(model(BATCH)).backward()
+    for before in (True, False):
+        if before:
+            model.zero_grad()
+        with at.measure():
+            model.zero_grad()
+            scalar(model(BATCH)).backward()
+        peaks.append(at.report().measured_peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
 def test_what_was_planned_elsewhere_is_not_planned_again_but_said(
     budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

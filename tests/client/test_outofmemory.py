@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from models import Transformer
@@ -121,6 +123,24 @@ def plain(steps: int, *, accumulate: bool = False) -> list[Tensor]:
             model.zero_grad()
         run(model)
     return state(model)
+
+
+def test_what_python_and_numpy_drew_for_the_broken_step_is_drawn_again(budget_gb: float) -> None:
+    model, step = planned(budget_gb)
+    random.seed(5)
+    numpy.random.seed(5)
+    want = random.random(), numpy.random.rand()
+    random.seed(5)
+    numpy.random.seed(5)
+    model.trap.where, model.trap.times = "forward", 1
+
+    def drawing() -> tuple[float, float]:
+        drawn = random.random(), numpy.random.rand()
+        step()
+        return drawn
+
+    assert ac_client.applied(model).step(drawing, retry_oom=True) == want
+    assert ac_client.applied(model).report().retries == 1
 
 
 def nothing_open() -> bool:
