@@ -18,7 +18,7 @@ def recipe_of(tensor: Tensor) -> Recipe:
         tensor.shape,
         tensor.stride(),
         tensor.storage_offset(),  # type: ignore[return-value]
-        tensor.is_conj(),
+        tensor.is_conj() if tensor.dtype in _COMPLEX else False,
         tensor.is_neg(),
     )
 

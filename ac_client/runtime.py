@@ -72,7 +72,7 @@ class Region(SeesCompiled):
         self._untold = False  # nothing was compiled in this process when it was opened
         self._paused: list[tuple[weakref.ref[Tensor], int]] | None = None  # the mode is off
         self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
-        self._entries = self._origins.entries
+        self._name = self._origins.name
         self._outer: Packing | None = None  # the hooks around the region
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
 
@@ -157,7 +157,7 @@ class Region(SeesCompiled):
         if (
             self._paused is not None
             or ops < WORTH_PAUSING
-            or ops * 4 < len(self._origins.entries)
+            or ops * 4 < len(self._origins)
             or depth == 0
             or torch._C._get_dispatch_stack_at(depth - 1) is not self
         ):
@@ -316,7 +316,7 @@ class Region(SeesCompiled):
         if not has_storage(tensor):
             return None
         storage = tensor.untyped_storage()
-        if storage._cdata in self._entries:
+        if self._name in storage.__dict__:
             return None
         if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
             return None  # from outside: it was forgotten when it was written
@@ -340,7 +340,7 @@ class Region(SeesCompiled):
     def _arguments(self, args: Iterable[Any], reads: dict[Value, None]) -> tuple[Any, ...]:
         """`args` with what a node holds in place of their tensors; adds the Values among them to `reads`."""
         held: list[Any] = []
-        entries = self._entries
+        name = self._name
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is Parameter:
@@ -354,8 +354,7 @@ class Region(SeesCompiled):
                 continue
             if not strided:
                 raise Undescribed
-            entry = entries.get(arg.untyped_storage()._cdata)
-            origin = entry[1] if entry is not None else None
+            origin = arg.untyped_storage().__dict__.get(name)
             if type(origin) is Value:
                 reads[origin] = None
                 as_made = origin.recipe_if_made(arg) is not None
@@ -430,8 +429,8 @@ class Region(SeesCompiled):
         """What autograd is to hold in place of `tensor`."""
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
-            entry = self._entries.get(tensor.untyped_storage()._cdata)
-            if entry is not None and type(value := entry[1]) is Value:
+            value = tensor.untyped_storage().__dict__.get(self._name)
+            if type(value) is Value:
                 recipe = value.recipe_if_made(tensor)
                 if recipe is None and has_storage(tensor):  # nested ones are strided as well
                     recipe = recipe_of(tensor)

@@ -106,8 +106,8 @@ class FakeAllocations(TorchDispatchMode):
 
     def locate(self, storage: torch.UntypedStorage) -> int:
         """The address of a storage that came inside the record; 0 for any other."""
-        entry = self._open.entries.get(storage._cdata)
-        return entry[1].address if entry is not None else 0
+        block = self._open.of(storage)
+        return block.address if block is not None else 0
 
     def block_at(self, address: int, mark: int) -> Block | None:
         """The block at `address`: no address is given out twice."""
@@ -164,8 +164,7 @@ class FakeAllocations(TorchDispatchMode):
     def _block_of(self, tensor: Any) -> Block | None:
         if not isinstance(tensor, Tensor) or not has_storage(tensor):
             return None
-        entry = self._open.entries.get(tensor.untyped_storage()._cdata)
-        return entry[1] if entry is not None else None
+        return self._open.get(tensor)
 
     def _block_added_to(self, gradient: Any) -> Block | None:
         """The block that autograd would add to in place, unless something else holds it; see `_settle`."""
@@ -196,7 +195,7 @@ class FakeAllocations(TorchDispatchMode):
         if not has_storage(tensor):
             return
         storage = tensor.untyped_storage()
-        if storage._cdata in self._open.entries or not storage.nbytes():
+        if self._open.of(storage) is not None or not storage.nbytes():
             return
         if any(has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
             return

@@ -1,48 +1,48 @@
 """One entry for each storage, for as long as the storage lives; views share it.
 
-torch keeps the Python object of a storage for as long as the storage itself, so a weak reference to it
-tells whether an address still means the storage that it meant.
+torch keeps the Python object of a storage for as long as the storage itself, attributes included. So an
+entry is an attribute there, under the table's own name: it is found without a search, goes with the
+storage, and no address can come to mean another one.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
 
+_names = (f"_autoac_{number}" for number in itertools.count())
 
-class _Key(weakref.ref):  # type: ignore[type-arg]
-    """A storage, held weakly, with the address under which its table knows it."""
-
-    __slots__ = ("address",)
-
-    address: int
+PRUNED_AT = 64  # notes of storages, before those that are gone are forgotten for the first time
 
 
 class StorageTable(Generic[T]):
-    """What is known of each storage, found by any tensor that shows it; forgotten when the storage goes."""
+    """What is known of each storage, found by any tensor that shows it; forgotten when the storage goes.
 
-    __slots__ = ("__weakref__", "_forget", "entries")
+    Attributes:
+        name: of the attribute of storages that holds their entry: `storage.__dict__.get(table.name)` is for
+            those who have no time for a call.
+    """
+
+    __slots__ = ("__weakref__", "_noted", "_prune_at", "name")
 
     def __init__(self) -> None:
-        self.entries: dict[int, tuple[_Key, T]] = {}  # open to those who have no time for a call
-        entries = self.entries
+        self.name = next(_names)
+        self._noted: list[weakref.ref[torch.UntypedStorage]] = []
+        self._prune_at = PRUNED_AT
 
-        def forget(key: _Key) -> None:
-            entry = entries.get(key.address)
-            if entry is not None and entry[0] is key:
-                del entries[key.address]
-
-        self._forget = forget
+    def of(self, storage: torch.UntypedStorage) -> T | None:
+        """The entry of `storage`, or None."""
+        return storage.__dict__.get(self.name)
 
     def get(self, tensor: Tensor) -> T | None:
         """The entry of `tensor`'s storage, or None."""
-        entry = self.entries.get(tensor.untyped_storage()._cdata)
-        return None if entry is None else entry[1]
+        return tensor.untyped_storage().__dict__.get(self.name)
 
     def set(self, tensor: Tensor, value: T) -> None:
         """Make `value` the entry of `tensor`'s storage."""
@@ -50,18 +50,48 @@ class StorageTable(Generic[T]):
 
     def put(self, storage: torch.UntypedStorage, value: T) -> None:
         """Make `value` the entry of `storage`."""
-        key = _Key(storage, self._forget)
-        key.address = address = storage._cdata
-        self.entries[address] = (key, value)
+        entries: dict[str, Any] = storage.__dict__
+        known = self.name in entries
+        entries[self.name] = value
+        if not known:
+            self._noted.append(weakref.ref(storage))
+            if len(self._noted) > self._prune_at:
+                self._prune()
 
     def drop(self, tensor: Tensor) -> None:
         """Forget `tensor`'s storage."""
-        self.entries.pop(tensor.untyped_storage()._cdata, None)
+        tensor.untyped_storage().__dict__.pop(self.name, None)
 
     def values(self) -> list[T]:
         """The entries of the storages that are alive."""
-        return [value for _, value in self.entries.values()]
+        self._prune()
+        found = []
+        for ref in self._noted:
+            storage = ref()
+            if storage is not None:
+                found.append(storage.__dict__[self.name])
+        return found
 
     def clear(self) -> None:
         """Forget everything."""
-        self.entries.clear()
+        noted, self._noted = self._noted, []
+        for ref in noted:
+            storage = ref()
+            if storage is not None:
+                storage.__dict__.pop(self.name, None)
+
+    def __len__(self) -> int:
+        """About how many storages have an entry: never less, up to `PRUNED_AT` or twice as many."""
+        return len(self._noted)
+
+    def _prune(self) -> None:
+        kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for ref in self._noted:
+            storage = ref()
+            if storage is not None and self.name in storage.__dict__:
+                kept[id(ref)] = ref  # noted twice if it was dropped between: a storage has one such reference
+        self._noted = list(kept.values())
+        self._prune_at = max(PRUNED_AT, 2 * len(kept))
+
+    def __del__(self) -> None:
+        self.clear()

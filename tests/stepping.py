@@ -84,7 +84,7 @@ def step(
     region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if isinstance(policy, Policy):
         ac_client.apply(model, policy=policy, strict=True)
-        region = mock.patch("ac_client.applied.save_recompute_policy", logging)
+        region = mock.patch("ac_client.forward.save_recompute_policy", logging)
     elif policy is not None:
         region = logging(policy)
     timeline = AllocatorTimeline(base=standing) if standing is not None else None
