@@ -83,7 +83,7 @@ def test_what_decides_runs_again_only_where_the_user_lifts_the_default(
     net = ac_client.apply(model(), policy=policy)
     log = Log()
     monkeypatch.setattr(
-        sys.modules["ac_client.applied"],
+        sys.modules["ac_client.forward"],
         "save_recompute_policy",
         lambda policy: save_recompute_policy(policy, log=log),
     )
