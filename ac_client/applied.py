@@ -29,6 +29,7 @@ from ac_client.outofmemory import Before, is_out_of_memory
 from ac_client.peaks import WATCHED_STEPS, Seen, proposed_headroom
 from ac_client.planning import Planning
 from ac_client.ranks import AUTO, Group
+from ac_client.recipes import version_of
 from ac_client.remote import RemoteError
 from ac_client.report import Report
 from ac_client.stepmarks import StepMarks, last_step
@@ -471,7 +472,7 @@ def _told_when_they_go(model: nn.Module, timeline: AllocatorTimeline) -> list[we
 
 def _versions(model: nn.Module) -> int:
     """Rises with every step of an optimizer."""
-    return sum(p._version for p in parameters_of(model) if p.requires_grad and not p.is_inference())
+    return sum(version_of(p) for p in parameters_of(model) if p.requires_grad)
 
 
 def applied(model: nn.Module) -> Applied:

@@ -361,10 +361,12 @@ class Region(SeesCompiled):
                 held.append(origin if as_made else Ref(origin, _plain_recipe_of(arg)))
                 continue
             source = origin() if origin is not None else None
-            held.append(source if source is not None and source.is_first(arg) else self._held(arg, source))
+            held.append(
+                source if source is not None and source.is_first(arg) else self._from_outside(arg, source)
+            )
         return tuple(held)
 
-    def _held(self, tensor: Tensor, source: Source | None) -> Source | Held:
+    def _from_outside(self, tensor: Tensor, source: Source | None) -> Source | Held:
         """What a node holds in place of `tensor`, of which `source` is known so far.
 
         Raises:

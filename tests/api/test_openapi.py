@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import httpx2
 import pytest
 import schemathesis
-import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -21,6 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from service_fakes import InProcess, chain_profile, request, save_all
+from serving import serving
 
 from autoac.api import Settings, create_app
 
@@ -48,18 +46,8 @@ def live(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     path = tmp_path_factory.mktemp("fuzz") / "service.sqlite3"
     path.write_bytes(sqlite_template.read_bytes())
     app = create_app(Settings(database_url=f"sqlite:///{path}", wait_s=5), InProcess(save_all))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
-    thread = Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    with serving(app) as url:
         yield Live(url, schemathesis.openapi.from_dict(with_examples(url)))
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def with_examples(url: str) -> dict[str, Any]:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 import anyio
 import httpx2
 import pytest
-import uvicorn
 from anyio import to_thread
 from drawings import HOSTILE, hostile, small
 from service_fakes import InProcess, chain_profile
+from serving import chromium, needs_chromium, serving
 
 from autoac.api import Settings, create_app
 from autoac.api.request import Answer, Kind
@@ -28,11 +27,10 @@ from autoac.planner import plan
 from autoac.planner.profile import Profile
 from autoac.planner.units import GIB, format_bytes
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TOKEN = "a token of more than sixteen"
 READY = '#main[data-ready="true"]'
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: `apt-get install chromium`")
+pytestmark = needs_chromium
 
 
 @dataclass(frozen=True)
@@ -75,23 +73,13 @@ def listening(database: Path, token: str | None = None) -> Iterator[Live]:
     gate = Event()
     gate.set()
     settings = Settings(database_url=f"sqlite:///{database}", token=token)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(settings, Gated(gate=gate)), port=0, log_config=None, lifespan="on")
-    )
-    thread = Thread(target=server.run)
-    thread.start()
     try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        with httpx2.Client(base_url=url, headers=headers, timeout=120) as http:
-            yield Live(url, gate, http)
+        with serving(create_app(settings, Gated(gate=gate))) as url:
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            with httpx2.Client(base_url=url, headers=headers, timeout=120) as http:
+                yield Live(url, gate, http)
     finally:
         gate.set()
-        server.should_exit = True
-        thread.join()
 
 
 @dataclass
@@ -124,13 +112,8 @@ def stored(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is in the extra `dev`")
-    with playwright.sync_playwright() as driver:
-        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        try:
-            yield launched
-        finally:
-            launched.close()
+    with chromium() as launched:
+        yield launched
 
 
 class Visit:

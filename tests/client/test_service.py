@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 
 import httpx2
 import pytest
 import torch
-import uvicorn
 from models import Transformer
+from serving import serving
 from stepping import scalar
 from torch import nn
 
@@ -61,17 +59,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Where the service is."""
     path: Path = tmp_path_factory.mktemp("service") / "service.sqlite3"
     app = create_app(Settings(database_url=f"sqlite:///{path}"))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
-    thread = Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serving(app) as address:
+        yield address
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,46 @@
+"""The service on a thread of this process, and a Chromium to look at pages with."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: `apt-get install chromium`")
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """Where `app` listens, on a free port."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
+    thread = Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser; skips where there is none to drive it."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is in the extra `dev`")
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            yield launched
+        finally:
+            launched.close()
