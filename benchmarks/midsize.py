@@ -160,7 +160,7 @@ def resnet() -> Made:
 
 def unet() -> Made:
     target = torch.arange(8 * 128 * 128).remainder(3).reshape(8, 128, 128)
-    return zoo().WithLoss(zoo().UNet(width=24)), {"x": wave(8, 3, 128, 128), "target": target}
+    return zoo().WithLoss(zoo().UNet(width=32)), {"x": wave(8, 3, 128, 128), "target": target}
 
 
 def lstm() -> Made:
