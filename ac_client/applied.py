@@ -23,6 +23,7 @@ from ac_client.buckets import Loaded
 from ac_client.choosing import Choosing, Shapes
 from ac_client.cursor import OffPath
 from ac_client.errors import AlreadyApplied, CheckpointingActive, NotApplied
+from ac_client.files import write_whole
 from ac_client.forward import Forward
 from ac_client.measure import AllocatorTimeline
 from ac_client.outofmemory import Before, is_out_of_memory
@@ -30,8 +31,10 @@ from ac_client.peaks import WATCHED_STEPS, Seen, proposed_headroom
 from ac_client.planning import Planning
 from ac_client.ranks import AUTO, Group
 from ac_client.recipes import version_of
+from ac_client.recording import recording_us_of_process
 from ac_client.remote import RemoteError
 from ac_client.report import Report
+from ac_client.runtime import active
 from ac_client.stepmarks import StepMarks, last_step
 from autoac.pages import timeline_page
 from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet, as_planned, picture
@@ -229,8 +232,10 @@ class Applied:
             RuntimeError: with `html`, nothing is planned yet, or the policy was given without a profile.
         """
         if html is not None:
-            Path(html).write_text(self._page(), "utf-8")
-        policy = self.policy
+            write_whole(Path(html), self._page())
+        loaded = self._latest
+        policy = loaded.policy if loaded is not None else None
+        recording_us = self._recording_us(loaded)
         allocated, reserved = self._allocated_and_reserved()
         budget = self.budget_bytes
         predicted = policy.predicted if policy is not None else None
@@ -241,16 +246,20 @@ class Applied:
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
             measured_peak_bytes=self._peak(),
             save_all_peak_bytes=predicted.save_all_peak_bytes if predicted else None,
-            predicted_step_us=predicted.step_us + predicted.recompute_us if predicted else None,
+            predicted_step_us=(
+                predicted.step_us + predicted.recompute_us + (recording_us or 0) if predicted else None
+            ),
             measured_step_us=statistics.median(gaps) * 1e6 if gaps else None,
             recompute_us=predicted.recompute_us if predicted else None,
+            recording_us=recording_us,
             gap=predicted.gap if predicted else None,
             ops=len(policy.decisions) if policy else 0,
             recomputed=sum(d == "recompute" for d in policy.decisions.values()) if policy else 0,
+            recorded=loaded.recorded if loaded is not None else 0,
             steps=self._steps,
             off_path=self._off_path,
             peak_at=predicted.peak_at if predicted else "",
-            live_at_peak=loaded.live_at_peak if (loaded := self._latest) else (),
+            live_at_peak=loaded.live_at_peak if loaded is not None else (),
             buckets=len(self._choosing.all),
             corrections=sum(loaded.corrections for loaded in self._choosing.all),
             corrected_by_bytes=policy.corrected_by_bytes if policy else 0,
@@ -263,6 +272,21 @@ class Applied:
                 else None
             ),
         )
+
+    def _recording_us(self, loaded: Loaded | None) -> float | None:
+        """What recording is expected to add to a forward; None where that is not to be told.
+
+        Not told on a device that runs behind its host, nor where measuring would be in the way: in a forward,
+        and while a peak is measured.
+        """
+        model = self._model()
+        if loaded is None or model is None or device_of(model).type != "cpu":
+            return None
+        if loaded.recorded == 0:
+            return 0.0
+        if self._marks is not None or active.region is not None:
+            return None
+        return loaded.recorded * recording_us_of_process()
 
     def _page(self) -> str:
         """What was measured last of this bucket, as it was planned then; else the plan as it is."""

@@ -48,8 +48,14 @@ class Loaded:
         self.recomputes = "recompute" in policy.decisions.values()
         # With it, stretches of saved ops that once wrote to nothing tracked.
         self.way: tuple[Route, set[tuple[int, int]]] = Route(policy.decisions), set()
+        self.unrecorded = 0  # ops that the last forward ran without the mode
         self.watched = 0  # steps that were compared with the prediction
         self.seen: Seen | None = None  # of those steps
+
+    @property
+    def recorded(self) -> int:
+        """Ops of forward that the runtime sees: none where nothing is recomputed."""
+        return len(self.policy.decisions) - self.unrecorded if self.recomputes else 0
 
     @property
     def live_at_peak(self) -> tuple[Holding, ...]:

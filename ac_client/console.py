@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
+
+from ac_client.files import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -140,21 +141,6 @@ def read(path: Path) -> bytes:
     if str(path) == "-":
         return sys.stdin.buffer.read()
     return path.read_bytes()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`: all of it, or, if that fails, nothing."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: bool) -> None:

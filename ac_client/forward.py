@@ -16,6 +16,8 @@ class Forward(threading.local):
     def __init__(self) -> None:
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
+        self._loaded: Loaded | None = None
+        self._unrecorded = 0  # ops that ran while the mode was off
         self._strict = False
         self._quiet: set[tuple[int, int]] = set()  # of the policy that the cursor walks
         self._unseen = 0  # modules that are being called while the mode is off
@@ -25,6 +27,7 @@ class Forward(threading.local):
         """Carry `loaded` out from here on; `report` is told where the forward leaves its path."""
         route, self._quiet = loaded.way
         self._cursor = Cursor(route, strict=strict, report=report)
+        self._loaded, self._unrecorded = loaded, 0
         self._strict = strict
         self._unseen = 0
         self._watched = []
@@ -37,6 +40,9 @@ class Forward(threading.local):
         region, self._region, self._cursor = self._region, None, None
         if region is not None:
             region.__exit__(None, None, None)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.unrecorded = self._unrecorded
 
     def enter(self, path: str) -> None:
         """The module at `path` is called. Stretches that are saved whole run without the mode."""
@@ -47,8 +53,9 @@ class Forward(threading.local):
             self._unseen += 1  # inside a module that runs without the mode
             return
         stretch = self._cursor.enter(path)
-        if stretch in self._quiet and not self._strict and region.pause(stretch[1] - stretch[0]):
+        if stretch in self._quiet and not self._strict and region.pause(ops := stretch[1] - stretch[0]):
             self._unseen = 1
+            self._unrecorded += ops
         self._watched.append((stretch, region.tracked_writes))
 
     def leave(self, path: str) -> None:

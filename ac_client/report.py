@@ -20,12 +20,14 @@ class Report:
     predicted_peak_bytes: int | None
     measured_peak_bytes: int | None
     save_all_peak_bytes: int | None  # predicted, with nothing recomputed
-    predicted_step_us: float | None  # forward and backward
+    predicted_step_us: float | None  # forward and backward, recompute and recording included
     measured_step_us: float | None  # median from one forward to the next: the optimizer and the loader too
-    recompute_us: float | None
+    recompute_us: float | None  # predicted, in backward
+    recording_us: float | None  # predicted, in forward; on the CPU, where the host's time counts
     gap: float | None
     ops: int  # in the policy
     recomputed: int  # of them
+    recorded: int  # of them, by the last forward
     steps: int  # planned steps so far
     off_path: str  # the first op that the policy did not have; "" if there was none
     peak_at: str = ""  # where the predicted peak is
@@ -40,12 +42,12 @@ class Report:
 
     def metrics(self) -> dict[str, float]:
         """What a training loop's logger plots, by name: `autoac/predicted_peak_gb`, ... in GiB, milliseconds
-        and, for `autoac/recompute_overhead`, as a part of the step without recompute. What is not known is
-        left out.
+        and, for `autoac/recompute_overhead`, as a part of the step without recompute and recording. What is
+        not known is left out.
         """
         step_us = None
         if self.predicted_step_us is not None and self.recompute_us is not None:
-            step_us = self.predicted_step_us - self.recompute_us
+            step_us = self.predicted_step_us - self.recompute_us - (self.recording_us or 0)
         sizes = {
             "budget_gb": self.budget_bytes,
             "predicted_peak_gb": self.predicted_peak_bytes,
@@ -53,6 +55,8 @@ class Report:
             "save_all_peak_gb": self.save_all_peak_bytes,
         }
         found = {f"autoac/{name}": gb_from_bytes(size) for name, size in sizes.items() if size is not None}
+        if self.recording_us is not None:
+            found["autoac/recording_ms"] = self.recording_us / 1000
         if self.recompute_us is not None:
             found["autoac/recompute_ms"] = self.recompute_us / 1000
             if step_us:
@@ -70,13 +74,14 @@ class Report:
             return f"{self.model}: budget {size(self.budget_bytes)}; planned at the first training step"
         recompute = f"{time(self.recompute_us)} of recompute for {self.recomputed} of {self.ops} ops"
         gap = f", within {self.gap:.1%} of the best plan" if self.gap is not None else ""
+        recording = f", {time(self.recording_us)} of recording in forward" if self.recording_us else ""
         lines = [
             f"{self.model}: budget {size(self.budget_bytes)}, {self.steps} planned steps",
             f"  peak   predicted {size(self.predicted_peak_bytes)}, "
             f"measured {size(self.measured_peak_bytes)}{self._off_by()}, "
             f"save-all {size(self.save_all_peak_bytes)}",
             f"  step   predicted {time(self.predicted_step_us)}, measured {time(self.measured_step_us)}",
-            f"  plan   {recompute}{gap}",
+            f"  plan   {recompute}{recording}{gap}",
         ]
         if self.buckets > 1:
             lines.append(f"  shapes {self.buckets} buckets; the above is of the last one")

@@ -7,10 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from ac_client.console import write_whole
 from ac_client.demo import demo
 from ac_client.demo.page import render_page
 from ac_client.demo.table import markdown, render_checks, render_facts
+from ac_client.files import write_whole
 
 
 def main() -> int:

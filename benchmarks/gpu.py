@@ -26,8 +26,8 @@ import transformers
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.console import write_whole
 from ac_client.demo.baselines import BASELINES, wrap_blocks
+from ac_client.files import write_whole
 from autoac.planner import InfeasibleBudget, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import observe

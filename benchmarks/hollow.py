@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from ac_client.console import write_whole
+from ac_client.files import write_whole
 from ac_client.measure import AllocatorTimeline
 from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, hollow, profile

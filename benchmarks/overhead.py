@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ac_client
-from ac_client.console import write_whole
 from ac_client.demo.baselines import SAVED_BY_SELECTIVE, overload
 from ac_client.demo.setting import Setting, build_model, make_batch
+from ac_client.files import write_whole
 from ac_client.runtime import save_recompute_policy
 from autoac.planner import Policy, plan
 from autoac.planner.graph import build

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.console import write_whole
+from ac_client.files import write_whole
 from ac_client.measure import AllocatorTimeline
 from autoac.planner import Policy, bounds, build, floor, plan
 from autoac.planner.units import format_bytes

@@ -1,15 +1,16 @@
 """Predicted recompute time beside the extra time that planned steps really take -> docs/recompute-time.md.
 
-    python -m benchmarks.recompute_time [--only GPT-2] [--pairs 9]
+    python -m benchmarks.recompute_time [--only GPT-2] [--rounds 60]
 
 Models of midsize.py whose step takes a second or more, each planned at several budgets from one profile.
+Rounds go on until what is measured is known to 5 % (`CLOSE_ENOUGH`), or there were as many as asked for.
 In each round there is a profile, a plain step and a planned one for each budget, in an order that changes:
 a shared machine's speed moves by a quarter within minutes, and the profile's times move with it. So what is
 predicted is the median of what the rounds' profiles say of the one plan, and what is measured the median of
-the differences within rounds. What recording adds is predicted too, from its cost for an op in each round
-(recording.py). Steps run on one thread and are timed by that thread's own CPU time, which
-other processes on the machine do not add to; so is the profile. Each model runs in a process of its own,
-which gives no memory back to the kernel (`keep_memory`).
+the differences within rounds. What recording adds is predicted too, as the model's report does, from its
+cost for an op in each round (ac_client/recording.py). Steps run on one thread and are timed by that thread's
+own CPU time, which other processes on the machine do not add to; so is the profile. Each model runs in a
+process of its own, which gives no memory back to the kernel (`keep_memory`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ import torch
 from torch import nn
 
 import ac_client
-from ac_client.console import write_whole
+from ac_client.files import write_whole
+from ac_client.recording import recording_us
 from autoac.planner import Plan, Profile, bounds, build, floor, plan
 from autoac.planner.graph import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
 from benchmarks import midsize
 from benchmarks.peak import alone
-from benchmarks.recording import recording_us
 
 TABLE = Path(__file__).parents[1] / "docs" / "recompute-time.md"
 
@@ -43,22 +44,24 @@ MODELS = ("GPT-2", "BERT", "T5", "U-Net")
 BUDGETS = (0.05, 0.3)
 """Where budgets are between the smallest peak that was found and the plain step's."""
 
-PAIRS = 9
 CLOSE = 0.15
+FEWEST_ROUNDS, MOST_ROUNDS = 15, 60
+CLOSE_ENOUGH = 0.05
+"""The standard error of what is measured, as a part of it, from which on no more rounds are wanted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
-    """A model at a budget. Times in seconds, those in sequences by round."""
+    """A model at a budget, and what each round adds. Times in seconds."""
 
     model: str
     budget: int  # bytes
     recomputed: int  # ops
-    plain_s: float  # a plain step
-    predicted_s: Sequence[float]  # to recompute
-    recording_s: Sequence[float]  # predicted, in forward
-    forward_s: Sequence[float]  # that a planned forward took beside a plain one
-    backward_s: Sequence[float]
+    plain_s: list[float] = field(default_factory=list)  # a plain step
+    predicted_s: list[float] = field(default_factory=list)  # to recompute
+    recording_s: list[float] = field(default_factory=list)  # predicted, in forward
+    forward_s: list[float] = field(default_factory=list)  # that a planned forward took beside a plain one
+    backward_s: list[float] = field(default_factory=list)
 
     @property
     def both_s(self) -> list[float]:
@@ -69,6 +72,14 @@ class Row:
     def extra_s(self) -> list[float]:
         """What the whole step took beside a plain one."""
         return [sum(both) for both in zip(self.forward_s, self.backward_s, strict=True)]
+
+    @property
+    def known(self) -> bool:
+        """Whether more rounds would tell little more."""
+        return all(
+            error(values) <= CLOSE_ENOUGH * statistics.median(values)
+            for values in (self.extra_s, self.backward_s)
+        )
 
     @property
     def off_backward(self) -> float:
@@ -93,7 +104,7 @@ def error(values: Sequence[float]) -> float:
     return float(1.858 * spread / len(values) ** 0.5)
 
 
-def rows(model: str, pairs: int) -> list[Row]:
+def rows(model: str, most: int) -> list[Row]:
     """Profile, plan and measure; run it in a process of its own."""
     keep_memory()
     torch.set_num_threads(1)
@@ -106,21 +117,7 @@ def rows(model: str, pairs: int) -> list[Row]:
         one, _ = midsize.made(model)
         ac_client.apply(one, policy=decided.policy())
         models.append(one)
-    predicted, recording, taken = rounds(plain, models, batch, plans, pairs)
-    of_plain = taken[plain]
-    return [
-        Row(
-            model,
-            decided.budget,
-            len(decided.recompute_set),
-            statistics.median(sum(step) for step in of_plain),
-            predicted[i],
-            [len(found.ops) * each for each in recording],
-            [ours[0] - its[0] for ours, its in zip(taken[models[i]], of_plain, strict=True)],
-            [ours[1] - its[1] for ours, its in zip(taken[models[i]], of_plain, strict=True)],
-        )
-        for i, decided in enumerate(plans)
-    ]
+    return rounds(model, plain, models, batch, plans, most)
 
 
 def keep_memory() -> None:
@@ -149,26 +146,34 @@ def planned(found: Profile) -> list[Plan]:
 
 
 def rounds(
-    plain: nn.Module, models: Sequence[nn.Module], batch: Mapping[str, Any], plans: Sequence[Plan], pairs: int
-) -> tuple[list[list[float]], list[float], dict[nn.Module, list[tuple[float, float]]]]:
-    """What each plan was said to recompute, by plan and round; what recording an op takes, by round; and what
-    forward and backward took, by model and round. In seconds.
-    """
+    name: str,
+    plain: nn.Module,
+    models: Sequence[nn.Module],
+    batch: Mapping[str, Any],
+    plans: Sequence[Plan],
+    most: int,
+) -> list[Row]:
+    """What each plan was said to take, and what it took, in up to `most` rounds."""
     for model in [*models, *models, plain]:
         halves(model, batch)
-    predicted: list[list[float]] = [[] for _ in plans]
-    recording: list[float] = []
+    recorded = [ac_client.applied(model).report().recorded for model in models]
+    found = [Row(name, p.budget, len(p.recompute_set)) for p in plans]
     turns = [plain, *models]
-    taken: dict[nn.Module, list[tuple[float, float]]] = {model: [] for model in turns}
-    for i in range(pairs):
+    for i in range(most):
+        if i >= FEWEST_ROUNDS and all(row.known for row in found):
+            break
         graph = build(profile(plain, **batch))
-        for said, decided in zip(predicted, plans, strict=True):
-            said.append(recompute_us(graph, decided.save_set) / 1e6)
-        recording.append(recording_us() / 1e6)
+        recording_s = recording_us() / 1e6
         first = i % len(turns)
-        for model in turns[first:] + turns[:first]:
-            taken[model].append(halves(model, batch))
-    return predicted, recording, taken
+        taken = {model: halves(model, batch) for model in turns[first:] + turns[:first]}
+        forward_s, backward_s = taken[plain]
+        for row, decided, ops, model in zip(found, plans, recorded, models, strict=True):
+            row.plain_s.append(forward_s + backward_s)
+            row.predicted_s.append(recompute_us(graph, decided.save_set) / 1e6)
+            row.recording_s.append(recording_s * ops)
+            row.forward_s.append(taken[model][0] - forward_s)
+            row.backward_s.append(taken[model][1] - backward_s)
+    return found
 
 
 def seconds(model: nn.Module, batch: Mapping[str, Any]) -> float:
@@ -197,19 +202,19 @@ def render(found: Sequence[Row]) -> str:
         "Made by `make bench-profile`, not by hand; docs/profiling.md says how ops are timed and what the "
         "figures mean.",
         "",
-        f"torch {torch.__version__}, one thread, in its CPU time; medians over "
-        f"{min(len(row.forward_s) for row in found)} rounds of a profile, a plain step and a planned one; "
-        f"± is the standard error. Within {CLOSE:.0%} of the extra time of the step, with recording: "
-        f"{whole} of {len(found)}. Recompute alone within {CLOSE:.0%} of the extra time of backward, where "
-        f"ops run again: {in_backward}.",
+        f"torch {torch.__version__}, one thread, in its CPU time; medians over rounds of a profile, a plain "
+        f"step and a planned one; ± is the standard error. Within {CLOSE:.0%} of the extra time of the step, "
+        f"with recording: {whole} of {len(found)}. Recompute alone within {CLOSE:.0%} of the extra time "
+        f"of backward, where ops run again: {in_backward}.",
         "",
-        "| model | budget | recomputed ops | plain step, ms | predicted: recompute, ms | recording, ms "
-        "| measured: backward, ms | forward, ms | step, ms | step off by | backward off by |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | budget | rounds | recomputed ops | plain step, ms | predicted: recompute, ms "
+        "| recording, ms | measured: backward, ms | forward, ms | step, ms | step off by | backward off by |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in found:
         lines.append(
-            f"| {row.model} | {format_bytes(row.budget)} | {row.recomputed} | {row.plain_s * 1e3:.0f} "
+            f"| {row.model} | {format_bytes(row.budget)} | {len(row.plain_s)} | {row.recomputed} "
+            f"| {_ms(row.plain_s)} "
             f"| {_ms(row.predicted_s)} | {_ms(row.recording_s)} | {_told(row.backward_s)} "
             f"| {_told(row.forward_s)} | {_told(row.extra_s)} | {row.off:+.0%} | {row.off_backward:+.0%} |"
         )
@@ -228,12 +233,12 @@ def main() -> None:
     """Measure, write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", choices=MODELS, help="may be given again")
-    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--rounds", type=int, default=MOST_ROUNDS, help="at most, for each model")
     parser.add_argument("--out", type=Path, default=TABLE, help="the page, written if all models were run")
     given = parser.parse_args()
     found: list[Row] = []
     for model in given.only or MODELS:
-        found += alone(rows, model, given.pairs)
+        found += alone(rows, model, given.rounds)
         print(*render(found).splitlines()[-len(BUDGETS) :], sep="\n", file=sys.stderr, flush=True)
     if given.only:
         print(render(found))

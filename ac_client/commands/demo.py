@@ -13,8 +13,8 @@ from ac_client.commands.options import Json
 from ac_client.console import (
     ERROR,
     progress_of,
-    write_whole,
 )
+from ac_client.files import write_whole
 
 
 def demo(

@@ -32,8 +32,8 @@ from ac_client.console import (
     one_line,
     progress_of,
     read,
-    write_whole,
 )
+from ac_client.files import write_whole
 
 if TYPE_CHECKING:
     from autoac.planner import Stages

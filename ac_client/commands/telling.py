@@ -15,8 +15,8 @@ from ac_client.console import (
     plain,
     progress_of,
     read,
-    write_whole,
 )
+from ac_client.files import write_whole
 
 if TYPE_CHECKING:
     from autoac.planner import Policy, PolicySet

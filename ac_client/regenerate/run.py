@@ -23,7 +23,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ac_client.console import CommandError, write_whole
+from ac_client.console import CommandError
+from ac_client.files import write_whole
 from ac_client.regenerate.lock import Lock, Moved, UnreadableLock, changed_ops, changed_step, sha256
 from ac_client.regenerate.observed import Observed
 from ac_client.regenerate.settings import LOCAL, ModelTable, Settings, budget_name, lock_file, policy_file

@@ -11,7 +11,8 @@ from torch import nn
 from ac_client import cli, console
 from ac_client.cli import main
 from ac_client.commands import planning
-from ac_client.console import CommandError, case_of, write_whole
+from ac_client.console import CommandError, case_of
+from ac_client.files import write_whole
 from autoac.planner import Policy, PolicySet, Profile
 from autoac.planner.policy_set import Bucket
 

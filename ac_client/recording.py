@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 
 import torch
 
-from ac_client.runtime import save_recompute_policy
+from ac_client.runtime import active, save_recompute_policy
 
 REPEATS = 24
 EMPTIES = 4 << 20  # numbers that are read, and written, between two ops: more than a core's own caches hold
@@ -22,7 +23,12 @@ def recording_us(repeats: int = REPEATS) -> float:
     the way through a dispatch mode then comes from far, and takes some ten times as long as in a tight loop.
 
     Ops that a region saves take a little less. Those of module calls that run without the mode take nothing.
+
+    Raises:
+        RuntimeError: a region is open on this thread.
     """
+    if active.region is not None:
+        raise RuntimeError("recording cannot be measured within a region: measure outside of forward")
     numbers = torch.ones(EMPTIES)
     target = torch.empty_like(numbers)
     tiny = torch.ones(8, requires_grad=True)
@@ -42,3 +48,9 @@ def recording_us(repeats: int = REPEATS) -> float:
             tiny.tanh()  # the first op of a region is no op like others
             recorded.append(taken_us())
     return max(0.0, statistics.median(recorded) - statistics.median(plain))
+
+
+@functools.cache
+def recording_us_of_process() -> float:
+    """`recording_us`, measured when it is first asked for and remembered."""
+    return recording_us()
