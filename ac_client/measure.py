@@ -69,7 +69,7 @@ class AllocatorTimeline:
         self._recording: Recording | None = None
 
     def __enter__(self) -> Self:
-        recording = Recording(cuda=self.device.type == "cuda")
+        recording = Recording(self._ops, cuda=self.device.type == "cuda")
         try:
             recording.__enter__()
         except ProfilerBusy:
@@ -113,7 +113,7 @@ class AllocatorTimeline:
         ran: list[Marked | Ran] = []
         of_device = (self.device.type, self.device.index or 0)
         ours: set[int] = set()  # addresses given out in this block
-        for entry in recording.entries(self._ops):
+        for entry in recording.entries():
             match entry:
                 case Allocated(time_ns, address, nbytes, device):
                     if (device.type, device.index or 0) != of_device:

@@ -49,7 +49,8 @@ class AllocationRecord:
     Attributes:
         changes: every allocation and free, in order.
         places: for each mark, how many changes came before it.
-        times_ns: for each mark, when it was, on the clock that was given.
+        times_ns: for each mark, when it was, on the clock that was given, which is stopped while marks are
+            placed.
 
     Raises:
         ProfilerBusy: another profiler is running on this thread.
@@ -58,6 +59,7 @@ class AllocationRecord:
     def __init__(self, device: torch.device, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._device_type = device.type
         self._now_ns = now_ns
+        self._marking_ns = 0  # spent on placing marks
         self._recording = Recording()
         self.changes: list[Change] = []
         self.places: list[int] = []
@@ -70,8 +72,10 @@ class AllocationRecord:
 
     def mark(self) -> int:
         """Place a mark; returns its number, counted from 0."""
+        began = self._now_ns()
+        self.times_ns.append(began - self._marking_ns)
         self._recording.mark()
-        self.times_ns.append(self._now_ns())
+        self._marking_ns += self._now_ns() - began
         return len(self.times_ns) - 1
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

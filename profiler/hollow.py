@@ -10,7 +10,6 @@ A plain step (`keep=True`) is the same with everything kept: it needs the memory
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,7 +92,8 @@ def run(
     """
     if accumulates is None:
         accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
-    allocations = AllocationRecord(device, host_clock())
+    now_ns = host_clock(device)
+    allocations = AllocationRecord(device, now_ns)
     clock = DeviceClock(device)
     recorder = Recorder(allocations.mark, clock.stamp)
     saved = SavedTensorsRecord(recorder, allocations.mark, keep=keep)
@@ -108,18 +108,17 @@ def run(
     ):
         saved.may_be_made = shards.is_there
         try:
-            began = time.perf_counter()
+            began = now_ns()
             first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
             leaves += shards.leaves()
             forget_workspaces(device)
-            warm = time.perf_counter()
+            warm = now_ns()
             with allocations:
                 with torch.enable_grad():
                     backward_began, backward_ended = take_step(
                         model, call, leaves, loss, recorder, saved, allocations.mark, device
                     )
                 saved.closed = True
-                ended = time.perf_counter()
             shards.mark(recorder.record, saved.out_of_reach)
             for state in recorder.generators.values():
                 state.restore()
@@ -133,10 +132,11 @@ def run(
             if wanted:
                 more: Samples = {}
                 if time_ops and silent:
-                    left_s = MOST_STEPS * (ended - warm) - (time.perf_counter() - began)
                     at = allocations.times_ns
-                    forward_s = min(warm - began, (at[backward_began] - at[0]) / 1e9)  # the first is cold
-                    more = forwards(call, device, wanted, forward_s, max(EXTRA_S, left_s))
+                    forward_ns = min(warm - began, at[backward_began] - at[0])  # one was cold, one recorded
+                    step_ns = forward_ns + at[backward_ended] - at[backward_began]
+                    left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
+                    more = forwards(call, device, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
                 in_step = clock.runtimes_us(allocations.times_ns, [(op.began, op.ended) for op in ops])
                 more.setdefault(BETWEEN, first.get(BETWEEN, []))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}

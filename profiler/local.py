@@ -89,7 +89,7 @@ def least_s(call: Callable[[], object], device: torch.device, runs: int = 5) -> 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """What one call takes: by the host's clock, elsewhere by events of the device's stream."""
     if device.type == "cpu":
-        now = host_clock()
+        now = host_clock(device)
         began = now()
         call()
         return (now() - began) / 1e9

@@ -29,13 +29,15 @@ Samples = dict[Hashable, list[float]]
 """Run times in microseconds, by signature."""
 
 
-def host_clock() -> Callable[[], int]:
-    """The clock for what the host itself computes, in nanoseconds.
+def host_clock(device: torch.device) -> Callable[[], int]:
+    """The clock of the host for a step on `device`, in nanoseconds.
 
-    With one thread it is that thread's own time, which runs only while it does: others on the machine then
-    do not count. With several, what this one does is not all, and it is the time of day.
+    On the CPU with one thread it is that thread's own time, which runs only while it does: others on the
+    machine then do not count. With several, what this one does is not all, and it is the time of day; so it
+    is for other devices, whose backward torch runs on threads of their own.
     """
-    return time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time_ns if alone else time.perf_counter_ns
 
 
 BETWEEN = ("between ops",)
@@ -79,7 +81,7 @@ class OpTimer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.generators: dict[int, GeneratorState] = {}
         self._device = device
-        self._host_now = host_clock()
+        self._host_now = host_clock(device)
         self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
 
     @classmethod
@@ -156,15 +158,16 @@ def forwards(
         left_s: what all may take, in seconds.
     """
     samples: Samples = {}
+    now_ns = host_clock(device)
     spent, last = 0.0, forward_s
     for _ in range(SAMPLES):
         if spent + last > left_s or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
             break
-        began = time.perf_counter()
+        began = now_ns()
         found = timed_forward(call, device)
         for key in wanted & found.keys():
             samples.setdefault(key, []).extend(found[key])
-        last = time.perf_counter() - began
+        last = (now_ns() - began) / 1e9
         spent += last
     return samples
 

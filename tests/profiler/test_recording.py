@@ -1,0 +1,105 @@
+"""What is in the record of an allocator, what is left out of it, and the clock of its marks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoac.profiler import ProfilerBusy
+from autoac.profiler.allocations import AllocationRecord
+from autoac.profiler.recording import Allocated, Marked, Ran, Recording
+from autoac.profiler.timing import host_clock
+
+CPU = torch.device("cpu")
+
+
+def taken(recording: Recording) -> list[Allocated | Marked | Ran]:
+    """What is recorded of two allocations, an op inside another, and a backward."""
+    x = torch.ones(1000, requires_grad=True)
+    with recording:
+        recording.mark("first")
+        y = torch.nn.functional.linear(x, torch.ones(500, 1000))
+        recording.mark("second")
+        y.sum().backward()
+    return list(recording.entries())
+
+
+def test_allocations_and_marks_come_in_order_and_nothing_else() -> None:
+    entries = taken(Recording())
+    kinds = [type(entry) for entry in entries]
+    assert [entry.name for entry in entries if isinstance(entry, Marked)] == ["first", "second"]
+    between = entries[kinds.index(Marked) + 1 : len(kinds) - 1 - kinds[::-1].index(Marked)]
+    assert next(entry.nbytes for entry in between if isinstance(entry, Allocated)) == 2_000_000
+    assert Ran not in kinds
+    assert [entry.time_ns for entry in entries] == sorted(entry.time_ns for entry in entries)
+
+
+def test_ops_that_nobody_asks_for_leave_no_trace() -> None:
+    """Their names would lie between tensors on the heap for as long as the record is open."""
+    taken(recording := Recording())
+    names = {event.name for event in every(recording._results.experimental_event_tree())}
+    assert {name for name in names if "aten" in name or "Backward" in name} == set()
+
+
+def every(events: list[Any]) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from every(event.children)
+
+
+def test_ops_that_were_asked_for_are_told_and_the_nodes_of_backward() -> None:
+    ran = [entry for entry in taken(Recording(["aten::linear", "aten::mv"])) if isinstance(entry, Ran)]
+    assert [entry.name for entry in ran if not entry.node] == ["aten::linear"], "mv runs inside linear"
+    assert "SumBackward0" in [entry.name for entry in ran if entry.node]
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_marks_are_no_ops_for_modes() -> None:
+    recording = Recording()
+    with Watching() as watching, recording:
+        recording.mark("here")
+        torch.ones(3).sin()
+    assert watching.seen == ["aten.ones.default", "aten.sin.default"]
+    assert [entry.name for entry in recording.entries() if isinstance(entry, Marked)] == ["here"]
+
+
+def test_one_record_at_a_time() -> None:
+    with Recording(), pytest.raises(ProfilerBusy), Recording():
+        pass
+    with Recording():
+        pass
+
+
+def test_the_clock_of_marks_stands_still_while_they_are_placed() -> None:
+    ticks = itertools.count()
+    with AllocationRecord(CPU, lambda: next(ticks)) as record:  # a tick between any two readings
+        for _ in range(4):
+            record.mark()
+    assert record.times_ns == [0, 1, 2, 3]
+
+
+def test_the_clock_is_the_threads_own_only_where_backward_runs_on_that_thread() -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert host_clock(CPU) is time.thread_time_ns
+        assert host_clock(torch.device("cuda")) is time.perf_counter_ns
+        torch.set_num_threads(2)
+        assert host_clock(CPU) is time.perf_counter_ns
+    finally:
+        torch.set_num_threads(threads)
