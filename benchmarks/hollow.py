@@ -3,7 +3,8 @@
     python -m benchmarks.hollow [--only GPT-2] [--pairs 5]
 
 Models of midsize.py, each in a process of its own, on one thread. *Memory*: the allocator's record of a
-hollow step, beside that of a plain one, both above what was there before, gradients included. *Time*: plain
+hollow step, beside that of a plain one, both above what was there before, gradients included; and what the
+neediest node of backward takes by itself, which no step that runs its kernel can do without. *Time*: plain
 steps and whole profiles take turns; the median of the ratios is quoted, in CPU time of the thread, which
 other processes do not add to. *Fake*: a 32-layer Llama 3 8B on the meta device for an H100, twice
 in a process that has imported everything, in CPU seconds of all its threads; resident memory is the kernel's
@@ -26,6 +27,7 @@ import torch
 
 from ac_client.files import write_whole
 from ac_client.measure import AllocatorTimeline
+from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, hollow, profile
 from benchmarks import midsize
@@ -45,6 +47,7 @@ class Row:
     model: str
     plain_nbytes: int  # at most, above what was there before
     hollow_nbytes: int
+    node_nbytes: int  # most that one node of backward takes: see `neediest`
     plain_s: float
     ratios: Sequence[float]  # of the time of a profile and that of a plain step, of each pair
 
@@ -76,13 +79,25 @@ def row(model: str, pairs: int) -> Row:
     del step
     with AllocatorTimeline() as timeline:
         seconds(plain, batch)
+    node = neediest(profile(plain, **batch))
     ratios, steps = [], []
     for _ in range(pairs):
         steps.append(seconds(plain, batch))
         began = time.thread_time()
         profile(plain, **batch)
         ratios.append((time.thread_time() - began) / steps[-1])
-    return Row(model, timeline.peak_bytes, peak, statistics.median(steps), ratios)
+    return Row(model, timeline.peak_bytes, peak, node, statistics.median(steps), ratios)
+
+
+def neediest(found: Profile) -> int:
+    """Bytes of the node of backward that needs most: what it unpacks, its kernel's own, and the gradients and
+    temporaries that are live then.
+    """
+    storage = [found.values.storage[value] for value in found.saved.value]
+    return max(
+        own + sum(found.storages.nbytes[i] for i in {storage[row] for row in unpacked})
+        for own, unpacked in zip(found.backward.peak_nbytes, found.backward.unpacks.rows(), strict=True)
+    )
 
 
 def fake() -> Fake:
@@ -112,18 +127,20 @@ def render(rows: Sequence[Row], of_fake: Fake) -> str:
         f"in {lean} of {len(rows)} models, and a profile took at most 2.5 plain steps in {quick}. "
         f"Pairs of steps and profiles for each model: {min(len(row.ratios) for row in rows)}.",
         "",
-        "| model | plain step, ms | plain holds | hollow holds | part | profile / plain step |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | plain step, ms | plain holds | hollow holds | part | one node | profile / plain step |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in rows:
         lines.append(
             f"| {r.model} | {r.plain_s * 1e3:.0f} | {format_bytes(r.plain_nbytes)} "
-            f"| {format_bytes(r.hollow_nbytes)} | {r.memory:.2f} | {r.time:.2f} |"
+            f"| {format_bytes(r.hollow_nbytes)} | {r.memory:.2f} | {r.node_nbytes / r.plain_nbytes:.2f} "
+            f"| {r.time:.2f} |"
         )
     lines += [
         "",
         "What a hollow step holds is what one node of backward needs: its inputs, the gradients around it "
-        "and its kernel's own. Where a few ops make up the model, that is much of a plain step too: an "
+        "and its kernel's own (*one node*, as a part of the plain step too). No step that runs the "
+        "kernel holds less. Where a few ops make up the model, that is much of a plain step too: an "
         "LSTM's op keeps a workspace for all its time steps, and a U-Net of two levels has half of its bytes "
         "at the first and the last one.",
         "",
