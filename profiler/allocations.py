@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import bisect
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from autoac.profiler.recording import Allocated, Marked, Recording
+from autoac.profiler.timing import Clock, clock_of
 
 
 @dataclass(slots=True, eq=False)
@@ -50,16 +49,16 @@ class AllocationRecord:
         changes: every allocation and free, in order.
         places: for each mark, how many changes came before it.
         times_ns: for each mark, when it was, on the clock that was given, which is stopped while marks are
-            placed.
+            placed. Known when the block has ended.
 
     Raises:
         ProfilerBusy: another profiler is running on this thread.
     """
 
-    def __init__(self, device: torch.device, now_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
         self._device_type = device.type
-        self._now_ns = now_ns
-        self._marking_ns = 0  # spent on placing marks
+        self._clock = clock or clock_of(device)
+        self._marks = 0
         self._recording = Recording()
         self.changes: list[Change] = []
         self.places: list[int] = []
@@ -72,17 +71,18 @@ class AllocationRecord:
 
     def mark(self) -> int:
         """Place a mark; returns its number, counted from 0."""
-        began = self._now_ns()
-        self.times_ns.append(began - self._marking_ns)
+        self._clock.stop()
         self._recording.mark()
-        self._marking_ns += self._now_ns() - began
-        return len(self.times_ns) - 1
+        self._clock.go_on()
+        self._marks += 1
+        return self._marks - 1
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._recording.__exit__(kind, error, trace)
         if kind is None:
             self._read()
-            assert len(self.places) == len(self.times_ns), "the profiler lost a mark"
+            self.times_ns = self._clock.times_ns()
+            assert len(self.places) == self._marks == len(self.times_ns), "the profiler lost a mark"
 
     def _read(self) -> None:
         open_blocks: dict[int, Block] = {}

@@ -274,7 +274,7 @@ def run(
     if accumulates is None:
         accumulates = any(parameter.grad is not None for parameter in model.parameters())
     allocations = FakeAllocations(device, (local or device).runtime_us)
-    recorder = Recorder(allocations.mark, _nothing, allocations.locate, has_storage)
+    recorder = Recorder(allocations.mark, allocations.locate, has_storage)
     saved = SavedTensorsRecord(recorder, allocations.mark)
     allocations.idle = lambda: recorder.paused
     paths = gpu_paths() if device.device_type != "cpu" else contextlib.nullcontext()
@@ -304,7 +304,3 @@ def run(
     estimated = middle_and_spread(times, [op.signature for op in ops], {})
     step = HollowStep(recorder.record, saved, allocations, estimated, at, *marks)
     return step, [*notes, *allocations.notes, *(local.notes if local is not None else ())]
-
-
-def _nothing() -> None:
-    return None

@@ -32,7 +32,6 @@ from autoac.profiler.timing import (
     BETWEEN,
     EXTRA_S,
     MOST_STEPS,
-    DeviceClock,
     Samples,
     forwards,
     host_clock,
@@ -93,9 +92,8 @@ def run(
     if accumulates is None:
         accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
     now_ns = host_clock(device)
-    allocations = AllocationRecord(device, now_ns)
-    clock = DeviceClock(device)
-    recorder = Recorder(allocations.mark, clock.stamp)
+    allocations = AllocationRecord(device)
+    recorder = Recorder(allocations.mark)
     saved = SavedTensorsRecord(recorder, allocations.mark, keep=keep)
     with (
         generators_restored(device),
@@ -125,6 +123,7 @@ def run(
             ops = recorder.record.ops
             signatures: list[Hashable] = [op.signature for op in ops]
             kinds = {*signatures, *first.keys() & {BETWEEN}}
+            at = allocations.times_ns
             measured = known(kinds)
             wanted = kinds - measured.keys()
             # Ranks must run forward equally often, and clocks would decide.
@@ -132,12 +131,11 @@ def run(
             if wanted:
                 more: Samples = {}
                 if time_ops and silent:
-                    at = allocations.times_ns
                     forward_ns = min(warm - began, at[backward_began] - at[0])  # one was cold, one recorded
                     step_ns = forward_ns + at[backward_ended] - at[backward_began]
                     left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
                     more = forwards(call, device, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
-                in_step = clock.runtimes_us(allocations.times_ns, [(op.began, op.ended) for op in ops])
+                in_step = [(at[op.ended] - at[op.began]) / 1e3 for op in ops]
                 more.setdefault(BETWEEN, first.get(BETWEEN, []))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
         finally:

@@ -86,7 +86,6 @@ class Recorder(SeesCompiled):
     def __init__(
         self,
         mark: Callable[[], int],
-        on_device: Callable[[], None],
         locate: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.data_ptr,
         has_storage: Callable[[Tensor], bool] = has_storage,
     ) -> None:
@@ -102,7 +101,6 @@ class Recorder(SeesCompiled):
         self.generators: dict[int, GeneratorState] = {}  # explicit ones, as they were
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read a storage from outside
         self._mark = mark
-        self._on_device = on_device  # called before and after each op, for the device's clock
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -145,9 +143,7 @@ class Recorder(SeesCompiled):
         self.record.ops.append(op)
         operands = versions((args, kwargs)) if facts.opaque else []
         op.began = self._mark()
-        self._on_device()
         out = func(*args, **kwargs)
-        self._on_device()
         op.ended = self._mark()
         op.flops = flops_of(func, args, kwargs, out)
         if pin is None and not op.must_save and not draws and decides(facts, args, kwargs, out):

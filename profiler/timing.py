@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,26 +44,66 @@ BETWEEN = ("between ops",)
 """Stands for a signature: the time from the end of one op to the beginning of the next (`OpTimer`)."""
 
 
+class Clock(Protocol):
+    """Tells when places in a step were come to; it is stopped at each of them."""
+
+    def stop(self) -> None: ...
+
+    def go_on(self) -> None: ...
+
+    def times_ns(self) -> list[int]: ...
+
+
+class HostClock:
+    """The host's clock, which stands still from `stop` to `go_on`, while something else is done."""
+
+    def __init__(self, now_ns: Callable[[], int]) -> None:
+        self._now_ns = now_ns
+        self._stopped_ns = 0
+        self._lost_ns = 0  # while it stood still
+        self._times_ns: list[int] = []
+
+    def stop(self) -> None:
+        self._stopped_ns = self._now_ns()
+        self._times_ns.append(self._stopped_ns - self._lost_ns)
+
+    def go_on(self) -> None:
+        self._lost_ns += self._now_ns() - self._stopped_ns
+
+    def times_ns(self) -> list[int]:
+        """When it was stopped, each time."""
+        return self._times_ns
+
+
 class DeviceClock:
-    """Stamps before and after each op. On the CPU the marks of the allocation record are the clock."""
+    """Events in the device's stream: when the device came to each place, not when the host did.
+
+    A device that waits for the host goes on counting.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stamps: list[Any] = []
+        self._events: list[torch.Event] = []
 
-    def stamp(self) -> None:
-        if self._device.type != "cpu":
-            event = torch.Event(device=self._device, enable_timing=True)
-            event.record()
-            self._stamps.append(event)
+    def stop(self) -> None:
+        event = torch.Event(device=self._device, enable_timing=True)
+        event.record()  # in the current stream: that of the op whose backward runs
+        self._events.append(event)
 
-    def runtimes_us(self, mark_times_ns: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[float]:
-        """Run time of each op; `spans` are the marks around each."""
-        if self._device.type == "cpu":
-            return [(mark_times_ns[b] - mark_times_ns[a]) / 1e3 for a, b in spans]
+    def go_on(self) -> None:
+        pass
+
+    def times_ns(self) -> list[int]:
+        """When the device came to each place, from the first one on. Waits for the device."""
         torch.get_device_module(self._device).synchronize(self._device)
-        pairs = zip(self._stamps[::2], self._stamps[1::2], strict=True)
-        return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
+        # Of two neighbours, so that a float of milliseconds has microseconds in it.
+        steps_ms = (a.elapsed_time(b) for a, b in itertools.pairwise(self._events))
+        return [round(ms * 1e6) for ms in itertools.accumulate(steps_ms, initial=0.0)][: len(self._events)]
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What times the ops of a step on `device`."""
+    return HostClock(host_clock(device)) if device.type == "cpu" else DeviceClock(device)
 
 
 class OpTimer(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.allocations import AllocationRecord
 from autoac.profiler.recording import Allocated, Marked, Ran, Recording
-from autoac.profiler.timing import host_clock
+from autoac.profiler.timing import DeviceClock, HostClock, clock_of, host_clock
 
 CPU = torch.device("cpu")
 
@@ -87,7 +87,7 @@ def test_one_record_at_a_time() -> None:
 
 def test_the_clock_of_marks_stands_still_while_they_are_placed() -> None:
     ticks = itertools.count()
-    with AllocationRecord(CPU, lambda: next(ticks)) as record:  # a tick between any two readings
+    with AllocationRecord(CPU, HostClock(lambda: next(ticks))) as record:  # a tick between any two readings
         for _ in range(4):
             record.mark()
     assert record.times_ns == [0, 1, 2, 3]
@@ -103,3 +103,44 @@ def test_the_clock_is_the_threads_own_only_where_backward_runs_on_that_thread() 
         assert host_clock(CPU) is time.perf_counter_ns
     finally:
         torch.set_num_threads(threads)
+
+
+class Stream:
+    """A device that takes 1.5 us for whatever comes between two events."""
+
+    synchronized = False
+
+    def synchronize(self, device: torch.device) -> None:
+        self.synchronized = True
+
+
+class Event:
+    made = 0
+
+    def __init__(self, *, device: torch.device, enable_timing: bool) -> None:
+        assert enable_timing
+        assert device.type == "cuda"
+
+    def record(self) -> None:
+        self.at_ms = Event.made * 1.5e-3
+        Event.made += 1
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at_ms - self.at_ms
+
+
+def test_on_a_device_marks_are_timed_by_events_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
+    clock = clock_of(torch.device("cuda"))
+    assert isinstance(clock, DeviceClock)
+    with AllocationRecord(CPU, clock) as record:
+        assert [record.mark() for _ in range(4)] == [0, 1, 2, 3]
+    assert record.times_ns == [0, 1500, 3000, 4500]
+    assert stream.synchronized, "elapsed times are there once the device has come to the events"
+
+
+def test_a_record_without_marks_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Stream())
+    assert DeviceClock(torch.device("cuda")).times_ns() == []
