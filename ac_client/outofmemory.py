@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ac_client.recipes import version_of
 from autoac.profiler import device_of
+from autoac.profiler.modules import ModulesBefore
 from autoac.profiler.randomness import Generators
 
 
@@ -54,7 +55,7 @@ class _Leaf:
 
 
 class Before:
-    """What a step may change that it must find again: gradients, buffers, generators.
+    """What a step may change that it must find again: gradients, buffers, what modules keep, generators.
 
     Copies are in the host's memory. On a CPU that is the memory of the budget.
 
@@ -77,12 +78,8 @@ class Before:
                     _copied(gradient) if keep_gradients and gradient is not None else None,
                 )
             )
-        self._buffers = [
-            (module._buffers, name, buffer, _copied(buffer))
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._modules = ModulesBefore(model, _copied)
+        self._buffers = [(buffer, _copied(buffer)) for buffer in model.buffers()]
 
     def why_not(self) -> str:
         """What keeps the step from running again as if it had not run; "" if nothing does."""
@@ -100,8 +97,8 @@ class Before:
         with torch.no_grad():
             for leaf in self._leaves:
                 leaf.restore()
-            for owner, name, buffer, copy in self._buffers:
-                owner[name] = buffer
+            self._modules.restore()
+            for buffer, copy in self._buffers:
                 if not torch.equal(buffer.cpu(), copy):
                     buffer.copy_(copy)
         self._generators.restore()

@@ -68,39 +68,60 @@ _OF_TORCH = frozenset(vars(nn.Module()))  # hooks, parameters, buffers, ...: not
 _ABSENT = object()
 
 
-@contextmanager
-def modules_restored(model: nn.Module) -> Iterator[None]:
-    """Leave the attributes of `model` and its submodules as they were: counters, caches, `training`.
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
-    What a module assigns is put back, and so is what is in a list, dictionary, set or tensor of its own that
-    it changes, as metrics do. What is further inside stays changed.
+
+class ModulesBefore:
+    """The attributes of `model` and its submodules as they are now: counters, caches, `training`.
+
+    `restore` puts back what a module assigned, and what is in a list, dictionary, set or tensor of its own
+    that it changed, as metrics do. What is further inside stays changed, and so does what is in parameters
+    and buffers.
+
+    Args:
+        model: the root.
+        copied: what keeps the content of a tensor.
     """
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
-    contents = [
-        restore
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in _OF_TORCH and (restore := _keep(value)) is not None
-    ]
-    tables = [(t, dict(t)) for module in model.modules() for name in _KEPT if (t := module.__dict__[name])]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
+
+    def __init__(self, model: nn.Module, copied: Callable[[Tensor], Tensor] = _cloned) -> None:
+        modules = list(model.modules())
+        self._attributes = [(module, dict(module.__dict__)) for module in modules]
+        self._contents = [
+            restore
+            for module in modules
+            for name, value in vars(module).items()
+            if name not in _OF_TORCH and (restore := _keep(value, copied)) is not None
+        ]
+        self._tables = [(t, dict(t)) for module in modules for name in _KEPT if (t := module.__dict__[name])]
+
+    def restore(self) -> None:
+        """Put them back."""
+        for module, attributes in self._attributes:
             now = module.__dict__
             for name in [name for name in now if name not in attributes]:
                 del now[name]
             for name, value in attributes.items():
                 if now.get(name, _ABSENT) is not value:
                     now[name] = value
-        for table, content in tables:
+        for table, content in self._tables:
             if any(table.get(name, _ABSENT) is not value for name, value in content.items()):
                 table.update(content)
-        for restore in contents:
+        for restore in self._contents:
             restore()
 
 
-def _keep(value: Any) -> Callable[[], None] | None:
+@contextmanager
+def modules_restored(model: nn.Module) -> Iterator[None]:
+    """Leave the attributes of `model` and its submodules as they were, as `ModulesBefore` does."""
+    before = ModulesBefore(model)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+def _keep(value: Any, copied: Callable[[Tensor], Tensor]) -> Callable[[], None] | None:
     """What puts the content of `value` back; None if `value` is not of a kind that has one."""
     kind = type(value)  # a subclass may forbid some of what follows
     if kind in (list, deque):
@@ -110,7 +131,7 @@ def _keep(value: Any) -> Callable[[], None] | None:
     if kind is set:
         return partial(_restore_set, value, set(value))
     if isinstance(value, Tensor) and has_storage(value) and not value.is_inference():
-        return partial(_restore_tensor, value, value.detach().clone(), value._version)
+        return partial(_restore_tensor, value, copied(value), value._version)
     return None
 
 

@@ -6,6 +6,7 @@ import gc
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -50,12 +51,12 @@ class Trap(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.where, self.times = "", 0
+        self.aim = SimpleNamespace(where="", times=0)  # an object: what is in it is not put back
         self.error: Callable[[], Exception] = no_memory
 
     def spring(self, where: str) -> None:
-        if where == self.where and self.times:
-            self.times -= 1
+        if where == self.aim.where and self.aim.times:
+            self.aim.times -= 1
             raise self.error()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,8 +74,12 @@ class Trapped(nn.Module):
         self.norm = nn.BatchNorm1d(48)
         self.trap = Trap()
         self.after = Transformer(layers=1, width=32)
+        self.calls = 0
+        self.counted = torch.zeros(2)  # no buffer
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.counted.add_(1)
         return self.after(self.trap(self.norm(self.before(x)["logits"])))["logits"]
 
 
@@ -102,9 +107,10 @@ def planned(budget_gb: float) -> tuple[Trapped, Callable[[], None]]:
     return model, lambda: run(model)
 
 
-def state(model: nn.Module) -> list[Tensor]:
+def state(model: Trapped) -> list[Tensor]:
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [*gradients, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
+    kept = [model.counted.clone(), torch.tensor(model.calls)]
+    return [*gradients, *(b.clone() for b in model.buffers()), *kept, torch.get_rng_state()]
 
 
 def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
@@ -132,7 +138,7 @@ def test_what_python_and_numpy_drew_for_the_broken_step_is_drawn_again(budget_gb
     want = random.random(), numpy.random.rand()
     random.seed(5)
     numpy.random.seed(5)
-    model.trap.where, model.trap.times = "forward", 1
+    model.trap.aim.where, model.trap.aim.times = "forward", 1
 
     def drawing() -> tuple[float, float]:
         drawn = random.random(), numpy.random.rand()
@@ -154,13 +160,13 @@ def test_the_step_runs_again_as_if_for_the_first_time(budget_gb: float, where: s
     at = ac_client.applied(model)
     had = at.report()
     torch.manual_seed(5)
-    model.trap.where, model.trap.times = where, 1
+    model.trap.aim.where, model.trap.aim.times = where, 1
     for _ in range(2):
         model.zero_grad()
         at.step(step, retry_oom=True)
     assert_same(state(model), want)
     report = at.report()
-    assert model.trap.times == 0
+    assert model.trap.aim.times == 0
     assert report.retries == 1
     assert report.predicted_peak_bytes <= 0.9 * had.predicted_peak_bytes
     assert report.recompute_us >= had.recompute_us
@@ -176,7 +182,7 @@ def test_gradients_of_earlier_steps(budget_gb: float, where: str, keep: bool) ->
     torch.manual_seed(5)
     for _ in range(2):  # the second finds gradients and is planned with them
         at.step(step, retry_oom=True, keep_gradients=keep)
-    model.trap.where, model.trap.times = where, 1
+    model.trap.aim.where, model.trap.aim.times = where, 1
     if where == "backward" and not keep:  # the modules behind the trap have added to theirs
         with pytest.raises(torch.OutOfMemoryError) as raised:
             at.step(step, retry_oom=True, keep_gradients=keep)
@@ -191,7 +197,7 @@ def test_gradients_of_earlier_steps(budget_gb: float, where: str, keep: bool) ->
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_without_leave_the_error_goes_on_with_advice(budget_gb: float, where: str) -> None:
     model, step = planned(budget_gb)
-    model.trap.where, model.trap.times = where, 1
+    model.trap.aim.where, model.trap.aim.times = where, 1
     with pytest.raises(torch.OutOfMemoryError) as raised:
         ac_client.applied(model).step(step)
     notes = "\n".join(raised.value.__notes__)
@@ -207,7 +213,7 @@ def test_without_leave_the_error_goes_on_with_advice(budget_gb: float, where: st
 
 def test_a_loop_of_ones_own_has_advice_with_errors_of_forward(budget_gb: float) -> None:
     model, step = planned(budget_gb)
-    model.trap.where, model.trap.times = "forward", 1
+    model.trap.aim.where, model.trap.aim.times = "forward", 1
     with pytest.raises(torch.OutOfMemoryError) as raised:
         step()
     assert "A planned forward ran out of memory" in "".join(raised.value.__notes__)
@@ -216,7 +222,7 @@ def test_a_loop_of_ones_own_has_advice_with_errors_of_forward(budget_gb: float) 
 
 def test_twice_is_once_too_often(budget_gb: float) -> None:
     model, step = planned(budget_gb)
-    model.trap.where, model.trap.times = "backward", 2
+    model.trap.aim.where, model.trap.aim.times = "backward", 2
     with pytest.raises(torch.OutOfMemoryError) as raised:
         ac_client.applied(model).step(step, retry_oom=True)
     assert "ran out again" in "".join(raised.value.__notes__)
@@ -235,7 +241,7 @@ def test_each_time_the_plan_is_tighter_until_there_is_none(
     def run_out() -> None:
         for _ in range(20):
             model.zero_grad()
-            model.trap.where, model.trap.times = "forward", 1
+            model.trap.aim.where, model.trap.aim.times = "forward", 1
             at.step(step, retry_oom=True)
             peaks.append(at.policy.predicted.peak_bytes)
 
@@ -250,7 +256,7 @@ def test_each_time_the_plan_is_tighter_until_there_is_none(
 
 def test_other_errors_are_none_of_its_business(budget_gb: float) -> None:
     model, step = planned(budget_gb)
-    model.trap.where, model.trap.times = "forward", 1
+    model.trap.aim.where, model.trap.aim.times = "forward", 1
     model.trap.error = lambda: ValueError("no")
     with pytest.raises(ValueError, match="no") as raised:
         ac_client.applied(model).step(step, retry_oom=True)
@@ -261,7 +267,7 @@ def test_an_optimizer_in_backward_is_not_run_twice(budget_gb: float) -> None:
     model, step = planned(budget_gb)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(written)
-    model.trap.where, model.trap.times = "backward", 1
+    model.trap.aim.where, model.trap.aim.times = "backward", 1
     with pytest.raises(torch.OutOfMemoryError) as raised:
         ac_client.applied(model).step(step, retry_oom=True)
     assert "written to parameters" in "".join(raised.value.__notes__)
@@ -275,7 +281,7 @@ def written(parameter: Tensor) -> None:
 def test_a_policy_from_elsewhere_cannot_be_planned_again(budget_gb: float) -> None:
     first, _ = planned(budget_gb)
     model = ac_client.apply(made(), policy=ac_client.applied(first).policy)
-    model.trap.where, model.trap.times = "forward", 1
+    model.trap.aim.where, model.trap.aim.times = "forward", 1
     with pytest.raises(torch.OutOfMemoryError) as raised:
         ac_client.applied(model).step(lambda: run(model), retry_oom=True)
     assert "budget_gb" in "".join(raised.value.__notes__)
@@ -303,14 +309,14 @@ def test_nothing_of_the_broken_step_is_held_while_it_runs_again(budget_gb: float
 
     at.step(step, retry_oom=True)
     model.zero_grad()
-    model.trap.where, model.trap.times = where, 1
+    model.trap.aim.where, model.trap.aim.times = where, 1
     live.clear()
     at.step(step, retry_oom=True)
     assert len(live) == 2
     assert live[1] <= live[0]
     model.zero_grad()
     with nothing_left():
-        model.trap.where, model.trap.times = where, 1
+        model.trap.aim.where, model.trap.aim.times = where, 1
         with pytest.raises(torch.OutOfMemoryError):
             at.step(step)
         model.zero_grad()
