@@ -25,7 +25,7 @@ from ac_client.cursor import OffPath
 from ac_client.errors import AlreadyApplied, CheckpointingActive, NotApplied
 from ac_client.files import write_whole
 from ac_client.forward import Forward
-from ac_client.measure import AllocatorTimeline
+from ac_client.measuring import Measuring
 from ac_client.outofmemory import Before, is_out_of_memory
 from ac_client.peaks import WATCHED_STEPS, Seen, proposed_headroom
 from ac_client.planning import Planning
@@ -35,14 +35,11 @@ from ac_client.recording import recording_us_of_process
 from ac_client.remote import RemoteError
 from ac_client.report import Report
 from ac_client.runtime import active
-from ac_client.stepmarks import StepMarks, last_step
-from autoac.pages import timeline_page
-from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet, as_planned, picture
-from autoac.planner.measured import MeasuredStep, op_names
+from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.modules import ModuleHook, watch_modules
-from autoac.profiler.ops import has_storage, tensors_in
+from autoac.profiler.ops import tensors_in
 from autoac.profiler.sharding import gathered_nbytes, parameters_of
 from autoac.profiler.static import optimizer_state_nbytes, static_bytes
 
@@ -99,9 +96,7 @@ class Applied:
         self._off_path = ""
         self._reading: tuple[Loaded, int, int] | None = None  # a step that is watched: policy, peak, versions
         self._retries = 0
-        self._measured_peak: int | None = None
-        self._marks: StepMarks | None = None  # while a step is measured
-        self._drawn: tuple[Loaded, Policy, Plan | None, MeasuredStep] | None = None  # the last one measured
+        self._measuring = Measuring()
         self._batch: list[weakref.ref[Tensor]] = []  # of the last forward
         self._steps = 0
         self._began: list[float] = []
@@ -232,7 +227,7 @@ class Applied:
             RuntimeError: with `html`, nothing is planned yet, or the policy was given without a profile.
         """
         if html is not None:
-            write_whole(Path(html), self._page())
+            write_whole(Path(html), self._measuring.page(self._latest))
         loaded = self._latest
         policy = loaded.policy if loaded is not None else None
         recording_us = self._recording_us(loaded)
@@ -284,32 +279,9 @@ class Applied:
             return None
         if loaded.recorded == 0:
             return 0.0
-        if self._marks is not None or active.region is not None:
+        if self._measuring.marks is not None or active.region is not None:
             return None
         return loaded.recorded * recording_us_of_process()
-
-    def _page(self) -> str:
-        """What was measured last of this bucket, as it was planned then; else the plan as it is."""
-        loaded = self._latest
-        if loaded is None:
-            raise RuntimeError("nothing is planned yet: run one training step first, then ask for the page")
-        policy, plan, step, notes = loaded.policy, loaded.plan, None, []
-        if self._drawn is not None and self._drawn[0] is loaded:
-            _, policy, plan, step = self._drawn
-            if policy is not loaded.policy:
-                notes.append(
-                    "The model was planned again since this step was measured; its predicted peak is now "
-                    f"{format_bytes(loaded.policy.predicted.peak_bytes)}."
-                )
-        if plan is None:
-            if loaded.profile is None:
-                raise RuntimeError(
-                    "the policy was given without its profile, which has the bytes: draw it with "
-                    "`autoac explain POLICY --profile PROFILE --html PAGE`"
-                )
-            plan = as_planned(policy, loaded.profile)
-        drawn = picture(plan, step, policy=policy, notes=notes)
-        return timeline_page(drawn.data())
 
     @contextmanager
     def measure(self) -> Iterator[None]:
@@ -328,26 +300,14 @@ class Applied:
             raise RuntimeError(
                 "run one training step first: the model is planned in its first training forward"
             )
-        planned = [one.policy for one in self._choosing.all]
-        timeline = AllocatorTimeline(
-            device_of(model),
-            base=self._standing_bytes(model),
-            ops=op_names([key for policy in planned for key in policy.decisions]),
-        )
-        self._marks = StepMarks(timeline)
         self._reading = None  # the counter is about to be reset
         steps = {loaded: loaded.steps for loaded in self._choosing.all}
         versions = _versions(model)
-        try:
-            with timeline:
-                gradients = _told_when_they_go(model, timeline)
-                yield
-                del gradients
-        finally:
-            self._marks = None
-        self._measured_peak = timeline.peak_bytes
-        if (step := last_step(timeline)) is not None and self._current is not None:
-            self._drawn = self._current, self._current.policy, self._current.plan, step
+        policies = [loaded.policy for loaded in self._choosing.all]
+        with self._measuring.block(model, self._standing_bytes(model), policies) as timeline:
+            yield
+        if self._current is not None:
+            self._measuring.keep(timeline, self._current)
         self._reading = None
         ran = [loaded for loaded in self._choosing.all if loaded.steps > steps.get(loaded, 0)]
         if ran:
@@ -374,11 +334,11 @@ class Applied:
 
     def _peak(self) -> int | None:
         model = self._model()
-        if self._measured_peak is None and model is not None and self._steps:
+        if self._measuring.peak_bytes is None and model is not None and self._steps:
             device = device_of(model)
             if device.type == "cuda":
                 return torch.cuda.max_memory_allocated(device)
-        return self._measured_peak
+        return self._measuring.peak_bytes
 
     def _allocated_and_reserved(self) -> tuple[int | None, int | None]:
         allocator = self._choosing.allocator
@@ -409,8 +369,8 @@ class Applied:
         if loaded is None:
             return
         self._current = loaded
-        if self._marks is not None:
-            self._marks.forward()
+        if self._measuring.marks is not None:
+            self._measuring.marks.forward()
         loaded.steps += 1
         allocator = self._choosing.allocator
         if allocator is not None and loaded.watched < WATCHED_STEPS:
@@ -430,13 +390,13 @@ class Applied:
             self._note(error, f"{what} ran out of memory.")
 
     def _enter(self, path: str) -> None:
-        if self._marks is not None:
-            self._marks.enter(path)
+        if self._measuring.marks is not None:
+            self._measuring.marks.enter(path)
         self._forward.enter(path)
 
     def _leave(self, path: str) -> None:
-        if self._marks is not None:
-            self._marks.leave(path)
+        if self._measuring.marks is not None:
+            self._measuring.marks.leave(path)
         self._forward.leave(path)
 
     def _off(self, off: OffPath) -> None:
@@ -476,22 +436,6 @@ class Applied:
             "Pass a smaller budget_gb or more headroom_gb to ac_client.apply, use a smaller batch, or run "
             "the step as ac_client.applied(model).step(fn, retry_oom=True)."
         )
-
-
-def _told_when_they_go(model: nn.Module, timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
-    """While the list lives, tell `timeline` of gradients that are there now and are dropped (`zero_grad`)."""
-    storages = {
-        storage._cdata: storage
-        for p in parameters_of(model)
-        if p.grad is not None and has_storage(p.grad)
-        for storage in [p.grad.untyped_storage()]
-    }
-
-    def watched(storage: torch.UntypedStorage) -> weakref.ref[Any]:
-        nbytes = storage.nbytes()
-        return weakref.ref(storage, lambda _: timeline.released(nbytes))
-
-    return [watched(storage) for storage in storages.values()]
 
 
 def _versions(model: nn.Module) -> int:

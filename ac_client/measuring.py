@@ -1,0 +1,121 @@
+"""What was measured of a planned model's steps, and the page that draws it over the plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ac_client.buckets import Loaded
+from ac_client.measure import AllocatorTimeline
+from ac_client.stepmarks import StepMarks, last_step
+from autoac.pages import timeline_page
+from autoac.planner import Plan, Policy, as_planned, picture
+from autoac.planner.measured import MeasuredStep, op_names
+from autoac.planner.units import format_bytes
+from autoac.profiler import device_of
+from autoac.profiler.ops import has_storage
+from autoac.profiler.sharding import parameters_of
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A step that was measured, as it was planned then."""
+
+    loaded: Loaded
+    policy: Policy
+    plan: Plan | None
+    step: MeasuredStep
+
+
+class Measuring:
+    """Measures steps by the allocator's own record.
+
+    Attributes:
+        marks: where forwards and modules are marked, while a step is measured; else None.
+        peak_bytes: of what was measured last.
+    """
+
+    def __init__(self) -> None:
+        self.marks: StepMarks | None = None
+        self.peak_bytes: int | None = None
+        self._drawn: Drawn | None = None
+
+    @contextmanager
+    def block(self, model: nn.Module, base: int, policies: Iterable[Policy]) -> Iterator[AllocatorTimeline]:
+        """Record what runs inside; the timeline is filled when it ends.
+
+        Args:
+            model: whose steps run.
+            base: bytes that are live at the beginning; see `AllocatorTimeline`.
+            policies: that may be carried out.
+
+        Raises:
+            RuntimeError: torch.profiler is running.
+        """
+        timeline = AllocatorTimeline(
+            device_of(model),
+            base=base,
+            ops=op_names([key for policy in policies for key in policy.decisions]),
+        )
+        self.marks = StepMarks(timeline)
+        try:
+            with timeline:
+                gradients = _told_when_they_go(model, timeline)
+                yield timeline
+                del gradients
+        finally:
+            self.marks = None
+        self.peak_bytes = timeline.peak_bytes
+
+    def keep(self, timeline: AllocatorTimeline, loaded: Loaded) -> None:
+        """Draw the last step in `timeline`, which ran under `loaded`, from now on."""
+        if (step := last_step(timeline)) is not None:
+            self._drawn = Drawn(loaded, loaded.policy, loaded.plan, step)
+
+    def page(self, loaded: Loaded | None) -> str:
+        """What was measured last under `loaded`, as it was planned then; else the plan as it is.
+
+        Raises:
+            RuntimeError: nothing is planned yet, or the policy was given without a profile.
+        """
+        if loaded is None:
+            raise RuntimeError("nothing is planned yet: run one training step first, then ask for the page")
+        policy, plan, step, notes = loaded.policy, loaded.plan, None, []
+        if self._drawn is not None and self._drawn.loaded is loaded:
+            policy, plan, step = self._drawn.policy, self._drawn.plan, self._drawn.step
+            if policy is not loaded.policy:
+                notes.append(
+                    "The model was planned again since this step was measured; its predicted peak is now "
+                    f"{format_bytes(loaded.policy.predicted.peak_bytes)}."
+                )
+        if plan is None:
+            if loaded.profile is None:
+                raise RuntimeError(
+                    "the policy was given without its profile, which has the bytes: draw it with "
+                    "`autoac explain POLICY --profile PROFILE --html PAGE`"
+                )
+            plan = as_planned(policy, loaded.profile)
+        drawn = picture(plan, step, policy=policy, notes=notes)
+        return timeline_page(drawn.data())
+
+
+def _told_when_they_go(model: nn.Module, timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
+    """While the list lives, tell `timeline` of gradients that are there now and are dropped (`zero_grad`)."""
+    storages = {
+        storage._cdata: storage
+        for p in parameters_of(model)
+        if p.grad is not None and has_storage(p.grad)
+        for storage in [p.grad.untyped_storage()]
+    }
+
+    def watched(storage: torch.UntypedStorage) -> weakref.ref[Any]:
+        nbytes = storage.nbytes()
+        return weakref.ref(storage, lambda _: timeline.released(nbytes))
+
+    return [watched(storage) for storage in storages.values()]
