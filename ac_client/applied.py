@@ -383,8 +383,9 @@ class Applied:
             self._forward.begin(loaded, strict=self._strict, report=self._off)
 
     def _left(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
-        self._forward.end()
-        if out is None and is_out_of_memory(error := sys.exception()):
+        error = sys.exception()
+        self._forward.end(whole=error is None)
+        if out is None and is_out_of_memory(error):
             assert error is not None
             what = "Profiling a step" if self.planning else "A planned forward"
             self._note(error, f"{what} ran out of memory.")

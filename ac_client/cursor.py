@@ -3,6 +3,11 @@
 No torch: ops and modules are names. NOTE [ Off the path ] (rule 10 of the design): as soon as an op is
 not the one that the policy has next, its module is lost: the ops up to the next module boundary are
 left to the default. At a boundary the cursor looks up where the policy continues for that module.
+
+That may leave ops out: a layer that was taken out, or is called once more, has no op that tells. So where a
+module begins elsewhere than at the next op, the cursor remembers that op, and has left the path if the next
+one to run is of that module. It has not if another module is entered first that does have the op: one that is
+called from here, but lives elsewhere in the model.
 """
 
 from __future__ import annotations
@@ -46,6 +51,8 @@ class Route:
         self.ops = [key.rpartition("/")[2].rpartition("#")[0] for key in self.keys]
         self.decisions = list(decisions.values())
         self.runs = self._runs()
+        # Ops behind it may be those of a loss that the profile was taken with, and no forward runs.
+        self.last_in_module = max((i for i, module in enumerate(self.modules) if module != ROOT), default=-1)
         self._unsaved = [0]  # before each position, ops that are recomputed
         for decision in self.decisions:
             self._unsaved.append(self._unsaved[-1] + (decision != "save"))
@@ -92,6 +99,9 @@ class Cursor:
         self._strict = strict
         self._report = report
         self._position = 0
+        self._missed: int | None = (
+            None  # the position that a module was entered at, if it does not go on there
+        )
         self._lost = False
         self._stack: list[tuple[int, int] | None] = []
         self.off: OffPath | None = None  # the first time that it was lost
@@ -104,6 +114,8 @@ class Cursor:
         """
         route, i = self._route, self._position
         if not self._lost and i < len(route.ops) and route.ops[i] == name:
+            if self._missed is not None:
+                self._left(route.keys[i])
             self._position = i + 1
             return route.decisions[i]
         if not self._lost:
@@ -112,22 +124,34 @@ class Cursor:
         return None
 
     def enter(self, path: str) -> tuple[int, int] | None:
-        """A module's forward begins. Returns where in the route it is, if all its ops are saved."""
-        stretch = self._route.run_from(path, self._position)
+        """A module's forward begins. Returns where in the route it is, if that is known and all its ops are
+        saved.
+        """
+        came_to = self._next
+        stretch = self._route.run_from(path, came_to)
+        if stretch is not None and not stretch[0] <= came_to < stretch[1]:
+            stretch = self._route.run_from(path, self._position)
         self._stack.append(stretch)
         if stretch is None:
             return None
-        if self._lost or not stretch[0] <= self._position < stretch[1]:
-            self._position = stretch[0]
+        begin, end = stretch
+        if self._lost:
+            self._position, self._missed = begin, None
             self._lost = False
-        ahead = self._position, stretch[1]
+        elif begin <= came_to < end:
+            self._position, self._missed = came_to, None
+        else:
+            self._position, self._missed = begin, came_to
+            if self.off is None:
+                return None
+        ahead = self._position, end
         return ahead if self._route.saved_whole(ahead) else None
 
     def skip(self) -> None:
         """The innermost module's ops ran unseen: go on behind them."""
         stretch = self._stack[-1] if self._stack else None
         if stretch is not None:
-            self._position = stretch[1]
+            self._position, self._missed = stretch[1], None
 
     def leave(self, path: str) -> None:
         """A module's forward is over."""
@@ -136,9 +160,24 @@ class Cursor:
             self._position = stretch[1]
             self._lost = False
 
-    def _left(self, name: str) -> None:
-        route, i = self._route, self._position
-        off = OffPath(route.keys[i] if i < len(route.keys) else "the end", name)
+    def finish(self) -> None:
+        """Forward is over.
+
+        Raises:
+            LeftThePath: ops are left that it should have run, and the cursor is strict.
+        """
+        if not self._lost and self._next <= self._route.last_in_module:
+            self._left("the end of forward")
+
+    @property
+    def _next(self) -> int:
+        """The op that the policy has next."""
+        return self._position if self._missed is None else self._missed
+
+    def _left(self, found: str) -> None:
+        route, i = self._route, self._next
+        self._missed = None
+        off = OffPath(route.keys[i] if i < len(route.keys) else "the end", found)
         if self._strict:
             raise LeftThePath(off)
         if self.off is None:

@@ -35,14 +35,21 @@ class Forward(threading.local):
         region.__enter__()
         self._region = region
 
-    def end(self) -> None:
-        """It is over, or was left open. May be called when none is running."""
-        region, self._region, self._cursor = self._region, None, None
+    def end(self, *, whole: bool = False) -> None:
+        """It is over, or was left open. May be called when none is running.
+
+        Raises:
+            LeftThePath: it is over as a `whole`, some ops of its policy did not run, and it is strict.
+        """
+        region, self._region = self._region, None
+        cursor, self._cursor = self._cursor, None
         if region is not None:
             region.__exit__(None, None, None)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.unrecorded = self._unrecorded
+        if whole and cursor is not None:
+            cursor.finish()
 
     def enter(self, path: str) -> None:
         """The module at `path` is called. Stretches that are saved whole run without the mode."""

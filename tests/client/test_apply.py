@@ -346,3 +346,27 @@ def test_a_plan_that_gradients_leave_no_room_for_stays_and_says_so(caplog: pytes
     for _ in range(3):
         scalar(planned(BATCH)).backward()
     assert caplog.text.count("no plan leaves room for them") == 1
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2], ids=["first", "middle", "last"])
+def test_a_layer_that_is_taken_out_is_reported_and_right(budget_gb: float, left_out: int) -> None:
+    """Layers are built alike, so each op of the next one is the op that the policy has for this one."""
+    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    gradients(planned)
+    for model in (plain, planned):
+        del model.blocks[left_out]
+    # The paths of what comes behind it stay as they were.
+    assert_equal(gradients(planned), gradients(plain))
+    assert ac_client.applied(planned).report().off_path.startswith(f"expected blocks.{left_out}")
+
+
+def test_strict_raises_where_a_layer_is_left_out(budget_gb: float) -> None:
+    model = ac_client.apply(made(), budget_gb, strict=True)
+    gradients(model)
+    head, model.head = model.head, nn.Identity()
+    head.zero_grad()  # else gradients exist before the step, and it is planned again as it is now
+    with pytest.raises(ac_client.LeftThePath, match=r"expected head/.*, found the end of forward"):
+        gradients(model)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    model.head = head
+    gradients(model)

@@ -65,15 +65,62 @@ def test_an_unknown_op_is_left_to_the_default_until_the_next_module() -> None:
     assert [str(off) for off in told] == ["expected a/gelu#0, found relu"]
 
 
-def test_a_module_that_is_left_out_is_skipped() -> None:
-    got = walk(Cursor(ROUTE), "embed", ">c", "mm", "<c", "loss")
+def test_a_module_that_is_left_out_is_skipped_and_told() -> None:
+    cursor = Cursor(ROUTE)
+    got = walk(cursor, "embed", ">c", "mm", "<c", "loss")
+    assert got == ["save", "recompute", "save"]
+    assert cursor.off == OffPath("a/mm#0", "c/mm#0")
+
+
+def test_a_module_that_is_called_once_more_is_left_to_its_last_call_and_told() -> None:
+    cursor = Cursor(ROUTE)
+    walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a")
+    got = walk(cursor, ">c", "mm", "<c", ">c", "mm", "<c", "loss")
+    assert got == ["recompute", "recompute", "save"]
+    assert cursor.off == OffPath("./loss#0", "c/mm#0")
+
+
+def test_ops_that_are_left_at_the_end_are_told_unless_they_may_be_the_loss() -> None:
+    whole, short = Cursor(ROUTE), Cursor(ROUTE)
+    for cursor, rest in ((whole, [">c", "mm", "<c"]), (short, [])):
+        walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", *rest)
+        cursor.finish()
+    assert whole.off is None
+    assert short.off == OffPath("c/mm#0", "the end of forward")
+    strict = Cursor(ROUTE, strict=True)
+    walk(strict, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a")
+    with pytest.raises(LeftThePath, match="expected c/mm#0, found the end of forward"):
+        strict.finish()
+
+
+SHARED = Route(
+    {
+        "shared/embedding#0": "save",
+        "encoder/mm#0": "recompute",
+        "shared/embedding#1": "save",
+        "decoder/mm#0": "recompute",
+        "head/mm#0": "save",
+    }
+)
+
+
+def test_a_module_may_begin_with_a_call_of_one_that_lives_elsewhere() -> None:
+    cursor = Cursor(SHARED, strict=True)
+    walk(cursor, ">encoder", ">shared", "embedding", "<shared", "mm", "<encoder")
+    got = walk(
+        cursor, ">decoder", ">shared", "embedding", "<shared", "mm", "<decoder", ">head", "mm", "<head"
+    )
+    cursor.finish()
     assert got == ["save", "recompute", "save"]
 
 
-def test_a_module_that_is_called_once_more_is_left_to_its_last_call() -> None:
-    cursor = Cursor(ROUTE)
-    got = walk(cursor, "embed", ">c", "mm", "<c", ">c", "mm", "<c", "loss")
-    assert got == ["save", "recompute", "recompute", "save"]
+def test_what_is_not_certain_is_not_run_unseen() -> None:
+    """A module that is saved whole may run without the mode, but not while one may have been left out."""
+    cursor = Cursor(SHARED)
+    walk(cursor, ">encoder", ">shared", "embedding", "<shared", "mm", "<encoder")
+    assert cursor.enter("head") is None  # decoder may still come, from there
+    assert cursor.op("mm") == "save"
+    assert cursor.off == OffPath("shared/embedding#1", "head/mm#0")
 
 
 def test_an_unknown_module_is_left_to_the_default() -> None:
