@@ -52,7 +52,7 @@ bench-plans: $(READY)
 bench-peak: $(READY)
 	$(BIN)/python -m benchmarks.peak
 
-# What profiles cost, and whether recompute takes as long as predicted -> docs/profile-cost.md, docs/recompute-time.md: half an hour.
+# What profiles cost, and whether recompute takes as long as predicted -> docs/profile-cost.md, docs/recompute-time.md: three quarters of an hour.
 bench-profile: $(READY)
 	$(BIN)/python -m benchmarks.hollow
 	$(BIN)/python -m benchmarks.recompute_time
