@@ -22,7 +22,7 @@ from autoac.profiler.devices import Device, bytes_moved
 from autoac.profiler.ops import OpFacts, has_storage_or_fake
 from autoac.profiler.record import signature_of
 from autoac.profiler.times import Measured, Times, machine, processor
-from autoac.profiler.timing import host_clock
+from autoac.profiler.timing import event_now, host_clock
 
 PRODUCT = 768  # rows and columns of the products that the peak is measured with; 4096 where there is a stream
 COPIED = 2**26  # bytes that are copied to measure the bandwidth
@@ -93,10 +93,9 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
         began = now()
         call()
         return (now() - began) / 1e9
-    began_event, ended_event = (torch.Event(device=device, enable_timing=True) for _ in range(2))
-    began_event.record()
+    began_event = event_now(device)
     call()
-    ended_event.record()
+    ended_event = event_now(device)
     torch.get_device_module(device).synchronize(device)
     return float(began_event.elapsed_time(ended_event)) / 1e3
 
