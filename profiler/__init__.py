@@ -139,7 +139,7 @@ def observe(
         device, notes = device_of(model, args, kwargs), []
         environment = _environment(model, device)
         step = _observed(model, args, kwargs, loss, device, environment, accumulates, mode, times, notes)
-    needs = optimizer_bytes(optimizer, device, elsewhere=on is not None)
+    needs = optimizer_bytes(optimizer, device, on)
     found = assemble(
         step,
         model=type(model).__name__,
