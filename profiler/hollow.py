@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autoac.profiler.allocations import AllocationRecord, Allocations
+from autoac.profiler.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import NothingToProfile
 from autoac.profiler.modules import modules_restored, watch_modules
@@ -60,6 +60,7 @@ class HollowStep:
     times_ns: Sequence[int]  # for each mark, when it was
     backward_began: int  # mark
     backward_ended: int  # mark; outputs of the model are still held
+    lasting: Sequence[Block] = ()  # came in this step, and will be there from the beginning of the next
 
 
 def run(
@@ -117,6 +118,9 @@ def run(
                         model, call, leaves, loss, recorder, saved, allocations.mark, device
                     )
                 saved.closed = True
+                ended = allocations.mark()
+                forget_workspaces(device)
+                forgotten = allocations.mark()
             shards.mark(recorder.record, saved.out_of_reach)
             for state in recorder.generators.values():
                 state.restore()
@@ -151,16 +155,27 @@ def run(
         allocations.times_ns,
         backward_began,
         backward_ended,
+        allocations.freed_between(ended, forgotten),
     )
 
 
 def forget_workspaces(device: torch.device) -> None:
-    """Give back what cuBLAS keeps between calls, for the record to see it come: it lasts from step to step.
+    """Give back what cuBLAS keeps between calls, for the record to see it come and go.
 
-    torch takes it from the allocator that everything comes from, once for each stream and thread.
+    It lasts from step to step. torch takes it from the allocator that everything comes from, once for each
+    stream and thread, and there are versions of torch in which a thread can give back its own alone.
     """
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
+        in_backward(torch._C._cuda_clearCublasWorkspaces, device)
+
+
+def in_backward(call: Callable[[], None], device: torch.device) -> None:
+    """Call it on the thread on which backward of ops on `device` runs: not this one, where that is a GPU."""
+    with torch.enable_grad():
+        out = torch.zeros((), device=device, requires_grad=True).clone()
+    out.register_hook(lambda _gradient: call())
+    out.backward()
 
 
 def take_step(
