@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoac.profiler.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.compiled import watch_compiled
-from autoac.profiler.errors import NothingToProfile
+from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.modules import modules_restored, watch_modules
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
@@ -89,6 +89,7 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse, CannotProfile: as `alone`.
+        CannotProfile: the allocator reports nothing.
     """
     if accumulates is None:
         accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
@@ -121,6 +122,12 @@ def run(
                 ended = allocations.mark()
                 forget_workspaces(device)
                 forgotten = allocations.mark()
+            if not allocations.changes and any(made.address for made in recorder.record.storages):
+                raise CannotProfile(
+                    type(model).__name__,
+                    f"the allocator of {device} reports nothing to torch.profiler, so no size is known",
+                    "let torch use its own (on CUDA the backend `native`, no pluggable one)",
+                )
             shards.mark(recorder.record, saved.out_of_reach)
             for state in recorder.generators.values():
                 state.restore()

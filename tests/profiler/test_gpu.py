@@ -11,8 +11,9 @@ import torch
 from models import Transformer
 from torch import Tensor, nn
 
-from autoac.profiler import hollow, profile
-from autoac.profiler.recording import Allocated, Entry, Recording
+from autoac.profiler import CannotProfile, hollow, profile
+from autoac.profiler.ops import facts_of
+from autoac.profiler.recording import Allocated, Entry, Marked, Recording
 
 KEPT = 1 << 20  # bytes that a library keeps between its calls
 
@@ -102,3 +103,22 @@ def test_a_plain_step_may_get_larger_blocks_for_the_same(monkeypatch: pytest.Mon
     model, x = Transformer(layers=1), torch.randn(2, 8, 32)
     assert profile(model, x, mode="measured").keys() == profile(model, x).keys()
     assert len(records) == 3
+
+
+def test_an_allocator_that_reports_nothing_is_no_step_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's `cudaMallocAsync` and pluggable allocators tell torch.profiler nothing."""
+    entries = Recording.entries
+    monkeypatch.setattr(
+        Recording, "entries", lambda self: (e for e in entries(self) if isinstance(e, Marked))
+    )
+    with pytest.raises(CannotProfile, match="reports nothing"):
+        profile(Model(), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("name", ["_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state"])
+def test_recurrent_layers_of_a_gpu_are_never_run_again(name: str) -> None:
+    """Their dropout draws from a buffer of cuDNN's that each call moves on: a second call draws otherwise."""
+    facts = facts_of(getattr(torch.ops.aten, name).default)
+    assert facts.kept
+    assert facts.must_save == "it draws from a state that its library keeps"
+    assert facts.draws((), {}), "torch's generator too, for what it says of itself"
