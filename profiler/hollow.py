@@ -111,8 +111,13 @@ def run(
             began = now_ns()
             first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
             leaves += shards.leaves()
+            cold_ns = now_ns() - began
+            if chooses_at_first(device):
+                warm_up(model, call, leaves, loss, device)
+                for leaf in (*leaves, *shards.aliases):
+                    leaf.grad = None
+                began = now_ns() - cold_ns
             forget_workspaces(device)
-            warm = now_ns()
             with allocations:
                 with torch.enable_grad():
                     backward_began, backward_ended = take_step(
@@ -142,7 +147,7 @@ def run(
             if wanted:
                 more: Samples = {}
                 if time_ops and silent:
-                    forward_ns = min(warm - began, at[backward_began] - at[0])  # one was cold, one recorded
+                    forward_ns = min(cold_ns, at[backward_began] - at[0])  # one was cold, one recorded
                     step_ns = forward_ns + at[backward_ended] - at[backward_began]
                     left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
                     more = forwards(call, device, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
@@ -164,6 +169,39 @@ def run(
         backward_ended,
         allocations.freed_between(ended, forgotten),
     )
+
+
+def chooses_at_first(device: torch.device) -> bool:
+    """Whether an op's first backward there is unlike all others, in time and in memory.
+
+    On a GPU kernels are loaded and handles made when they are first needed, and cuDNN, told to, tries its
+    ways to convolve (`torch.backends.cudnn.benchmark`), with the memory of the most demanding one. What it
+    finds it remembers for each thread, so no forward does that for backward.
+    """
+    return device.type != "cpu"
+
+
+def warm_up(
+    model: nn.Module,
+    call: Callable[[], Any],
+    leaves: Sequence[Tensor],
+    loss: Loss | None,
+    device: torch.device,
+) -> None:
+    """Take a hollow step of which nothing is written down. Leaves gradients."""
+    recorder = Recorder(_unmarked)
+    saved = SavedTensorsRecord(recorder, _unmarked)
+    try:
+        with torch.enable_grad():
+            take_step(model, call, leaves, loss, recorder, saved, _unmarked, device)
+    finally:
+        saved.closed = True
+        for state in recorder.generators.values():
+            state.restore()
+
+
+def _unmarked() -> int:
+    return 0
 
 
 def forget_workspaces(device: torch.device) -> None:

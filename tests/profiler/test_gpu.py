@@ -11,7 +11,7 @@ import torch
 from models import Transformer
 from torch import Tensor, nn
 
-from autoac.profiler import CannotProfile, hollow, profile
+from autoac.profiler import CannotProfile, hollow, observe, profile
 from autoac.profiler.ops import facts_of
 from autoac.profiler.recording import Allocated, Entry, Marked, Recording
 
@@ -60,6 +60,56 @@ def test_what_backward_takes_once_and_keeps_is_there_all_the_time(monkeypatch: p
         assert [b - a for a, b in zip(before, after, strict=True)] == [KEPT] * len(before), measure
     assert found.ops.workspace_nbytes == without.ops.workspace_nbytes
     assert found.gradient_nbytes == without.gradient_nbytes + KEPT
+
+
+class Tries(torch.autograd.Function):
+    """Backward tries several ways the first time that it runs, as cuDNN does."""
+
+    tried = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if not Tries.tried:
+            Tries.tried = True
+            torch.empty(KEPT, dtype=torch.uint8)
+        return gradient.clone()
+
+
+class Trying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transformer(layers=2, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Any:
+        return Tries.apply(self.inner(x)["logits"])
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_what_only_a_first_backward_needs_is_not_in_the_profile(
+    accumulates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Trying(), torch.randn(2, 8, 32)
+    Tries.tried = True
+    usual = observe(model, (x,), {}, accumulates=accumulates)
+    state = torch.get_rng_state()
+    monkeypatch.setattr(hollow, "chooses_at_first", lambda _device: True)
+    Tries.tried = False
+    found = observe(model, (x,), {}, accumulates=accumulates)
+    assert Tries.tried
+    assert found.fingerprint == usual.fingerprint
+    assert found.backward.peak_nbytes == usual.backward.peak_nbytes
+    assert found.backward.other_nbytes == usual.backward.other_nbytes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_on_a_gpu_alone_is_a_first_backward_unlike_the_others() -> None:
+    assert hollow.chooses_at_first(torch.device("cuda", 0))
+    assert not hollow.chooses_at_first(torch.device("cpu"))
 
 
 def test_workspaces_of_cublas_are_given_back_on_both_threads(monkeypatch: pytest.MonkeyPatch) -> None:
