@@ -113,7 +113,7 @@ class LocalTimes:
 
     def __init__(self, device: torch.device, sheet: Device, times: Times | None = None) -> None:
         self.notes: dict[str, None] = {}
-        self._device = device
+        self.device = device
         self.sheet = sheet
         self._times = times
         self._here = machine(device, sheet.name)
@@ -170,14 +170,14 @@ class LocalTimes:
         """Made anew each time, since an op may write its operands."""
         real_args, real_kwargs = tree_map_only(Tensor, self._made_up, (tuple(args), dict(kwargs)))
         if isinstance(real_kwargs.get("device"), torch.device):
-            real_kwargs["device"] = self._device
-        return seconds(lambda: func(*real_args, **real_kwargs), self._device)
+            real_kwargs["device"] = self.device
+        return seconds(lambda: func(*real_args, **real_kwargs), self.device)
 
     def _made_up(self, tensor: Tensor) -> Tensor:
         """A tensor as `tensor` on the device: its values if they are known, else ones, or zeros to index."""
         if type(tensor) is not FakeTensor and not tensor.is_meta:
-            return tensor.detach().to(self._device, copy=True)
-        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+            return tensor.detach().to(self.device, copy=True)
+        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
         return made.fill_(1 if tensor.is_floating_point() or tensor.is_complex() else 0)
 
     def keep(self) -> None:
