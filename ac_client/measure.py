@@ -69,7 +69,7 @@ class AllocatorTimeline:
         self._recording: Recording | None = None
 
     def __enter__(self) -> Self:
-        recording = Recording(self._ops, cuda=self.device.type == "cuda")
+        recording = Recording(self._ops)
         try:
             recording.__enter__()
         except ProfilerBusy:
@@ -77,6 +77,8 @@ class AllocatorTimeline:
                 "another torch profiler is running on this thread; end it before measuring"
             ) from None
         if self.device.type == "cuda":
+            if self.device.index is None:  # whose counter torch means
+                self.device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base = torch.cuda.memory_allocated(self.device)

@@ -13,12 +13,20 @@ from autoac.profiler import device_of
 from autoac.profiler.modules import ModulesBefore
 from autoac.profiler.randomness import Generators
 
+_IN_WORDS_ONLY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    # Where CUDA and its libraries take memory themselves, beside the caching allocator that has the rest.
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",  # a handle, as at the first product on backward's thread
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocator had nothing left: CUDA's, or the CPU's, which says so in words only."""
+    """Whether an allocator had nothing left: that of CUDA's tensors, or one that says so in words only."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _IN_WORDS_ONLY)
 
 
 @dataclass(frozen=True, slots=True)

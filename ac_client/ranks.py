@@ -25,7 +25,7 @@ from ac_client.errors import RankFailed
 from autoac.planner import InfeasibleBudget, InvalidBudget, InvalidConstraints, Policy, SolverOutOfTime
 from autoac.planner.errors import ConflictingPins, Holding, InfeasibleConstraints, UnmatchedPattern
 from autoac.planner.policy_set import Extent, Shape
-from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, ShardsInUse
+from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, ShardsInUse, device_of
 
 Group = Any
 """A `torch.distributed.ProcessGroup`; "auto": that of the model's wrapper; None: each rank for itself."""
@@ -34,13 +34,20 @@ AUTO: Final = "auto"
 
 
 class Ranks:
-    """The ranks of a group, of which this process is one. All of them have to come to each call."""
+    """The ranks of a group, of which this process is one. All of them have to come to each call.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        group: the group.
+        device: of this rank's model. What is told goes over it, if the group talks over devices of its type:
+            the current one, which NCCL would take, may be the same on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._device = dist.distributed_c10d._get_object_coll_device(group)
+        talks_over = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+        self._device = device if device.type == talks_over.type else talks_over
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` holds on any rank."""
@@ -94,7 +101,7 @@ def ranks_of(model: nn.Module, group: Group) -> Ranks | None:
     found = _wrapper_group(model) if group is AUTO else group
     if found is None or dist.get_rank(found) < 0 or dist.get_world_size(found) == 1:
         return None
-    return Ranks(found)
+    return Ranks(found, device_of(model))
 
 
 def _wrapper_group(model: nn.Module) -> Any:

@@ -87,7 +87,8 @@ def profile(
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse: FSDP holds gradients that are not reduced yet.
-        CannotProfile: the model is sharded in a way that docs/ranks.md excludes.
+        CannotProfile: the model is sharded in a way that docs/ranks.md excludes; or the device's allocator
+            reports nothing, as CUDA's `cudaMallocAsync` and pluggable ones.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
         ValueError: `mode` and `on` do not go together.
@@ -139,7 +140,7 @@ def observe(
         device, notes = device_of(model, args, kwargs), []
         environment = _environment(model, device)
         step = _observed(model, args, kwargs, loss, device, environment, accumulates, mode, times, notes)
-    needs = optimizer_bytes(optimizer, device, elsewhere=on is not None)
+    needs = optimizer_bytes(optimizer, device, on)
     found = assemble(
         step,
         model=type(model).__name__,

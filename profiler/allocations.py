@@ -104,6 +104,12 @@ class AllocationRecord:
                 case _:
                     pass
 
+    def freed_between(self, first: int, last: int) -> list[Block]:
+        """The blocks that are live at mark number `first` and not at mark number `last`."""
+        began, ended = self.places[first], self.places[last]
+        gone = (change.block for change in self.changes[began:ended] if change.nbytes < 0)
+        return [block for block in gone if block.allocated < began]
+
     def block_at(self, address: int, mark: int) -> Block | None:
         """The block at `address` that is live at mark number `mark`."""
         place = self.places[mark]

@@ -52,7 +52,7 @@ def assemble(
     blocks = [_block(record, storage) for storage in forward.storages]
     mine = [block for block in blocks if block is not None]
     copies = [block for copy in saved.copies if (block := _block(record, copy)) is not None]
-    other = _Levels.of(record, hidden=mine + copies)
+    other = _Levels.of(record, hidden=mine + copies, lasting=step.lasting)
     n = len(forward.ops)
     made: list[list[Block]] = [[] for _ in forward.ops]
     for value in forward.values:
@@ -165,10 +165,11 @@ class _Levels:
     active: list[int]  # places of the changes that count, ascending
 
     @classmethod
-    def of(cls, record: Allocations, hidden: Sequence[Block]) -> _Levels:
-        """Bytes in the blocks that are not `hidden`."""
-        hide = set(map(id, hidden))
-        after, active, live = [0], [], 0
+    def of(cls, record: Allocations, hidden: Sequence[Block], lasting: Sequence[Block] = ()) -> _Levels:
+        """Bytes in the blocks that are not `hidden`; `lasting` ones are there all the time."""
+        hide = {id(block) for block in (*hidden, *lasting)}
+        live = sum(block.nbytes for block in lasting)
+        after, active = [live], []
         for place, change in enumerate(record.changes):
             if id(change.block) not in hide:
                 live += change.nbytes

@@ -279,7 +279,7 @@ def run(
     allocations.idle = lambda: recorder.paused
     paths = gpu_paths() if device.device_type != "cpu" else contextlib.nullcontext()
     with (
-        generators_restored(CPU),
+        generators_restored(CPU if local is None else local.device),
         modules_restored(model),
         disarmed(model),
         paths,

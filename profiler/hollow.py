@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autoac.profiler.allocations import AllocationRecord, Allocations
+from autoac.profiler.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.compiled import watch_compiled
-from autoac.profiler.errors import NothingToProfile
+from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.modules import modules_restored, watch_modules
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
@@ -60,6 +60,7 @@ class HollowStep:
     times_ns: Sequence[int]  # for each mark, when it was
     backward_began: int  # mark
     backward_ended: int  # mark; outputs of the model are still held
+    lasting: Sequence[Block] = ()  # came in this step, and will be there from the beginning of the next
 
 
 def run(
@@ -88,6 +89,7 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse, CannotProfile: as `alone`.
+        CannotProfile: the allocator reports nothing.
     """
     if accumulates is None:
         accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
@@ -109,14 +111,28 @@ def run(
             began = now_ns()
             first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
             leaves += shards.leaves()
+            cold_ns = now_ns() - began
+            if chooses_at_first(device):
+                warm_up(model, call, leaves, loss, device)
+                for leaf in (*leaves, *shards.aliases):
+                    leaf.grad = None
+                began = now_ns() - cold_ns
             forget_workspaces(device)
-            warm = now_ns()
             with allocations:
                 with torch.enable_grad():
                     backward_began, backward_ended = take_step(
                         model, call, leaves, loss, recorder, saved, allocations.mark, device
                     )
                 saved.closed = True
+                ended = allocations.mark()
+                forget_workspaces(device)
+                forgotten = allocations.mark()
+            if not allocations.changes and any(made.address for made in recorder.record.storages):
+                raise CannotProfile(
+                    type(model).__name__,
+                    f"the allocator of {device} reports nothing to torch.profiler, so no size is known",
+                    "let torch use its own (on CUDA the backend `native`, no pluggable one)",
+                )
             shards.mark(recorder.record, saved.out_of_reach)
             for state in recorder.generators.values():
                 state.restore()
@@ -131,7 +147,7 @@ def run(
             if wanted:
                 more: Samples = {}
                 if time_ops and silent:
-                    forward_ns = min(warm - began, at[backward_began] - at[0])  # one was cold, one recorded
+                    forward_ns = min(cold_ns, at[backward_began] - at[0])  # one was cold, one recorded
                     step_ns = forward_ns + at[backward_ended] - at[backward_began]
                     left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
                     more = forwards(call, device, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
@@ -151,16 +167,60 @@ def run(
         allocations.times_ns,
         backward_began,
         backward_ended,
+        allocations.freed_between(ended, forgotten),
     )
 
 
-def forget_workspaces(device: torch.device) -> None:
-    """Give back what cuBLAS keeps between calls, for the record to see it come: it lasts from step to step.
+def chooses_at_first(device: torch.device) -> bool:
+    """Whether an op's first backward there is unlike all others, in time and in memory.
 
-    torch takes it from the allocator that everything comes from, once for each stream and thread.
+    On a GPU kernels are loaded and handles made when they are first needed, and cuDNN, told to, tries its
+    ways to convolve (`torch.backends.cudnn.benchmark`), with the memory of the most demanding one. What it
+    finds it remembers for each thread, so no forward does that for backward.
+    """
+    return device.type != "cpu"
+
+
+def warm_up(
+    model: nn.Module,
+    call: Callable[[], Any],
+    leaves: Sequence[Tensor],
+    loss: Loss | None,
+    device: torch.device,
+) -> None:
+    """Take a hollow step of which nothing is written down. Leaves gradients."""
+    recorder = Recorder(_unmarked)
+    saved = SavedTensorsRecord(recorder, _unmarked)
+    try:
+        with torch.enable_grad():
+            take_step(model, call, leaves, loss, recorder, saved, _unmarked, device)
+    finally:
+        saved.closed = True
+        for state in recorder.generators.values():
+            state.restore()
+
+
+def _unmarked() -> int:
+    return 0
+
+
+def forget_workspaces(device: torch.device) -> None:
+    """Give back what cuBLAS keeps between calls, for the record to see it come and go.
+
+    It lasts from step to step. torch takes it from the allocator that everything comes from, once for each
+    stream and thread, and there are versions of torch in which a thread can give back its own alone.
     """
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
+        in_backward(torch._C._cuda_clearCublasWorkspaces, device)
+
+
+def in_backward(call: Callable[[], None], device: torch.device) -> None:
+    """Call it on the thread on which backward of ops on `device` runs: not this one, where that is a GPU."""
+    with torch.enable_grad():
+        out = torch.zeros((), device=device, requires_grad=True).clone()
+    out.register_hook(lambda _gradient: call())
+    out.backward()
 
 
 def take_step(

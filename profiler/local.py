@@ -22,7 +22,7 @@ from autoac.profiler.devices import Device, bytes_moved
 from autoac.profiler.ops import OpFacts, has_storage_or_fake
 from autoac.profiler.record import signature_of
 from autoac.profiler.times import Measured, Times, machine, processor
-from autoac.profiler.timing import host_clock
+from autoac.profiler.timing import event_now, host_clock
 
 PRODUCT = 768  # rows and columns of the products that the peak is measured with; 4096 where there is a stream
 COPIED = 2**26  # bytes that are copied to measure the bandwidth
@@ -93,10 +93,9 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
         began = now()
         call()
         return (now() - began) / 1e9
-    began_event, ended_event = (torch.Event(device=device, enable_timing=True) for _ in range(2))
-    began_event.record()
+    began_event = event_now(device)
     call()
-    ended_event.record()
+    ended_event = event_now(device)
     torch.get_device_module(device).synchronize(device)
     return float(began_event.elapsed_time(ended_event)) / 1e3
 
@@ -114,7 +113,7 @@ class LocalTimes:
 
     def __init__(self, device: torch.device, sheet: Device, times: Times | None = None) -> None:
         self.notes: dict[str, None] = {}
-        self._device = device
+        self.device = device
         self.sheet = sheet
         self._times = times
         self._here = machine(device, sheet.name)
@@ -171,14 +170,14 @@ class LocalTimes:
         """Made anew each time, since an op may write its operands."""
         real_args, real_kwargs = tree_map_only(Tensor, self._made_up, (tuple(args), dict(kwargs)))
         if isinstance(real_kwargs.get("device"), torch.device):
-            real_kwargs["device"] = self._device
-        return seconds(lambda: func(*real_args, **real_kwargs), self._device)
+            real_kwargs["device"] = self.device
+        return seconds(lambda: func(*real_args, **real_kwargs), self.device)
 
     def _made_up(self, tensor: Tensor) -> Tensor:
         """A tensor as `tensor` on the device: its values if they are known, else ones, or zeros to index."""
         if type(tensor) is not FakeTensor and not tensor.is_meta:
-            return tensor.detach().to(self._device, copy=True)
-        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+            return tensor.detach().to(self.device, copy=True)
+        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
         return made.fill_(1 if tensor.is_floating_point() or tensor.is_complex() else 0)
 
     def keep(self) -> None:

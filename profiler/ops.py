@@ -47,6 +47,10 @@ _WORKSPACES = {"aten::mkldnn_rnn_layer", "aten::_sparse_mm_reduce_impl"}
 # Return floating-point numbers for backward in a tensor of bytes, which neither index nor decide.
 _NUMBERS_AS_BYTES = {"aten::mkldnn_rnn_layer"}
 
+# Draw from a state that cuDNN or MIOpen keeps, an argument of theirs, and move it on, though their schema
+# says nothing: run again they would draw other numbers, whatever torch's generators are set to.
+_OWN_STATE = {"aten::_cudnn_rnn", "aten::miopen_rnn", "aten::_cudnn_init_dropout_state"}
+
 # Fill an argument, by its position, after autograd has packed it, and leave its version counter where it was.
 _FILLS_PACKED = {"aten::rrelu_with_noise": 1, "aten::rrelu_with_noise_": 1}
 
@@ -211,7 +215,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         dropout_at=_dropout_position(positional) if random else -1,
         must_save=_must_save(op, collective),
         collective=collective,
-        kept=schema.name in _REBINDS,
+        kept=schema.name in _REBINDS | _OWN_STATE,
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
         numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
@@ -235,6 +239,8 @@ def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
         return DECIDES
     if name in _REBINDS:
         return "it moves a tensor to another storage"
+    if name in _OWN_STATE:
+        return "it draws from a state that its library keeps"
     if name in _WORKSPACES:
         return "its workspace cannot be made again"
     return ""

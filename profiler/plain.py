@@ -36,8 +36,10 @@ def _facts(hollow: HollowStep, plain: HollowStep) -> Iterator[tuple[str, list[An
 
     def storages(step: HollowStep) -> list[Any]:
         record = step.allocations
-        blocks = [record.block_at(s.address, s.mark) if s.address else None for s in step.forward.storages]
-        return [f"{block.nbytes} bytes" if block is not None else "elsewhere" for block in blocks]
+        return [
+            f"{s.nbytes} bytes" if s.address and record.block_at(s.address, s.mark) else "elsewhere"
+            for s in step.forward.storages
+        ]
 
     def saved(step: HollowStep) -> list[Any]:
         return [f"value {v} after {n} ops" for v, n in zip(step.saved.values, step.saved.packed, strict=True)]

@@ -67,6 +67,7 @@ class RecordedStorage:
 
     address: int
     mark: int  # at which it is live
+    nbytes: int = 0  # that were asked for; the allocator may give more, and not the same each time
 
 
 @dataclass(slots=True)
@@ -201,7 +202,8 @@ class Recorder(SeesCompiled):
         storage = tensor.untyped_storage()
         if any(self.has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
             return
-        self.record.storages.append(RecordedStorage(self.locate(storage), self.record.ops[op].ended))
+        found = RecordedStorage(self.locate(storage), self.record.ops[op].ended, storage.nbytes())
+        self.record.storages.append(found)
         self._add_value(tensor, op, len(self.record.storages) - 1, -1)
 
     def _add_value(self, tensor: Tensor, op: int, storage: int, previous: int) -> None:

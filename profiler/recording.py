@@ -74,17 +74,15 @@ class Recording:
     Args:
         ops: names of ops, `aten::mm`, whose runs `entries` is to tell, and those of all nodes of autograd
             with them. By default neither is recorded (NOTE [ Ops are left out of the record ]).
-        cuda: also wait for CUDA's own activities, so that the record is complete when the block ends.
 
     Raises:
         ProfilerBusy: another torch profiler is running on this thread.
     """
 
-    def __init__(self, ops: Collection[str] = (), *, cuda: bool = False) -> None:
+    def __init__(self, ops: Collection[str] = ()) -> None:
         self._ops = frozenset(ops)
-        self._settings = torch.autograd.profiler.profile(
-            use_device="cuda" if cuda else None, profile_memory=True, use_kineto=True
-        )
+        # Without CUDA's own activities: the host's allocator reports, and no kernel needs to be traced.
+        self._settings = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         self._results: Any = None
 
     def __enter__(self) -> Self:

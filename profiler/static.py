@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,13 +63,13 @@ def static_bytes(
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
-                total += -(-storage.nbytes() // rounding) * rounding
+                total += _rounded(storage.nbytes(), rounding)
         return total
 
     parameters = list(parameters_of(model))
     buckets = buckets_of(model, device if on is None else None)
     to_come = sum(
-        -(-local(parameter).nbytes // rounding) * rounding
+        _rounded(local(parameter).nbytes, rounding)
         for parameter in parameters
         if parameter.requires_grad and parameter.grad is None
         if on is not None or parameter.device.type == device.type
@@ -89,20 +91,20 @@ def allocator_rounding(device: torch.device) -> int:
 
 
 def optimizer_bytes(
-    optimizer: torch.optim.Optimizer | None, device: torch.device, *, elsewhere: bool = False
+    optimizer: torch.optim.Optimizer | None, device: torch.device, on: Device | None = None
 ) -> OptimizerBytes:
     """State and workspace of `optimizer` on `device`, also before its first step.
 
-    Runs two steps of a copy of the optimizer on fake tensors, which allocates nothing. Where it looks at a
-    number (Adafactor at norms), it finds a one. With `elsewhere`, its parameters are taken to be on
-    `device`, wherever they are.
+    In bytes, as the allocator rounds them. Runs two steps of a copy of the optimizer on fake tensors, which
+    allocates nothing. Where it looks at a number (Adafactor at norms), it finds a one. With `on`, its
+    parameters are taken to be there, wherever they are.
     """
     if optimizer is None:
         return OptimizerBytes(0, 0)
     optimizer = _innermost(optimizer)
     existing = optimizer_state_nbytes(optimizer, device)
     try:
-        state, workspace = _fake_step(optimizer, device, elsewhere)
+        state, workspace = _fake_step(optimizer, device, on)
     except Exception as error:  # noqa: BLE001 - the optimizer is the user's code; its own step is the judge
         note = f"{type(optimizer).__name__} could not be run on fake tensors ({type(error).__name__})"
         return OptimizerBytes(existing, 0, f"{note}: only its state so far is counted")
@@ -110,8 +112,9 @@ def optimizer_bytes(
 
 
 def optimizer_state_nbytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Bytes of the state that `optimizer` has now."""
-    return _state_nbytes(_innermost(optimizer).state.values(), device)
+    """Bytes of the state that `optimizer` has now, as the allocator rounds them."""
+    states = _innermost(optimizer).state.values()
+    return _state_nbytes(states, device.type, allocator_rounding(device))
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -125,15 +128,22 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _state_nbytes(states: Iterable[Any], device: torch.device) -> int:
+def _state_nbytes(states: Iterable[Any], device_type: str, rounding: int) -> int:
     return sum(
-        leaf.untyped_storage().nbytes()
+        _rounded(leaf.untyped_storage().nbytes(), rounding)
         for leaf in map(local, filter(torch.is_tensor, tree_leaves(list(states))))
-        if leaf.device.type == device.type and leaf.layout is torch.strided
+        if leaf.device.type == device_type and leaf.layout is torch.strided
     )
 
 
-def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, elsewhere: bool) -> tuple[int, int]:
+def _rounded(nbytes: int, rounding: int) -> int:
+    return -(-nbytes // rounding) * rounding
+
+
+def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None) -> tuple[int, int]:
+    """Bytes of state and of workspace. Fake tensors may be on a device that is not here."""
+    device_type = device.type if on is None else on.device_type
+    rounding = allocator_rounding(device) if on is None else on.allocator_rounding
     twin = copy.copy(optimizer)
     with FakeTensorMode(allow_non_fake_inputs=True):
         groups = []
@@ -146,24 +156,42 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, elsewhere
                         held.size(),
                         held.stride(),
                         dtype=held.dtype,
-                        device=device if elsewhere else held.device,
+                        device=held.device if on is None else device_type,
                     )
                 )
                 if parameter.requires_grad:
                     fake.grad = torch.empty_like(fake)
                 fakes.append(fake)
-            groups.append({**group, "params": fakes})
+            chosen = {"foreach": True} if _chooses_foreach(group, fakes) else {}
+            groups.append({**group, **chosen, "params": fakes})
         twin.param_groups = groups
         twin.state = defaultdict(dict)
         twin._optimizer_step_pre_hooks = {}
         twin._optimizer_step_post_hooks = {}
-        with torch.no_grad(), _Workspace(device) as first:
+        with torch.no_grad(), _Workspace(device_type, rounding) as first:
             type(optimizer).step(twin)  # makes the state
-        with torch.no_grad(), _Workspace(device) as second:
+        with torch.no_grad(), _Workspace(device_type, rounding) as second:
             type(optimizer).step(twin)
-        state = _state_nbytes(twin.state.values(), device)
+        state = _state_nbytes(twin.state.values(), device_type, rounding)
         # The state is counted as there from the beginning, so of the first step what is more than that.
         return state, max(second.peak, first.peak - state)
+
+
+def _chooses_foreach(group: Mapping[str, Any], fakes: Sequence[Tensor]) -> bool:
+    """Whether torch, where it has the choice, updates all tensors of `group` at once, as it does on a GPU.
+
+    That needs copies of them all. For fake tensors it never chooses so, whatever it does for those that
+    they stand for. `fakes` are on the device that is meant.
+
+    Source: `_default_to_fused_or_foreach` in torch/optim/optimizer.py, and `adam` in torch/optim/adam.py.
+    """
+    if "foreach" not in group or group["foreach"] is not None or group.get("fused") is not None:
+        return False  # it has no choice
+    if group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable")):
+        return False
+    return all(type(p) in _foreach_supported_types for p in group["params"]) and all(
+        fake.device.type in _get_foreach_kernels_supported_devices() for fake in fakes
+    )
 
 
 def _one(dtype: torch.dtype) -> bool | int | float:
@@ -175,9 +203,10 @@ def _one(dtype: torch.dtype) -> bool | int | float:
 class _Workspace(TorchDispatchMode):
     """The most bytes of tensors made inside it that are live at once. A number that is not known is one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device_type: str, rounding: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
+        self._device_type = device_type
+        self._rounding = rounding
         self._table: StorageTable[bool] = StorageTable()
         self._live = 0
         self.peak = 0
@@ -195,13 +224,13 @@ class _Workspace(TorchDispatchMode):
             if isinstance(t, Tensor) and t.layout is torch.strided
         }
         for tensor in outputs_of(out):
-            if tensor.layout is not torch.strided or tensor.device.type != self._device.type:
+            if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata in inputs or self._table.get(tensor):
                 continue
             self._table.set(tensor, True)
-            nbytes = storage.nbytes()
+            nbytes = _rounded(storage.nbytes(), self._rounding)
             self._live += nbytes
             self.peak = max(self.peak, self._live)
             weakref.finalize(storage, self._freed, nbytes)

@@ -86,9 +86,7 @@ class DeviceClock:
         self._events: list[torch.Event] = []
 
     def stop(self) -> None:
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()  # in the current stream: that of the op whose backward runs
-        self._events.append(event)
+        self._events.append(event_now(self._device))
 
     def go_on(self) -> None:
         pass
@@ -99,6 +97,16 @@ class DeviceClock:
         # Of two neighbours, so that a float of milliseconds has microseconds in it.
         steps_ms = (a.elapsed_time(b) for a, b in itertools.pairwise(self._events))
         return [round(ms * 1e6) for ms in itertools.accumulate(steps_ms, initial=0.0)][: len(self._events)]
+
+
+def event_now(device: torch.device) -> torch.Event:
+    """An event in the stream that ops on `device` go to now: in backward, that of the op whose backward runs.
+
+    Without a stream it would be one of the *current* device, which need not be the model's.
+    """
+    event = torch.Event(device=device, enable_timing=True)
+    event.record(torch.get_device_module(device).current_stream(device))
+    return event
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -146,11 +154,7 @@ class OpTimer(TorchDispatchMode):
         return out
 
     def _now(self) -> Any:
-        if self._device.type == "cpu":
-            return self._host_now()
-        event = torch.Event(device=self._device, enable_timing=True)
-        event.record()
-        return event
+        return self._host_now() if self._device.type == "cpu" else event_now(self._device)
 
     def samples(self) -> Samples:
         """What was timed. On a device with a stream this waits for it."""

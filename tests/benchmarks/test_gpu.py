@@ -11,7 +11,6 @@ from torch import nn
 from zoo import ZOO
 
 from ac_client.measure import AllocatorTimeline
-from autoac.profiler import hollow
 from benchmarks import gpu
 from benchmarks.gpu import Case, CudaMeter, Row
 
@@ -98,15 +97,3 @@ def test_a_gpus_peak_is_reset_before_and_read_after_the_stream_has_ended(
     meter = CudaMeter(torch.device("cuda", 0))
     assert meter.peak_of(noted("step")) == 7
     assert calls == ["synchronize", "reset_peak_memory_stats", "step", "synchronize", "max_memory_allocated"]
-
-
-def test_workspaces_of_cublas_are_forgotten_before_a_step_is_recorded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They last from step to step, so a record that begins after they were made would miss them."""
-    calls: list[int] = []
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append(1), raising=False)
-    hollow.forget_workspaces(torch.device("cpu"))
-    assert not calls
-    hollow.forget_workspaces(torch.device("cuda", 0))
-    assert calls == [1]

@@ -325,6 +325,11 @@ def test_nothing_of_the_broken_step_is_held_while_it_runs_again(budget_gb: float
 def test_what_counts_as_out_of_memory() -> None:
     assert is_out_of_memory(torch.cuda.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError(CPU_WORDS))
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"))
+    assert is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    )
+    assert not is_out_of_memory(torch.AcceleratorError("CUDA error: an illegal memory access"))
     assert not is_out_of_memory(RuntimeError("x"))
     assert not is_out_of_memory(MemoryError())
     assert not is_out_of_memory(None)

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import told_by_ranks
 from torch import nn
 
 import ac_client
+from ac_client import ranks as ranks_module
 from ac_client.ranks import Need, meet, planners_of, ranks_of
 from autoac.planner import InfeasibleBudget, InvalidConstraints
 
@@ -386,6 +389,24 @@ def test_ranks_plan_only_for_batches_that_no_other_covers() -> None:
     wide, long, small = {"0": "f[8, 4]"}, {"0": "f[4, 9]"}, {"0": "f[4, 4]"}
     assert planners_of([small, wide, small, wide]) == [1]
     assert planners_of([small, wide, long]) == [2, 1]
+
+
+@pytest.mark.parametrize(("talks_over", "expected"), [("cuda", "cuda:3"), ("cpu", "cpu")])
+def test_ranks_talk_over_the_device_of_their_model(
+    talks_over: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the current one, which is every rank's first GPU if nobody set it, NCCL refuses to."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda group: talks_over)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(ranks_module, "device_of", lambda model: torch.device("cuda", 3))
+    found = ranks_of(nn.Linear(1, 1), object())
+    assert found is not None
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "tensor", lambda *_args, **kwargs: asked.append(kwargs["device"]))
+    found._numbers(1)
+    assert asked == [torch.device(expected)]
 
 
 def test_a_model_without_a_wrapper_is_planned_by_each_rank_alone() -> None:

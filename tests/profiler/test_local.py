@@ -10,7 +10,7 @@ import torch
 from models import Transformer
 from torch import Tensor, nn
 
-from autoac.profiler import DATASHEETS, Times, datasheet_of_this_cpu, local, profile
+from autoac.profiler import DATASHEETS, Times, datasheet_of_this_cpu, fake, local, profile
 from autoac.profiler.devices import Device
 from autoac.profiler.ops import facts_of
 
@@ -48,6 +48,21 @@ def test_ops_of_a_step_that_runs_nowhere_have_measured_times() -> None:
     assert any(note.startswith("measured: run times of") for note in found.notes)
     assert not any("was not run" in note for note in found.notes)
     assert sum(found.backward.runtime_us) > 0
+
+
+def test_generators_of_the_device_that_ops_are_run_on_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout that is run by itself for its time draws there, and not on the CPU that fake tensors are on."""
+    restored: list[torch.device] = []
+    own = fake.generators_restored
+
+    def noted(device: torch.device) -> Any:
+        restored.append(device)
+        return own(device)
+
+    monkeypatch.setattr(fake, "generators_restored", noted)
+    profile(nn.Linear(4, 4), torch.randn(2, 4), on=torch.device("cpu", 0))
+    profile(nn.Linear(4, 4), torch.randn(2, 4), on=DATASHEETS["h100"])
+    assert restored == [torch.device("cpu", 0), torch.device("cpu")]
 
 
 def test_a_kind_of_op_is_run_once_and_then_read_from_the_file(

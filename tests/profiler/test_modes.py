@@ -19,6 +19,7 @@ from zoo import ZOO, Entry
 
 from autoac.planner import build, simulate
 from autoac.profiler import DATASHEETS, Times, Unsteady, observe, profile
+from autoac.profiler.static import optimizer_bytes
 
 SOME = [entry for entry in ZOO if entry.name in ("GPT-2", "ResNet", "LSTM", "mixture of experts")]
 CASTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -227,6 +228,41 @@ def test_adafactors_factored_state_counts_before_its_first_step(foreach: bool) -
     assert 0 < found.static.optimizer_state < found.static.parameters / 2  # a row and a column of each
     assert found.optimizer_workspace_nbytes > 0
     assert not any("could not be run" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_once", "steps_there"),
+    [
+        ({}, True, False),  # on a GPU torch updates all at once, and counts steps on the host
+        ({"foreach": False}, False, False),
+        ({"fused": True}, None, True),
+        ({"capturable": True}, True, True),
+        ({"lr": torch.tensor(0.1)}, False, False),
+    ],
+)
+def test_an_optimizer_on_a_gpu_copies_all_parameters_at_once(
+    settings: dict[str, Any], at_once: bool | None, steps_there: bool
+) -> None:
+    """Fake tensors stand for the real ones, and torch would update those one by one."""
+    rounded = 512
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    needs = optimizer_bytes(optimizer, torch.device("cpu"), DATASHEETS["h100"])
+    one = 64 * 64 * 4
+    assert needs.note == ""
+    assert needs.state == 4 * (2 * one + (rounded if steps_there else 0))
+    if at_once is None:
+        assert needs.workspace == 0  # one kernel
+    else:
+        assert (needs.workspace >= 4 * one) is at_once
+    assert all("foreach" not in settings or group["foreach"] is False for group in optimizer.param_groups)
+
+
+def test_an_optimizer_on_this_cpu_updates_one_parameter_after_the_other() -> None:
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+    needs = optimizer_bytes(torch.optim.AdamW(model.parameters()), torch.device("cpu"))
+    assert needs.state == 4 * (2 * 64 * 64 * 4 + 4)  # steps are counted beside the rest
+    assert 64 * 64 * 4 <= needs.workspace < 4 * 64 * 64 * 4
 
 
 def test_a_model_may_differentiate_inside_its_forward() -> None:

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.allocations import AllocationRecord
+from autoac.profiler.local import seconds
 from autoac.profiler.recording import Allocated, Marked, Ran, Recording
-from autoac.profiler.timing import DeviceClock, HostClock, clock_of, host_clock
+from autoac.profiler.timing import DeviceClock, HostClock, clock_of, host_clock, timed_forward
 
 CPU = torch.device("cpu")
 
@@ -113,6 +114,9 @@ class Stream:
     def synchronize(self, device: torch.device) -> None:
         self.synchronized = True
 
+    def current_stream(self, device: torch.device) -> torch.device:
+        return device
+
 
 class Event:
     made = 0
@@ -121,7 +125,9 @@ class Event:
         assert enable_timing
         assert device.type == "cuda"
 
-    def record(self) -> None:
+    def record(self, stream: torch.device) -> None:
+        """Without a stream torch takes the current device's, which is another one here."""
+        assert stream == torch.device("cuda", 1)
         self.at_ms = Event.made * 1.5e-3
         Event.made += 1
 
@@ -133,12 +139,23 @@ def test_on_a_device_marks_are_timed_by_events_of_its_stream(monkeypatch: pytest
     stream = Stream()
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
-    clock = clock_of(torch.device("cuda"))
+    clock = clock_of(torch.device("cuda", 1))
     assert isinstance(clock, DeviceClock)
     with AllocationRecord(CPU, clock) as record:
         assert [record.mark() for _ in range(4)] == [0, 1, 2, 3]
     assert record.times_ns == [0, 1500, 3000, 4500]
     assert stream.synchronized, "elapsed times are there once the device has come to the events"
+
+
+def test_an_op_on_a_device_is_timed_by_events_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream()
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
+    second = torch.device("cuda", 1)
+    assert seconds(lambda: None, second) == pytest.approx(1.5e-6)
+    samples = timed_forward(torch.ones(2).neg, second)
+    assert [value for found in samples.values() for value in found] == pytest.approx([1.5])
+    assert stream.synchronized
 
 
 def test_a_record_without_marks_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
