@@ -125,7 +125,7 @@ def run(
                     )
                 saved.closed = True
                 ended = allocations.mark()
-                forget_workspaces(device)
+                given_back = forget_workspaces(device)
                 forgotten = allocations.mark()
             if not allocations.changes and any(made.address for made in recorder.record.storages):
                 raise CannotProfile(
@@ -167,7 +167,7 @@ def run(
         allocations.times_ns,
         backward_began,
         backward_ended,
-        allocations.freed_between(ended, forgotten),
+        allocations.freed_between(ended, forgotten) if given_back else (),
     )
 
 
@@ -204,15 +204,17 @@ def _unmarked() -> int:
     return 0
 
 
-def forget_workspaces(device: torch.device) -> None:
-    """Give back what cuBLAS keeps between calls, for the record to see it come and go.
+def forget_workspaces(device: torch.device) -> bool:
+    """Give back what cuBLAS keeps between calls, for the record to see it come and go; whether there is such.
 
     It lasts from step to step. torch takes it from the allocator that everything comes from, once for each
     stream and thread, and there are versions of torch in which a thread can give back its own alone.
     """
-    if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()
-        in_backward(torch._C._cuda_clearCublasWorkspaces, device)
+    if device.type != "cuda":
+        return False
+    torch._C._cuda_clearCublasWorkspaces()
+    in_backward(torch._C._cuda_clearCublasWorkspaces, device)
+    return True
 
 
 def in_backward(call: Callable[[], None], device: torch.device) -> None:
