@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointError
 
 from autoac.profiler.allocations import AllocationRecord, Allocations
 from autoac.profiler.compiled import watch_compiled
-from autoac.profiler.errors import NothingToProfile
+from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.modules import modules_restored, watch_modules
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
@@ -88,6 +90,7 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse, CannotProfile: as `alone`.
+        CannotProfile: torch.utils.checkpoint inside the model cannot run its part again.
     """
     if accumulates is None:
         accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
@@ -192,6 +195,7 @@ def take_step(
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
             out = call()
             roots = [loss(out)] if loss is not None else _roots(out)
+        saved.forward_over = True
     finally:
         for handle in handles:
             handle.remove()
@@ -206,11 +210,33 @@ def take_step(
     began = mark()
     with torch.autocast(device.type, enabled=False):
         gradients = [torch.ones_like(root) for root in roots]
-        torch.autograd.backward(roots, gradients, inputs=[t for t in leaves if t.requires_grad])
+        try:
+            torch.autograd.backward(roots, gradients, inputs=[t for t in leaves if t.requires_grad])
+        except RuntimeError as error:
+            if why := _checkpoint_refused(error):
+                raise CannotProfile(type(model).__name__, *why) from error
+            raise
     del gradients, roots
     ended = mark()
     del out
     return began, ended
+
+
+def _checkpoint_refused(error: RuntimeError) -> tuple[str, str] | None:
+    """Why a part under torch's checkpoint could not run again, and what to do instead; None: it was not that."""
+    if isinstance(error, CheckpointError):
+        return (
+            "torch.utils.checkpoint in it ran a part again on made-up numbers, on which that part decided "
+            "otherwise",
+            "leave that checkpoint out: the plan recomputes what the budget asks for",
+        )
+    if "use_reentrant=True" in str(error):
+        return (
+            "torch.utils.checkpoint(use_reentrant=True) in it runs a backward of its own, which would give "
+            "gradients to more than the profiled step",
+            "pass use_reentrant=False, or leave that checkpoint out: the plan recomputes what the budget asks for",
+        )
+    return None
 
 
 def _roots(out: Any) -> list[Tensor]:
@@ -241,8 +267,9 @@ def isolated(
 ) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
     """A call of the model on aliases: nothing that it does reaches the model's own tensors.
 
-    Yields the call and the leaves that it may give gradients to. Without gradients of their own, what
-    `of_parameter`, `of_buffer` and `of_input` return stands in for the tensors of the model and the batch.
+    Until the end the aliases are in the model in place of its own. Yields the call and the leaves that it
+    may give gradients to. Without gradients of their own, what `of_parameter`, `of_buffer` and `of_input`
+    return stands in for the tensors of the model and the batch.
 
     Args:
         model, args, kwargs: as for `run`.
@@ -279,9 +306,12 @@ def isolated(
 
     def call() -> Any:
         before()
-        return torch.func.functional_call(model, tensors, own_args, own_kwargs)
+        return model(*own_args, **own_kwargs)
 
-    yield call, leaves
+    # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
+    # (torch.utils.checkpoint), and hooks, find the aliases.
+    with _reparametrize_module(model, tensors, tie_weights=True):
+        yield call, leaves
 
 
 def _drop_gradient(tensor: Tensor) -> None:

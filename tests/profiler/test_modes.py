@@ -245,6 +245,26 @@ def test_a_model_may_differentiate_inside_its_forward() -> None:
     assert "./aten.mm.default#0" in found.keys()  # noqa: SIM118 - a Profile is no dict
 
 
+# torch's own, when it loads decompositions for forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_derivatives_have_zeros_without_memory() -> None:
+    class Sloped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, slope = torch.func.jvp(lambda t: self.linear(t).tanh(), (x,), (torch.ones_like(x),))
+            return y + slope
+
+    found = profile(Sloped(), torch.randn(3, 4))  # the parameters' tangents are such zeros
+    zeros = [i for i, key in enumerate(found.keys()) if "_efficientzerotensor" in key]
+    assert zeros
+    assert not set(zeros) & set(found.values.op)
+    measured = profile(Sloped(), torch.randn(3, 4), mode="measured")
+    assert measured.storages == found.storages
+
+
 def test_forward_runs_only_twice_where_ranks_talk_in_it() -> None:
     """How often it runs for the clock is up to the clock, and ranks must not differ in that."""
     calls: list[int] = []
