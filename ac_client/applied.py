@@ -41,8 +41,9 @@ from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet, a
 from autoac.planner.measured import MeasuredStep, op_names
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
+from autoac.profiler.batch import batch_tensors
 from autoac.profiler.modules import ModuleHook, watch_modules
-from autoac.profiler.ops import has_storage, tensors_in
+from autoac.profiler.ops import has_storage
 from autoac.profiler.sharding import gathered_nbytes, parameters_of
 from autoac.profiler.static import optimizer_state_nbytes, static_bytes
 
@@ -416,7 +417,7 @@ class Applied:
         if allocator is not None and loaded.watched < WATCHED_STEPS:
             self._reading = loaded, allocator.allocated_peak(), _versions(model)
         self._steps += 1
-        self._batch = [weakref.ref(t) for t in tensors_in(args, kwargs)]
+        self._batch = [weakref.ref(t) for t in batch_tensors((*args, *kwargs.values()))]
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
         if loaded.recomputes:

@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from autoac.planner.profile import Environment, Profile
 from autoac.profiler import fake, hollow
 from autoac.profiler.assemble import assemble
+from autoac.profiler.batch import batch_tensors
 from autoac.profiler.devices import DATASHEETS, Device
 from autoac.profiler.errors import (
     CannotFake,
@@ -87,7 +89,8 @@ def profile(
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse: FSDP holds gradients that are not reduced yet.
-        CannotProfile: the model is sharded in a way that docs/ranks.md excludes.
+        CannotProfile: the model is sharded in a way that docs/ranks.md excludes, has lazy layers, or runs
+            torch.utils.checkpoint in a way that docs/profiling.md excludes.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
         ValueError: `mode` and `on` do not go together.
@@ -116,6 +119,7 @@ def observe(
             default what holds for `model` now; True counts them where they are not there yet.
     """
     mode = _mode(mode, on)
+    _check_made(model)
     check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient goes into its bucket, and goes
@@ -152,6 +156,16 @@ def observe(
     if on is None and times is not None:
         found = _with_kept_backward(found, times, machine(device, environment.device_name))
     return found
+
+
+def _check_made(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CannotProfile(
+                type(model).__name__,
+                f"{name} is made in the first forward (a lazy layer)",
+                "run one batch through it first, under torch.no_grad() and before ac_client.apply",
+            )
 
 
 def _mode(mode: Mode | None, on: Device | torch.device | None) -> Mode:
@@ -222,9 +236,8 @@ def device_of(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> torch.device:
     """Where the model trains: the device of its first parameter, else of its first input."""
-    for tensor in (*model.parameters(), *model.buffers(), *tree_leaves((tuple(args), dict(kwargs or {})))):
-        if isinstance(tensor, Tensor):
-            return tensor.device
+    for tensor in (*model.parameters(), *model.buffers(), *batch_tensors((*args, *(kwargs or {}).values()))):
+        return tensor.device
     return torch.device("cpu")
 
 

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from autoac.profiler.allocations import AllocationRecord, Allocations
+from autoac.profiler.batch import Batch
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.modules import modules_restored, watch_modules
@@ -110,7 +111,8 @@ def run(
         saved.may_be_made = shards.is_there
         try:
             began = now_ns()
-            first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
+            # Warms up, so that the first op is timed like the rest.
+            first = timed_forward(call, device, call.batch)
             leaves += shards.leaves()
             forget_workspaces(device)
             warm = now_ns()
@@ -137,7 +139,7 @@ def run(
                     forward_ns = min(warm - began, at[backward_began] - at[0])  # one was cold, one recorded
                     step_ns = forward_ns + at[backward_ended] - at[backward_began]
                     left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
-                    more = forwards(call, device, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
+                    more = forwards(call, device, call.batch, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
                 in_step = [(at[op.ended] - at[op.began]) / 1e3 for op in ops]
                 more.setdefault(BETWEEN, first.get(BETWEEN, []))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
@@ -168,7 +170,7 @@ def forget_workspaces(device: torch.device) -> None:
 
 def take_step(
     model: nn.Module,
-    call: Callable[[], Any],
+    call: Call,
     leaves: Sequence[Tensor],
     loss: Loss | None,
     recorder: Recorder,
@@ -178,6 +180,7 @@ def take_step(
 ) -> tuple[int, int]:
     """Forward under the recorder and backward after it; returns the marks around backward."""
     path = [recorder.module]
+    recorder.batch = call.batch
     recorder.pins = pins_of(model)
 
     def enter(name: str) -> None:
@@ -223,18 +226,18 @@ def take_step(
 
 
 def _checkpoint_refused(error: RuntimeError) -> tuple[str, str] | None:
-    """Why a part under torch's checkpoint could not run again, and what to do instead; None: it was not that."""
+    """Why a part under torch's checkpoint could not run again, and what to do instead; None: it did."""
     if isinstance(error, CheckpointError):
         return (
             "torch.utils.checkpoint in it ran a part again on made-up numbers, on which that part decided "
             "otherwise",
-            "leave that checkpoint out: the plan recomputes what the budget asks for",
+            "leave that checkpoint out: the plan recomputes what it must",
         )
     if "use_reentrant=True" in str(error):
         return (
             "torch.utils.checkpoint(use_reentrant=True) in it runs a backward of its own, which would give "
             "gradients to more than the profiled step",
-            "pass use_reentrant=False, or leave that checkpoint out: the plan recomputes what the budget asks for",
+            "pass use_reentrant=False, or leave that checkpoint out: the plan recomputes what it must",
         )
     return None
 
@@ -252,6 +255,20 @@ def _cloned(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward of the model on its batch, as often as one likes."""
+
+    model: nn.Module
+    batch: Batch
+    before: Callable[[], None]
+
+    def __call__(self) -> Any:
+        self.before()
+        args, kwargs = self.batch.made()
+        return self.model(*args, **kwargs)
+
+
 @contextmanager
 def isolated(
     model: nn.Module,
@@ -264,7 +281,7 @@ def isolated(
     accumulates: bool,
     placed: Set[Tensor] = frozenset(),
     before: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
+) -> Iterator[tuple[Call, list[Tensor]]]:
     """A call of the model on aliases: nothing that it does reaches the model's own tensors.
 
     Until the end the aliases are in the model in place of its own. Yields the call and the leaves that it
@@ -279,16 +296,6 @@ def isolated(
         before: to be called before each call of the model.
     """
     leaves: list[Tensor] = []
-
-    def alias(tensor: Tensor) -> Tensor:
-        copy = of_input(tensor)
-        if tensor._is_view():
-            copy = copy.view_as(copy)  # autocast keeps what it made of a leaf, but not of a view
-        if tensor.requires_grad:
-            copy.requires_grad_()
-            leaves.append(copy)
-        return copy
-
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter in placed:
@@ -298,20 +305,20 @@ def isolated(
             leaves.append(tensors[name])
     for name, buffer in model.named_buffers():
         tensors[name] = of_buffer(buffer)
-    own_args, own_kwargs = tree_map_only(Tensor, alias, (tuple(args), dict(kwargs)))
+    batch = Batch(args, kwargs, of_input)
+    leaves += batch.leaves
     if accumulates:
         # A gradient that is there already takes the new one in and frees it.
         for leaf in leaves:
             leaf.register_post_accumulate_grad_hook(_drop_gradient)
 
-    def call() -> Any:
-        before()
-        return model(*own_args, **own_kwargs)
-
     # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
     # (torch.utils.checkpoint), and hooks, find the aliases.
     with _reparametrize_module(model, tensors, tie_weights=True):
-        yield call, leaves
+        try:
+            yield Call(model, batch, before), leaves
+        finally:
+            batch.restore()
 
 
 def _drop_gradient(tensor: Tensor) -> None:

@@ -61,10 +61,6 @@ def watch_modules(
     return handles
 
 
-_KEPT = ("_parameters", "_buffers", "_modules")
-
-_OF_TORCH = frozenset(vars(nn.Module()))  # hooks, parameters, buffers, ...: not what a model counts in
-
 _ABSENT = object()
 
 
@@ -73,16 +69,17 @@ def modules_restored(model: nn.Module) -> Iterator[None]:
     """Leave the attributes of `model` and its submodules as they were: counters, caches, `training`.
 
     What a module assigns is put back, and so is what is in a list, dictionary, set or tensor of its own that
-    it changes, as metrics do. What is further inside stays changed.
+    it changes, as metrics do; parameters, buffers and submodules that it registers go. What is further
+    inside stays changed.
     """
     before = [(module, dict(module.__dict__)) for module in model.modules()]
+    # Torch's own tables of parameters, buffers, submodules and hooks are among them.
     contents = [
         restore
         for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in _OF_TORCH and (restore := _keep(value)) is not None
+        for value in vars(module).values()
+        if (restore := _keep(value)) is not None
     ]
-    tables = [(t, dict(t)) for module in model.modules() for name in _KEPT if (t := module.__dict__[name])]
     try:
         yield
     finally:
@@ -93,9 +90,6 @@ def modules_restored(model: nn.Module) -> Iterator[None]:
             for name, value in attributes.items():
                 if now.get(name, _ABSENT) is not value:
                     now[name] = value
-        for table, content in tables:
-            if any(table.get(name, _ABSENT) is not value for name, value in content.items()):
-                table.update(content)
         for restore in contents:
             restore()
 

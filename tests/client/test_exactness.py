@@ -41,6 +41,7 @@ class Penalised(nn.Module):
         (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return y + slope.sin().square().sum(1, keepdim=True)
 
+
 CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "transformer": (lambda: Transformer(layers=3, width=64), (4, 64, 64)),
     "convolutions": (ConvNet, (16, 3, 8, 8)),
