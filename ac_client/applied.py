@@ -513,11 +513,15 @@ def applied(model: nn.Module) -> Applied:
 
 
 def check_untouched(model: nn.Module) -> None:
-    """Refuse a model that is planned already or checkpoints itself.
+    """Refuse a model that is planned already, with others in it or as a part of one, or checkpoints itself.
 
     Raises:
         AlreadyApplied, CheckpointingActive.
     """
+    for whole in list(_applied):
+        for path, module in whole.named_modules():
+            if module is model and path:
+                raise AlreadyApplied(f"{type(whole).__name__}, of which this is {path},")
     for path, module in model.named_modules():
         where = f"{type(module).__name__}{f' at {path}' if path else ''}"
         if module in _applied:

@@ -89,11 +89,12 @@ def profile(
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse: FSDP holds gradients that are not reduced yet.
-        CannotProfile: the model is sharded in a way that docs/ranks.md excludes, has lazy layers, or runs
-            torch.utils.checkpoint in a way that docs/profiling.md excludes.
+        CannotProfile: the model is sharded in a way that docs/ranks.md excludes, has lazy layers, is on meta
+            without `on`, or runs torch.utils.checkpoint in a way that docs/profiling.md excludes.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
-        ValueError: `mode` and `on` do not go together.
+        ValueError: `mode` and `on` do not go together, or are none.
+        TypeError: `loss` returned no tensor.
     """
     return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times)
 
@@ -141,6 +142,12 @@ def observe(
         device = fake.CPU
     else:
         device, notes = device_of(model, args, kwargs), []
+        if device.type == "meta":
+            raise CannotProfile(
+                type(model).__name__,
+                "it is on the meta device, where no op runs",
+                "pass on=DATASHEETS[...] to say for which device it is profiled, or move it to one",
+            )
         environment = _environment(model, device)
         step = _observed(model, args, kwargs, loss, device, environment, accumulates, mode, times, notes)
     needs = optimizer_bytes(optimizer, device, elsewhere=on is not None)
@@ -169,6 +176,10 @@ def _check_made(model: nn.Module) -> None:
 
 
 def _mode(mode: Mode | None, on: Device | torch.device | None) -> Mode:
+    if on is not None and not isinstance(on, (Device, torch.device)):
+        raise ValueError(
+            f"on={on!r} is no device: pass DATASHEETS[...], of {', '.join(DATASHEETS)}, or a torch.device"
+        )
     if mode is None:
         return "hollow" if on is None else "fake"
     if mode not in ("hollow", "measured", "fake"):

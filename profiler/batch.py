@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,18 @@ def _attributes(item: Any) -> Mapping[str, Any]:
     return held if any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(held.values()))) else {}
 
 
+class _Returned(torch.autograd.Function):
+    """What a leaf holds, as an op returns it: unlike a leaf it may be written in place."""
+
+    @staticmethod
+    def forward(_ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 class Batch:
     """The arguments of a model, for one forward after the other.
 
@@ -73,16 +85,17 @@ class Batch:
         self._given = tuple(args), dict(kwargs)
         self._of_input = of_input
         self.leaves: list[Tensor] = []
-        self._leaf_of: dict[int, Tensor] = {}  # by identity of the user's
+        self._own_of: dict[int, Tensor] = {}  # what stands in, by identity of the user's
         self._shared: dict[int, list[Tensor]] = {}  # the user's tensors that could be written, by storage
         self._written: list[tuple[Tensor, Tensor]] = []  # and those that were, with their numbers before
         self._held: Any = None  # what the last forward was called with: the user holds that through the step
         for tensor in batch_tensors((*args, *kwargs.values())):
-            own = self._leaf(tensor) if tensor.requires_grad else of_input(tensor)
+            own = self._own(tensor)
             if not (has_storage(tensor) and has_storage(own)) or tensor.is_inference():
                 continue
             if own.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
                 self._shared.setdefault(tensor.untyped_storage()._cdata, []).append(tensor.detach())
+        self._addresses = frozenset(self._shared)  # of storages that the model works on itself
 
     def made(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for a forward, which it may change as it likes."""
@@ -131,15 +144,22 @@ class Batch:
                     tensor.copy_(before)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        return self._leaf(tensor) if tensor.requires_grad else self._alias(tensor)
+        own = self._own(tensor)
+        if tensor.requires_grad:
+            return own if tensor.is_leaf else cast(Tensor, _Returned.apply(own))  # type: ignore[no-untyped-call]
+        if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self._addresses:
+            return own
+        own = own.detach()  # an op may have given the last one a history
+        return own.view_as(own) if tensor._is_view() else own
 
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._leaf_of:
-            leaf = self._alias(tensor).requires_grad_()
-            self._leaf_of[id(tensor)] = leaf
-            self.leaves.append(leaf)
-        return self._leaf_of[id(tensor)]
-
-    def _alias(self, tensor: Tensor) -> Tensor:
-        own = self._of_input(tensor)
-        return own.view_as(own) if tensor._is_view() else own  # autocast keeps casts of leaves, not of views
+    def _own(self, tensor: Tensor) -> Tensor:
+        own = self._own_of.get(id(tensor))
+        if own is None:
+            own = self._of_input(tensor)
+            own = (
+                own.view_as(own) if tensor._is_view() else own
+            )  # autocast keeps casts of leaves, not of views
+            if tensor.requires_grad:
+                self.leaves.append(own.requires_grad_())
+            self._own_of[id(tensor)] = own
+        return own

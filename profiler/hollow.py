@@ -197,7 +197,7 @@ def take_step(
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
             out = call()
-            roots = [loss(out)] if loss is not None else _roots(out)
+            roots = [_loss_of(loss, out)] if loss is not None else _roots(out)
         saved.forward_over = True
     finally:
         for handle in handles:
@@ -240,6 +240,15 @@ def _checkpoint_refused(error: RuntimeError) -> tuple[str, str] | None:
             "pass use_reentrant=False, or leave that checkpoint out: the plan recomputes what it must",
         )
     return None
+
+
+def _loss_of(loss: Loss, out: Any) -> Tensor:
+    root = loss(out)
+    if not isinstance(root, Tensor):
+        raise TypeError(
+            f"loss=... returned a {type(root).__name__}: it is to return the tensor to differentiate"
+        )
+    return root
 
 
 def _roots(out: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ac_client
 from ac_client.measure import AllocatorTimeline
 from autoac.planner import build, simulate
-from autoac.profiler import CannotProfile, profile
+from autoac.profiler import DATASHEETS, CannotProfile, profile
 
 
 @dataclass
@@ -148,6 +148,17 @@ def test_one_tensor_that_is_passed_twice_stays_one() -> None:
 
     assert len(profile(Asks(), X, X).ops) == 1
     assert len(profile(Asks(), X, Y).ops) == 2
+
+
+def test_what_another_module_computed_may_be_written_in_place() -> None:
+    head = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    x = (X * nn.Parameter(torch.ones(4))).add(0)
+    before = x.detach().clone()
+    for mode in ("hollow", "measured"):
+        found = profile(head, x, loss=torch.sum, mode=mode)  # type: ignore[arg-type]
+        assert torch.equal(x, before)
+        assert found.gradient_nbytes == (4 * 4 + 4) * 4 + x.nbytes
+    assert len(profile(head, x, loss=torch.sum, on=DATASHEETS["h100"]).ops) == len(found.ops)
 
 
 def test_what_forward_registers_is_gone_after_a_profile() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo import ZOO, Entry
 
 from autoac.planner import build, simulate
-from autoac.profiler import DATASHEETS, Times, Unsteady, observe, profile
+from autoac.profiler import DATASHEETS, CannotProfile, Times, Unsteady, observe, profile
 
 SOME = [entry for entry in ZOO if entry.name in ("GPT-2", "ResNet", "LSTM", "mixture of experts")]
 CASTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -77,6 +77,15 @@ def test_modes_that_contradict_the_device_are_refused() -> None:
         profile(model, x, mode="measured", on=DATASHEETS["h100"])
     with pytest.raises(ValueError, match="none of"):
         profile(model, x, mode="real")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on='h100' is no device: pass DATASHEETS"):
+        profile(model, x, on="h100")  # type: ignore[arg-type]
+    with pytest.raises(CannotProfile, match="pass on=DATASHEETS"):
+        profile(model.to("meta"), x.to("meta"))
+
+
+def test_a_loss_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="returned a NoneType"):
+        profile(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda _out: None)  # type: ignore[arg-type, return-value]
 
 
 class Alternates(nn.Module):
