@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from numbers import Real
 from pathlib import Path
 from typing import TypeVar
 
@@ -121,6 +122,7 @@ def apply(
             None: each rank plans for itself.
 
     Raises:
+        TypeError: `model` is no module, or `optimizer` no optimizer.
         InvalidBudget: the budget is not a positive, finite number of GiB; or there is none, and the policy
             set is empty.
         ValueError: `shapes` is neither of the two; `group` is no group; `alias` cannot be a name, or comes
@@ -129,13 +131,21 @@ def apply(
             plan for. From `apply` for an alias, else from the first training forward, which leaves the
             model as it was.
         ServiceRefused: the service said no: a wrong key, no such alias.
-        AlreadyApplied: the model or a part of it is planned already.
+        AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
+        MalformedPolicy: `policy` is the path of a file that holds none.
         CheckpointingActive: the model checkpoints itself.
         InvalidConstraints: a pattern stands for nothing, or constraints contradict each other. From the first
             training forward, which leaves the model as it was; from `apply` if a policy is given as well.
         InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
             training forward, which leaves the model as it was.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply plans an nn.Module, and was given a {type(model).__name__}")
+    if optimizer is not None and not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
+        raise TypeError(
+            f"optimizer=... is a {type(optimizer).__name__}: pass the torch.optim.Optimizer that steps this "
+            "model; of several, pass one and leave headroom_gb for the state of the others"
+        )
     if service is None and (alias is not None or require_service):
         what = "alias" if alias is not None else "require_service"
         raise ValueError(f"{what} means something only with a service: pass service=URL")
@@ -149,7 +159,7 @@ def apply(
         )
     budget_bytes = None
     if budget_gb is not None:
-        if not math.isfinite(budget_gb) or budget_gb <= 0:
+        if not isinstance(budget_gb, Real) or not math.isfinite(budget_gb) or budget_gb <= 0:
             raise InvalidBudget(f"budget_gb={budget_gb!r} is no budget: pass a positive number of GiB")
         budget_bytes = bytes_from_gb(budget_gb)
     if (
@@ -194,8 +204,8 @@ def apply(
 def _read(policy: Policy | PolicySet | str | os.PathLike[str] | None) -> Policy | PolicySet | None:
     if policy is None or isinstance(policy, (Policy, PolicySet)):
         return policy
-    text = Path(policy).read_text("utf-8")
-    return PolicySet.from_json(text) if f'"{SET_FORMAT}"' in text[:200] else Policy.from_json(text)
+    text = Path(policy).read_bytes()
+    return PolicySet.from_json(text) if f'"{SET_FORMAT}"'.encode() in text[:200] else Policy.from_json(text)
 
 
 def _named(service: str, alias: str, *, required: bool) -> Policy | None:

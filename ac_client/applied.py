@@ -38,8 +38,8 @@ from ac_client.runtime import active
 from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
+from autoac.profiler.batch import batch_tensors
 from autoac.profiler.modules import ModuleHook, watch_modules
-from autoac.profiler.ops import tensors_in
 from autoac.profiler.sharding import gathered_nbytes, parameters_of
 from autoac.profiler.static import optimizer_state_nbytes, static_bytes
 
@@ -376,7 +376,7 @@ class Applied:
         if allocator is not None and loaded.watched < WATCHED_STEPS:
             self._reading = loaded, allocator.allocated_peak(), _versions(model)
         self._steps += 1
-        self._batch = [weakref.ref(t) for t in tensors_in(args, kwargs)]
+        self._batch = [weakref.ref(t) for t in batch_tensors((*args, *kwargs.values()))]
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
         if loaded.recomputes:
@@ -457,11 +457,15 @@ def applied(model: nn.Module) -> Applied:
 
 
 def check_untouched(model: nn.Module) -> None:
-    """Refuse a model that is planned already or checkpoints itself.
+    """Refuse a model that is planned already, with others in it or as a part of one, or checkpoints itself.
 
     Raises:
         AlreadyApplied, CheckpointingActive.
     """
+    for whole in list(_applied):
+        for path, module in whole.named_modules():
+            if module is model and path:
+                raise AlreadyApplied(f"{type(whole).__name__}, of which this is {path},")
     for path, module in model.named_modules():
         where = f"{type(module).__name__}{f' at {path}' if path else ''}"
         if module in _applied:

@@ -1,7 +1,7 @@
 """What can go wrong in the client.
 
     ApplyError (ValueError)
-    +-- AlreadyApplied         the model, or a part of it, is planned already
+    +-- AlreadyApplied         the model, a part of it, or what it is part of, is planned already
     +-- CheckpointingActive    the model checkpoints itself
     NotApplied (LookupError)   applied(model) of a model that is not planned
     ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
@@ -23,7 +23,7 @@ class ApplyError(ValueError):
 
 
 class AlreadyApplied(ApplyError):
-    """The model, or a part of it, is planned already."""
+    """The model, a part of it, or a model that it is part of, is planned already."""
 
     def __init__(self, where: str) -> None:
         super().__init__(

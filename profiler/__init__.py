@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from autoac.planner.profile import Environment, Profile
 from autoac.profiler import fake, hollow
 from autoac.profiler.assemble import assemble
+from autoac.profiler.batch import batch_tensors
 from autoac.profiler.devices import DATASHEETS, Device
 from autoac.profiler.errors import (
     CannotFake,
@@ -87,11 +89,13 @@ def profile(
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse: FSDP holds gradients that are not reduced yet.
-        CannotProfile: the model is sharded in a way that docs/ranks.md excludes; or the device's allocator
-            reports nothing, as CUDA's `cudaMallocAsync` and pluggable ones.
+        CannotProfile: the model is sharded in a way that docs/ranks.md excludes, has lazy layers, is on meta
+            without `on`, or runs torch.utils.checkpoint in a way that docs/profiling.md excludes; or the
+            device's allocator reports nothing, as CUDA's `cudaMallocAsync` and pluggable ones.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
-        ValueError: `mode` and `on` do not go together.
+        ValueError: `mode` and `on` do not go together, or are none.
+        TypeError: `loss` returned no tensor.
     """
     return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times)
 
@@ -117,6 +121,7 @@ def observe(
             default what holds for `model` now; True counts them where they are not there yet.
     """
     mode = _mode(mode, on)
+    _check_made(model)
     check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient goes into its bucket, and goes
@@ -138,6 +143,12 @@ def observe(
         device = fake.CPU
     else:
         device, notes = device_of(model, args, kwargs), []
+        if device.type == "meta":
+            raise CannotProfile(
+                type(model).__name__,
+                "it is on the meta device, where no op runs",
+                "pass on=DATASHEETS[...] to say for which device it is profiled, or move it to one",
+            )
         environment = _environment(model, device)
         step = _observed(model, args, kwargs, loss, device, environment, accumulates, mode, times, notes)
     needs = optimizer_bytes(optimizer, device, on)
@@ -155,7 +166,21 @@ def observe(
     return found
 
 
+def _check_made(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise CannotProfile(
+                type(model).__name__,
+                f"{name} is made in the first forward (a lazy layer)",
+                "run one batch through it first, under torch.no_grad() and before ac_client.apply",
+            )
+
+
 def _mode(mode: Mode | None, on: Device | torch.device | None) -> Mode:
+    if on is not None and not isinstance(on, (Device, torch.device)):
+        raise ValueError(
+            f"on={on!r} is no device: pass DATASHEETS[...], of {', '.join(DATASHEETS)}, or a torch.device"
+        )
     if mode is None:
         return "hollow" if on is None else "fake"
     if mode not in ("hollow", "measured", "fake"):
@@ -223,9 +248,8 @@ def device_of(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> torch.device:
     """Where the model trains: the device of its first parameter, else of its first input."""
-    for tensor in (*model.parameters(), *model.buffers(), *tree_leaves((tuple(args), dict(kwargs or {})))):
-        if isinstance(tensor, Tensor):
-            return tensor.device
+    for tensor in (*model.parameters(), *model.buffers(), *batch_tensors((*args, *(kwargs or {}).values()))):
+        return tensor.device
     return torch.device("cpu")
 
 

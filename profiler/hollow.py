@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
 from autoac.profiler.allocations import AllocationRecord, Allocations, Block
+from autoac.profiler.batch import Batch
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.modules import modules_restored, watch_modules
@@ -89,7 +92,8 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse, CannotProfile: as `alone`.
-        CannotProfile: the allocator reports nothing.
+        CannotProfile: the allocator reports nothing, or torch.utils.checkpoint inside the model cannot run
+            its part again.
     """
     if accumulates is None:
         accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
@@ -109,7 +113,8 @@ def run(
         saved.may_be_made = shards.is_there
         try:
             began = now_ns()
-            first = timed_forward(call, device)  # warms up, so that the first op is timed like the rest
+            # Warms up, so that the first op is timed like the rest.
+            first = timed_forward(call, device, call.batch)
             leaves += shards.leaves()
             cold_ns = now_ns() - began
             if chooses_at_first(device):
@@ -150,7 +155,7 @@ def run(
                     forward_ns = min(cold_ns, at[backward_began] - at[0])  # one was cold, one recorded
                     step_ns = forward_ns + at[backward_ended] - at[backward_began]
                     left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
-                    more = forwards(call, device, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
+                    more = forwards(call, device, call.batch, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
                 in_step = [(at[op.ended] - at[op.began]) / 1e3 for op in ops]
                 more.setdefault(BETWEEN, first.get(BETWEEN, []))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
@@ -183,7 +188,7 @@ def chooses_at_first(device: torch.device) -> bool:
 
 def warm_up(
     model: nn.Module,
-    call: Callable[[], Any],
+    call: Call,
     leaves: Sequence[Tensor],
     loss: Loss | None,
     device: torch.device,
@@ -227,7 +232,7 @@ def in_backward(call: Callable[[], None], device: torch.device) -> None:
 
 def take_step(
     model: nn.Module,
-    call: Callable[[], Any],
+    call: Call,
     leaves: Sequence[Tensor],
     loss: Loss | None,
     recorder: Recorder,
@@ -237,6 +242,7 @@ def take_step(
 ) -> tuple[int, int]:
     """Forward under the recorder and backward after it; returns the marks around backward."""
     path = [recorder.module]
+    recorder.batch = call.batch
     recorder.pins = pins_of(model)
 
     def enter(name: str) -> None:
@@ -253,7 +259,8 @@ def take_step(
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
             out = call()
-            roots = [loss(out)] if loss is not None else _roots(out)
+            roots = [_loss_of(loss, out)] if loss is not None else _roots(out)
+        saved.forward_over = True
     finally:
         for handle in handles:
             handle.remove()
@@ -268,11 +275,42 @@ def take_step(
     began = mark()
     with torch.autocast(device.type, enabled=False):
         gradients = [torch.ones_like(root) for root in roots]
-        torch.autograd.backward(roots, gradients, inputs=[t for t in leaves if t.requires_grad])
+        try:
+            torch.autograd.backward(roots, gradients, inputs=[t for t in leaves if t.requires_grad])
+        except RuntimeError as error:
+            if why := _checkpoint_refused(error):
+                raise CannotProfile(type(model).__name__, *why) from error
+            raise
     del gradients, roots
     ended = mark()
     del out
     return began, ended
+
+
+def _checkpoint_refused(error: RuntimeError) -> tuple[str, str] | None:
+    """Why a part under torch's checkpoint could not run again, and what to do instead; None: it did."""
+    if isinstance(error, CheckpointError):
+        return (
+            "torch.utils.checkpoint in it ran a part again on made-up numbers, on which that part decided "
+            "otherwise",
+            "leave that checkpoint out: the plan recomputes what it must",
+        )
+    if "use_reentrant=True" in str(error):
+        return (
+            "torch.utils.checkpoint(use_reentrant=True) in it runs a backward of its own, which would give "
+            "gradients to more than the profiled step",
+            "pass use_reentrant=False, or leave that checkpoint out: the plan recomputes what it must",
+        )
+    return None
+
+
+def _loss_of(loss: Loss, out: Any) -> Tensor:
+    root = loss(out)
+    if not isinstance(root, Tensor):
+        raise TypeError(
+            f"loss=... returned a {type(root).__name__}: it is to return the tensor to differentiate"
+        )
+    return root
 
 
 def _roots(out: Any) -> list[Tensor]:
@@ -288,6 +326,20 @@ def _cloned(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward of the model on its batch, as often as one likes."""
+
+    model: nn.Module
+    batch: Batch
+    before: Callable[[], None]
+
+    def __call__(self) -> Any:
+        self.before()
+        args, kwargs = self.batch.made()
+        return self.model(*args, **kwargs)
+
+
 @contextmanager
 def isolated(
     model: nn.Module,
@@ -300,11 +352,12 @@ def isolated(
     accumulates: bool,
     placed: Set[Tensor] = frozenset(),
     before: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
+) -> Iterator[tuple[Call, list[Tensor]]]:
     """A call of the model on aliases: nothing that it does reaches the model's own tensors.
 
-    Yields the call and the leaves that it may give gradients to. Without gradients of their own, what
-    `of_parameter`, `of_buffer` and `of_input` return stands in for the tensors of the model and the batch.
+    Until the end the aliases are in the model in place of its own. Yields the call and the leaves that it
+    may give gradients to. Without gradients of their own, what `of_parameter`, `of_buffer` and `of_input`
+    return stands in for the tensors of the model and the batch.
 
     Args:
         model, args, kwargs: as for `run`.
@@ -314,16 +367,6 @@ def isolated(
         before: to be called before each call of the model.
     """
     leaves: list[Tensor] = []
-
-    def alias(tensor: Tensor) -> Tensor:
-        copy = of_input(tensor)
-        if tensor._is_view():
-            copy = copy.view_as(copy)  # autocast keeps what it made of a leaf, but not of a view
-        if tensor.requires_grad:
-            copy.requires_grad_()
-            leaves.append(copy)
-        return copy
-
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter in placed:
@@ -333,17 +376,20 @@ def isolated(
             leaves.append(tensors[name])
     for name, buffer in model.named_buffers():
         tensors[name] = of_buffer(buffer)
-    own_args, own_kwargs = tree_map_only(Tensor, alias, (tuple(args), dict(kwargs)))
+    batch = Batch(args, kwargs, of_input)
+    leaves += batch.leaves
     if accumulates:
         # A gradient that is there already takes the new one in and frees it.
         for leaf in leaves:
             leaf.register_post_accumulate_grad_hook(_drop_gradient)
 
-    def call() -> Any:
-        before()
-        return torch.func.functional_call(model, tensors, own_args, own_kwargs)
-
-    yield call, leaves
+    # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
+    # (torch.utils.checkpoint), and hooks, find the aliases.
+    with _reparametrize_module(model, tensors, tie_weights=True):
+        try:
+            yield Call(model, batch, before), leaves
+        finally:
+            batch.restore()
 
 
 def _drop_gradient(tensor: Tensor) -> None:

@@ -61,10 +61,6 @@ def watch_modules(
     return handles
 
 
-_KEPT = ("_parameters", "_buffers", "_modules")
-
-_OF_TORCH = frozenset(vars(nn.Module()))  # hooks, parameters, buffers, ...: not what a model counts in
-
 _ABSENT = object()
 
 
@@ -76,8 +72,8 @@ class ModulesBefore:
     """The attributes of `model` and its submodules as they are now: counters, caches, `training`.
 
     `restore` puts back what a module assigned, and what is in a list, dictionary, set or tensor of its own
-    that it changed, as metrics do. What is further inside stays changed, and so does what is in parameters
-    and buffers.
+    that it changed, as metrics do; parameters, buffers, submodules and hooks that it registered go. What is
+    further inside stays changed, and so does what is in parameters and buffers.
 
     Args:
         model: the root.
@@ -87,13 +83,13 @@ class ModulesBefore:
     def __init__(self, model: nn.Module, copied: Callable[[Tensor], Tensor] = _cloned) -> None:
         modules = list(model.modules())
         self._attributes = [(module, dict(module.__dict__)) for module in modules]
+        # Torch's own tables of parameters, buffers, submodules and hooks are among them.
         self._contents = [
             restore
             for module in modules
-            for name, value in vars(module).items()
-            if name not in _OF_TORCH and (restore := _keep(value, copied)) is not None
+            for value in vars(module).values()
+            if (restore := _keep(value, copied)) is not None
         ]
-        self._tables = [(t, dict(t)) for module in modules for name in _KEPT if (t := module.__dict__[name])]
 
     def restore(self) -> None:
         """Put them back."""
@@ -104,9 +100,6 @@ class ModulesBefore:
             for name, value in attributes.items():
                 if now.get(name, _ABSENT) is not value:
                     now[name] = value
-        for table, content in self._tables:
-            if any(table.get(name, _ABSENT) is not value for name, value in content.items()):
-                table.update(content)
         for restore in self._contents:
             restore()
 

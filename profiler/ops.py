@@ -318,20 +318,30 @@ def outputs_of(out: Any) -> Iterator[Tensor]:
 def has_storage(tensor: Tensor) -> bool:
     """Whether `tensor` is a plain window on one storage, so that storage and recipe say all about it.
 
-    Not so: sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors,
-    and the fake tensors with which torch traces: their storages have no address.
+    Not so: sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, the
+    zeros that forward-mode AD makes without any memory, and the fake tensors with which torch traces: their
+    storages have no address.
     """
     kind = type(tensor)
     if kind is not Tensor and kind is not Parameter and (kind is FakeTensor or is_wrapper(tensor)):
         return False
-    return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized
+    return _is_window(tensor)
 
 
 def has_storage_or_fake(tensor: Tensor) -> bool:
     """As `has_storage`, for a step on fake tensors: one has a storage of the right size like any other."""
     if type(tensor) is FakeTensor:
-        return tensor.layout is _STRIDED and not tensor.is_nested and not tensor.is_quantized
+        return _is_window(tensor)
     return has_storage(tensor)
+
+
+def _is_window(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is _STRIDED
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor._is_zerotensor()
+    )
 
 
 def is_wrapper(tensor: Tensor) -> bool:

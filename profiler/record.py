@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autoac.planner.constraints import CROSSES
 from autoac.planner.profile import DECIDES, PINNED
+from autoac.profiler.batch import Batch
 from autoac.profiler.compiled import SeesCompiled
 from autoac.profiler.modules import ROOT
 from autoac.profiler.ops import (
@@ -99,6 +100,7 @@ class Recorder(SeesCompiled):
         self._compiled = 0  # compiled parts that are running, one inside the other
         self.module = ROOT
         self.pins: Mapping[str, str] = {}  # by module path
+        self.batch: Batch | None = None  # what forward is called with
         self.generators: dict[int, GeneratorState] = {}  # explicit ones, as they were
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read a storage from outside
         self._mark = mark
@@ -143,6 +145,8 @@ class Recorder(SeesCompiled):
         )
         self.record.ops.append(op)
         operands = versions((args, kwargs)) if facts.opaque else []
+        if self.batch is not None:
+            self.batch.keep(facts, args, kwargs)
         op.began = self._mark()
         out = func(*args, **kwargs)
         op.ended = self._mark()
@@ -160,6 +164,8 @@ class Recorder(SeesCompiled):
         """What compiled code runs is no op of the plan, and what it writes is from outside."""
         for tensor in written:
             if self.has_storage(tensor):
+                if self.batch is not None:
+                    self.batch.keep_storage(tensor)
                 self._overwritten(tensor, by=-1)
                 self.current.drop(tensor)
         self._compiled += 1
@@ -255,6 +261,7 @@ class SavedTensorsRecord:
         self.events: list[SavedEvent] = []
         self.copies: list[RecordedStorage] = []  # made by us: no step without us has them
         self.closed = False
+        self.forward_over = False  # until then what unpacks is a backward that the model runs in its forward
         self.may_be_made: Callable[[str], bool] = lambda _module: True  # whether an op there could run now
         self.out_of_reach: set[int] = set()  # ops whose output was unpacked when it could not be made again
 
@@ -293,7 +300,7 @@ class SavedTensorsRecord:
             self.out_of_reach.add(maker)
         if packed.copy is not None:
             event.ended = self._mark()
-            return packed.copy
+            return self._given(packed.copy, packed)
         with _paused(self._recorder):
             fresh = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype, device=packed.device)
             # Zeros send some kernels (prod) along a path of their own.
@@ -302,12 +309,25 @@ class SavedTensorsRecord:
         event.stand_in = RecordedStorage(self._recorder.locate(fresh.untyped_storage()), event.ended)
         self.copies.append(event.stand_in)
         fresh = torch._neg_view(fresh) if packed.negative else fresh
-        return fresh.conj() if packed.conjugate else fresh
+        return self._given(fresh.conj() if packed.conjugate else fresh, packed)
+
+    def _given(self, tensor: Tensor, packed: _HollowHandle) -> Tensor:
+        """What an unpack hands out. In forward it is the value, for the ops that read it and for autograd.
+
+        A plan has no recompute in forward, so the value is saved.
+        """
+        if not self.forward_over:
+            value = self.values[packed.index]
+            self._recorder.current.set(tensor, value)
+            self._recorder.record.ops[self._recorder.record.values[value].op].insist_on_saving(UNPACKED)
+        return tensor
 
     def dropped(self, index: int) -> None:
         if not self.closed:
             self.events.append(SavedEvent("drop", index, self._mark(), ""))
 
+
+UNPACKED = "a backward inside forward reads it"
 
 _BYTE_OF_NUMBERS = 0x3F  # four of them are 0.747 in float32, two are 0.746 in bfloat16
 

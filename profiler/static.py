@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoac.planner.profile import StaticBytes
+from autoac.profiler.batch import batch_tensors
 from autoac.profiler.devices import Device
 from autoac.profiler.ops import has_storage_or_fake, outputs_of
 from autoac.profiler.sharding import local, parameters_of
@@ -81,7 +82,7 @@ def static_bytes(
         + (to_come if accumulates else 0)
         + (0 if buckets.holds_gradients else buckets.nbytes),
         optimizer_state=optimizer_state,
-        inputs=count(tree_leaves((tuple(args), dict(kwargs)))),
+        inputs=count(batch_tensors((*args, *kwargs.values()))),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoac.profiler.batch import Batch
 from autoac.profiler.ops import facts_of
 from autoac.profiler.randomness import GeneratorState, capture, generator_of
 from autoac.profiler.record import signature_of
@@ -125,8 +126,9 @@ class OpTimer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, batch: Batch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._batch = batch
         self.generators: dict[int, GeneratorState] = {}
         self._device = device
         self._host_now = host_clock(device)
@@ -148,6 +150,7 @@ class OpTimer(TorchDispatchMode):
             if id(generator) not in self.generators:
                 self.generators[id(generator)] = capture(generator)
         signature = signature_of(facts, args, kwargs)
+        self._batch.keep(facts, args, kwargs)
         began = self._now()
         out = func(*args, **kwargs)
         self._spans.append((signature, began, self._now()))
@@ -173,12 +176,12 @@ class OpTimer(TorchDispatchMode):
         return found
 
 
-def timed_forward(call: Callable[[], Any], device: torch.device) -> Samples:
+def timed_forward(call: Callable[[], Any], device: torch.device, batch: Batch) -> Samples:
     """Run forward as in training, but so that autograd keeps nothing of it.
 
     Explicit generators that it draws from are afterwards as before; torch's own are the caller's affair.
     """
-    timer = OpTimer(device)
+    timer = OpTimer(device, batch)
     try:
         with torch.autograd.graph.saved_tensors_hooks(_described, _ones), torch.enable_grad(), timer:
             call()
@@ -190,13 +193,19 @@ def timed_forward(call: Callable[[], Any], device: torch.device) -> Samples:
 
 
 def forwards(
-    call: Callable[[], Any], device: torch.device, wanted: Set[Hashable], forward_s: float, left_s: float
+    call: Callable[[], Any],
+    device: torch.device,
+    batch: Batch,
+    wanted: Set[Hashable],
+    forward_s: float,
+    left_s: float,
 ) -> Samples:
     """Run forward again and again, until every kind of op in `wanted` has been seen often enough.
 
     Args:
         call: runs forward.
         device: where.
+        batch: what it is called with.
         wanted: kinds of op.
         forward_s: what one forward takes, in seconds.
         left_s: what all may take, in seconds.
@@ -208,7 +217,7 @@ def forwards(
         if spent + last > left_s or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
             break
         began = now_ns()
-        found = timed_forward(call, device)
+        found = timed_forward(call, device, batch)
         for key in wanted & found.keys():
             samples.setdefault(key, []).extend(found[key])
         last = (now_ns() - began) / 1e9

@@ -17,6 +17,7 @@ from torch import nn
 
 import ac_client
 from autoac.planner import floor
+from autoac.planner.errors import MalformedPolicy
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 
@@ -143,12 +144,28 @@ def test_the_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path
         ac_client.apply(made(), policy.predicted.peak_bytes / GIB / 2, policy=policy)
 
 
-@pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf"), None])
-def test_what_is_no_budget_is_refused(budget: float | None) -> None:
+@pytest.mark.parametrize("budget", [0, -1, float("nan"), float("inf"), None, "40"])
+def test_what_is_no_budget_is_refused(budget: Any) -> None:
     model = made()
     with pytest.raises(ac_client.InvalidBudget):
         ac_client.apply(model, budget)
     assert hooks(model) == 0
+
+
+def test_what_is_no_model_or_no_optimizer_is_refused_where_it_is_passed() -> None:
+    model = made()
+    with pytest.raises(TypeError, match="given a function"):
+        ac_client.apply(lambda x: x, 1.0)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"is a list: pass the torch\.optim\.Optimizer"):
+        ac_client.apply(model, 1.0, optimizer=[torch.optim.SGD(model.parameters())])  # type: ignore[arg-type]
+    assert hooks(model) == 0
+
+
+def test_a_file_that_is_no_policy_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_bytes(b"\xff\xfe\x00 weights")
+    with pytest.raises(MalformedPolicy):
+        ac_client.apply(made(), policy=path)
 
 
 def test_a_headroom_as_large_as_the_budget_is_refused() -> None:
@@ -173,6 +190,8 @@ def test_applying_twice_is_an_error_also_over_a_part() -> None:
         ac_client.apply(model, 1.0)
     with pytest.raises(ac_client.AlreadyApplied, match=r"at 0"):
         ac_client.apply(nn.Sequential(model), 1.0)
+    with pytest.raises(ac_client.AlreadyApplied, match=r"of which this is \w+"):
+        ac_client.apply(next(model.children()), 1.0)
     ac_client.applied(model).remove()
     ac_client.apply(model, 1.0)
 

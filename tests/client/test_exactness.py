@@ -26,11 +26,28 @@ from autoac.profiler.modules import watch_modules
 
 Make = Callable[[], nn.Module]
 
+
+class Penalised(nn.Module):
+    """Differentiates inside its forward what it differentiates again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        y = self.inner(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope.sin().square().sum(1, keepdim=True)
+
+
 CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "transformer": (lambda: Transformer(layers=3, width=64), (4, 64, 64)),
     "convolutions": (ConvNet, (16, 3, 8, 8)),
     "in place": (lambda: InPlace(rows=512), (512, 16)),
     "views": (Views, (64, 8)),
+    "backward in forward": (Penalised, (64, 16)),
 }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zoo import ZOO, Entry
 
 from autoac.planner import build, simulate
-from autoac.profiler import DATASHEETS, Times, Unsteady, observe, profile
+from autoac.profiler import DATASHEETS, CannotProfile, Times, Unsteady, observe, profile
 from autoac.profiler.static import optimizer_bytes
 
 SOME = [entry for entry in ZOO if entry.name in ("GPT-2", "ResNet", "LSTM", "mixture of experts")]
@@ -78,6 +78,15 @@ def test_modes_that_contradict_the_device_are_refused() -> None:
         profile(model, x, mode="measured", on=DATASHEETS["h100"])
     with pytest.raises(ValueError, match="none of"):
         profile(model, x, mode="real")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on='h100' is no device: pass DATASHEETS"):
+        profile(model, x, on="h100")  # type: ignore[arg-type]
+    with pytest.raises(CannotProfile, match="pass on=DATASHEETS"):
+        profile(model.to("meta"), x.to("meta"))
+
+
+def test_a_loss_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="returned a NoneType"):
+        profile(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda _out: None)  # type: ignore[arg-type, return-value]
 
 
 class Alternates(nn.Module):
@@ -279,6 +288,26 @@ def test_a_model_may_differentiate_inside_its_forward() -> None:
 
     found = profile(Penalised(), torch.randn(3, 4))
     assert "./aten.mm.default#0" in found.keys()  # noqa: SIM118 - a Profile is no dict
+
+
+# torch's own, when it loads decompositions for forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_derivatives_have_zeros_without_memory() -> None:
+    class Sloped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, slope = torch.func.jvp(lambda t: self.linear(t).tanh(), (x,), (torch.ones_like(x),))
+            return y + slope
+
+    found = profile(Sloped(), torch.randn(3, 4))  # the parameters' tangents are such zeros
+    zeros = [i for i, key in enumerate(found.keys()) if "_efficientzerotensor" in key]
+    assert zeros
+    assert not set(zeros) & set(found.values.op)
+    measured = profile(Sloped(), torch.randn(3, 4), mode="measured")
+    assert measured.storages == found.storages
 
 
 def test_forward_runs_only_twice_where_ranks_talk_in_it() -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 from models import ConvNet, Recurrent, Routed, Transformer
 from stepping import scalar
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ac_client.measure import AllocatorTimeline
 from autoac.planner import Profile, build, simulate
-from autoac.profiler import NothingToProfile, ProfilerBusy, profile
+from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, profile
 
 
 class Two(nn.Module):
@@ -100,6 +102,45 @@ def test_a_step_that_raises_leaves_nothing_changed() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not torch._C._autograd._profiler_enabled()
+
+
+def test_what_a_checkpoint_runs_again_in_backward_changes_no_buffer() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x.sin(), use_reentrant=False).exp()
+
+    model = Checkpointed()
+    before = copy.deepcopy(model.state_dict())
+    profile(model, torch.randn(6, 4))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize(
+    ("body", "reentrant", "says"),
+    [
+        (lambda x: x.exp().sin(), True, "pass use_reentrant=False"),
+        (lambda x: x[x[:, 0].sin() > 0].exp().sin(), False, "leave that checkpoint out"),
+    ],
+)
+def test_a_checkpoint_that_cannot_run_on_made_up_numbers_is_refused_with_advice(
+    body: Callable[[Tensor], Tensor], reentrant: bool, says: str
+) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(body, x * self.scale, use_reentrant=reentrant)
+            return out.exp()
+
+    with pytest.raises(CannotProfile, match=says):
+        profile(Checkpointed(), torch.linspace(-1, 1, 24).view(6, 4))
 
 
 def test_the_step_needs_no_memory_for_saved_activations() -> None:

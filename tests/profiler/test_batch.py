@@ -1,0 +1,192 @@
+"""A profiled step finds its batch as it was in each forward, and leaves it so."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from ac_client.measure import AllocatorTimeline
+from autoac.planner import build, simulate
+from autoac.profiler import DATASHEETS, CannotProfile, profile
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+class Bag:
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+def in_place(batch: Any) -> Tensor:
+    batch["x"].mul_(2)
+    batch["x"][batch["y"] < 0] = 0
+    return batch["x"]
+
+
+def pops(batch: Any) -> Tensor:
+    x = batch.pop("x") + 1
+    batch["x and 1"] = x
+    return x * batch["y"]
+
+
+def sets(batch: Any) -> Tensor:
+    batch.x = torch.cat([batch.x, batch.y])
+    return batch.x
+
+
+def through_data(batch: Any) -> Tensor:
+    batch["x"].data.t().add_(1)
+    return batch["x"] + batch["y"]
+
+
+X, Y = torch.linspace(-1, 2, 32).view(8, 4), torch.linspace(3, -2, 32).view(8, 4)
+
+BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
+    (in_place, {"x": X, "y": Y}),
+    (through_data, {"x": X, "y": Y}),
+    (pops, {"x": X, "y": Y}),
+    (pops, UserDict({"x": X, "y": Y})),
+    (sets, Pair(X, Y)),
+    (sets, Bag(X, Y)),
+]
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Any], Tensor], seen: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.body = body
+        self.see = seen.append if seen is not None else None  # a list of the module's own would be put back
+
+    def forward(self, batch: Any) -> Tensor:
+        x = self.body(batch)
+        if self.see is not None:
+            self.see(x.detach().clone())
+        out: Tensor = self.linear(x).sin().sum()
+        return out
+
+
+def contents(batch: Any) -> dict[str, Tensor]:
+    return dict(batch) if isinstance(batch, (dict, UserDict)) else dict(vars(batch))
+
+
+@pytest.mark.parametrize("mode", ["hollow", "measured"])
+@pytest.mark.parametrize(("body", "batch"), BATCHES)
+def test_each_forward_finds_the_batch_as_it_was(body: Any, batch: Any, mode: Any) -> None:
+    batch = copy.deepcopy(batch)
+    before, held = copy.deepcopy(contents(batch)), contents(batch)
+    seen: list[Tensor] = []
+    profile(Model(body, seen), batch, mode=mode)
+    assert len(seen) > 1
+    assert all(torch.equal(x, seen[0]) for x in seen)
+    after = contents(batch)
+    assert after.keys() == before.keys()
+    assert all(after[name] is held[name] and torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(("body", "batch"), BATCHES)
+def test_the_first_step_of_a_planned_model_trains_on_the_same_numbers(body: Any, batch: Any) -> None:
+    def step(planned: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model, own = Model(body), copy.deepcopy(batch)
+        if planned:
+            ac_client.apply(model, 1.0)
+        model(own).backward()
+        assert model.linear.weight.grad is not None
+        return model.linear.weight.grad, contents(own)
+
+    (plain, plain_batch), (planned, planned_batch) = step(planned=False), step(planned=True)
+    assert torch.equal(plain, planned)
+    assert all(torch.equal(planned_batch[name], value) for name, value in plain_batch.items())
+
+
+def test_what_a_forward_puts_into_its_batch_is_the_users_through_the_step() -> None:
+    """In `batch["x and 1"]`, 128 bytes, which backward does not want."""
+    torch.manual_seed(0)
+    found = profile(Model(pops), {"x": X, "y": Y})
+    graph = build(found)
+    model, own = Model(pops), {"x": X, "y": Y}
+    with AllocatorTimeline(base=found.static.total) as timeline:
+        model(own).backward()
+    assert timeline.peak_bytes == simulate(graph, graph.everything).peak.live_bytes
+
+
+@pytest.mark.parametrize("batch", [Pair(X, Y), Bag(X, Y), UserDict({"x": X, "y": Y}), [{"x": X}, (Y,)]])
+def test_the_tensors_of_a_batch_count_wherever_they_are(batch: Any) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, _batch: Any) -> Tensor:
+            out: Tensor = self.linear(X).sum()
+            return out
+
+    assert profile(First(), batch).static.inputs == X.nbytes + Y.nbytes
+
+
+def test_one_tensor_that_is_passed_twice_stays_one() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.linear(x) if x is y else self.linear(x + y)
+
+    assert len(profile(Asks(), X, X).ops) == 1
+    assert len(profile(Asks(), X, Y).ops) == 2
+
+
+def test_what_another_module_computed_may_be_written_in_place() -> None:
+    head = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    x = (X * nn.Parameter(torch.ones(4))).add(0)
+    before = x.detach().clone()
+    for mode in ("hollow", "measured"):
+        found = profile(head, x, loss=torch.sum, mode=mode)  # type: ignore[arg-type]
+        assert torch.equal(x, before)
+        assert found.gradient_nbytes == (4 * 4 + 4) * 4 + x.nbytes
+    assert len(profile(head, x, loss=torch.sum, on=DATASHEETS["h100"]).ops) == len(found.ops)
+
+
+def test_what_forward_registers_is_gone_after_a_profile() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "more"):
+                self.more = nn.Linear(4, 4)
+                self.scale = nn.Parameter(torch.rand(4))
+                self.register_buffer("shift", torch.rand(4), persistent=False)
+                self.linear.add_module("inside", nn.ReLU())
+                self.linear.register_forward_hook(lambda _module, _args, out: out * 2)
+            out: Tensor = self.more(self.linear(x)) * self.scale + self.shift
+            return out
+
+    model = Grows()
+    profile(model, X, loss=torch.sum)
+    assert [name for name, _ in model.named_parameters()] == ["linear.weight", "linear.bias"]
+    assert not list(model.named_buffers())
+    assert list(model.modules()) == [model, model.linear]
+    assert not model.linear._forward_hooks
+    assert not model._non_persistent_buffers_set
+
+
+def test_a_model_whose_layers_wait_for_their_first_batch_is_refused_with_advice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
+    with pytest.raises(CannotProfile, match=r"1\.weight .* run one batch through it first"):
+        profile(model, X, loss=torch.sum)
