@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.allocations import AllocationRecord
 from autoac.profiler.local import seconds
+from autoac.profiler.batch import Batch
 from autoac.profiler.recording import Allocated, Marked, Ran, Recording
 from autoac.profiler.timing import DeviceClock, HostClock, clock_of, host_clock, timed_forward
 
@@ -153,7 +154,7 @@ def test_an_op_on_a_device_is_timed_by_events_of_its_stream(monkeypatch: pytest.
     monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
     second = torch.device("cuda", 1)
     assert seconds(lambda: None, second) == pytest.approx(1.5e-6)
-    samples = timed_forward(torch.ones(2).neg, second)
+    samples = timed_forward(torch.ones(2).neg, second, Batch((), {}, torch.Tensor.detach))
     assert [value for found in samples.values() for value in found] == pytest.approx([1.5])
     assert stream.synchronized
 
