@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.allocations import AllocationRecord
-from autoac.profiler.local import seconds
 from autoac.profiler.batch import Batch
+from autoac.profiler.local import seconds
 from autoac.profiler.recording import Allocated, Marked, Ran, Recording
 from autoac.profiler.timing import DeviceClock, HostClock, clock_of, host_clock, timed_forward
 
