@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Any, Literal
@@ -60,7 +61,7 @@ def profile(
     loss: Loss | None = None,
     on: Device | torch.device | None = None,
     mode: Mode | None = None,
-    times: Times | None = None,
+    times: Times | str | os.PathLike[str] | None = None,
     **kwargs: Any,
 ) -> Profile:
     """Profile one training step `loss(model(*args, **kwargs)).backward()`.
@@ -82,8 +83,8 @@ def profile(
             that is here: then each kind of op runs there by itself for its time, so the step need not fit.
         mode: "hollow", "measured" or "fake" (docs/profiling.md). "measured" takes a plain step besides, and
             run times from that: it needs the memory of one. By default "fake" with `on`, else "hollow".
-        times: where run times are kept, so that they are measured once. By default the file that the
-            environment variable AUTOAC_TIMES names, or none.
+        times: where run times are kept, so that they are measured once; or the file's path. By default what
+            the environment variable AUTOAC_TIMES names, or none.
 
     Raises:
         NothingToProfile: nothing requires a gradient.
@@ -109,7 +110,7 @@ def observe(
     optimizer: torch.optim.Optimizer | None = None,
     on: Device | torch.device | None = None,
     mode: Mode | None = None,
-    times: Times | None = None,
+    times: Times | str | os.PathLike[str] | None = None,
     accumulates: bool | None = None,
 ) -> Profile:
     """As `profile`, with the state and workspace of `optimizer` counted.
@@ -127,7 +128,10 @@ def observe(
         accumulates = True  # each gradient goes into its bucket, and goes
     inputs = [describe(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
     local: LocalTimes | None = None
-    times = times or Times.of_environment()
+    if times is None:
+        times = Times.of_environment()
+    elif not isinstance(times, Times):
+        times = Times(times)
     if isinstance(on, torch.device):
         local = LocalTimes(on, datasheet_of(on), times)
         on = local.sheet
@@ -205,7 +209,6 @@ def _observed(
     notes: list[str],
 ) -> HollowStep:
     """A hollow step with run times of its own, of a plain step, or of the file; adds to `notes`."""
-    times = times or Times.of_environment()
     here = machine(device, environment.device_name)
     known: dict[Hashable, Measured] = {}
 

@@ -408,6 +408,13 @@ def test_no_failed_write_leaves_anything_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_folder_that_is_missing_is_named_with_the_file(tmp_path):
+    path = tmp_path / "missing" / "policy.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        write_whole(path, "text")
+    assert caught.value.filename == str(path)
+
+
 def test_a_written_file_has_ordinary_permissions(tmp_path):
     write_whole(tmp_path / "a", "text")
     (tmp_path / "b").write_text("text")

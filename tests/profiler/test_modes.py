@@ -154,7 +154,7 @@ def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_file_that_is_none_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "times.sqlite3"
     path.write_text("this is no database, and long enough to tell so " * 40)
-    assert profile(nn.Linear(4, 4), torch.randn(2, 4), times=Times(path)).ops
+    assert profile(nn.Linear(4, 4), torch.randn(2, 4), times=path).ops
     assert "measured anew" in caplog.text
     assert path.read_text().startswith("this is no database")
 
