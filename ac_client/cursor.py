@@ -99,9 +99,7 @@ class Cursor:
         self._strict = strict
         self._report = report
         self._position = 0
-        self._missed: int | None = (
-            None  # the position that a module was entered at, if it does not go on there
-        )
+        self._missed: int | None = None  # where a module was entered that does not go on there
         self._lost = False
         self._stack: list[tuple[int, int] | None] = []
         self.off: OffPath | None = None  # the first time that it was lost

@@ -156,10 +156,23 @@ class Batch:
         own = self._own_of.get(id(tensor))
         if own is None:
             own = self._of_input(tensor)
-            own = (
-                own.view_as(own) if tensor._is_view() else own
-            )  # autocast keeps casts of leaves, not of views
+            if tensor._is_view():
+                own = own.view_as(own)  # autocast keeps casts of leaves, not of views
             if tensor.requires_grad:
                 self.leaves.append(own.requires_grad_())
             self._own_of[id(tensor)] = own
         return own
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """A forward of the model on its batch, as often as one likes."""
+
+    model: nn.Module
+    batch: Batch
+    before: Callable[[], None]
+
+    def __call__(self) -> Any:
+        self.before()
+        args, kwargs = self.batch.made()
+        return self.model(*args, **kwargs)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from autoac.profiler.allocations import AllocationRecord, Allocations, Block
-from autoac.profiler.batch import Batch
+from autoac.profiler.batch import Batch, Call
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.modules import modules_restored, watch_modules
@@ -114,7 +114,7 @@ def run(
         try:
             began = now_ns()
             # Warms up, so that the first op is timed like the rest.
-            first = timed_forward(call, device, call.batch)
+            first = timed_forward(call, device)
             leaves += shards.leaves()
             cold_ns = now_ns() - began
             if chooses_at_first(device):
@@ -155,7 +155,7 @@ def run(
                     forward_ns = min(cold_ns, at[backward_began] - at[0])  # one was cold, one recorded
                     step_ns = forward_ns + at[backward_ended] - at[backward_began]
                     left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
-                    more = forwards(call, device, call.batch, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
+                    more = forwards(call, device, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
                 in_step = [(at[op.ended] - at[op.began]) / 1e3 for op in ops]
                 more.setdefault(BETWEEN, first.get(BETWEEN, []))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
@@ -324,20 +324,6 @@ def _roots(out: Any) -> list[Tensor]:
 
 def _cloned(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A forward of the model on its batch, as often as one likes."""
-
-    model: nn.Module
-    batch: Batch
-    before: Callable[[], None]
-
-    def __call__(self) -> Any:
-        self.before()
-        args, kwargs = self.batch.made()
-        return self.model(*args, **kwargs)
 
 
 @contextmanager

@@ -9,8 +9,8 @@ Unless somebody asks which ops ran, the profiler is told to record the scope of 
 torch.profiler has no argument for. An op's entry holds its name for as long as the record is open, in a few
 bytes of the C library's heap, and those come to lie in the gaps that aligned allocations leave beside
 tensors. glibc before 2.39 then finds no room in what a tensor gave back for another of its size
-(sourceware.org, bug 30723) and lets the heap grow: by 2.4 GB and up to 6 seconds of page faults in a step of
-a Mamba that never holds more than 33 MiB at once. The record is half as long, too.
+(sourceware.org, bug 30723) and lets the heap grow, far beyond what the step holds, and the kernel empties all
+these pages. The record is shorter, too.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoac.profiler.batch import Batch
+from autoac.profiler.batch import Batch, Call
 from autoac.profiler.ops import facts_of
 from autoac.profiler.randomness import GeneratorState, capture, generator_of
 from autoac.profiler.record import signature_of
@@ -176,12 +176,12 @@ class OpTimer(TorchDispatchMode):
         return found
 
 
-def timed_forward(call: Callable[[], Any], device: torch.device, batch: Batch) -> Samples:
+def timed_forward(call: Call, device: torch.device) -> Samples:
     """Run forward as in training, but so that autograd keeps nothing of it.
 
     Explicit generators that it draws from are afterwards as before; torch's own are the caller's affair.
     """
-    timer = OpTimer(device, batch)
+    timer = OpTimer(device, call.batch)
     try:
         with torch.autograd.graph.saved_tensors_hooks(_described, _ones), torch.enable_grad(), timer:
             call()
@@ -193,9 +193,8 @@ def timed_forward(call: Callable[[], Any], device: torch.device, batch: Batch) -
 
 
 def forwards(
-    call: Callable[[], Any],
+    call: Call,
     device: torch.device,
-    batch: Batch,
     wanted: Set[Hashable],
     forward_s: float,
     left_s: float,
@@ -205,7 +204,6 @@ def forwards(
     Args:
         call: runs forward.
         device: where.
-        batch: what it is called with.
         wanted: kinds of op.
         forward_s: what one forward takes, in seconds.
         left_s: what all may take, in seconds.
@@ -217,7 +215,7 @@ def forwards(
         if spent + last > left_s or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
             break
         began = now_ns()
-        found = timed_forward(call, device, batch)
+        found = timed_forward(call, device)
         for key in wanted & found.keys():
             samples.setdefault(key, []).extend(found[key])
         last = (now_ns() - began) / 1e9
