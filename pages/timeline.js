@@ -253,16 +253,23 @@ function timeline(root, picture) {
     add("moment");
     for (const line of lines) add("dot", line.key);
     plot.over.addEventListener("mousedown", event => { plot.downAt = event.clientX; });
-    plot.over.addEventListener("click", event => { if (Math.abs(event.clientX - plot.downAt) < 4) { chosen = shown; } });
-    plot.over.addEventListener("mouseleave", () => show(chosen));
+    plot.over.addEventListener("click", event => { if (Math.abs(event.clientX - plot.downAt) < 4) { settle(); chosen = shown; } });
+    plot.over.addEventListener("mouseleave", () => { wanted = null; show(chosen); });
     place();
   }
 
+  /* The cursor is followed once a frame; a click does not wait for the frame, and leaving the plot calls it off. */
   let wanted = null;
+  function settle() {
+    if (wanted === null) return;
+    const x = wanted;
+    wanted = null;
+    show(eventAt(watched, plot.posToVal(x, "x") * 1e3));
+  }
   function follow(u) {
     const {left} = u.cursor;
     if (left == null || left < 0) return;
-    if (wanted === null) requestAnimationFrame(() => { const x = wanted; wanted = null; show(eventAt(watched, plot.posToVal(x, "x") * 1e3)); });
+    if (wanted === null) requestAnimationFrame(settle);
     wanted = left;
   }
 

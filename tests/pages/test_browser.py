@@ -106,6 +106,21 @@ def test_the_cursor_shows_the_module_under_it_and_a_click_stays(opened: Opened) 
     assert opened.text("readout") == here
 
 
+def test_a_click_does_not_wait_for_a_frame_and_leaving_calls_the_cursor_off(opened: Opened) -> None:
+    """Events of one task, so that no frame comes between them."""
+    in_one_task = """async kinds => {
+        const over = document.querySelector('.u-over'), area = over.getBoundingClientRect();
+        const at = {clientX: area.x + area.width * 0.1, clientY: area.y + area.height / 2, bubbles: true};
+        for (const kind of kinds) over.dispatchEvent(new MouseEvent(kind, at));
+        for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
+        return document.querySelector('[data-part=readout]').innerText;
+    }"""
+    before = opened.text("readout")
+    assert opened.page.evaluate(in_one_task, ["mouseenter", "mousemove", "mouseleave"]) == before
+    clicked = ["mouseenter", "mousemove", "mousedown", "mouseup", "click", "mouseleave"]
+    assert "forward, " in opened.page.evaluate(in_one_task, clicked)
+
+
 def test_the_keyboard_walks_over_the_step_and_what_it_finds_is_spoken(opened: Opened) -> None:
     opened.page.focus('[data-part="plot"]')
     first = opened.press("Home")
@@ -139,6 +154,7 @@ def test_every_control_has_a_name_and_zooming_keeps_the_moment(opened: Opened) -
 
 def test_the_numbers_are_there_as_a_table(opened: Opened, small_picture: Picture) -> None:
     opened.page.click("summary")
+    opened.page.wait_for_selector('[data-part="runs"] tbody tr')  # drawn a task after the click
     table = opened.text("runs")
     assert "forward, transformer.h.0" in table
     assert "backward, transformer.h.2" in table
