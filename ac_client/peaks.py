@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from autoac.planner.units import rounded_bytes
+
 WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
 MOST_CORRECTIONS = 2  # of one policy
 FAR_UNDER = 0.03  # of the budget: less is not worth planning again
@@ -92,4 +94,4 @@ def proposed_headroom(allocated_peak: int, reserved_peak: int, budget: int) -> i
     if reserved_peak <= budget:
         return 0
     block = 2 << 20  # the caching allocator's
-    return -(-max(0, reserved_peak - allocated_peak) // block) * block
+    return rounded_bytes(max(0, reserved_peak - allocated_peak), block)

@@ -191,7 +191,7 @@ def build(profile: Profile) -> Graph:
         storages=tuple(
             Storage(StorageId(s), nbytes, Moment(released), tuple(versions[s]))
             for s, (nbytes, released) in enumerate(
-                zip(profile.storages.nbytes, profile.storages.released, strict=True)
+                zip(profile.storages.block_nbytes(), profile.storages.released, strict=True)
             )
         ),
         handles=tuple(

@@ -120,10 +120,31 @@ class StaticBytes(BaseModel):
 
 
 class Storages(Table):
-    """The memory that forward ops allocate."""
+    """The memory that forward ops allocate.
 
-    nbytes: tuple[Count, ...]  # as the allocator rounds it
+    A block can be larger than what was asked for and rounded: CUDA's caching allocator does not split off a
+    rest below 1 MiB. That slack differs from one measurement to the next. Where there is none, the published
+    form does not have the column.
+    """
+
+    nbytes: tuple[Count, ...]  # asked for, as the allocator rounds it
+    slack_nbytes: Annotated[tuple[Count, ...], Field(exclude_if=lambda column: not any(column))] = ()
     released: tuple[Index, ...]  # moment from which neither Python nor forward holds it
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_slack_by_default(cls, data: Any) -> Any:
+        if (
+            isinstance(data, dict)
+            and "slack_nbytes" not in data
+            and isinstance(data.get("nbytes"), list | tuple)
+        ):
+            return data | {"slack_nbytes": (0,) * len(data["nbytes"])}
+        return data
+
+    def block_nbytes(self) -> list[int]:
+        """What each storage takes of the device's memory."""
+        return [nbytes + slack for nbytes, slack in zip(self.nbytes, self.slack_nbytes, strict=True)]
 
 
 class Values(Table):
@@ -254,13 +275,15 @@ class Profile(BaseModel):
     def fingerprint(self) -> str:
         """Identifies the same model at the same shapes on the same kind of device.
 
-        Left out is what differs from one measurement to the next: run times, workspaces and the bytes
-        of temporaries.
+        Left out is what differs from one measurement to the next: run times, workspaces, the allocator's
+        slack, and the bytes of temporaries and gradients, which are read off the allocator.
         """
         content = self.model_dump(
             mode="json",
             exclude={
                 "notes": True,
+                "gradient_nbytes": True,
+                "storages": {"slack_nbytes"},
                 "ops": {"runtime_us", "spread_us", "workspace_nbytes", "other_nbytes"},
                 "backward": {"runtime_us", "other_nbytes", "peak_nbytes"},
             },

@@ -22,6 +22,15 @@ def gb_from_bytes(nbytes: int) -> float:
     return nbytes / GIB
 
 
+def rounded_bytes(nbytes: int, multiple: int) -> int:
+    """`nbytes`, up to the next multiple of `multiple`, as an allocator rounds.
+
+    >>> rounded_bytes(513, 512), rounded_bytes(512, 512)
+    (1024, 512)
+    """
+    return -(-nbytes // multiple) * multiple
+
+
 def format_bytes(nbytes: int) -> str:
     """`nbytes` in the unit that a person would use, three digits.
 

@@ -18,6 +18,7 @@ from autoac.planner.profile import (
     Storages,
     Values,
 )
+from autoac.planner.units import rounded_bytes
 from autoac.profiler.allocations import Allocations, Block
 from autoac.profiler.hollow import HollowStep
 from autoac.profiler.record import RecordedStorage
@@ -53,6 +54,7 @@ def assemble(
     mine = [block for block in blocks if block is not None]
     copies = [block for copy in saved.copies if (block := _block(record, copy)) is not None]
     other = _Levels.of(record, hidden=mine + copies, lasting=step.lasting)
+    asked = _asked(blocks, forward.storages, environment.allocator_rounding)
     n = len(forward.ops)
     made: list[list[Block]] = [[] for _ in forward.ops]
     for value in forward.values:
@@ -105,7 +107,10 @@ def assemble(
             must_save=tuple(reasons.index(op.must_save) if op.must_save else -1 for op in forward.ops),
         ),
         storages=Storages(
-            nbytes=tuple(block.nbytes if block else 0 for block in blocks),
+            nbytes=asked,
+            slack_nbytes=tuple(
+                block.nbytes - nbytes if block else 0 for block, nbytes in zip(blocks, asked, strict=True)
+            ),
             released=tuple(
                 moments.after(block.freed) if block and block.freed is not None else n + len(steps)
                 for block in blocks
@@ -141,6 +146,16 @@ def assemble(
 def _block(record: Allocations, storage: RecordedStorage) -> Block | None:
     """The block behind a storage; None if the device's allocator did not make it."""
     return record.block_at(storage.address, storage.mark) if storage.address else None
+
+
+def _asked(
+    blocks: Sequence[Block | None], storages: Sequence[RecordedStorage], rounding: int
+) -> tuple[int, ...]:
+    """The bytes of each block that its storage asked for, rounded; 0 without a block."""
+    return tuple(
+        min(rounded_bytes(storage.nbytes, rounding), block.nbytes) if block else 0
+        for block, storage in zip(blocks, storages, strict=True)
+    )
 
 
 class _Names(list[str]):

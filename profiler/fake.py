@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoac.planner.units import rounded_bytes
 from autoac.profiler.allocations import Block, Change
 from autoac.profiler.devices import Device
 from autoac.profiler.errors import CannotFake
@@ -200,7 +201,7 @@ class FakeAllocations(TorchDispatchMode):
         if any(has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
             return
         rounding = self._device.allocator_rounding
-        nbytes = -(-storage.nbytes() // rounding) * rounding
+        nbytes = rounded_bytes(storage.nbytes(), rounding)
         block = Block(len(self._blocks) + 1, nbytes, len(self.changes))
         self._blocks.append(block)
         self.changes.append(Change(block, nbytes))

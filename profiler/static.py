@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autoac.planner.profile import StaticBytes
+from autoac.planner.units import rounded_bytes
 from autoac.profiler.batch import batch_tensors
 from autoac.profiler.devices import Device
 from autoac.profiler.ops import has_storage_or_fake, outputs_of
@@ -64,13 +65,13 @@ def static_bytes(
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
-                total += _rounded(storage.nbytes(), rounding)
+                total += rounded_bytes(storage.nbytes(), rounding)
         return total
 
     parameters = list(parameters_of(model))
     buckets = buckets_of(model, device if on is None else None)
     to_come = sum(
-        _rounded(local(parameter).nbytes, rounding)
+        rounded_bytes(local(parameter).nbytes, rounding)
         for parameter in parameters
         if parameter.requires_grad and parameter.grad is None
         if on is not None or parameter.device.type == device.type
@@ -131,14 +132,10 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _state_nbytes(states: Iterable[Any], device_type: str, rounding: int) -> int:
     return sum(
-        _rounded(leaf.untyped_storage().nbytes(), rounding)
+        rounded_bytes(leaf.untyped_storage().nbytes(), rounding)
         for leaf in map(local, filter(torch.is_tensor, tree_leaves(list(states))))
         if leaf.device.type == device_type and leaf.layout is torch.strided
     )
-
-
-def _rounded(nbytes: int, rounding: int) -> int:
-    return -(-nbytes // rounding) * rounding
 
 
 def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None) -> tuple[int, int]:
@@ -231,7 +228,7 @@ class _Workspace(TorchDispatchMode):
             if storage._cdata in inputs or self._table.get(tensor):
                 continue
             self._table.set(tensor, True)
-            nbytes = _rounded(storage.nbytes(), self._rounding)
+            nbytes = rounded_bytes(storage.nbytes(), self._rounding)
             self._live += nbytes
             self.peak = max(self.peak, self._live)
             weakref.finalize(storage, self._freed, nbytes)

@@ -6,7 +6,8 @@ A policy has drifted if
 
 - it is not there, is no policy, or is not the text that its lock was written with;
 - its settings in `autoac.toml` are others than those that it was planned under;
-- the model's fingerprint is another: other ops, sizes, lifetimes, batch, torch release or kind of device;
+- the model's fingerprint is another: other ops, sizes, lifetimes, batch, torch release or kind of device; or
+  its gradients take more or less;
 - on a profile with other times (a newer roofline, or measured anew because `measure` asks for it) it no
   longer fits in its budget, or a new plan is faster by more than the gap that was asked for. Of measured
   times a gain of less than 5 % of the step is noise and no drift.
@@ -256,7 +257,7 @@ class _Model:
             reasons += changed
             if layers:
                 reasons.append("layers of the model changed")
-        elif was.device != now.device:
+        elif (was.device, was.gradient_nbytes) != (now.device, now.gradient_nbytes):
             reasons += changed_step(was, now)
         return reasons, layers
 

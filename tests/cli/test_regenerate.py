@@ -46,6 +46,10 @@ def trained():
 def broken():
     raise OSError("no such weights")
 """
+FROZEN = """
+    net = Net()
+    net.layers[1][0].bias.requires_grad_(False)
+    return net, torch"""
 TOML = """
 [models.net]
 entry = "nets:make"
@@ -197,6 +201,17 @@ def test_one_changed_layer_is_told_alone(fresh, capsys):
     for told in policies_of(out).values():
         assert [layer["name"] for layer in told["layers"]] == ["layers.2.1"]
         assert (told["layers"][0]["new"], told["layers"][0]["gone"]) == (["relu.default"], ["gelu.default"])
+
+
+def test_parameters_that_are_no_longer_trained_are_drift_where_every_op_is_the_same(fresh, capsys):
+    was = Lock.from_json((fresh / "policies" / "net.lock.json").read_text())
+    model(fresh, MODEL.replace("    return Net(), torch", FROZEN))
+    code, out, _ = autoac(capsys, "--check")
+    assert code == cli.USAGE
+    assert "gradients of the step: " in out
+    assert autoac(capsys)[0] == cli.OK
+    now = Lock.from_json((fresh / "policies" / "net.lock.json").read_text())
+    assert (was.fingerprint, was.gradient_nbytes - 2048) == (now.fingerprint, now.gradient_nbytes)
 
 
 def test_drift_tells_peak_and_time_before_and_after_and_what_is_kept(fresh, capsys):

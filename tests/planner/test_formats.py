@@ -62,6 +62,20 @@ def test_other_run_times_change_the_digest_and_not_the_fingerprint() -> None:
     assert slower.fingerprint == profile.fingerprint
 
 
+def test_what_the_allocator_adds_is_planned_with_and_not_in_the_fingerprint() -> None:
+    profile = graphs.gpt2(1)
+    count = len(profile.storages)
+    assert profile.storages.slack_nbytes == (0,) * count
+    assert "slack_nbytes" not in profile.to_json()
+    storages = profile.storages.model_copy(update={"slack_nbytes": (0, *[7] * (count - 1))})
+    wide = Profile.from_json(profile.model_copy(update={"storages": storages}).to_json())
+    assert wide.storages.slack_nbytes == storages.slack_nbytes
+    assert wide.digest != profile.digest
+    assert wide.fingerprint == profile.fingerprint
+    assert [s.nbytes for s in build(wide).storages] == wide.storages.block_nbytes()
+    assert sum(wide.storages.block_nbytes()) == sum(profile.storages.nbytes) + 7 * (count - 1)
+
+
 def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def apply(data: dict[str, Any]) -> None:
         *parents, last = path.split(".")

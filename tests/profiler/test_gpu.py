@@ -11,6 +11,7 @@ import torch
 from models import Transformer
 from torch import Tensor, nn
 
+from autoac.planner import bounds, build
 from autoac.profiler import CannotProfile, hollow, observe, profile
 from autoac.profiler.ops import facts_of
 from autoac.profiler.recording import Allocated, Entry, Marked, Recording
@@ -158,6 +159,29 @@ def test_a_plain_step_may_get_larger_blocks_for_the_same(monkeypatch: pytest.Mon
     model, x = Transformer(layers=1), torch.randn(2, 8, 32)
     assert profile(model, x, mode="measured").keys() == profile(model, x).keys()
     assert len(records) == 3
+
+
+def test_larger_blocks_are_planned_with_and_are_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same step, profiled with more or less in the allocator's cache, has one fingerprint."""
+    entries = Recording.entries
+    slack = 0
+
+    def larger(recording: Recording) -> Iterator[Entry]:
+        for entry in entries(recording):
+            grows = isinstance(entry, Allocated) and entry.nbytes > 0
+            yield replace(entry, nbytes=entry.nbytes + slack) if grows else entry  # type: ignore[type-var, call-arg]
+
+    monkeypatch.setattr(Recording, "entries", larger)
+    model, x = Transformer(layers=1), torch.randn(2, 8, 32)
+    exact = profile(model, x)
+    slack = 100
+    found = profile(model, x)
+    assert found.fingerprint == exact.fingerprint
+    assert found.storages.nbytes == exact.storages.nbytes
+    assert set(found.storages.slack_nbytes) == {100}
+    more = bounds(build(found)).ceiling - bounds(build(exact)).ceiling
+    assert more > 0
+    assert more % 100 == 0
 
 
 def test_an_allocator_that_reports_nothing_is_no_step_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
