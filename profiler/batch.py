@@ -2,7 +2,7 @@
 
 A step is profiled by several forwards, and a forward may write over its inputs (`ids[ids < 0] = 0`), pop
 from a dictionary that it was given, or set an attribute of a dataclass. So each gets containers of its own;
-and before an op writes over a tensor of the batch, its numbers are copied, and put back later.
+its tensors are among the originals (originals.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autoac.profiler.ops import OpFacts, has_storage, written_tensors
+from autoac.profiler.ops import has_storage
+from autoac.profiler.originals import Originals
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
@@ -74,32 +74,34 @@ class Batch:
     Args:
         args, kwargs: as the user passes them.
         of_input: from a tensor of theirs to what stands in for it, without a gradient of its own.
+        originals: are told of the tensors that the model works on itself.
 
     Attributes:
         leaves: what stands in for tensors that want a gradient; the same in each forward.
     """
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], of_input: Callable[[Tensor], Tensor]
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        of_input: Callable[[Tensor], Tensor],
+        originals: Originals,
     ) -> None:
         self._given = tuple(args), dict(kwargs)
         self._of_input = of_input
         self.leaves: list[Tensor] = []
         self._own_of: dict[int, Tensor] = {}  # what stands in, by identity of the user's
-        self._shared: dict[int, list[Tensor]] = {}  # the user's tensors that could be written, by storage
-        self._written: list[tuple[Tensor, Tensor]] = []  # and those that were, with their numbers before
         self._held: Any = None  # what the last forward was called with: the user holds that through the step
-        for tensor in batch_tensors((*args, *kwargs.values())):
-            own = self._own(tensor)
-            if not (has_storage(tensor) and has_storage(own)) or tensor.is_inference():
-                continue
-            if own.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-                self._shared.setdefault(tensor.untyped_storage()._cdata, []).append(tensor.detach())
-        self._addresses = frozenset(self._shared)  # of storages that the model works on itself
+        # Addresses of storages that the model works on itself.
+        self._shared = frozenset(
+            tensor.untyped_storage()._cdata
+            for tensor in batch_tensors((*args, *kwargs.values()))
+            if originals.share(tensor, self._own(tensor))
+        )
 
     def made(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for a forward, which it may change as it likes."""
-        self.restore()
+        self.let_go()
         own: dict[int, Any] = {}  # by identity of the user's: what is one object stays one
 
         def of(item: Any) -> Any:
@@ -120,34 +122,15 @@ class Batch:
         args, kwargs = self._held = tree_map(of, self._given)
         return args, kwargs
 
-    def keep(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """An op is about to run: copy the numbers of what it may write of the batch."""
-        if not self._shared or not facts.mutates:
-            return
-        # What a higher-order op writes is known only afterwards.
-        written = tree_leaves((args, kwargs)) if facts.opaque else written_tensors(facts, args, kwargs)
-        for tensor in written:
-            if isinstance(tensor, Tensor) and has_storage(tensor):
-                self.keep_storage(tensor)
-
-    def keep_storage(self, tensor: Tensor) -> None:
-        """The memory of `tensor` is about to be written."""
-        for shared in self._shared.pop(tensor.untyped_storage()._cdata, ()):
-            self._written.append((shared, shared.clone()))
-
-    def restore(self) -> None:
-        """Put back what was written."""
+    def let_go(self) -> None:
+        """Hold the arguments of the last forward no longer."""
         self._held = None
-        if self._written:
-            with _disable_current_modes(), torch.no_grad():
-                for tensor, before in self._written:
-                    tensor.copy_(before)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         own = self._own(tensor)
         if tensor.requires_grad:
             return own if tensor.is_leaf else cast(Tensor, _Returned.apply(own))  # type: ignore[no-untyped-call]
-        if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self._addresses:
+        if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self._shared:
             return own
         own = own.detach()  # an op may have given the last one a history
         return own.view_as(own) if tensor._is_view() else own
@@ -170,9 +153,11 @@ class Call:
 
     model: nn.Module
     batch: Batch
+    originals: Originals
     before: Callable[[], None]
 
     def __call__(self) -> Any:
         self.before()
+        self.originals.restore()
         args, kwargs = self.batch.made()
         return self.model(*args, **kwargs)
