@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autoac.profiler.modules import forget_cached
 from autoac.profiler.ops import has_storage
 from autoac.profiler.originals import Originals
 
@@ -159,5 +160,6 @@ class Call:
     def __call__(self) -> Any:
         self.before()
         self.originals.restore()
+        forget_cached()
         args, kwargs = self.batch.made()
         return self.model(*args, **kwargs)

@@ -25,7 +25,7 @@ from autoac.profiler.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.batch import Batch, Call
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import CannotProfile, NothingToProfile
-from autoac.profiler.modules import modules_restored, watch_modules
+from autoac.profiler.modules import modules_restored, nothing_cached, watch_modules
 from autoac.profiler.originals import Originals
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
@@ -374,7 +374,7 @@ def isolated(
 
     # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
     # (torch.utils.checkpoint), and hooks, find the aliases.
-    with _reparametrize_module(model, tensors, tie_weights=True):
+    with _reparametrize_module(model, tensors, tie_weights=True), nothing_cached():
         try:
             yield Call(model, batch, originals, before), leaves
         finally:
