@@ -1,15 +1,17 @@
 """The batch of a profiled step: each forward finds it as it was, and so does the user afterwards.
 
 A step is profiled by several forwards, and a forward may write over its inputs (`ids[ids < 0] = 0`), pop
-from a dictionary that it was given, or set an attribute of a dataclass. So each gets containers of its own;
-its tensors are among the originals (originals.py).
+from a dictionary that it was given, set an attribute of a dataclass, or add to a cache of keys and values.
+So each gets containers of its own; objects it gets as they are, at any depth, with their attributes as they
+were; and tensors are among the originals (originals.py).
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -24,11 +26,27 @@ _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
 def batch_tensors(items: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `items`, in containers, dataclasses and other objects that hold tensors."""
-    yield from _tensors(items, set())
+    """The tensors among `items`, in containers, dataclasses and other objects, at any depth."""
+    return (thing for thing in _reached(items) if isinstance(thing, Tensor))
 
 
-def _tensors(items: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
+def _reached(items: Iterable[Any]) -> Iterator[Any]:
+    """Tensors, and what holds the content of each object. Objects may be linked in long chains."""
+    seen: set[int] = set()
+    waiting: deque[Iterable[Any]] = deque([items])
+    while waiting:
+        for leaf in _leaves(waiting.popleft()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+                continue
+            for holder in _holders(leaf):
+                if id(holder) not in seen:
+                    seen.add(id(holder))
+                    yield holder
+                    waiting.append(_content(holder).values())
+
+
+def _leaves(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         kind = type(item)
         if kind is Tensor or isinstance(item, Tensor):
@@ -36,25 +54,49 @@ def _tensors(items: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
         elif kind in _PLAIN:
             continue
         elif isinstance(item, (list, tuple)):
-            yield from _tensors(item, seen)
-        elif isinstance(item, Mapping):
-            yield from _tensors(item.values(), seen)
+            yield from _leaves(item)
+        elif kind is dict or kind is MappingProxyType:
+            yield from _leaves(item.values())
         elif len(leaves := tree_leaves(item)) != 1 or leaves[0] is not item:
-            yield from _tensors(leaves, seen)
-        elif id(item) not in seen:
-            seen.add(id(item))
-            yield from _tensors(_attributes(item).values(), seen)
+            yield from _leaves(leaves)
+        else:
+            yield item
 
 
-def _attributes(item: Any) -> Mapping[str, Any]:
-    """What an object of a batch holds: a dataclass's fields; or attributes, if tensors are among them."""
-    if isinstance(item, (type, nn.Module)):
-        return {}
-    if dataclasses.is_dataclass(item):
-        names = [field.name for field in dataclasses.fields(item)]
-        return {name: getattr(item, name) for name in names if hasattr(item, name)}
-    held = getattr(item, "__dict__", {})
-    return held if any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(held.values()))) else {}
+def _holders(item: Any) -> Iterator[Any]:
+    """A dictionary that torch's pytree does not know, an object's attributes, or a dataclass with slots."""
+    if isinstance(item, _NOT_LOOKED_INTO):
+        return
+    if isinstance(item, dict):
+        yield item
+    attributes = getattr(item, "__dict__", None)
+    if isinstance(attributes, dict):
+        if attributes is not item:
+            yield attributes
+    elif dataclasses.is_dataclass(item):
+        yield item
+
+
+_NOT_LOOKED_INTO = (type, nn.Module, ModuleType, FunctionType)
+
+
+def _content(holder: Any) -> dict[Any, Any]:
+    if isinstance(holder, dict):
+        return holder
+    names = [field.name for field in dataclasses.fields(holder)]
+    return {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+
+
+def _put(holder: Any, content: Mapping[Any, Any]) -> None:
+    """Have it hold this and nothing else. No method of the user's is called."""
+    if not isinstance(holder, dict):
+        for name, value in content.items():
+            object.__setattr__(holder, name, value)
+        return
+    kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+    kind.clear(holder)
+    for name, value in content.items():
+        kind.__setitem__(holder, name, value)
 
 
 class _Returned(torch.autograd.Function):
@@ -93,39 +135,37 @@ class Batch:
         self.leaves: list[Tensor] = []
         self._own_of: dict[int, Tensor] = {}  # what stands in, by identity of the user's
         self._held: Any = None  # what the last forward was called with: the user holds that through the step
-        # Addresses of storages that the model works on itself.
-        self._shared = frozenset(
-            tensor.untyped_storage()._cdata
-            for tensor in batch_tensors((*args, *kwargs.values()))
-            if originals.share(tensor, self._own(tensor))
-        )
+        self._objects: list[tuple[Any, dict[Any, Any]]] = []  # what holds their content, and that
+        shared: set[int] = set()
+        for thing in _reached((*args, *kwargs.values())):
+            if not isinstance(thing, Tensor):
+                self._objects.append((thing, dict(_content(thing))))
+            elif originals.share(thing, self._own(thing)):
+                shared.add(thing.untyped_storage()._cdata)
+        self._shared = frozenset(shared)  # addresses of storages that the model works on itself
 
     def made(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for a forward, which it may change as it likes."""
         self.let_go()
-        own: dict[int, Any] = {}  # by identity of the user's: what is one object stays one
+        stand_ins: dict[int, Tensor] = {}  # by identity of the user's: what is one tensor stays one
 
         def of(item: Any) -> Any:
-            if type(item) in _PLAIN:
+            if not isinstance(item, Tensor):
                 return item
-            if id(item) not in own:
-                own[id(item)] = self._stand_in(item) if isinstance(item, Tensor) else item
-                if isinstance(item, MutableMapping):  # one that is no node of torch's pytree
-                    own[id(item)] = held = copy.copy(item)
-                    for name, value in item.items():
-                        held[name] = tree_map(of, value)
-                elif not isinstance(item, Tensor) and (attributes := _attributes(item)):
-                    own[id(item)] = held = copy.copy(item)
-                    for name, value in attributes.items():
-                        object.__setattr__(held, name, tree_map(of, value))
-            return own[id(item)]
+            if id(item) not in stand_ins:
+                stand_ins[id(item)] = self._stand_in(item)
+            return stand_ins[id(item)]
 
+        for holder, content in self._objects:
+            _put(holder, {name: tree_map(of, value) for name, value in content.items()})
         args, kwargs = self._held = tree_map(of, self._given)
         return args, kwargs
 
     def let_go(self) -> None:
-        """Hold the arguments of the last forward no longer."""
+        """Hold the arguments of the last forward no longer. The user's objects are as they were."""
         self._held = None
+        for holder, content in self._objects:
+            _put(holder, content)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         own = self._own(tensor)
