@@ -234,6 +234,8 @@ def signature_of(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     def describe(arg: Any) -> Any:
         if isinstance(arg, Tensor):
+            if arg.is_nested:  # has no shape where its layout is strided
+                return ("nested", arg.dtype, arg.numel())
             if not has_storage_or_fake(arg):
                 return (str(arg.layout), arg.dtype, tuple(arg.shape))
             return (arg.dtype, tuple(arg.shape), arg.stride())

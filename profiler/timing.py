@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.profiler.batch import Call
-from autoac.profiler.ops import facts_of
+from autoac.profiler.ops import facts_of, has_storage
 from autoac.profiler.originals import Originals
 from autoac.profiler.randomness import GeneratorState, capture, generator_of
 from autoac.profiler.record import signature_of
@@ -225,11 +225,15 @@ def forwards(
 
 
 def _described(tensor: Tensor) -> Any:
+    if not has_storage(tensor):  # sparse, nested: they have no strides
+        return tensor.detach()
     return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _ones(packed: Any) -> Tensor:
     """For a model that differentiates inside its forward."""
+    if isinstance(packed, Tensor):
+        return packed
     size, stride, dtype, device = packed
     return torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
 
