@@ -264,6 +264,8 @@ def device_name(device: torch.device) -> str:
 def describe(leaf: Any) -> str:
     """A leaf of the batch as a profile names it: `int64[4, 128]`."""
     if isinstance(leaf, Tensor):
+        if leaf.is_nested:
+            return "nested"
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     return type(leaf).__name__
 

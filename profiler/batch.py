@@ -1,33 +1,52 @@
 """The batch of a profiled step: each forward finds it as it was, and so does the user afterwards.
 
 A step is profiled by several forwards, and a forward may write over its inputs (`ids[ids < 0] = 0`), pop
-from a dictionary that it was given, or set an attribute of a dataclass. So each gets containers of its own;
-and before an op writes over a tensor of the batch, its numbers are copied, and put back later.
+from a dictionary that it was given, set an attribute of a dataclass, or add to a cache of keys and values.
+So each gets containers of its own; objects it gets as they are, at any depth, with their attributes as they
+were; and tensors are among the originals (originals.py).
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autoac.profiler.ops import OpFacts, has_storage, written_tensors
+from autoac.profiler.modules import forget_cached
+from autoac.profiler.ops import has_storage
+from autoac.profiler.originals import Originals
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
 def batch_tensors(items: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `items`, in containers, dataclasses and other objects that hold tensors."""
-    yield from _tensors(items, set())
+    """The tensors among `items`, in containers, dataclasses and other objects, at any depth."""
+    return (thing for thing in _reached(items) if isinstance(thing, Tensor))
 
 
-def _tensors(items: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
+def _reached(items: Iterable[Any]) -> Iterator[Any]:
+    """Tensors, and what holds the content of each object. Objects may be linked in long chains."""
+    seen: set[int] = set()
+    waiting: deque[Iterable[Any]] = deque([items])
+    while waiting:
+        for leaf in _leaves(waiting.popleft()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+                continue
+            for holder in _holders(leaf):
+                if id(holder) not in seen:
+                    seen.add(id(holder))
+                    yield holder
+                    waiting.append(_content(holder).values())
+
+
+def _leaves(items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         kind = type(item)
         if kind is Tensor or isinstance(item, Tensor):
@@ -35,25 +54,49 @@ def _tensors(items: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
         elif kind in _PLAIN:
             continue
         elif isinstance(item, (list, tuple)):
-            yield from _tensors(item, seen)
-        elif isinstance(item, Mapping):
-            yield from _tensors(item.values(), seen)
+            yield from _leaves(item)
+        elif kind is dict or kind is MappingProxyType:
+            yield from _leaves(item.values())
         elif len(leaves := tree_leaves(item)) != 1 or leaves[0] is not item:
-            yield from _tensors(leaves, seen)
-        elif id(item) not in seen:
-            seen.add(id(item))
-            yield from _tensors(_attributes(item).values(), seen)
+            yield from _leaves(leaves)
+        else:
+            yield item
 
 
-def _attributes(item: Any) -> Mapping[str, Any]:
-    """What an object of a batch holds: a dataclass's fields; or attributes, if tensors are among them."""
-    if isinstance(item, (type, nn.Module)):
-        return {}
-    if dataclasses.is_dataclass(item):
-        names = [field.name for field in dataclasses.fields(item)]
-        return {name: getattr(item, name) for name in names if hasattr(item, name)}
-    held = getattr(item, "__dict__", {})
-    return held if any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(held.values()))) else {}
+def _holders(item: Any) -> Iterator[Any]:
+    """A dictionary that torch's pytree does not know, an object's attributes, or a dataclass with slots."""
+    if isinstance(item, _NOT_LOOKED_INTO):
+        return
+    if isinstance(item, dict):
+        yield item
+    attributes = getattr(item, "__dict__", None)
+    if isinstance(attributes, dict):
+        if attributes is not item:
+            yield attributes
+    elif dataclasses.is_dataclass(item):
+        yield item
+
+
+_NOT_LOOKED_INTO = (type, nn.Module, ModuleType, FunctionType)
+
+
+def _content(holder: Any) -> dict[Any, Any]:
+    if isinstance(holder, dict):
+        return holder
+    names = [field.name for field in dataclasses.fields(holder)]
+    return {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+
+
+def _put(holder: Any, content: Mapping[Any, Any]) -> None:
+    """Have it hold this and nothing else. No method of the user's is called."""
+    if not isinstance(holder, dict):
+        for name, value in content.items():
+            object.__setattr__(holder, name, value)
+        return
+    kind = OrderedDict if isinstance(holder, OrderedDict) else dict
+    kind.clear(holder)
+    for name, value in content.items():
+        kind.__setitem__(holder, name, value)
 
 
 class _Returned(torch.autograd.Function):
@@ -74,80 +117,61 @@ class Batch:
     Args:
         args, kwargs: as the user passes them.
         of_input: from a tensor of theirs to what stands in for it, without a gradient of its own.
+        originals: are told of the tensors that the model works on itself.
 
     Attributes:
         leaves: what stands in for tensors that want a gradient; the same in each forward.
     """
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], of_input: Callable[[Tensor], Tensor]
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        of_input: Callable[[Tensor], Tensor],
+        originals: Originals,
     ) -> None:
         self._given = tuple(args), dict(kwargs)
         self._of_input = of_input
         self.leaves: list[Tensor] = []
         self._own_of: dict[int, Tensor] = {}  # what stands in, by identity of the user's
-        self._shared: dict[int, list[Tensor]] = {}  # the user's tensors that could be written, by storage
-        self._written: list[tuple[Tensor, Tensor]] = []  # and those that were, with their numbers before
         self._held: Any = None  # what the last forward was called with: the user holds that through the step
-        for tensor in batch_tensors((*args, *kwargs.values())):
-            own = self._own(tensor)
-            if not (has_storage(tensor) and has_storage(own)) or tensor.is_inference():
-                continue
-            if own.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
-                self._shared.setdefault(tensor.untyped_storage()._cdata, []).append(tensor.detach())
-        self._addresses = frozenset(self._shared)  # of storages that the model works on itself
+        self._objects: list[tuple[Any, dict[Any, Any]]] = []  # what holds their content, and that
+        shared: set[int] = set()
+        for thing in _reached((*args, *kwargs.values())):
+            if not isinstance(thing, Tensor):
+                self._objects.append((thing, dict(_content(thing))))
+            elif originals.share(thing, self._own(thing)):
+                shared.add(thing.untyped_storage()._cdata)
+        self._shared = frozenset(shared)  # addresses of storages that the model works on itself
 
     def made(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for a forward, which it may change as it likes."""
-        self.restore()
-        own: dict[int, Any] = {}  # by identity of the user's: what is one object stays one
+        self.let_go()
+        stand_ins: dict[int, Tensor] = {}  # by identity of the user's: what is one tensor stays one
 
         def of(item: Any) -> Any:
-            if type(item) in _PLAIN:
+            if not isinstance(item, Tensor):
                 return item
-            if id(item) not in own:
-                own[id(item)] = self._stand_in(item) if isinstance(item, Tensor) else item
-                if isinstance(item, MutableMapping):  # one that is no node of torch's pytree
-                    own[id(item)] = held = copy.copy(item)
-                    for name, value in item.items():
-                        held[name] = tree_map(of, value)
-                elif not isinstance(item, Tensor) and (attributes := _attributes(item)):
-                    own[id(item)] = held = copy.copy(item)
-                    for name, value in attributes.items():
-                        object.__setattr__(held, name, tree_map(of, value))
-            return own[id(item)]
+            if id(item) not in stand_ins:
+                stand_ins[id(item)] = self._stand_in(item)
+            return stand_ins[id(item)]
 
+        for holder, content in self._objects:
+            _put(holder, {name: tree_map(of, value) for name, value in content.items()})
         args, kwargs = self._held = tree_map(of, self._given)
         return args, kwargs
 
-    def keep(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """An op is about to run: copy the numbers of what it may write of the batch."""
-        if not self._shared or not facts.mutates:
-            return
-        # What a higher-order op writes is known only afterwards.
-        written = tree_leaves((args, kwargs)) if facts.opaque else written_tensors(facts, args, kwargs)
-        for tensor in written:
-            if isinstance(tensor, Tensor) and has_storage(tensor):
-                self.keep_storage(tensor)
-
-    def keep_storage(self, tensor: Tensor) -> None:
-        """The memory of `tensor` is about to be written."""
-        for shared in self._shared.pop(tensor.untyped_storage()._cdata, ()):
-            self._written.append((shared, shared.clone()))
-
-    def restore(self) -> None:
-        """Put back what was written."""
+    def let_go(self) -> None:
+        """Hold the arguments of the last forward no longer. The user's objects are as they were."""
         self._held = None
-        if self._written:
-            with _disable_current_modes(), torch.no_grad():
-                for tensor, before in self._written:
-                    tensor.copy_(before)
+        for holder, content in self._objects:
+            _put(holder, content)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         own = self._own(tensor)
         if tensor.requires_grad:
             return own if tensor.is_leaf else cast(Tensor, _Returned.apply(own))  # type: ignore[no-untyped-call]
-        if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self._addresses:
+        if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self._shared:
             return own
         own = own.detach()  # an op may have given the last one a history
         return own.view_as(own) if tensor._is_view() else own
@@ -170,9 +194,12 @@ class Call:
 
     model: nn.Module
     batch: Batch
+    originals: Originals
     before: Callable[[], None]
 
     def __call__(self) -> Any:
         self.before()
+        self.originals.restore()
+        forget_cached()
         args, kwargs = self.batch.made()
         return self.model(*args, **kwargs)

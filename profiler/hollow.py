@@ -25,7 +25,8 @@ from autoac.profiler.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.batch import Batch, Call
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import CannotProfile, NothingToProfile
-from autoac.profiler.modules import modules_restored, watch_modules
+from autoac.profiler.modules import modules_restored, nothing_cached, watch_modules
+from autoac.profiler.originals import Originals
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
@@ -242,7 +243,7 @@ def take_step(
 ) -> tuple[int, int]:
     """Forward under the recorder and backward after it; returns the marks around backward."""
     path = [recorder.module]
-    recorder.batch = call.batch
+    recorder.originals = call.originals
     recorder.pins = pins_of(model)
 
     def enter(name: str) -> None:
@@ -354,15 +355,17 @@ def isolated(
     """
     leaves: list[Tensor] = []
     tensors: dict[str, Tensor] = {}
+    originals = Originals()
     for name, parameter in model.named_parameters():
         if parameter in placed:
             continue
         tensors[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
+        originals.share(parameter, tensors[name])
         if parameter.requires_grad:
             leaves.append(tensors[name])
     for name, buffer in model.named_buffers():
         tensors[name] = of_buffer(buffer)
-    batch = Batch(args, kwargs, of_input)
+    batch = Batch(args, kwargs, of_input, originals)
     leaves += batch.leaves
     if accumulates:
         # A gradient that is there already takes the new one in and frees it.
@@ -371,11 +374,12 @@ def isolated(
 
     # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
     # (torch.utils.checkpoint), and hooks, find the aliases.
-    with _reparametrize_module(model, tensors, tie_weights=True):
+    with _reparametrize_module(model, tensors, tie_weights=True), nothing_cached():
         try:
-            yield Call(model, batch, before), leaves
+            yield Call(model, batch, originals, before), leaves
         finally:
-            batch.restore()
+            batch.let_go()
+            originals.restore()
 
 
 def _drop_gradient(tensor: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from autoac.profiler.ops import has_storage
@@ -112,6 +113,22 @@ def modules_restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+@contextmanager
+def nothing_cached() -> Iterator[None]:
+    """Put aside what `torch.nn.utils.parametrize.cached` holds: it is not made of the parameters inside."""
+    before = dict(parametrize._cache)
+    try:
+        yield
+    finally:
+        forget_cached()
+        parametrize._cache.update(before)
+
+
+def forget_cached() -> None:
+    """Have parametrized weights computed anew."""
+    parametrize._cache.clear()
 
 
 def _keep(value: Any, copied: Callable[[Tensor], Tensor]) -> Callable[[], None] | None:

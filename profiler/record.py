@@ -12,7 +12,6 @@ from torch import Tensor
 
 from autoac.planner.constraints import CROSSES
 from autoac.planner.profile import DECIDES, PINNED
-from autoac.profiler.batch import Batch
 from autoac.profiler.compiled import SeesCompiled
 from autoac.profiler.modules import ROOT
 from autoac.profiler.ops import (
@@ -27,6 +26,7 @@ from autoac.profiler.ops import (
     versions,
     written_tensors,
 )
+from autoac.profiler.originals import Originals
 from autoac.profiler.pins import MUST_RECOMPUTE, MUST_SAVE
 from autoac.profiler.randomness import GeneratorState, capture, generator_of
 from autoac.profiler.storages import StorageTable
@@ -100,7 +100,7 @@ class Recorder(SeesCompiled):
         self._compiled = 0  # compiled parts that are running, one inside the other
         self.module = ROOT
         self.pins: Mapping[str, str] = {}  # by module path
-        self.batch: Batch | None = None  # what forward is called with
+        self.originals: Originals | None = None  # what forward is not to change
         self.generators: dict[int, GeneratorState] = {}  # explicit ones, as they were
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read a storage from outside
         self._mark = mark
@@ -145,8 +145,8 @@ class Recorder(SeesCompiled):
         )
         self.record.ops.append(op)
         operands = versions((args, kwargs)) if facts.opaque else []
-        if self.batch is not None:
-            self.batch.keep(facts, args, kwargs)
+        if self.originals is not None:
+            self.originals.keep(facts, args, kwargs)
         op.began = self._mark()
         out = func(*args, **kwargs)
         op.ended = self._mark()
@@ -164,8 +164,8 @@ class Recorder(SeesCompiled):
         """What compiled code runs is no op of the plan, and what it writes is from outside."""
         for tensor in written:
             if self.has_storage(tensor):
-                if self.batch is not None:
-                    self.batch.keep_storage(tensor)
+                if self.originals is not None:
+                    self.originals.keep_storage(tensor)
                 self._overwritten(tensor, by=-1)
                 self.current.drop(tensor)
         self._compiled += 1
@@ -234,6 +234,8 @@ def signature_of(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any])
 
     def describe(arg: Any) -> Any:
         if isinstance(arg, Tensor):
+            if arg.is_nested:  # has no shape where its layout is strided
+                return ("nested", arg.dtype, arg.numel())
             if not has_storage_or_fake(arg):
                 return (str(arg.layout), arg.dtype, tuple(arg.shape))
             return (arg.dtype, tuple(arg.shape), arg.stride())

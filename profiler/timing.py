@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoac.profiler.batch import Batch, Call
-from autoac.profiler.ops import facts_of
+from autoac.profiler.batch import Call
+from autoac.profiler.ops import facts_of, has_storage
+from autoac.profiler.originals import Originals
 from autoac.profiler.randomness import GeneratorState, capture, generator_of
 from autoac.profiler.record import signature_of
 
@@ -126,9 +127,9 @@ class OpTimer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device, batch: Batch) -> None:
+    def __init__(self, device: torch.device, originals: Originals) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._batch = batch
+        self._originals = originals
         self.generators: dict[int, GeneratorState] = {}
         self._device = device
         self._host_now = host_clock(device)
@@ -150,7 +151,7 @@ class OpTimer(TorchDispatchMode):
             if id(generator) not in self.generators:
                 self.generators[id(generator)] = capture(generator)
         signature = signature_of(facts, args, kwargs)
-        self._batch.keep(facts, args, kwargs)
+        self._originals.keep(facts, args, kwargs)
         began = self._now()
         out = func(*args, **kwargs)
         self._spans.append((signature, began, self._now()))
@@ -181,7 +182,7 @@ def timed_forward(call: Call, device: torch.device) -> Samples:
 
     Explicit generators that it draws from are afterwards as before; torch's own are the caller's affair.
     """
-    timer = OpTimer(device, call.batch)
+    timer = OpTimer(device, call.originals)
     try:
         with torch.autograd.graph.saved_tensors_hooks(_described, _ones), torch.enable_grad(), timer:
             call()
@@ -224,11 +225,15 @@ def forwards(
 
 
 def _described(tensor: Tensor) -> Any:
+    if not has_storage(tensor):  # sparse, nested: they have no strides
+        return tensor.detach()
     return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _ones(packed: Any) -> Tensor:
     """For a model that differentiates inside its forward."""
+    if isinstance(packed, Tensor):
+        return packed
     size, stride, dtype, device = packed
     return torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
 

@@ -531,6 +531,41 @@ def test_a_plan_counts_wrapped_activations_as_saved(kind: str, request: pytest.F
     assert not ops["./aten.tanh.default#0"].must_save
 
 
+class Ragged(nn.Module):
+    """Sequences of several lengths in one nested tensor, with plain layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+        self.behind = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        attended = F.gelu(self.inside(sequences))
+        if sequences.layout is torch.jagged:  # on a CPU that makes nested tensors of the other layout
+            heads = attended.unflatten(-1, (2, 4)).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
+        out: Tensor = self.behind(torch.cat(list(attended.unbind())))
+        return out
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_planned_model_with_nested_tensors(layout: torch.layout) -> None:
+    def gradients(recomputed: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = Ragged()
+        lengths = [torch.randn(n, 8) for n in (3, 1, 5)]
+        batch = torch.nested.nested_tensor(lengths, layout=layout)
+        if recomputed:
+            ac_client.apply(model, policy=everything_recomputed(model, batch))
+        model(batch).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for plain, planned in zip(gradients(recomputed=False), gradients(recomputed=True), strict=True):
+        assert plain is not None
+        assert planned is not None
+        assert torch.equal(planned, plain)
+
+
 class Counts(TorchDispatchMode):
     """Counts the ops that it sees."""
 

@@ -51,6 +51,48 @@ def through_data(batch: Any) -> Tensor:
     return batch["x"] + batch["y"]
 
 
+class Layer:
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.steps: list[Tensor] = []
+
+
+class Cache:
+    """Objects inside of objects, as transformers' caches of keys and values are, and PyG's batches."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.layers = [Layer()]
+        self.of = Pair(x, y)
+        self.itself = self
+
+    def __getitem__(self, name: str) -> Tensor:
+        value: Tensor = getattr(self.of, name)
+        return value
+
+
+def grows(batch: Any) -> Tensor:
+    layer = batch.layers[0]
+    if layer.keys is None:
+        layer.keys = batch["x"]
+    layer.keys = torch.cat([layer.keys, batch["y"]])
+    batch.layers.append(Layer())
+    layer.steps.append(layer.keys.sum())
+    batch.of.x = batch.of.x + len(batch.layers) + len(layer.steps)
+    batch.itself.seen = True
+    return layer.keys[:8] + batch.itself.of.x
+
+
+class Attributes(dict[str, Tensor]):
+    """Its items are its attributes."""
+
+    def __init__(self, **items: Tensor) -> None:
+        super().__init__(**items)
+        self.__dict__ = self  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: Any) -> Attributes:
+        return Attributes(**copy.deepcopy(dict(self), memo))
+
+
 X, Y = torch.linspace(-1, 2, 32).view(8, 4), torch.linspace(3, -2, 32).view(8, 4)
 
 BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
@@ -60,6 +102,10 @@ BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
     (pops, UserDict({"x": X, "y": Y})),
     (sets, Pair(X, Y)),
     (sets, Bag(X, Y)),
+    (sets, Attributes(x=X, y=Y)),
+    (pops, Attributes(x=X, y=Y)),
+    (grows, Cache(X, Y)),
+    (in_place, Cache(X, Y)),
 ]
 
 
@@ -79,6 +125,14 @@ class Model(nn.Module):
 
 
 def contents(batch: Any) -> dict[str, Tensor]:
+    """Its tensors by name; of a Cache also those further inside, and in the names what there is else."""
+    if isinstance(batch, Cache):
+        named = {" ".join(vars(batch)): batch.of.x, f"{len(batch.layers)} layers": batch.of.y}
+        for i, layer in enumerate(batch.layers):
+            named |= {f"steps {i}.{j}": value for j, value in enumerate(layer.steps)}
+            if layer.keys is not None:
+                named[f"keys {i}"] = layer.keys
+        return named
     return dict(batch) if isinstance(batch, (dict, UserDict)) else dict(vars(batch))
 
 

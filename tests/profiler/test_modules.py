@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
+import ac_client
 from autoac.profiler import observe, profile
 
 
@@ -85,3 +89,23 @@ def test_a_wrapped_optimizer_is_counted_and_keeps_what_it_has() -> None:
     assert inner.state is state
     assert not state
     assert found.static.optimizer_state == 2 * sum(p.nbytes for p in model.parameters()) + 2 * 4
+
+
+@pytest.mark.parametrize("already", [False, True])
+def test_what_parametrize_caches_is_computed_from_the_parameters_of_training(already: bool) -> None:
+    x = torch.linspace(-1, 2, 32).view(8, 4)
+
+    def gradients(planned: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Tanh())
+        if planned:
+            ac_client.apply(model, 1.0)
+        with parametrize.cached():
+            before = model[0](x).sum() if already else torch.zeros(())  # before the model is planned
+            (model(x).square().mean() + model(-x).mean() + before).backward()
+        return [p.grad for p in model.parameters()]
+
+    for plain, planned in zip(gradients(planned=False), gradients(planned=True), strict=True):
+        assert plain is not None
+        assert planned is not None
+        assert torch.equal(planned, plain)

@@ -16,6 +16,7 @@ from autoac.profiler import ProfilerBusy
 from autoac.profiler.allocations import AllocationRecord
 from autoac.profiler.batch import Batch, Call
 from autoac.profiler.local import seconds
+from autoac.profiler.originals import Originals
 from autoac.profiler.recording import Allocated, Marked, Ran, Recording
 from autoac.profiler.timing import DeviceClock, HostClock, clock_of, host_clock, timed_forward
 
@@ -155,8 +156,9 @@ def test_an_op_on_a_device_is_timed_by_events_of_its_stream(monkeypatch: pytest.
     monkeypatch.setattr(torch, "get_device_module", lambda device: stream)
     second = torch.device("cuda", 1)
     assert seconds(lambda: None, second) == pytest.approx(1.5e-6)
-    batch = Batch((torch.ones(2),), {}, torch.Tensor.detach)
-    samples = timed_forward(Call(nn.Tanh(), batch, lambda: None), second)
+    originals = Originals()
+    batch = Batch((torch.ones(2),), {}, torch.Tensor.detach, originals)
+    samples = timed_forward(Call(nn.Tanh(), batch, originals, lambda: None), second)
     assert [value for found in samples.values() for value in found] == pytest.approx([1.5])
     assert stream.synchronized
 
