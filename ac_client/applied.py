@@ -356,7 +356,7 @@ class Applied:
             *watch_modules(model, self._enter, self._leave),
         ]
         if self._optimizer is not None:
-            self._handles.append(self._optimizer_steps.watch(self._optimizer))
+            self._handles += self._optimizer_steps.watch(self._optimizer)
 
     def _before(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.planning:

@@ -21,9 +21,12 @@ class StepCount:
     def __init__(self) -> None:
         self.steps = 0
 
-    def watch(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Count from here on, until the handle is removed."""
-        return innermost(optimizer).register_step_post_hook(self._stepped)
+    def watch(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+        """Count from here on, until the handle is removed. None where an optimizer has no hooks of torch's."""
+        optimizer = innermost(optimizer)
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            return []
+        return [optimizer.register_step_post_hook(self._stepped)]
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1

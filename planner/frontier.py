@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autoac.planner.allowance import check_limits
 from autoac.planner.constraints import Constraints, constrained, no_forward_budget
 from autoac.planner.errors import InvalidBudget
 from autoac.planner.floor import Floor, FloorSearch
@@ -77,10 +78,12 @@ def frontier(
 
     Raises:
         InvalidBudget: fewer than 2 points.
+        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative.
         InvalidConstraints: a pattern stands for nothing, pins contradict each other, or forward has a budget.
     """
     if points < 2:
         raise InvalidBudget(f"a frontier has at least 2 points, not {points}")
+    check_limits(gap, time_limit_s)
     observed = None if isinstance(profile, Graph) else profile
     graph = constrained(profile, no_forward_budget(constraints))
     options = options or Options()
