@@ -22,7 +22,7 @@ class StepCount:
         self.steps = 0
 
     def watch(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
-        """Count from here on, until the handle is removed. None where an optimizer has no hooks of torch's."""
+        """Count from here on, until the handle is removed. None where an optimizer has no such hooks."""
         optimizer = innermost(optimizer)
         if not hasattr(optimizer, "_optimizer_step_post_hooks"):
             return []
