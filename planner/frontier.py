@@ -92,7 +92,7 @@ def frontier(
     low, high = smallest.found, problem.bounds.ceiling
     plans = [plan_of(problem, observed, high, graph.everything)]
     bound_us, moments = 0.0, None
-    for i in reversed(range(1, points - 1)):
+    for i in reversed(range(points - 1)):
         budget = low + (high - low) * i // (points - 1)
         search = Search(
             problem,
@@ -110,8 +110,8 @@ def frontier(
         assert search.best is not None  # the smallest save set fits everywhere
         plans.append(plan_of(problem, observed, budget, search.best[1], search, stopped))
         bound_us, moments = search.bound_us, search.points
-    least = plan_of(problem, observed, low, smallest.save_set, stopped=smallest.stopped)
-    plans.append(replace(least, bound_us=min(bound_us, least.recompute_us)))
+    if plans[-1].peak < smallest.found:
+        smallest = replace(smallest, found=plans[-1].peak, save_set=plans[-1].save_set)
     if constraints is not None:
         plans = [replace(made, constraints=constraints) for made in plans]
     return Frontier(_monotone(plans), smallest)
