@@ -24,6 +24,7 @@ from ac_client.errors import (
     RankFailed,
     ShapeNotPlanned,
 )
+from ac_client.files import named
 from ac_client.pins import Pin, pin
 from ac_client.policies import PolicyConflict
 from ac_client.ranks import AUTO, Group
@@ -205,7 +206,9 @@ def _read(policy: Policy | PolicySet | str | os.PathLike[str] | None) -> Policy 
     if policy is None or isinstance(policy, (Policy, PolicySet)):
         return policy
     text = Path(policy).read_bytes()
-    return PolicySet.from_json(text) if f'"{SET_FORMAT}"'.encode() in text[:200] else Policy.from_json(text)
+    kind = PolicySet if f'"{SET_FORMAT}"'.encode() in text[:200] else Policy
+    with named(policy):
+        return kind.from_json(text)
 
 
 def _named(service: str, alias: str, *, required: bool) -> Policy | None:

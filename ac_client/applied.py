@@ -10,8 +10,8 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from ac_client.errors import AlreadyApplied, CheckpointingActive, NotApplied
 from ac_client.files import write_whole
 from ac_client.forward import Forward
 from ac_client.measuring import Measuring
+from ac_client.optimizers import StepCount
 from ac_client.outofmemory import Before, is_out_of_memory
 from ac_client.peaks import WATCHED_STEPS, Seen, proposed_headroom
 from ac_client.planning import Planning
@@ -94,11 +95,12 @@ class Applied:
         self._current: Loaded | None = None  # of the last forward
         self._forward = Forward()
         self._off_path = ""
-        self._reading: tuple[Loaded, int, int] | None = None  # a step that is watched: policy, peak, versions
+        self._reading: tuple[Loaded, int, int] | None = None  # a step that is watched: policy, peak, _written
         self._retries = 0
         self._measuring = Measuring()
         self._batch: list[weakref.ref[Tensor]] = []  # of the last forward
         self._steps = 0
+        self._optimizer_steps = StepCount()
         self._began: list[float] = []
         self._handles: list[RemovableHandle] = []
         _applied[model] = self
@@ -175,7 +177,8 @@ class Applied:
         allocator = self._choosing.allocator
         peak = allocator.allocated_peak() if allocator is not None else 0
         try:
-            return fn()
+            with before.watched() if before is not None else nullcontext():
+                return fn()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -302,9 +305,10 @@ class Applied:
             )
         self._reading = None  # the counter is about to be reset
         steps = {loaded: loaded.steps for loaded in self._choosing.all}
-        versions = _versions(model)
+        written = self._written(model)
         policies = [loaded.policy for loaded in self._choosing.all]
         with self._measuring.block(model, self._standing_bytes(model), policies) as timeline:
+            self._measuring.meets(_alive(self._batch))
             yield
         if self._current is not None:
             self._measuring.keep(timeline, self._current)
@@ -313,7 +317,7 @@ class Applied:
         if ran:
             loaded = max(ran, key=lambda loaded: loaded.policy.predicted.peak_bytes)
             loaded.seen = Seen.exactly(timeline.peak_bytes)
-            self._planning.judge(model, loaded, whole=_versions(model) != versions)
+            self._planning.judge(model, loaded, whole=self._written(model) != written)
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`. May be called twice."""
@@ -329,8 +333,7 @@ class Applied:
     def _standing_bytes(self, model: nn.Module) -> int:
         device = device_of(model)
         state = optimizer_state_nbytes(self._optimizer, device) if self._optimizer is not None else 0
-        batch = [tensor for ref in self._batch if (tensor := ref()) is not None]
-        return static_bytes(model, batch, {}, state, device).total + gathered_nbytes(model)
+        return static_bytes(model, (), {}, state, device).total + gathered_nbytes(model)
 
     def _peak(self) -> int | None:
         model = self._model()
@@ -352,6 +355,8 @@ class Applied:
             model.register_forward_hook(ModuleHook(self._left), always_call=True),
             *watch_modules(model, self._enter, self._leave),
         ]
+        if self._optimizer is not None:
+            self._handles += self._optimizer_steps.watch(self._optimizer)
 
     def _before(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.planning:
@@ -374,9 +379,11 @@ class Applied:
         loaded.steps += 1
         allocator = self._choosing.allocator
         if allocator is not None and loaded.watched < WATCHED_STEPS:
-            self._reading = loaded, allocator.allocated_peak(), _versions(model)
+            self._reading = loaded, allocator.allocated_peak(), self._written(model)
         self._steps += 1
-        self._batch = [weakref.ref(t) for t in batch_tensors((*args, *kwargs.values()))]
+        batch = list(batch_tensors((*args, *kwargs.values())))
+        self._measuring.meets(batch)
+        self._batch = [weakref.ref(tensor) for tensor in batch]
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
         if loaded.recomputes:
@@ -410,13 +417,18 @@ class Applied:
         reading, self._reading = self._reading, None
         if reading is None or (allocator := self._choosing.allocator) is None:
             return
-        loaded, before, versions = reading
+        loaded, before, written = reading
         seen = Seen.between(before, allocator.allocated_peak())
         loaded.seen = seen if loaded.seen is None else loaded.seen.joined(seen)
         loaded.watched += 1
         self._planning.judge(
-            model, loaded, whole=loaded.watched == WATCHED_STEPS and _versions(model) != versions
+            model, loaded, whole=loaded.watched == WATCHED_STEPS and self._written(model) != written
         )
+
+    def _written(self, model: nn.Module) -> int:
+        """Rises with every step of the optimizer; one that is not known has to count what it writes."""
+        versions = sum(version_of(p) for p in parameters_of(model) if p.requires_grad)
+        return versions + self._optimizer_steps.steps
 
     def _abandon(self) -> None:
         """The step that is running will not end."""
@@ -439,9 +451,10 @@ class Applied:
         )
 
 
-def _versions(model: nn.Module) -> int:
-    """Rises with every step of an optimizer."""
-    return sum(version_of(p) for p in parameters_of(model) if p.requires_grad)
+def _alive(refs: Iterable[weakref.ref[Tensor]]) -> Iterator[Tensor]:
+    for ref in refs:
+        if (tensor := ref()) is not None:
+            yield tensor
 
 
 def applied(model: nn.Module) -> Applied:

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from ac_client.files import write_whole
+from ac_client.files import named, write_whole
 
 if TYPE_CHECKING:
     import torch
     from rich.progress import TaskID
     from torch import nn
 
-    from autoac.planner import Policy, Progress
+    from autoac.planner import Policy, Profile, Progress
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 """What the command leaves with."""
@@ -141,6 +141,22 @@ def read(path: Path) -> bytes:
     if str(path) == "-":
         return sys.stdin.buffer.read()
     return path.read_bytes()
+
+
+def read_profile(path: Path) -> Profile:
+    from autoac.planner import Profile
+
+    text = read(path)
+    with named("stdin" if str(path) == "-" else path):
+        return Profile.from_json(text)
+
+
+def read_policy(path: Path) -> Policy:
+    from autoac.planner import Policy
+
+    text = read(path)
+    with named("stdin" if str(path) == "-" else path):
+        return Policy.from_json(text)
 
 
 def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: bool) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from autoac.planner import PlannerError
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -13,6 +18,8 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written there.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:  # says the name of the temporary file
@@ -26,4 +33,14 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
+        raise
+
+
+@contextmanager
+def named(file: str | os.PathLike[str]) -> Iterator[None]:
+    """What the planner finds wrong with the text of `file` in the block says of which file it is."""
+    try:
+        yield
+    except PlannerError as error:
+        error.args = (f"{os.fspath(file)}: {error}",)
         raise

@@ -22,7 +22,7 @@ import torch
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.recording import Allocated, Marked, Ran, Recording
 
-_RELEASED = "released "
+_RELEASED, _FOUND = "released ", "found "
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class AllocatorTimeline:
 
     On CPU the counts start at `base`, and frees of memory that was allocated before the block do not
     count (torch reports some of them and not others). The counts are absolute if the block begins before
-    the first tensor is made, or if all that is there at its beginning, `base` bytes, outlives it or is told
-    as `released`.
+    the first tensor is made; or if all that is there at its beginning is in `base`, or told as `found` when
+    the block comes to it, and outlives the block or is told as `released`.
 
     Args:
         device: whose memory.
@@ -90,10 +90,19 @@ class AllocatorTimeline:
         assert self._recording is not None
         self._recording.mark(name)
 
-    def released(self, nbytes: int) -> None:
-        """So many bytes of `base` are given back at this moment. On CUDA this is known."""
+    def found(self, storage: torch.UntypedStorage) -> None:
+        """The block has come to `storage`: unless it was made in here, it was there before. Once for each."""
+        if self._recording is not None and self.device.type == storage.device.type == "cpu":
+            self._recording.mark(f"{_FOUND}{storage.data_ptr()} {storage.nbytes()}")
+
+    def released(self, nbytes: int, address: int = 0) -> None:
+        """So many bytes that were there before are given back at this moment. On CUDA this is known.
+
+        Args:
+            nbytes: of `base`; or, with its `address`, of a storage that was `found`.
+        """
         if self._recording is not None and self.device.type == "cpu":
-            self._recording.mark(f"{_RELEASED}{nbytes}")
+            self._recording.mark(f"{_RELEASED}{nbytes} {address}")
 
     def __exit__(
         self,
@@ -115,6 +124,8 @@ class AllocatorTimeline:
         ran: list[Marked | Ran] = []
         of_device = (self.device.type, self.device.index or 0)
         ours: set[int] = set()  # addresses given out in this block
+        found: set[int] = set()  # and not in this block
+        before = 0  # bytes of these
         for entry in recording.entries():
             match entry:
                 case Allocated(time_ns, address, nbytes, device):
@@ -128,8 +139,17 @@ class AllocatorTimeline:
                         ours.discard(address)
                     live += nbytes
                     events.append(Change(time_ns, live))
+                case Marked(_, name) if name.startswith(_FOUND):
+                    address, nbytes = map(int, name.removeprefix(_FOUND).split())
+                    if address not in ours:
+                        found.add(address)
+                        before += nbytes
                 case Marked(time_ns, name) if name.startswith(_RELEASED):
-                    live -= int(name.removeprefix(_RELEASED))
+                    nbytes, address = map(int, name.removeprefix(_RELEASED).split())
+                    if address and address not in found:
+                        continue  # made in here: its end is in the record
+                    found.discard(address)
+                    live -= nbytes
                     events.append(Change(time_ns, live))
                 case Marked(time_ns, name):
                     self.marks[name] = Change(time_ns, live)
@@ -137,7 +157,12 @@ class AllocatorTimeline:
                         ran.append(entry)
                 case Ran():
                     ran.append(entry)
-        self.events, self.ran = tuple(events), tuple(ran)
+        self._base += before
+        self.events = tuple(Change(event.time_ns, event.live_bytes + before) for event in events)
+        self.marks = {
+            name: Change(mark.time_ns, mark.live_bytes + before) for name, mark in self.marks.items()
+        }
+        self.ran = tuple(ran)
 
     @property
     def peak_bytes(self) -> int:

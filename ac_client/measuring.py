@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ac_client.buckets import Loaded
 from ac_client.measure import AllocatorTimeline
@@ -45,6 +46,11 @@ class Measuring:
         self.marks: StepMarks | None = None
         self.peak_bytes: int | None = None
         self._drawn: Drawn | None = None
+        self._timeline: AllocatorTimeline | None = None
+        self._counted: Set[int] = frozenset()  # storages that are part of a block's base
+        self._watched: dict[
+            int, weakref.ref[Any]
+        ] = {}  # by storage: what may have been there before the block
 
     @contextmanager
     def block(self, model: nn.Module, base: int, policies: Iterable[Policy]) -> Iterator[AllocatorTimeline]:
@@ -52,7 +58,7 @@ class Measuring:
 
         Args:
             model: whose steps run.
-            base: bytes that are live at the beginning; see `AllocatorTimeline`.
+            base: bytes that are live at the beginning, batches not counted; see `AllocatorTimeline`.
             policies: that may be carried out.
 
         Raises:
@@ -66,12 +72,37 @@ class Measuring:
         self.marks = StepMarks(timeline)
         try:
             with timeline:
+                self._timeline = timeline
+                self._counted = {
+                    storage._cdata for storage in _storages(chain(model.parameters(), model.buffers()))
+                }
                 gradients = _told_when_they_go(model, timeline)
                 yield timeline
                 del gradients
         finally:
-            self.marks = None
+            self.marks = self._timeline = None
+            self._watched.clear()
         self.peak_bytes = timeline.peak_bytes
+
+    def meets(self, batch: Iterable[Tensor]) -> None:
+        """A step of the block runs on `batch`, which was made before the block or in it.
+
+        One from before is in no record, neither where it came nor where it goes.
+        """
+        timeline = self._timeline
+        if timeline is None:
+            return
+        for storage in _storages(batch):
+            key, nbytes, address = storage._cdata, storage.nbytes(), storage.data_ptr()
+            if not nbytes or key in self._counted or key in self._watched:
+                continue
+            timeline.found(storage)
+
+            def gone(_: object, key: int = key, nbytes: int = nbytes, address: int = address) -> None:
+                self._watched.pop(key, None)
+                timeline.released(nbytes, address)
+
+            self._watched[key] = weakref.ref(storage, gone)
 
     def keep(self, timeline: AllocatorTimeline, loaded: Loaded) -> None:
         """Draw the last step in `timeline`, which ran under `loaded`, from now on."""
@@ -107,15 +138,15 @@ class Measuring:
 
 def _told_when_they_go(model: nn.Module, timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
     """While the list lives, tell `timeline` of gradients that are there now and are dropped (`zero_grad`)."""
-    storages = {
-        storage._cdata: storage
-        for p in parameters_of(model)
-        if p.grad is not None and has_storage(p.grad)
-        for storage in [p.grad.untyped_storage()]
-    }
+    gradients = (p.grad for p in parameters_of(model) if p.grad is not None)
+    storages = {storage._cdata: storage for storage in _storages(gradients)}
 
     def watched(storage: torch.UntypedStorage) -> weakref.ref[Any]:
         nbytes = storage.nbytes()
         return weakref.ref(storage, lambda _: timeline.released(nbytes))
 
     return [watched(storage) for storage in storages.values()]
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    return (tensor.untyped_storage() for tensor in tensors if has_storage(tensor))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ac_client.optimizers import steps_begun
 from ac_client.recipes import version_of
 from autoac.profiler import device_of
 from autoac.profiler.modules import ModulesBefore
@@ -86,12 +89,20 @@ class Before:
                     _copied(gradient) if keep_gradients and gradient is not None else None,
                 )
             )
+        self._model = model
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._modules = ModulesBefore(model, _copied)
         self._buffers = [(buffer, _copied(buffer)) for buffer in model.buffers()]
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The step runs inside."""
+        with steps_begun(self._model) as self._optimizers:
+            yield
+
     def why_not(self) -> str:
         """What keeps the step from running again as if it had not run; "" if nothing does."""
-        if any(leaf.written() for leaf in self._leaves):
+        if self._optimizers or any(leaf.written() for leaf in self._leaves):
             return "it has written to parameters (an optimizer in backward?)"
         if not all(leaf.kept() for leaf in self._leaves):
             return (

@@ -6,7 +6,21 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from autoac.planner.errors import InvalidLimit
 from autoac.planner.highs import Floats, OnProgress, Outcome, Program, Progress, Stopped, solve
+
+
+def check_limits(gap: float, time_limit_s: float) -> None:
+    """Refuse what no search can keep to; NaN would never end one.
+
+    Raises:
+        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative or NaN.
+    """
+    if not 0 <= gap <= 1:
+        raise InvalidLimit("gap", gap, "from 0 to 1")
+    if not time_limit_s >= 0:
+        raise InvalidLimit("time_limit_s", time_limit_s, "at least 0 seconds")
+
 
 HEURISTICS_OFF = {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
 

@@ -5,6 +5,7 @@
     +-- MalformedPolicy       the data is no Policy
     +-- UnknownVersion        it is one, of a version that this release does not read
     +-- InvalidBudget         not a positive number of bytes
+    +-- InvalidLimit          a gap or a time limit that no search can keep to
     +-- UnknownOp             a save set names an op that the graph does not have
     +-- UnknownKey            no op has this key; says which come near
     +-- OtherProfile          a policy was not made for this profile
@@ -74,6 +75,14 @@ class InvalidBudget(PlannerError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
+
+
+class InvalidLimit(PlannerError):
+    """A gap that is no fraction, or a time limit that is no number of seconds. `name` is the argument."""
+
+    def __init__(self, name: str, value: object, bound: str) -> None:
+        self.name, self.value, self.bound = name, value, bound
+        super().__init__(f"{name} must be {bound}, not {value!r}")
 
 
 class UnknownOp(PlannerError):

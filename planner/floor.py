@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from autoac.planner.allowance import Allowance
+from autoac.planner.allowance import Allowance, check_limits
 from autoac.planner.candidates import candidates
 from autoac.planner.constraints import Constraints, constrained, no_forward_budget
 from autoac.planner.graph import Graph, SaveSet, normalised
@@ -45,7 +45,12 @@ def floor(
         time_limit_s: seconds of the solver's own clock.
         gap: stop once `found` is proven to be within this fraction of the smallest.
         progress: called now and then while solving; returning True stops the solver.
+
+    Raises:
+        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative.
+        InvalidConstraints: a pattern stands for nothing, pins contradict each other, or forward has a budget.
     """
+    check_limits(gap, time_limit_s)
     problem = Problem.of(constrained(profile, no_forward_budget(constraints)))
     return FloorSearch(problem, problem.bounds.floor, time_limit_s, gap, progress).run()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autoac.planner.allowance import check_limits
 from autoac.planner.constraints import Constraints, constrained, no_forward_budget
 from autoac.planner.errors import InvalidBudget
 from autoac.planner.floor import Floor, FloorSearch
@@ -77,10 +78,12 @@ def frontier(
 
     Raises:
         InvalidBudget: fewer than 2 points.
+        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative.
         InvalidConstraints: a pattern stands for nothing, pins contradict each other, or forward has a budget.
     """
     if points < 2:
         raise InvalidBudget(f"a frontier has at least 2 points, not {points}")
+    check_limits(gap, time_limit_s)
     observed = None if isinstance(profile, Graph) else profile
     graph = constrained(profile, no_forward_budget(constraints))
     options = options or Options()
@@ -89,7 +92,7 @@ def frontier(
     low, high = smallest.found, problem.bounds.ceiling
     plans = [plan_of(problem, observed, high, graph.everything)]
     bound_us, moments = 0.0, None
-    for i in reversed(range(1, points - 1)):
+    for i in reversed(range(points - 1)):
         budget = low + (high - low) * i // (points - 1)
         search = Search(
             problem,
@@ -107,8 +110,8 @@ def frontier(
         assert search.best is not None  # the smallest save set fits everywhere
         plans.append(plan_of(problem, observed, budget, search.best[1], search, stopped))
         bound_us, moments = search.bound_us, search.points
-    least = plan_of(problem, observed, low, smallest.save_set, stopped=smallest.stopped)
-    plans.append(replace(least, bound_us=min(bound_us, least.recompute_us)))
+    if plans[-1].peak < smallest.found:
+        smallest = replace(smallest, found=plans[-1].peak, save_set=plans[-1].save_set)
     if constraints is not None:
         plans = [replace(made, constraints=constraints) for made in plans]
     return Frontier(_monotone(plans), smallest)

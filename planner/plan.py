@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from autoac.planner.allowance import relative_gap
+from autoac.planner.allowance import check_limits, relative_gap
 from autoac.planner.bounds import bounds
 from autoac.planner.constraints import Constraints, blamed, constrained, held_back
 from autoac.planner.errors import Holding, InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
@@ -20,7 +20,7 @@ from autoac.planner.profile import Profile
 from autoac.planner.schedule import Recompute
 from autoac.planner.search import Problem, Search
 from autoac.planner.simulate import Instant, Timeline, peak_bytes, simulate
-from autoac.planner.units import bytes_from_gb
+from autoac.planner.units import bytes_from_gb, format_bytes
 
 DEFAULT_GAP = 0.01
 DEFAULT_TIME_LIMIT_S = 60.0
@@ -119,11 +119,13 @@ def plan(
 
     Raises:
         InvalidBudget: not exactly one budget, or one that is not positive and finite.
+        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative.
         InvalidConstraints: a pattern stands for nothing, pins contradict each other, or the like.
         InfeasibleBudget: no save set fits. InfeasibleConstraints: because of the constraints.
         SolverOutOfTime: neither a plan nor a proof that there is none was found in time.
     """
     budget = _budget(budget_gb, budget_bytes, headroom_bytes)
+    check_limits(gap, time_limit_s)
     if constraints is not None and constraints != Constraints():
 
         def on_graph(graph: Graph) -> Plan:
@@ -171,7 +173,10 @@ def _under(
     if forward is not None:
         forward -= headroom
         if forward <= 0:
-            raise InvalidBudget(f"the headroom of {headroom} bytes leaves nothing of forward's budget")
+            raise InvalidBudget(
+                f"the headroom of {format_bytes(headroom)} leaves nothing of forward's budget of "
+                f"{format_bytes(forward + headroom)}: pass a smaller headroom, or a larger budget for forward"
+            )
     graph = constrained(profile, constraints)
     searched = held_back(graph, budget, forward)
     try:
@@ -240,7 +245,8 @@ def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: i
     nbytes = bytes_from_gb(given) if budget_gb is not None else int(given)
     if nbytes - headroom_bytes <= 0:
         raise InvalidBudget(
-            f"the headroom of {headroom_bytes} bytes leaves nothing of a budget of {nbytes} bytes"
+            f"the headroom of {format_bytes(headroom_bytes)} leaves nothing of a budget of "
+            f"{format_bytes(nbytes)}: pass a smaller headroom or a larger budget"
         )
     return nbytes - headroom_bytes
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoac.planner.constraints import Constraints
 from autoac.planner.errors import MalformedPolicy, UnknownVersion
-from autoac.planner.profile import MAX_INT, Count, Microseconds, Name, Profile, describe
+from autoac.planner.profile import MAX_INT, Count, Microseconds, Name, Profile, describe, other_format
 
 FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
@@ -81,7 +81,9 @@ class Policy(BaseModel):
             data: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise MalformedPolicy([f"not JSON: {error}"]) from None
-        if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") != VERSION:
+        if other := other_format(data, FORMAT):
+            raise MalformedPolicy([other])
+        if data.get("format") == FORMAT and data.get("version") != VERSION:
             raise UnknownVersion(FORMAT, data.get("version"), VERSION)
         try:
             return cls.model_validate(data)

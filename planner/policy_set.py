@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autoac.planner.errors import MalformedPolicy, UnknownVersion
 from autoac.planner.policy import Policy
-from autoac.planner.profile import Name, describe
+from autoac.planner.profile import Name, describe, other_format
 
 SET_FORMAT: Final = "autoac.policy-set"
 SET_VERSION: Final = 1
@@ -76,7 +76,9 @@ class PolicySet(BaseModel):
             data: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise MalformedPolicy([f"not JSON: {error}"]) from None
-        if isinstance(data, dict) and data.get("format") == SET_FORMAT and data.get("version") != SET_VERSION:
+        if other := other_format(data, SET_FORMAT):
+            raise MalformedPolicy([other])
+        if data.get("format") == SET_FORMAT and data.get("version") != SET_VERSION:
             raise UnknownVersion(SET_FORMAT, data.get("version"), SET_VERSION)
         try:
             return cls.model_validate(data)

@@ -311,12 +311,32 @@ class Profile(BaseModel):
     @classmethod
     def from_data(cls, data: Any) -> Profile:
         """As `from_json`, from what a JSON reader returned."""
-        if isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") != VERSION:
+        if other := other_format(data, FORMAT):
+            raise MalformedProfile([other])
+        if data.get("format") == FORMAT and data.get("version") != VERSION:
             raise UnknownVersion(FORMAT, data.get("version"), VERSION)
         try:
             return cls.model_validate(data)
         except ValidationError as error:
             raise MalformedProfile(describe(error)) from None
+
+
+_FORMATS = {
+    "autoac.profile": "a profile, as `autoac profile` writes it",
+    "autoac.policy": "a policy, as `autoac plan` writes it",
+    "autoac.policy-set": "a policy set",
+    "autoac.lock": "a lock of `autoac regenerate`",
+}
+
+
+def other_format(data: Any, wanted: str) -> str:
+    """What data is, and what it should be, if it is something else of ours or no JSON object; else ""."""
+    should = f"it should be {_FORMATS[wanted]}"
+    if not isinstance(data, dict):
+        return f"it is no JSON object; {should}"
+    found = data.get("format")
+    known = _FORMATS.get(found) if isinstance(found, str) and found != wanted else None
+    return f"it is {known.partition(',')[0]}; {should}" if known else ""
 
 
 def describe(error: ValidationError, most: int = 5) -> list[str]:

@@ -99,7 +99,7 @@ def plan_stage(
     Raises:
         InvalidPipeline: fewer than one microbatch, or negative bytes.
         InvalidConstraints: gradients="absent", or as `plan`.
-        InvalidBudget, InfeasibleBudget, SolverOutOfTime: as `plan`.
+        InvalidBudget, InvalidLimit, InfeasibleBudget, SolverOutOfTime: as `plan`.
     """
     rules = constraints
     if rules is not None and rules.gradients != "as profiled":

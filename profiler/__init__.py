@@ -95,8 +95,8 @@ def profile(
             device's allocator reports nothing, as CUDA's `cudaMallocAsync` and pluggable ones.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
-        ValueError: `mode` and `on` do not go together, or are none.
-        TypeError: `loss` returned no tensor.
+        ValueError: `mode` and `on` do not go together, or are none; or `on` names a device that is not here.
+        TypeError: `model` is no module, or `loss` returned no tensor.
     """
     return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times)
 
@@ -121,6 +121,8 @@ def observe(
         accumulates: gradients are there before the step, as for all microbatches but the first. By
             default what holds for `model` now; True counts them where they are not there yet.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"profile takes an nn.Module, and was given a {type(model).__name__}")
     mode = _mode(mode, on)
     _check_made(model)
     check_sharded(model, fake=on is not None)
@@ -185,12 +187,23 @@ def _mode(mode: Mode | None, on: Device | torch.device | None) -> Mode:
         raise ValueError(
             f"on={on!r} is no device: pass DATASHEETS[...], of {', '.join(DATASHEETS)}, or a torch.device"
         )
+    if (
+        isinstance(on, torch.device)
+        and on.type != "cpu"
+        and not (on.type == "cuda" and torch.cuda.is_available())
+    ):
+        raise ValueError(
+            f"on=torch.device({str(on)!r}) is not here to run ops on: pass DATASHEETS[...] to estimate them"
+        )
     if mode is None:
         return "hollow" if on is None else "fake"
     if mode not in ("hollow", "measured", "fake"):
         raise ValueError(f"mode={mode!r} is none of 'hollow', 'measured' and 'fake'")
     if mode == "fake" and on is None:
-        raise ValueError("mode='fake' is for a device that is not here: pass on=DATASHEETS[...] to say which")
+        raise ValueError(
+            "mode='fake' is for another device, or for ops run one by one: pass on=DATASHEETS[...] or "
+            "on=torch.device(...) to say for which"
+        )
     if mode != "fake" and on is not None:
         raise ValueError(f"mode={mode!r} runs on the model's own device: leave out on=..., or mode=...")
     return mode

@@ -103,7 +103,7 @@ def optimizer_bytes(
     """
     if optimizer is None:
         return OptimizerBytes(0, 0)
-    optimizer = _innermost(optimizer)
+    optimizer = innermost(optimizer)
     existing = optimizer_state_nbytes(optimizer, device)
     try:
         state, workspace = _fake_step(optimizer, device, on)
@@ -115,11 +115,11 @@ def optimizer_bytes(
 
 def optimizer_state_nbytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     """Bytes of the state that `optimizer` has now, as the allocator rounds them."""
-    states = _innermost(optimizer).state.values()
+    states = innermost(optimizer).state.values()
     return _state_nbytes(states, device.type, allocator_rounding(device))
 
 
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """What an optimizer of accelerate or Lightning wraps.
 
     Their `param_groups` and `state` are those of the wrapped one, also when they are set: a copy of the

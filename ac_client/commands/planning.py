@@ -31,7 +31,7 @@ from ac_client.console import (
     not_negative,
     one_line,
     progress_of,
-    read,
+    read_profile,
 )
 from ac_client.files import write_whole
 
@@ -107,11 +107,10 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Find the save set that fits in the budget at the least recompute time, and write it as a policy."""
-    from autoac.planner import Profile
     from autoac.planner import plan as plan_profile
     from autoac.planner.units import bytes_from_gb, format_bytes, format_us
 
-    observed = Profile.from_json(read(profile_file))
+    observed = read_profile(profile_file)
     not_negative(headroom_gb, "--headroom-gb")
     constraints = constraints_of(
         pin_save,
@@ -196,7 +195,7 @@ def stages(
     Prints a line for each stage and writes a policy for each. A pattern has to stand for something in every
     stage.
     """
-    from autoac.planner import InfeasibleBudget, Profile, plan_stages
+    from autoac.planner import InfeasibleBudget, plan_stages
     from autoac.planner.units import bytes_from_gb
 
     if more_profiles and len(profile_files) > 1:
@@ -207,7 +206,7 @@ def stages(
     not_negative(headroom_gb, "--headroom-gb")
     for gb in weight_half_gb or []:
         not_negative(gb, "--weight-half-gb")
-    observed = [Profile.from_json(read(path)) for path in paths]
+    observed = [read_profile(path) for path in paths]
     constraints = constraints_of(
         pin_save,
         pin_recompute,
@@ -269,10 +268,10 @@ def frontier(
     as_json: Json = False,
 ) -> None:
     """Show what memory buys: plans from the smallest peak to the peak with nothing recomputed."""
-    from autoac.planner import Profile, frontier_in_words
     from autoac.planner import frontier as frontier_of
+    from autoac.planner import frontier_in_words
 
-    observed = Profile.from_json(read(profile_file))
+    observed = read_profile(profile_file)
     with progress_of(f"planning {observed.model}, {points} budgets") as progress:
         made = frontier_of(
             observed, points=points, gap=gap, time_limit_s=time_limit_s, progress=progress.solving

@@ -15,8 +15,10 @@ from ac_client.console import (
     plain,
     progress_of,
     read,
+    read_policy,
+    read_profile,
 )
-from ac_client.files import write_whole
+from ac_client.files import named, write_whole
 
 if TYPE_CHECKING:
     from autoac.planner import Policy, PolicySet
@@ -91,22 +93,35 @@ def explain(
             )
 
     text = read(subject)
+    name = named("stdin" if str(subject) == "-" else subject)
     made: Plan | None = None
     if format_of(text) == SET_FORMAT:
         options = (profile_file, budget_gb, tensors, more_gb, html)
         if table or any(given is not None for given in options):
             raise typer.BadParameter("a policy set is explained by itself; a policy of it takes options")
-        _explain_set(PolicySet.from_json(text), as_json=as_json)
+        with name:
+            policies = PolicySet.from_json(text)
+        _explain_set(policies, as_json=as_json)
         return
     if format_of(text) == "autoac.profile":
         if budget_gb is None:
             raise typer.BadParameter("a profile is explained at a budget: pass one", param_hint="--budget-gb")
-        made = within(Profile.from_json(text), bytes_from_gb(budget_gb))
+        if profile_file is not None:
+            raise typer.BadParameter(f"{subject} is a profile itself: leave it out", param_hint="--profile")
+        with name:
+            observed = Profile.from_json(text)
+        made = within(observed, bytes_from_gb(budget_gb))
         policy = made.policy()
     else:
-        policy = Policy.from_json(text)
+        with name:
+            policy = Policy.from_json(text)
+        if budget_gb is not None:
+            raise typer.BadParameter(
+                f"{subject} is a policy, which has its budget: leave it out, or explain the profile",
+                param_hint="--budget-gb",
+            )
         if profile_file is not None:
-            made = as_planned(policy, Profile.from_json(read(profile_file)))
+            made = as_planned(policy, read_profile(profile_file))
     if made is None and (tensors or more_gb is not None or table or html is not None):
         raise typer.BadParameter(
             "bytes are in the profile, not in the policy: pass it", param_hint="--profile"
@@ -165,12 +180,12 @@ def diff(
     as_json: Json = False,
 ) -> None:
     """Say what one policy keeps and another does not, by module, and what that costs."""
-    from autoac.planner import Plan, Policy, Profile, as_planned, difference, difference_in_words
+    from autoac.planner import Plan, as_planned, difference, difference_in_words
 
-    policies = [Policy.from_json(read(path)) for path in (first, second)]
+    policies = [read_policy(path) for path in (first, second)]
     subjects: list[Plan | Policy] = list(policies)
     if profile_file is not None:
-        observed = Profile.from_json(read(profile_file))
+        observed = read_profile(profile_file)
         subjects = [as_planned(policy, observed) for policy in policies]
     found = difference(subjects[0], subjects[1])
     text = difference_in_words(found, str(first), str(second))

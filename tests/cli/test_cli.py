@@ -329,7 +329,42 @@ def test_a_profile_can_be_piped_in(profiled, capsys, monkeypatch):
         (["explain", "small.py"], cli.ERROR, "not a valid policy"),
         (["explain", "profile.json", "--budget-gb", "1", "--tensor", "nope"], cli.ERROR, "'nope' names none"),
         (["explain", "profile.json", "--budget-gb", "1", "--more-gb", "0"], cli.USAGE, "--more-gb"),
-        (["diff", "profile.json", "profile.json"], cli.ERROR, "not a valid policy"),
+        (
+            ["explain", "profile.json", "--budget-gb", "1", "--profile", "profile.json"],
+            cli.USAGE,
+            "leave it out",
+        ),
+        (["explain", "planned.json", "--budget-gb", "1"], cli.USAGE, "planned.json is a policy"),
+        (
+            ["diff", "planned.json", "profile.json"],
+            cli.ERROR,
+            "profile.json: not a valid policy: it is a profile",
+        ),
+        (
+            ["plan", "planned.json", "--budget-gb", "1"],
+            cli.ERROR,
+            "planned.json: not a valid profile: it is a p",
+        ),
+        (
+            ["explain", "planned.json", "--profile", "planned.json"],
+            cli.ERROR,
+            "planned.json: not a valid profile",
+        ),
+        (
+            ["frontier", "list.json"],
+            cli.ERROR,
+            "list.json: not a valid profile: it is no JSON object; it should",
+        ),
+        (["plan", "profile.json", "--budget-gb", "1", "--gap", "nan"], cli.ERROR, "gap must be from 0 to 1"),
+        (["plan", "profile.json", "--budget-gb", "1", "--gap", "-1"], cli.ERROR, "from 0 to 1, not -1"),
+        (["frontier", "profile.json", "--gap", "nan"], cli.ERROR, "gap must be from 0 to 1"),
+        (["frontier", "profile.json", "--time-limit", "nan"], cli.ERROR, "time_limit_s must be at least 0"),
+        (
+            ["plan", "profile.json", "--budget-gb", "1", "--headroom-gb", "2"],
+            cli.ERROR,
+            "headroom of 2.00 GiB",
+        ),
+        (["plan", "profile.json", "--budget-gb", "1", "-o", "."], cli.ERROR, ".: Is a directory"),
         (["profile", "small"], cli.USAGE, "MODULE:FUNCTION"),
         (["profile", "absent_module:make"], cli.ERROR, "No module named 'absent_module'"),
         (["profile", "small:absent"], cli.ERROR, "absent"),
@@ -341,6 +376,8 @@ def test_a_profile_can_be_piped_in(profiled, capsys, monkeypatch):
     ],
 )
 def test_an_error_is_one_line_on_stderr_and_an_exit_code(argv, code, says, profiled, capsys, monkeypatch):
+    run(capsys, "plan", "profile.json", "--budget-gb", "1", "-o", "planned.json")
+    (profiled / "list.json").write_text("[]")
     monkeypatch.delenv("AUTOAC_TOKEN", raising=False)
     found, out, err = run(capsys, *argv)
     line = err.splitlines()[-1]

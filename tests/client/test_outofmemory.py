@@ -273,6 +273,18 @@ def test_an_optimizer_in_backward_is_not_run_twice(budget_gb: float) -> None:
     assert "written to parameters" in "".join(raised.value.__notes__)
 
 
+def test_a_fused_optimizer_in_backward_is_not_run_twice(budget_gb: float) -> None:
+    """Its kernel writes parameters past their version counters."""
+    model, step = planned(budget_gb)
+    for parameter in model.parameters():
+        sgd = torch.optim.SGD([parameter], lr=0.1, fused=True)
+        parameter.register_post_accumulate_grad_hook(lambda _, sgd=sgd: sgd.step())
+    model.trap.aim.where, model.trap.aim.times = "backward", 1
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        ac_client.applied(model).step(step, retry_oom=True)
+    assert "written to parameters" in "".join(raised.value.__notes__)
+
+
 def written(parameter: Tensor) -> None:
     with torch.no_grad():
         parameter.sub_(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import graphs
@@ -17,6 +18,7 @@ from autoac.planner import (
     Graph,
     InfeasibleBudget,
     InvalidBudget,
+    InvalidLimit,
     PlannerError,
     Profile,
     Progress,
@@ -25,6 +27,7 @@ from autoac.planner import (
     bounds,
     build,
     floor,
+    frontier,
     plan,
 )
 from autoac.planner.graph import chain, recompute_us
@@ -220,6 +223,18 @@ def test_headroom_is_left_unused() -> None:
 def test_an_invalid_budget_is_an_error(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(InvalidBudget, match=words):
         plan(chain(1, 8), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("search", [plan, floor, frontier])
+@pytest.mark.parametrize(
+    "limits", [{"gap": float("nan")}, {"gap": -0.1}, {"gap": 2.0}, {"time_limit_s": float("nan")}]
+)
+def test_a_limit_that_no_search_can_keep_to_is_an_error(
+    search: Callable[..., object], limits: dict[str, float]
+) -> None:
+    budget = {"budget_bytes": 10} if search is plan else {}
+    with pytest.raises(InvalidLimit, match=next(iter(limits))):
+        search(chain(1, 8, 1, 8, 0), **budget, **limits)
 
 
 def test_the_same_policy_comes_out_twice() -> None:

@@ -80,8 +80,17 @@ def test_modes_that_contradict_the_device_are_refused() -> None:
         profile(model, x, mode="real")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="on='h100' is no device: pass DATASHEETS"):
         profile(model, x, on="h100")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"on=torch.device\('meta'\) is not here to run ops on: pass DATASHEETS"
+    ):
+        profile(model, x, on=torch.device("meta"))
     with pytest.raises(CannotProfile, match="pass on=DATASHEETS"):
         profile(model.to("meta"), x.to("meta"))
+
+
+def test_what_is_no_model_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError, match=r"profile takes an nn\.Module, and was given a type"):
+        profile(Transformer, torch.randn(2, 8, 32))  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_no_tensor_is_refused() -> None:
