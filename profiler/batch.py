@@ -88,7 +88,15 @@ def _content(holder: Any) -> dict[Any, Any]:
 
 
 def _put(holder: Any, content: Mapping[Any, Any]) -> None:
-    """Have it hold this and nothing else. No method of the user's is called."""
+    """Have it hold this and nothing else. No method of the user's is called.
+
+    One that does already is left alone: a batch may lead to objects that other threads use.
+    """
+    now = _content(holder)
+    if len(now) == len(content) and all(
+        a is b and c is d for (a, c), (b, d) in zip(now.items(), content.items(), strict=True)
+    ):
+        return
     if not isinstance(holder, dict):
         for name, value in content.items():
             object.__setattr__(holder, name, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -244,3 +245,34 @@ def test_a_model_whose_layers_wait_for_their_first_batch_is_refused_with_advice(
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
     with pytest.raises(CannotProfile, match=r"1\.weight .* run one batch through it first"):
         profile(model, X, loss=torch.sum)
+
+
+def test_objects_that_do_not_change_are_left_alone() -> None:
+    """A batch may lead to what other threads use, who would find it empty for a moment."""
+
+    class Loader:
+        def __init__(self) -> None:
+            self.workers = 2
+
+    class Rows:
+        def __init__(self, x: Tensor, loader: Loader) -> None:
+            self.x, self.loader = x, loader
+
+    class Model(nn.Linear):
+        def forward(self, rows: Rows) -> Tensor:
+            return super().forward(rows.x)
+
+    rows = Rows(torch.randn(4, 8), Loader())
+    written: list[object] = []
+
+    def told(_frame: Any, event: str, call: Any) -> None:
+        if event == "c_call" and call.__name__ == "clear":
+            written.append(call.__self__)
+
+    sys.setprofile(told)
+    try:
+        profile(Model(8, 8), rows)
+    finally:
+        sys.setprofile(None)
+    assert any(one is rows.__dict__ for one in written)
+    assert not any(one is rows.loader.__dict__ for one in written)
