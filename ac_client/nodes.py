@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ac_client.ambient import ambient
 from ac_client.recipes import Guard, Recipe, StaleError, is_shown_by, recipe_of, show, without_history
 from autoac.profiler.randomness import GeneratorState
 
@@ -149,10 +150,9 @@ class Node:
     """An unsaved op, ready to run again."""
 
     __slots__ = (
+        "ambient",
         "args",
-        "default_dtype",
         "func",
-        "grad_enabled",
         "insists",
         "kwargs",
         "name",
@@ -182,8 +182,7 @@ class Node:
         self.kwargs = kwargs
         self.reads = reads  # distinct
         self.random = random
-        self.grad_enabled = torch.is_grad_enabled()
-        self.default_dtype = torch.get_default_dtype()  # of what ops make from numbers and integers
+        self.ambient = ambient()
         self.outs: tuple[weakref.ref[Value] | None, ...] = ()  # by output tensor
         self.rewrites: tuple[tuple[Value, Callable[[], Value | None]], ...] = ()  # old version, new version
         self.insists = ""  # who insisted that it is run again

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ac_client.ambient import like
 from ac_client.nodes import Held, Node, Ref, Source, Value, alive
 from ac_client.recipes import Recipe, StaleError, recipe_of, show
 from ac_client.split import Split, current_split
@@ -239,23 +240,12 @@ def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
     kwargs = {name: _argument(arg, node, cache, taken) for name, arg in node.kwargs.items()}
     if graph.log is not None and node.order >= 0:  # else it is only held
         graph.log.add("recompute", node.name)
-    previous = torch.is_grad_enabled()
-    if previous != node.grad_enabled:
-        torch._C._set_grad_enabled(node.grad_enabled)
-    default_dtype = torch.get_default_dtype()
-    if default_dtype is not node.default_dtype:
-        torch.set_default_dtype(node.default_dtype)
-    try:
+    with like(node.ambient):
         if node.random is None:
             out = node.func(*args, **kwargs)
         else:
             with randomness.at(node.random):
                 out = node.func(*args, **kwargs)
-    finally:
-        if previous != node.grad_enabled:
-            torch._C._set_grad_enabled(previous)
-        if default_dtype is not node.default_dtype:
-            torch.set_default_dtype(default_dtype)
     for old, new in node.rewrites:
         value = new()
         if value is not None:

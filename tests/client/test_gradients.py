@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from models import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 from stepping import assert_same, step
 from torch import nn
 
+from ac_client.ambient import ambient
 from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
 
@@ -89,6 +91,75 @@ def test_a_replay_makes_the_type_that_was_the_default_in_forward() -> None:
     (got,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(got, want)
     assert torch.get_default_dtype() is default
+
+
+@torch.library.custom_op("tests::switches", mutates_args=())
+def switches(x: torch.Tensor) -> torch.Tensor:
+    """`x` plus a number that tells what an op that runs now finds switched on."""
+    found = (
+        torch.backends.mkldnn.enabled,
+        torch.backends.mkldnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return x + sum(2**i for i, on in enumerate(found) if on)
+
+
+switches.register_autograd(lambda _ctx, gradient: gradient)
+
+
+@contextlib.contextmanager
+def mkldnn(**flags: bool) -> Iterator[None]:
+    before = torch.backends.mkldnn.set_flags(**flags)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(*before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SWITCHES: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
+    functools.partial(mkldnn, _enabled=False),
+    functools.partial(mkldnn, _deterministic=True),
+    deterministic,
+]
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("switched", SWITCHES)
+def test_a_replay_finds_the_switches_of_forward(
+    switched: Callable[[], contextlib.AbstractContextManager[Any]], within: bool
+) -> None:
+    around, inside = (contextlib.nullcontext, switched) if within else (switched, contextlib.nullcontext)
+    x, w = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    with around(), save_recompute_policy("recompute_all"):
+        with inside():
+            made = switches(x).sin()
+        y = made * w
+        want = made.detach().clone()
+    before = ambient()
+    (got,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(got, want)
+    assert ambient() == before
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_convolutions_without_mkldnn_have_the_plain_gradients() -> None:
+    def backward(loss: torch.Tensor) -> None:
+        assert torch.backends.mkldnn.enabled
+        loss.backward()
+
+    around = functools.partial(mkldnn, _enabled=False)
+    x = torch.randn(2, 3, 8, 8)
+    plain = step(ConvNet, x, around=around, backward=backward)
+    assert_same(plain, step(ConvNet, x, policy="recompute_all", around=around, backward=backward))
 
 
 class Leaky(nn.Module):
