@@ -29,7 +29,7 @@ from ac_client.pins import Pin, pin
 from ac_client.policies import PolicyConflict
 from ac_client.ranks import AUTO, Group
 from ac_client.recipes import StaleError
-from ac_client.remote import RemoteError, ServiceRefused, ServiceUnavailable, named_policy
+from ac_client.remote import RemoteError, ServiceRefused, ServiceUnavailable, named_policy, policies_url
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy, tag
 from ac_client.split import split_backward
@@ -126,8 +126,8 @@ def apply(
         TypeError: `model` is no module, or `optimizer` no optimizer.
         InvalidBudget: the budget is not a positive, finite number of GiB; or there is none, and the policy
             set is empty.
-        ValueError: `shapes` is neither of the two; `group` is no group; `alias` cannot be a name, or comes
-            with `policy`; or `alias` or `require_service` come without `service`.
+        ValueError: `shapes` is neither of the two; `group` is no group; `service` is no URL; `alias` cannot
+            be a name, or comes with `policy`; or `alias` or `require_service` come without `service`.
         ServiceUnavailable: the service is away, and `require_service` was passed or there is no budget to
             plan for. From `apply` for an alias, else from the first training forward, which leaves the
             model as it was.
@@ -150,6 +150,8 @@ def apply(
     if service is None and (alias is not None or require_service):
         what = "alias" if alias is not None else "require_service"
         raise ValueError(f"{what} means something only with a service: pass service=URL")
+    if service is not None:
+        policies_url(service)  # raises
     if alias is not None and policy is not None:
         raise ValueError("pass policy=... or alias=..., not both")
     if budget_gb is None and policy is None and alias is None:

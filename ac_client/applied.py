@@ -43,6 +43,7 @@ from autoac.profiler.batch import batch_tensors
 from autoac.profiler.modules import ModuleHook, watch_modules
 from autoac.profiler.sharding import gathered_nbytes, parameters_of
 from autoac.profiler.static import optimizer_state_nbytes, static_bytes
+from autoac.profiler.wrappers import wrapper_paths
 
 log = logging.getLogger("ac_client")
 
@@ -94,6 +95,7 @@ class Applied:
         )
         self._current: Loaded | None = None  # of the last forward
         self._forward = Forward()
+        self._wrappers = wrapper_paths(model)
         self._off_path = ""
         self._reading: tuple[Loaded, int, int] | None = None  # a step that is watched: policy, peak, _written
         self._retries = 0
@@ -387,7 +389,7 @@ class Applied:
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
         if loaded.recomputes:
-            self._forward.begin(loaded, strict=self._strict, report=self._off)
+            self._forward.begin(loaded, strict=self._strict, report=self._off, beside=self._wrappers)
 
     def _left(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         error = sys.exception()

@@ -12,7 +12,7 @@ called from here, but lives elsewhere in the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from autoac.planner.policy import Decision
@@ -90,12 +90,26 @@ def _prefixes(module: str) -> list[str]:
 
 
 class Cursor:
-    """One walk along a route: one forward pass."""
+    """One walk along a route: one forward pass.
+
+    Args:
+        route: where it should lead.
+        strict: raise where it leads elsewhere.
+        report: told of the first place where it does.
+        beside: modules that run ops of their own now and then, which no policy has (DistributedDataParallel).
+    """
 
     def __init__(
-        self, route: Route, *, strict: bool = False, report: Callable[[OffPath], None] | None = None
+        self,
+        route: Route,
+        *,
+        strict: bool = False,
+        report: Callable[[OffPath], None] | None = None,
+        beside: Set[str] = frozenset(),
     ) -> None:
         self._route = route
+        self._beside = beside
+        self._within = [ROOT]  # the modules that are being called
         self._strict = strict
         self._report = report
         self._position = 0
@@ -111,6 +125,8 @@ class Cursor:
             LeftThePath: it does not, and the cursor is strict.
         """
         route, i = self._route, self._position
+        if self._within[-1] in self._beside and (i >= len(route.ops) or route.modules[i] != self._within[-1]):
+            return None
         if not self._lost and i < len(route.ops) and route.ops[i] == name:
             if self._missed is not None:
                 self._left(route.keys[i])
@@ -125,6 +141,7 @@ class Cursor:
         """A module's forward begins. Returns where in the route it is, if that is known and all its ops are
         saved.
         """
+        self._within.append(path)
         came_to = self._next
         stretch = self._route.run_from(path, came_to)
         if stretch is not None and not stretch[0] <= came_to < stretch[1]:
@@ -153,6 +170,8 @@ class Cursor:
 
     def leave(self, path: str) -> None:
         """A module's forward is over."""
+        if len(self._within) > 1:
+            self._within.pop()
         stretch = self._stack.pop() if self._stack else None
         if stretch is not None and self._lost:
             self._position = stretch[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from ac_client.buckets import Loaded
 from ac_client.cursor import Cursor, OffPath
@@ -23,10 +23,15 @@ class Forward(threading.local):
         self._unseen = 0  # modules that are being called while the mode is off
         self._watched: list[tuple[tuple[int, int] | None, int]] = []  # by module that is being called
 
-    def begin(self, loaded: Loaded, *, strict: bool, report: Callable[[OffPath], None]) -> None:
-        """Carry `loaded` out from here on; `report` is told where the forward leaves its path."""
+    def begin(
+        self, loaded: Loaded, *, strict: bool, report: Callable[[OffPath], None], beside: Set[str]
+    ) -> None:
+        """Carry `loaded` out from here on; `report` is told where the forward leaves its path.
+
+        What the modules `beside` run themselves is no part of it.
+        """
         route, self._quiet = loaded.way
-        self._cursor = Cursor(route, strict=strict, report=report)
+        self._cursor = Cursor(route, strict=strict, report=report, beside=beside)
         self._loaded, self._unrecorded = loaded, 0
         self._strict = strict
         self._unseen = 0

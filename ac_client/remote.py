@@ -375,6 +375,8 @@ def _no(url: str, response: httpx2.Response) -> RemoteError:
     """The error for an answer that is none of those hoped for. A service that is busy may have time later."""
     status = response.status_code
     said = f"{url} answered {status}: {_problem(response).get('detail') or response.reason_phrase}"
+    if status == 401:
+        said += ". It takes its key from the environment variable AUTOAC_TOKEN"
     refused = 400 <= status < 500 and status not in BUSY
     return ServiceRefused(said) if refused else ServiceUnavailable(said)
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autoac.profiler.modules import ROOT
+
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
@@ -44,6 +46,16 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> Buckets:
                 counted[id(parameter)] = parameter.nbytes
     views = any(w.gradient_as_bucket_view for w in wrappers) and mine <= counted.keys()
     return Buckets(sum(counted.values()), views)
+
+
+def wrapper_paths(model: nn.Module) -> frozenset[str]:
+    """The wrappers in `model`: what each of them runs itself, around the module in it, is no op of a step.
+
+    It rebuilds its buckets after the first backward, and sends buffers before each forward.
+    """
+    return frozenset(
+        path or ROOT for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)
+    )
 
 
 @contextmanager

@@ -107,7 +107,9 @@ def test_so_are_the_others(in_app: Transport, profile: Profile) -> None:
 def test_the_token_is_the_environments(
     in_app: Transport, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ServiceRefused, match="401: this service wants a key"):
+    with pytest.raises(
+        ServiceRefused, match=r"401: this service wants a key.*environment variable AUTOAC_TOKEN"
+    ):
         ask(profile, in_app(token=TOKEN))
     assert ask(profile, in_app(token=TOKEN), token=TOKEN).model == "Chain"
     monkeypatch.setenv("AUTOAC_TOKEN", TOKEN)

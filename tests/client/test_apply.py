@@ -161,11 +161,21 @@ def test_what_is_no_model_or_no_optimizer_is_refused_where_it_is_passed() -> Non
     assert hooks(model) == 0
 
 
-def test_a_file_that_is_no_policy_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_policy_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_bytes(b"\xff\xfe\x00 weights")
-    with pytest.raises(MalformedPolicy):
+    with pytest.raises(MalformedPolicy, match=r"policy\.json: not a valid policy: not JSON"):
         ac_client.apply(made(), policy=path)
+    path.write_text('{"format": "autoac.profile", "version": 1}')
+    with pytest.raises(MalformedPolicy, match=r"policy\.json: not a valid policy: it is a profile"):
+        ac_client.apply(made(), policy=path)
+
+
+def test_what_is_no_url_of_a_service_is_refused_where_it_is_passed() -> None:
+    model = made()
+    with pytest.raises(ValueError, match="service must be a URL such as"):
+        ac_client.apply(model, 1.0, service="planner:8421")
+    assert hooks(model) == 0
 
 
 def test_a_headroom_as_large_as_the_budget_is_refused() -> None:

@@ -41,6 +41,19 @@ def test_on_the_path() -> None:
     assert cursor.off is None
 
 
+def test_what_a_wrapper_runs_itself_is_beside_the_path() -> None:
+    """DistributedDataParallel rebuilds buckets and sends buffers before it calls its module."""
+    route = Route({"module/mm#0": "recompute", "module/gelu#0": "save"})
+    wrapper = Cursor(route, strict=True, beside={"."})
+    got = walk(wrapper, "empty", "mm", "copy_", ">module", "mm", "gelu", "<module", "copy_")
+    assert got == [None, None, None, "recompute", "save", None]
+    wrapper.finish()
+    with pytest.raises(LeftThePath):
+        walk(Cursor(route, strict=True, beside={"."}), "empty", ">module", "empty")
+    with pytest.raises(LeftThePath):
+        walk(Cursor(route, strict=True), "empty")
+
+
 def test_an_unknown_op_is_left_to_the_default_until_the_next_module() -> None:
     told: list[OffPath] = []
     cursor = Cursor(ROUTE, report=told.append)

@@ -94,7 +94,7 @@ for i, longer in enumerate([40, 48]):
     x = batch(rows=4, length=longer if rank == 0 else 32)
     step(plain, x, i), step(planned, x, i)
     told["equal"].append(same(gradients(plain), gradients(planned)))
-told["buckets"] = len(at.policies.buckets)
+told["buckets"], told["off_path"] = len(at.policies.buckets), at.report().off_path
 
 # A step that runs out of memory is not run again: the other rank would not.
 if rank == 0:
@@ -115,6 +115,7 @@ def test_ranks_get_the_policy_of_the_largest_batch_and_gradients_stay_equal(repl
     assert [first["evidence"], second["evidence"]] == [False, True]  # only rank 1 planned
     assert first["equal"] == second["equal"] == [True] * 5
     assert first["buckets"] > second["buckets"]
+    assert first["off_path"] == second["off_path"] == "", "buckets are rebuilt in the second forward"
     assert "the other 1 ranks" in first["notes"][0]
 
 
