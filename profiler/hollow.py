@@ -11,7 +11,7 @@ A plain step (`keep=True`) is the same with everything kept: it needs the memory
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,8 @@ def run(
         try:
             began = now_ns()
             # Warms up, so that the first op is timed like the rest.
-            first = timed_forward(call, device)
+            with call.originals.finding() if not shards.aliases else nullcontext():  # FSDP writes in forward
+                first = timed_forward(call, device)
             leaves += shards.leaves()
             cold_ns = now_ns() - began
             if chooses_at_first(device):
@@ -365,6 +366,7 @@ def isolated(
             leaves.append(tensors[name])
     for name, buffer in model.named_buffers():
         tensors[name] = of_buffer(buffer)
+        originals.share(buffer, tensors[name])
     batch = Batch(args, kwargs, of_input, originals)
     leaves += batch.leaves
     if accumulates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from functools import partial
 from operator import is_not
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -72,9 +74,10 @@ def _cloned(tensor: Tensor) -> Tensor:
 class ModulesBefore:
     """The attributes of `model` and its submodules as they are now: counters, caches, `training`.
 
-    `restore` puts back what a module assigned, and what is in a list, dictionary, set or tensor of its own
-    that it changed, as metrics do; parameters, buffers, submodules and hooks that it registered go. What is
-    further inside stays changed, and so does what is in parameters and buffers.
+    `restore` puts back what a module assigned, and what is in a list, dictionary or set of its own that it
+    changed, as metrics do, at any depth; or in a tensor, or a generator of Python or numpy. Parameters,
+    buffers, submodules and hooks that it registered go. What objects of other classes hold stays changed, and
+    so does what is in parameters, buffers, and tensors that are in a list or a dictionary.
 
     Args:
         model: the root.
@@ -87,8 +90,7 @@ class ModulesBefore:
         # Torch's own tables of parameters, buffers, submodules and hooks are among them.
         self._contents = [
             restore
-            for module in modules
-            for value in vars(module).values()
+            for value in _inside([value for module in modules for value in vars(module).values()])
             if (restore := _keep(value, copied)) is not None
         ]
 
@@ -131,15 +133,44 @@ def forget_cached() -> None:
     parametrize._cache.clear()
 
 
+def _inside(values: list[Any]) -> Iterator[Any]:
+    """`values`, and the containers and generators that are somewhere inside of containers among them."""
+    yield from values
+    seen = set(map(id, values))
+    waiting = list(values)
+    while waiting:
+        container = waiting.pop()
+        kind = type(container)
+        if kind not in _CONTAINERS:
+            continue
+        for item in container.values() if kind in _DICTS else container:
+            if id(item) not in seen and type(item) in _KEPT_INSIDE:
+                seen.add(id(item))
+                waiting.append(item)
+                yield item
+
+
+_DICTS = frozenset({dict, OrderedDict, defaultdict})
+_CONTAINERS = _DICTS | {list, deque, set, tuple}
+_GENERATORS = frozenset({random.Random, numpy.random.Generator, numpy.random.RandomState})
+_KEPT_INSIDE = _CONTAINERS | _GENERATORS
+
+
 def _keep(value: Any, copied: Callable[[Tensor], Tensor]) -> Callable[[], None] | None:
     """What puts the content of `value` back; None if `value` is not of a kind that has one."""
     kind = type(value)  # a subclass may forbid some of what follows
     if kind in (list, deque):
         return partial(_restore_list, value, list(value))
-    if kind in (dict, OrderedDict, defaultdict):
+    if kind in _DICTS:
         return partial(_restore_dict, value, dict(value))
     if kind is set:
         return partial(_restore_set, value, set(value))
+    if kind is random.Random:
+        return partial(value.setstate, value.getstate())
+    if kind is numpy.random.RandomState:
+        return partial(value.set_state, value.get_state())
+    if kind is numpy.random.Generator:
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     if isinstance(value, Tensor) and has_storage(value) and not value.is_inference():
         return partial(_restore_tensor, value, copied(value), value._version)
     return None

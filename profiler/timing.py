@@ -155,6 +155,7 @@ class OpTimer(TorchDispatchMode):
         began = self._now()
         out = func(*args, **kwargs)
         self._spans.append((signature, began, self._now()))
+        self._originals.note(args, kwargs, out)
         return out
 
     def _now(self) -> Any:

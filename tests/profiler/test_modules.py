@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,8 @@ class Counting(nn.Module):
         self.table: dict[str, Any] = {"calls": 0}
         self.seen = {0}
         self.tensor = torch.zeros(2)
+        self.inside: dict[str, Any] = {"by": [{"calls": 0}, ({0}, [0])], "draws": [random.Random(0)]}
+        self.draws = numpy.random.default_rng(0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -37,6 +41,10 @@ class Counting(nn.Module):
         self.seen.discard(0)
         self.seen.add(self.calls)
         self.tensor += 1
+        counts, (numbers, order) = self.inside["by"]
+        counts["calls"] += 1
+        numbers.add(self.calls)
+        order.append(self.inside["draws"][0].random() + self.draws.random())
         out: Tensor = self.inner(x)
         return out
 
@@ -55,6 +63,9 @@ def test_what_a_model_counts_in_is_as_before() -> None:
         {0},
     )
     assert torch.equal(model.tensor, torch.zeros(2))
+    assert model.inside["by"] == [{"calls": 0}, ({0}, [0])]
+    assert model.inside["draws"][0].random() == random.Random(0).random()
+    assert model.draws.random() == numpy.random.default_rng(0).random()
 
 
 class Wrapping(torch.optim.Optimizer):

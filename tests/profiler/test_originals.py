@@ -1,4 +1,4 @@
-"""Parameters that a forward writes over are trained as if nothing had been profiled."""
+"""Parameters and other tensors that a forward writes over are trained as if nothing had been profiled."""
 
 from __future__ import annotations
 
@@ -36,11 +36,44 @@ def normalizes(model: Momentum) -> None:
     weight.copy_(weight / (weight.norm(dim=1, keepdim=True) + 0.1))
 
 
+def follows_in_a_list(model: Momentum) -> None:
+    """A teacher that is no submodule."""
+    for own, of_teacher in zip(model.student.parameters(), model.hidden[0].parameters(), strict=True):
+        of_teacher.mul_(0.9).add_(own, alpha=0.1)
+    model.student.bias.data += model.hidden[0].weight.sum()
+
+
+def follows_in_an_object(model: Momentum) -> None:
+    average = model.averages.of["weight"]
+    rows = average.view(2, 8)  # only a part of it is written
+    rows[1].lerp_(model.student.weight.view(2, 8)[1], 0.1)
+    torch.add(rows[0], 1, out=rows[0])
+    model.student.bias.data += average.sum()
+
+
+def fills_a_bank(model: Momentum) -> None:
+    """Beside tensors that the forward itself makes, writes and keeps."""
+    made = torch.zeros(4)
+    made[0] = 1
+    made += model.student.bias
+    model.banks["one"][0].roll(1, 0)
+    model.banks["one"][0][:2] += made
+    model.student.bias.data += model.banks["one"][0].sum()
+
+
+class Averages:
+    def __init__(self, module: nn.Module) -> None:
+        self.of = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
 class Momentum(nn.Module):
     def __init__(self, update: Callable[[Momentum], None]) -> None:
         super().__init__()
         self.student = nn.Linear(4, 4)
         self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.hidden = [copy.deepcopy(self.student)]
+        self.averages = Averages(self.student)
+        self.banks = {"one": [torch.zeros(4, 4)]}
         self.student.weight.data.add_(1)  # ahead of the teacher
         self.update = update
 
@@ -51,21 +84,34 @@ class Momentum(nn.Module):
         return out
 
 
-UPDATES = [follows, follows_at_once, follows_by_name, normalizes]
+UPDATES = [
+    follows,
+    follows_at_once,
+    follows_by_name,
+    normalizes,
+    follows_in_a_list,
+    follows_in_an_object,
+    fills_a_bank,
+]
+
+
+def contents(model: Momentum) -> list[Tensor]:
+    hidden = [*model.hidden[0].parameters(), *model.averages.of.values(), *model.banks["one"]]
+    return [*model.parameters(), *hidden]
 
 
 @pytest.mark.parametrize("mode", ["hollow", "measured"])
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_profile_does_not_move_what_a_forward_writes(update: Callable[[Momentum], None], mode: str) -> None:
     model = Momentum(update)
-    before = copy.deepcopy(model.state_dict())
+    before = copy.deepcopy(contents(model))
     profile(model, X, mode=mode)  # type: ignore[arg-type]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(map(torch.equal, contents(model), before))
 
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_training_moves_it_once_a_step(update: Callable[[Momentum], None]) -> None:
-    def trained(planned: bool) -> dict[str, Tensor]:
+    def trained(planned: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = Momentum(update)
         optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
@@ -75,7 +121,6 @@ def test_training_moves_it_once_a_step(update: Callable[[Momentum], None]) -> No
             optimizer.zero_grad()
             model(X).backward()
             optimizer.step()
-        return model.state_dict()
+        return contents(model)
 
-    plain, planned = trained(planned=False), trained(planned=True)
-    assert all(torch.equal(planned[name], value) for name, value in plain.items())
+    assert all(map(torch.equal, trained(planned=True), trained(planned=False)))
