@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ac_client.cursor import Route
@@ -71,14 +71,17 @@ _Most = tuple[int, tuple[int, ...], Loaded]
 
 
 class Buckets:
-    """All policies of a model. The choice among them is remembered by the batch's key.
+    """All policies of a model while one set of its parameters trains.
 
+    The choice among them is remembered by the batch's key.
     Of a key that is new, the first half is what the batch is built of. That is mostly not new, and the
     buckets that are built alike are remembered with it: then only dimensions are left to compare.
     """
 
     def __init__(self) -> None:
         self.all: list[Loaded] = []
+        self.serves_all: Loaded | None = None  # one policy, whatever the batch
+        self.unplanned: set[Key] = set()  # keys of batches with nothing to differentiate
         self.known: dict[Key, Loaded] = {}  # open to the hot path
         # By the first half of a key, with dimensions in the order of its second half, the smallest first.
         self._alike: dict[tuple[Any, ...], list[_Most]] = {}
@@ -120,10 +123,6 @@ class Buckets:
             for extent, loaded in alike
         ]
 
-    def largest(self) -> Loaded:
-        """The one that keeps the most room for everything else: that with the largest save-all peak."""
-        return max(self.all, key=lambda loaded: loaded.policy.predicted.save_all_peak_bytes)
-
     def remember(self, key: Key, loaded: Loaded) -> None:
         """Choose `loaded` for batches of `key`."""
         if len(self.known) >= MOST_KEYS:
@@ -135,3 +134,8 @@ class Buckets:
         self.all = [*(old for old in self.all if old.shape != loaded.shape), loaded]
         self._alike.clear()
         self.known.clear()
+
+
+def largest(loaded: Iterable[Loaded]) -> Loaded:
+    """The one that keeps the most room for everything else: that with the largest save-all peak."""
+    return max(loaded, key=lambda one: one.policy.predicted.save_all_peak_bytes)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded
+from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded, largest
 from ac_client.errors import ShapeNotPlanned
 from ac_client.peaks import AllocatorPeak, allocator_peak
 from ac_client.planning import Planning
@@ -33,6 +33,8 @@ from autoac.profiler.sharding import parameters_of, process_group_of
 log = logging.getLogger("ac_client")
 
 PROBES = 8  # parameters that are asked whether gradients exist
+
+_GONE = 2  # in place of whether a parameter trains
 
 Shapes = Literal["bucket", "first"]
 
@@ -71,19 +73,19 @@ class Choosing:
         self.ranks: Ranks | None = None
         self.allocator: AllocatorPeak | None = None
         self._to_meet = policy is None and group is not None  # in the first forward of all of them
-        self._buckets = Buckets()
-        self._serves_all: Loaded | None = None  # one policy, whatever the batch
-        self._unplanned: set[Key] = set()  # keys of batches with nothing to differentiate
         self._lock = threading.RLock()
         self._thread = _Thread()
         self._told: set[str] = set()
-        trainable = [weakref.ref(p) for p in parameters_of(model) if p.requires_grad]
-        self._probes = trainable[:: max(1, len(trainable) // PROBES)]  # to see whether gradients exist
-        if isinstance(policy, Policy):
-            self._serves_all = self._loaded(Loaded(None, policy))
-        elif policy is not None:
-            for bucket in policy.buckets:
-                self._loaded(Loaded(bucket.shape, bucket.policy))
+        self._given = [Loaded(None, policy)] if isinstance(policy, Policy) else []
+        if isinstance(policy, PolicySet):
+            self._given = [Loaded(bucket.shape, bucket.policy) for bucket in policy.buckets]
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        self._trained = b""  # which of them train
+        self._probes: list[weakref.ref[nn.Parameter]] = []  # to see whether gradients exist
+        self._by_trained: dict[bytes, Buckets] = {}
+        self._look_at_parameters(model)
+        for loaded in self._given:
+            self._told_of(loaded)
 
     @property
     def profiling(self) -> bool:
@@ -93,12 +95,13 @@ class Choosing:
     @property
     def all(self) -> list[Loaded]:
         """What was planned or given so far."""
-        return self._buckets.all
+        planned = (one for buckets in self._by_trained.values() for one in buckets.all)
+        return list(dict.fromkeys(planned))  # what was given is there for each set of parameters
 
     @property
     def serves_all(self) -> Loaded | None:
         """The one policy that runs every batch, if there is such."""
-        return self._serves_all
+        return self._buckets.serves_all
 
     def policies(self) -> PolicySet:
         """One policy for each shape of batch that was planned. A policy given alone has no shape."""
@@ -125,7 +128,9 @@ class Choosing:
             ShapeNotPlanned: strict, and beyond all buckets.
             PlannerError, RemoteError: there is no plan.
         """
-        loaded = self._serves_all
+        if self._which_train() != self._trained:
+            self._look_at_parameters(model)
+        loaded = self._buckets.serves_all
         if self.ranks is None:
             self.ranks = ranks_of(model, self._group)
         if self._to_meet and self.ranks is not None:
@@ -140,7 +145,29 @@ class Choosing:
     def plan_for(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
         """Plan for one more shape of batch."""
         with self._lock:
+            self._look_at_parameters(model)
             return self._plan(model, args, kwargs, shape_of(args, kwargs)).policy
+
+    def _which_train(self) -> bytes:
+        """A byte for each parameter that was there when they were looked at."""
+        return bytes([_GONE if (p := ref()) is None else p.requires_grad for ref in self._parameters])
+
+    def _look_at_parameters(self, model: nn.Module) -> None:
+        """Turn to the policies for the parameters that train now: what trains decides what is saved."""
+        with self._lock:
+            self._parameters = [weakref.ref(p) for p in parameters_of(model)]
+            trained = self._which_train()
+            trainable = [ref for ref, trains in zip(self._parameters, trained, strict=True) if trains]
+            self._probes = trainable[:: max(1, len(trainable) // PROBES)]
+            if trained not in self._by_trained:
+                buckets = self._by_trained[trained] = Buckets()
+                for loaded in self._given:
+                    buckets.add(loaded)
+                if len(self._given) == 1 and self._given[0].shape is None:
+                    buckets.serves_all = self._given[0]
+                if len(self._by_trained) > 1 and buckets.serves_all is None:
+                    log.info("%s: other parameters train: batches are planned anew", self._name)
+            self._trained, self._buckets = trained, self._by_trained[trained]
 
     def _meet(
         self,
@@ -155,19 +182,18 @@ class Choosing:
         Raises:
             ShapeNotPlanned: strict, and beyond all buckets.
         """
-        if key in self._unplanned:
+        if key in self._buckets.unplanned:
             return None
         with self._lock:  # a forward on another thread waits for the plan
             loaded = self._buckets.covering(key, args, kwargs)
             if loaded is None:
                 shape = shape_of(args, kwargs)
-                first = not self._buckets.all
-                if not first:
-                    if self._strict:
-                        planned = [b.shape for b in self._buckets.all if b.shape is not None]
-                        raise ShapeNotPlanned(shape, planned)
-                    if self._planning.budget_bytes is None or len(self._buckets.all) >= MOST_BUCKETS:
-                        return self._beyond(shape, key)
+                first = not self.all
+                if self._strict and self._buckets.all:
+                    planned = [b.shape for b in self._buckets.all if b.shape is not None]
+                    raise ShapeNotPlanned(shape, planned)
+                if not first and (self._planning.budget_bytes is None or len(self.all) >= MOST_BUCKETS):
+                    return self._beyond(shape, key)
                 _check_hooks()
                 try:
                     loaded = self._plan(model, args, kwargs, shape)
@@ -178,17 +204,17 @@ class Choosing:
                     if first:
                         give_up()
                     elif isinstance(error, NothingToProfile):
-                        self._unplanned.add(key)
+                        self._buckets.unplanned.add(key)
                         return None
                     raise
-            if self._serves_all is None:
+            if self._buckets.serves_all is None:
                 self._buckets.remember(key, loaded)
         return loaded
 
     def _unplanned_now(self, busy: ProfilerBusy) -> Loaded | None:
         """What runs a batch that cannot be profiled yet."""
-        if self._buckets.all:
-            return self._buckets.largest()
+        if planned := self.all:
+            return largest(self._buckets.all or planned)
         self._tell_once("busy", "%s runs unplanned, and will be planned later: %s", self._name, busy)
         return None
 
@@ -245,7 +271,7 @@ class Choosing:
             assert covering is not None
             if self._shapes == "first":
                 covering.shape = None
-                self._serves_all = covering
+                self._buckets.serves_all = covering
             return covering
 
     def _gradients_exist(self) -> bool:
@@ -282,7 +308,7 @@ class Choosing:
 
     def _beyond(self, shape: Shape, key: Key) -> Loaded:
         """What runs a batch that no bucket covers and that is not planned."""
-        loaded = self._buckets.largest()
+        loaded = largest(self._buckets.all or self.all)
         self._tell_once(
             "beyond",
             "%s: no bucket covers a batch of %s, and none is added (%s): it runs under the largest of %d, "
@@ -290,7 +316,7 @@ class Choosing:
             self._name,
             shape_in_words(shape),
             "no budget_gb was given" if self._planning.budget_bytes is None else f"there are {MOST_BUCKETS}",
-            len(self._buckets.all),
+            len(self.all),
         )
         self._buckets.remember(key, loaded)
         return loaded
@@ -301,7 +327,7 @@ class Choosing:
         loaded = self._keep(model, Loaded(shape, policy, made, profile))
         if self._shapes == "first":
             loaded.shape = None
-            self._serves_all = loaded
+            self._buckets.serves_all = loaded
         return loaded
 
     def _profiled(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Profile:
@@ -316,10 +342,11 @@ class Choosing:
         """Carry out what was planned here."""
         if self.allocator is None:
             self.allocator = allocator_peak(device_of(model))
-        return self._loaded(loaded)
-
-    def _loaded(self, loaded: Loaded) -> Loaded:
         self._buckets.add(loaded)
+        self._told_of(loaded)
+        return loaded
+
+    def _told_of(self, loaded: Loaded) -> None:
         policy = loaded.policy
         log.info(
             "%s: predicted peak %s, %d of %d ops recomputed",
@@ -328,7 +355,6 @@ class Choosing:
             sum(decision == "recompute" for decision in policy.decisions.values()),
             len(policy.decisions),
         )
-        return loaded
 
     def _tell_once(self, what: str, message: str, *args: Any) -> None:
         if what not in self._told:

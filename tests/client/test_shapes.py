@@ -17,7 +17,7 @@ import ac_client
 from ac_client import choosing
 from ac_client.buckets import Buckets, Loaded
 from ac_client.shapes import key_of, shape_of
-from autoac.planner import build, floor, plan, simulate
+from autoac.planner import bounds, build, floor, plan, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 
@@ -314,3 +314,62 @@ def test_a_shape_names_each_leaf() -> None:
         "flag": "True",
         "mask": "None",
     }
+
+
+def train_only(model: Transformer, count: int) -> None:
+    """The last `count` parameters."""
+    parameters = list(model.parameters())
+    for i, parameter in enumerate(parameters):
+        parameter.requires_grad_(i >= len(parameters) - count)
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("shapes", ["bucket", "first"])
+def test_other_parameters_that_train_have_a_plan_of_their_own(
+    shapes: choosing.Shapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiled = collections.Counter[str]()
+
+    def observe(*args: Any, **kwargs: Any) -> Any:
+        profiled["times"] += 1
+        return choosing_observe(*args, **kwargs)
+
+    choosing_observe = choosing.observe
+    monkeypatch.setattr(choosing, "observe", observe)
+    plain, planned = made(), made()
+    most = len(list(plain.parameters()))
+    peaks: dict[int, float] = {}
+    for count in (2, most):  # what the plain step takes with so many
+        train_only(plain, count)
+        found = profile(plain, batch(LARGE))
+        peaks[count] = bounds(build(found)).ceiling
+        smallest = floor(found, time_limit_s=5).found
+    assert peaks[2] < peaks[most]
+    budget = max(smallest, (smallest + int(peaks[most])) // 2)
+    ac_client.apply(planned, budget / GIB, shapes=shapes)
+    at = ac_client.applied(planned)
+    policies = {}
+    for count in (2, most, 2, most):
+        train_only(plain, count)
+        train_only(planned, count)
+        assert_as_plain(planned, plain, LARGE)
+        assert at.policy is not None
+        assert policies.setdefault(count, at.policy) is at.policy, "it was planned when it was met first"
+        assert at.policy.predicted.peak_bytes <= budget
+    assert "recompute" in policies[most].decisions.values()
+    assert "recompute" not in policies[2].decisions.values()
+    assert profiled["times"] == 2
+    assert at.report().buckets == 2
+
+
+def test_a_policy_that_was_given_serves_whatever_trains(budget_gb: float) -> None:
+    first = ac_client.apply(made(), budget_gb)
+    gradients(first, LARGE)
+    planned, plain = made(), made()
+    ac_client.apply(planned, policy=ac_client.applied(first).policy)
+    for count in (2, len(list(plain.parameters())), 2):
+        train_only(plain, count)
+        train_only(planned, count)
+        assert_as_plain(planned, plain, LARGE)
+        assert ac_client.applied(planned).policy is ac_client.applied(first).policy
+    assert ac_client.applied(planned).report().buckets == 1
