@@ -118,7 +118,10 @@ def main(argv: list[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt) as error:
         _fail(error, "interrupted", INTERRUPTED, argv)
     except Exception as error:  # noqa: BLE001 - the last line of defence: an error is one line, whatever it is
-        _fail(error, one_line(error), ERROR, argv)
+        from autoac.planner import InvalidBudget, InvalidLimit
+
+        usage = isinstance(error, InvalidBudget | InvalidLimit)
+        _fail(error, one_line(error), USAGE if usage else ERROR, argv)
     raise SystemExit(code if isinstance(code, int) else OK)
 
 

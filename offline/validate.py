@@ -26,6 +26,7 @@ OK, INVALID = 0, 1
 MAX_INT = 2**53
 MAX_NAME = 4096
 MOST = 8  # problems told of one file
+STDIN = "-"
 
 _KEY = re.compile(r".*/[^/]+#\d+", re.DOTALL)  # "layers.3.mlp/aten.mm.default#1"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Check policy files, policy sets and locks, without loading torch.",
         epilog="Exit codes: 0 all are valid, 1 one is not, 2 wrong usage.",
     )
-    parser.add_argument("files", nargs="+", metavar="FILE")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="- for stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     given = parser.parse_args(argv)
     return run(given.files, as_json=given.json)
@@ -75,9 +76,9 @@ def run(files: Sequence[str], *, as_json: bool = False) -> int:
 
 
 def check(file: str) -> Checked:
-    """What is wrong with one file."""
+    """What is wrong with one file; - is stdin."""
     try:
-        text = Path(file).read_bytes()
+        text = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
     except OSError as error:
         return Checked(file, "", [str(error.strerror)])
     try:
@@ -90,7 +91,7 @@ def check(file: str) -> Checked:
         known = ", ".join(_FORMATS)
         return Checked(file, "", [f"format is {_shown(kind)}; one of {known} can be checked"])
     problems = list(rules(data))
-    if not problems:
+    if not problems and file != STDIN:  # what comes from there has nothing beside it
         problems += _by_lock(Path(file), text, data)
     return Checked(file, str(kind), problems)
 

@@ -66,8 +66,8 @@ class CannotFake(ProfilerError):
     def __init__(self, op: str, why: str) -> None:
         self.op, self.why = op, why
         super().__init__(
-            f"{op} cannot run on tensors without memory: {why}; "
-            "or profile the model where it is, without `on`"
+            f"{op} cannot run on tensors without memory: {why}. A profile of the model where it is, without "
+            "`on`, runs it"
         )
 
     def __reduce__(self) -> tuple[type[CannotFake], tuple[str, str]]:

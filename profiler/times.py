@@ -10,11 +10,13 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import sqlite3
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,6 +51,7 @@ class Times:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._told = False
 
     @classmethod
     def of_environment(cls) -> Times | None:
@@ -71,7 +74,7 @@ class Times:
                 marks = ",".join("?" * len(some))
                 query = f"select key, runtime_us, spread_us, samples from ops where key in ({marks})"
                 for key, runtime, spread, samples in file.execute(query, some):
-                    found[keys[key]] = (float(runtime), float(spread), int(samples))
+                    found[keys[key]] = (_time(runtime), _time(spread), int(samples))
         return found
 
     def keep_ops(self, machine: str, measured: Mapping[Hashable, Measured]) -> None:
@@ -83,14 +86,14 @@ class Times:
 
     def backward(self, machine: str, step: Hashable, n: int) -> list[float] | None:
         """What each of the `n` backward steps took, in microseconds; None if it is not known."""
-        row = None
+        runtimes: list[float] = []
         with self._open() as file:
             if file is None:
                 return None
             key = _key(machine, step)
             row = file.execute("select runtimes_us from steps where key = ?", (key,)).fetchone()
-        runtimes = json.loads(row[0]) if row is not None else []
-        return [float(us) for us in runtimes] if len(runtimes) == n and n else None
+            runtimes = [_time(us) for us in json.loads(row[0])] if row is not None else []
+        return runtimes if len(runtimes) == n and n else None
 
     def keep_backward(self, machine: str, step: Hashable, runtimes_us: Sequence[float]) -> None:
         """Write down a backward that is not known yet."""
@@ -107,22 +110,28 @@ class Times:
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection | None]:
-        """The file, and what is written in it at the end; None, once, if it is not usable."""
+        """The file, and what is written in it at the end; None if it is not usable."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = sqlite3.connect(self.path, timeout=5)
             file.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            log.warning("run times are measured anew: %s cannot be used: %s", self.path, error)
+            self._warn("run times are measured anew: %s cannot be used: %s", error)
             yield None
             return
         try:
             yield file
             file.commit()
-        except sqlite3.Error as error:
-            log.warning("run times in %s were not read or kept: %s", self.path, error)
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            self._warn("run times in %s were not read or kept: %s", error)
         finally:
             file.close()
+
+    def _warn(self, said: str, error: Exception) -> None:
+        """Once: a profile opens the file several times."""
+        if not self._told:
+            self._told = True
+            log.warning(said, self.path, error)
 
 
 def machine(device: torch.device, device_name: str) -> str:
@@ -139,6 +148,13 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _time(us: Any) -> float:
+    """Raises: ValueError, TypeError: it is no number of microseconds."""
+    if not 0 <= (time := float(us)) < math.inf:
+        raise ValueError(f"{time} is no time")
+    return time
 
 
 def _key(machine: str, what: Hashable) -> str:

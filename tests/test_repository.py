@@ -20,6 +20,11 @@ def test_the_makefile_has_the_targets_that_the_readme_names():
     assert {"make demo", "make test"} <= set(re.findall(r"make \w+", (ROOT / "README.md").read_text()))
 
 
+def test_the_readme_leads_to_every_page():
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
 def test_continuous_integration_runs_these_targets_and_nothing_else():
     run = ROOT / ".ci" / "run"
     assert os.access(run, os.X_OK)

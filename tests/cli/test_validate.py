@@ -237,6 +237,17 @@ def test_the_hook_runs_as_a_script_without_anything_installed(tmp_path, good):
     assert ("version is 3; it should be 1" in done.stderr) == (not good)
 
 
+def test_a_policy_can_be_piped_in():
+    for policy, code, words in (
+        (POLICY, 0, ""),
+        (changed("version", 3), 1, "-: version is 3; it should be 1"),
+    ):
+        argv = [sys.executable, SCRIPT, "-"]
+        done = subprocess.run(argv, input=json.dumps(policy), capture_output=True, text=True, check=False)
+        assert done.returncode == code
+        assert words in done.stderr
+
+
 def test_the_launcher_goes_to_the_same_checks(tmp_path, monkeypatch, capsys):
     path = tmp_path / "p.json"
     path.write_text(json.dumps(POLICY))

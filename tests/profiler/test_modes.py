@@ -164,8 +164,22 @@ def test_a_file_that_is_none_is_left_alone(tmp_path: Path, caplog: pytest.LogCap
     path = tmp_path / "times.sqlite3"
     path.write_text("this is no database, and long enough to tell so " * 40)
     assert profile(nn.Linear(4, 4), torch.randn(2, 4), times=path).ops
-    assert "measured anew" in caplog.text
+    assert caplog.text.count("measured anew") == 1
     assert path.read_text().startswith("this is no database")
+
+
+@pytest.mark.parametrize("junk", [("'no json'", "'x'"), ("'[\"x\"]'", "-1.0"), ("'3'", "9e999")])
+def test_what_is_no_time_in_the_file_is_left_alone(
+    tmp_path: Path, junk: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "times.sqlite3"
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    profile(model, x, times=path)
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        file.executescript(f"update steps set runtimes_us = {junk[0]}; update ops set runtime_us = {junk[1]}")
+    found = profile(model, x, times=path)
+    assert "were not read or kept" in caplog.text
+    assert all(0 < us < 1e9 for us in (*found.ops.runtime_us, *found.backward.runtime_us))
 
 
 def test_runtimes_are_medians_of_several_samples_with_their_spread() -> None:
