@@ -33,6 +33,7 @@ from autoac.profiler.sharding import parameters_of, process_group_of
 log = logging.getLogger("ac_client")
 
 PROBES = 8  # parameters that are asked whether gradients exist
+ASKED = 16  # parameters that each forward asks whether they train
 
 _GONE = 2  # in place of whether a parameter trains
 
@@ -80,7 +81,8 @@ class Choosing:
         if isinstance(policy, PolicySet):
             self._given = [Loaded(bucket.shape, bucket.policy) for bucket in policy.buckets]
         self._parameters: list[weakref.ref[nn.Parameter]] = []
-        self._trained = b""  # which of them train
+        self._trained = b""  # which of them train, as `_which_train` has it
+        self._turn = 0  # of those that are asked
         self._probes: list[weakref.ref[nn.Parameter]] = []  # to see whether gradients exist
         self._by_trained: dict[bytes, Buckets] = {}
         self._look_at_parameters(model)
@@ -128,7 +130,7 @@ class Choosing:
             ShapeNotPlanned: strict, and beyond all buckets.
             PlannerError, RemoteError: there is no plan.
         """
-        if self._which_train() != self._trained:
+        if self.others_train():
             self._look_at_parameters(model)
         loaded = self._buckets.serves_all
         if self.ranks is None:
@@ -148,15 +150,23 @@ class Choosing:
             self._look_at_parameters(model)
             return self._plan(model, args, kwargs, shape_of(args, kwargs)).policy
 
-    def _which_train(self) -> bytes:
-        """A byte for each parameter that was there when they were looked at."""
-        return bytes([_GONE if (p := ref()) is None else p.requires_grad for ref in self._parameters])
+    def others_train(self) -> bool:
+        """Whether other parameters seem to train than when they were looked at.
+
+        Asking all of them would take longer than everything else here. Each call asks some, evenly spread,
+        and the next call their neighbours: what is frozen or thawed by layers is seen at once, a parameter
+        alone within a few forwards.
+        """
+        every = -(-len(self._parameters) // ASKED) or 1
+        self._turn = (self._turn + 1) % every
+        some = slice(self._turn, None, every)
+        return _which_train(self._parameters[some]) != self._trained[some]
 
     def _look_at_parameters(self, model: nn.Module) -> None:
         """Turn to the policies for the parameters that train now: what trains decides what is saved."""
         with self._lock:
             self._parameters = [weakref.ref(p) for p in parameters_of(model)]
-            trained = self._which_train()
+            trained = _which_train(self._parameters)
             trainable = [ref for ref, trains in zip(self._parameters, trained, strict=True) if trains]
             self._probes = trainable[:: max(1, len(trainable) // PROBES)]
             if trained not in self._by_trained:
@@ -360,6 +370,11 @@ class Choosing:
         if what not in self._told:
             self._told.add(what)
             log.warning(message, *args)
+
+
+def _which_train(parameters: Sequence[weakref.ref[nn.Parameter]]) -> bytes:
+    """A byte for each."""
+    return bytes([_GONE if (p := ref()) is None else p.requires_grad for ref in parameters])
 
 
 def _check_hooks() -> None:

@@ -1,7 +1,8 @@
 """What choosing a policy by the shape of the batch costs at each forward: `python -m benchmarks.shapes`.
 
 A shape that was met before is one look into a table. One that is new is compared with the buckets, here 32,
-none of which but the largest covers it. Medians over many calls, in microseconds of this thread's own time.
+none of which but the largest covers it. Whether other parameters train than before is asked, too. Medians
+over many calls, in microseconds of this thread's own time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded
+from ac_client.choosing import Choosing
+from ac_client.planning import Planning
 from ac_client.shapes import key_of, shape_of
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
@@ -78,6 +81,17 @@ def main() -> None:
         anew()
         buckets.remember(key, buckets.all[-1])
         print(f"| {name} | {median_us(again):.1f} | {new:.1f} |")
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(500)])
+    choosing = Choosing(
+        model,
+        Planning("model", None, 0, None, None, None),
+        optimizer=None,
+        policy=policy,
+        strict=False,
+        shapes="bucket",
+        group=None,
+    )
+    print(f"\nWhether others of 1,000 parameters train: {median_us(choosing.others_train):.1f} us")
 
 
 if __name__ == "__main__":

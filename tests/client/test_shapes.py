@@ -362,6 +362,19 @@ def test_other_parameters_that_train_have_a_plan_of_their_own(
     assert at.report().buckets == 2
 
 
+def test_one_parameter_that_is_frozen_is_seen_within_a_few_forwards(budget_gb: float) -> None:
+    planned, plain = made(), made()
+    ac_client.apply(planned, 2 * budget_gb)
+    assert_as_plain(planned, plain, LARGE)
+    before = ac_client.applied(planned).policy
+    assert len(list(planned.parameters())) > choosing.ASKED
+    for model in (planned, plain):
+        list(model.parameters())[5].requires_grad_(False)
+    for _ in range(len(list(planned.parameters())) // choosing.ASKED + 1):
+        assert_as_plain(planned, plain, LARGE)
+    assert ac_client.applied(planned).policy is not before
+
+
 def test_a_policy_that_was_given_serves_whatever_trains(budget_gb: float) -> None:
     first = ac_client.apply(made(), budget_gb)
     gradients(first, LARGE)
