@@ -34,8 +34,6 @@ log = logging.getLogger("ac_client")
 
 PROBES = 8  # parameters that are asked whether gradients exist
 
-_GONE = 2  # in place of whether a parameter trains
-
 Shapes = Literal["bucket", "first"]
 
 
@@ -79,8 +77,7 @@ class Choosing:
         self._given = [Loaded(None, policy)] if isinstance(policy, Policy) else []
         if isinstance(policy, PolicySet):
             self._given = [Loaded(bucket.shape, bucket.policy) for bucket in policy.buckets]
-        self._parameters: list[weakref.ref[nn.Parameter]] = []
-        self._trained = b""  # which of them train
+        self._looked_at: tuple[list[weakref.ref[nn.Parameter]], bytes] = [], b""  # and which of them train
         self._probes: list[weakref.ref[nn.Parameter]] = []  # to see whether gradients exist
         self._by_trained: dict[bytes, Buckets] = {}
         self._look_at_parameters(model)
@@ -128,8 +125,7 @@ class Choosing:
             ShapeNotPlanned: strict, and beyond all buckets.
             PlannerError, RemoteError: there is no plan.
         """
-        if self._which_train() != self._trained:
-            self._look_at_parameters(model)
+        self._turn(model)
         loaded = self._buckets.serves_all
         if self.ranks is None:
             self.ranks = ranks_of(model, self._group)
@@ -145,19 +141,29 @@ class Choosing:
     def plan_for(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
         """Plan for one more shape of batch."""
         with self._lock:
-            self._look_at_parameters(model)
+            self._turn(model)
             return self._plan(model, args, kwargs, shape_of(args, kwargs)).policy
 
     def _which_train(self) -> bytes:
-        """A byte for each parameter that was there when they were looked at."""
-        return bytes([_GONE if (p := ref()) is None else p.requires_grad for ref in self._parameters])
+        """A byte for each parameter that was there when they were looked at; as it was, if it is gone since.
+
+        A layer that is taken out is none that is frozen: the forward leaves its policy, and says so.
+        """
+        known = zip(*self._looked_at, strict=True)
+        return bytes([before if (p := ref()) is None else p.requires_grad for ref, before in known])
+
+    def _turn(self, model: nn.Module) -> None:
+        """Choose among the policies for the parameters that train now."""
+        if self._which_train() != self._looked_at[1]:
+            self._look_at_parameters(model)
 
     def _look_at_parameters(self, model: nn.Module) -> None:
-        """Turn to the policies for the parameters that train now: what trains decides what is saved."""
+        """Note which train: that decides what is saved."""
         with self._lock:
-            self._parameters = [weakref.ref(p) for p in parameters_of(model)]
-            trained = self._which_train()
-            trainable = [ref for ref, trains in zip(self._parameters, trained, strict=True) if trains]
+            parameters = list(parameters_of(model))
+            trained = bytes([p.requires_grad for p in parameters])
+            self._looked_at = [weakref.ref(p) for p in parameters], trained
+            trainable = [weakref.ref(p) for p in parameters if p.requires_grad]
             self._probes = trainable[:: max(1, len(trainable) // PROBES)]
             if trained not in self._by_trained:
                 buckets = self._by_trained[trained] = Buckets()
@@ -167,7 +173,7 @@ class Choosing:
                     buckets.serves_all = self._given[0]
                 if len(self._by_trained) > 1 and buckets.serves_all is None:
                     log.info("%s: other parameters train: batches are planned anew", self._name)
-            self._trained, self._buckets = trained, self._by_trained[trained]
+            self._buckets = self._by_trained[trained]
 
     def _meet(
         self,
