@@ -35,8 +35,6 @@ log = logging.getLogger("ac_client")
 PROBES = 8  # parameters that are asked whether gradients exist
 ASKED = 16  # parameters that each forward asks whether they train
 
-_GONE = 2  # in place of whether a parameter trains
-
 Shapes = Literal["bucket", "first"]
 
 
@@ -80,9 +78,8 @@ class Choosing:
         self._given = [Loaded(None, policy)] if isinstance(policy, Policy) else []
         if isinstance(policy, PolicySet):
             self._given = [Loaded(bucket.shape, bucket.policy) for bucket in policy.buckets]
-        self._parameters: list[weakref.ref[nn.Parameter]] = []
-        self._trained = b""  # which of them train, as `_which_train` has it
-        self._turn = 0  # of those that are asked
+        self._looked_at: tuple[list[weakref.ref[nn.Parameter]], bytes] = [], b""  # and which of them train
+        self._turn = 0  # of those that are asked whether they still do
         self._probes: list[weakref.ref[nn.Parameter]] = []  # to see whether gradients exist
         self._by_trained: dict[bytes, Buckets] = {}
         self._look_at_parameters(model)
@@ -147,7 +144,8 @@ class Choosing:
     def plan_for(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
         """Plan for one more shape of batch."""
         with self._lock:
-            self._look_at_parameters(model)
+            if self._others_train(slice(None)):
+                self._look_at_parameters(model)
             return self._plan(model, args, kwargs, shape_of(args, kwargs)).policy
 
     def others_train(self) -> bool:
@@ -157,17 +155,26 @@ class Choosing:
         and the next call their neighbours: what is frozen or thawed by layers is seen at once, a parameter
         alone within a few forwards.
         """
-        every = -(-len(self._parameters) // ASKED) or 1
+        every = -(-len(self._looked_at[0]) // ASKED) or 1
         self._turn = (self._turn + 1) % every
-        some = slice(self._turn, None, every)
-        return _which_train(self._parameters[some]) != self._trained[some]
+        return self._others_train(slice(self._turn, None, every))
+
+    def _others_train(self, some: slice) -> bool:
+        """Of `some`, those that are still there.
+
+        A layer that is taken out is none that is frozen: the forward leaves its policy, and says so.
+        """
+        parameters, trained = self._looked_at
+        known = zip(parameters[some], trained[some], strict=True)
+        return any((p := ref()) is not None and p.requires_grad != trains for ref, trains in known)
 
     def _look_at_parameters(self, model: nn.Module) -> None:
-        """Turn to the policies for the parameters that train now: what trains decides what is saved."""
+        """Note which train: that decides what is saved."""
         with self._lock:
-            self._parameters = [weakref.ref(p) for p in parameters_of(model)]
-            trained = _which_train(self._parameters)
-            trainable = [ref for ref, trains in zip(self._parameters, trained, strict=True) if trains]
+            parameters = list(parameters_of(model))
+            trained = bytes([p.requires_grad for p in parameters])
+            self._looked_at = [weakref.ref(p) for p in parameters], trained
+            trainable = [weakref.ref(p) for p in parameters if p.requires_grad]
             self._probes = trainable[:: max(1, len(trainable) // PROBES)]
             if trained not in self._by_trained:
                 buckets = self._by_trained[trained] = Buckets()
@@ -177,7 +184,7 @@ class Choosing:
                     buckets.serves_all = self._given[0]
                 if len(self._by_trained) > 1 and buckets.serves_all is None:
                     log.info("%s: other parameters train: batches are planned anew", self._name)
-            self._trained, self._buckets = trained, self._by_trained[trained]
+            self._buckets = self._by_trained[trained]
 
     def _meet(
         self,
@@ -370,11 +377,6 @@ class Choosing:
         if what not in self._told:
             self._told.add(what)
             log.warning(message, *args)
-
-
-def _which_train(parameters: Sequence[weakref.ref[nn.Parameter]]) -> bytes:
-    """A byte for each."""
-    return bytes([_GONE if (p := ref()) is None else p.requires_grad for ref in parameters])
 
 
 def _check_hooks() -> None:
