@@ -117,6 +117,8 @@ def main(argv: list[str] | None = None) -> None:
         _fail(error, " ".join(error.format_message().split()) + where, error.exit_code, argv)
     except (typer.Abort, KeyboardInterrupt) as error:
         _fail(error, "interrupted", INTERRUPTED, argv)
+    except BrokenPipeError:
+        raise  # autoac.offline.launch says nothing of it
     except Exception as error:  # noqa: BLE001 - the last line of defence: an error is one line, whatever it is
         from autoac.planner import InvalidBudget, InvalidLimit
 

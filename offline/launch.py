@@ -4,6 +4,7 @@ the commands of the service, whose processes stay.
 
 from __future__ import annotations
 
+import os
 import sys
 
 SERVICE = {
@@ -17,7 +18,19 @@ SERVICE = {
 
 
 def main() -> None:
-    """Run the command line; leaves with its exit code."""
+    """Run the command line; leaves with its exit code, and quietly where nobody reads on (`| head`)."""
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left unwritten is not to be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _run() -> None:
     if sys.argv[1:2] == ["validate"]:
         from autoac.offline import validate
 

@@ -80,7 +80,12 @@ def profile(
             "saved_tensors": len(observed.saved),
             "notes": list(observed.notes),
         },
-        f"{observed.model}: {len(observed.ops)} ops, {len(observed.saved)} saved tensors -> {output}",
+        "\n  ".join(
+            [
+                f"{observed.model}: {len(observed.ops)} ops, {len(observed.saved)} saved tensors -> {output}",
+                *observed.notes,
+            ]
+        ),
         as_json,
     )
 

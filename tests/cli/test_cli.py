@@ -279,7 +279,9 @@ def test_a_frontier_is_a_line_for_each_plan(profiled, capsys):
 
 
 def test_a_profile_is_estimated_for_a_device_that_is_not_here(folder, capsys):
-    assert run(capsys, "profile", "small:make", "--on", "h100")[0] == cli.OK
+    code, out, _ = run(capsys, "profile", "small:make", "--on", "h100")
+    assert code == cli.OK
+    assert "\n  run times are estimated from the datasheet of NVIDIA H100" in out
     assert "H100" in Profile.from_json((folder / "profile.json").read_bytes()).environment.device_name
     code, _, err = run(capsys, "profile", "small:make", "--on", "abacus")
     assert code == cli.USAGE

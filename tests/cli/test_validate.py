@@ -268,6 +268,28 @@ def test_the_launcher_goes_to_the_same_checks(tmp_path, monkeypatch, capsys):
     assert left.value.code == 0
 
 
+@pytest.mark.parametrize("argv", [["validate", "--json"], ["db", "upgrade"]])
+def test_a_reader_that_has_gone_is_no_traceback(argv, tmp_path):
+    """As in `autoac validate --json ... | head -1`."""
+    program = "import sys; from autoac.offline.launch import main; sys.argv[0] = 'autoac'; main()"
+    files = [str(ROOT / "policies" / "decoder-4gib.json")] if argv[0] == "validate" else []
+    environment = os.environ | {"AUTOAC_DATABASE_URL": f"sqlite:///{tmp_path / 'service.sqlite3'}"}
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *argv, *files],
+            env=environment,
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_it_is_among_the_commands_and_leaves_with_1_where_a_file_is_not_valid(tmp_path, capsys):
     path = tmp_path / "p.json"
     path.write_text(json.dumps(changed("version", 3)))
