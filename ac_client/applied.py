@@ -10,13 +10,13 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ac_client.buckets import Loaded
@@ -100,7 +100,6 @@ class Applied:
         self._reading: tuple[Loaded, int, int] | None = None  # a step that is watched: policy, peak, _written
         self._retries = 0
         self._measuring = Measuring()
-        self._batch: list[weakref.ref[Tensor]] = []  # of the last forward
         self._steps = 0
         self._optimizer_steps = StepCount()
         self._began: list[float] = []
@@ -310,7 +309,6 @@ class Applied:
         written = self._written(model)
         policies = [loaded.policy for loaded in self._choosing.all]
         with self._measuring.block(model, self._standing_bytes(model), policies) as timeline:
-            self._measuring.meets(_alive(self._batch))
             yield
         if self._current is not None:
             self._measuring.keep(timeline, self._current)
@@ -383,9 +381,8 @@ class Applied:
         if allocator is not None and loaded.watched < WATCHED_STEPS:
             self._reading = loaded, allocator.allocated_peak(), self._written(model)
         self._steps += 1
-        batch = list(batch_tensors((*args, *kwargs.values())))
-        self._measuring.meets(batch)
-        self._batch = [weakref.ref(tensor) for tensor in batch]
+        if self._measuring.marks is not None:
+            self._measuring.meets(batch_tensors((*args, *kwargs.values())))
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
         if loaded.recomputes:
@@ -451,12 +448,6 @@ class Applied:
             "Pass a smaller budget_gb or more headroom_gb to ac_client.apply, use a smaller batch, or run "
             "the step as ac_client.applied(model).step(fn, retry_oom=True)."
         )
-
-
-def _alive(refs: Iterable[weakref.ref[Tensor]]) -> Iterator[Tensor]:
-    for ref in refs:
-        if (tensor := ref()) is not None:
-            yield tensor
 
 
 def applied(model: nn.Module) -> Applied:

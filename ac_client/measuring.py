@@ -48,9 +48,7 @@ class Measuring:
         self._drawn: Drawn | None = None
         self._timeline: AllocatorTimeline | None = None
         self._counted: Set[int] = frozenset()  # storages that are part of a block's base
-        self._watched: dict[
-            int, weakref.ref[Any]
-        ] = {}  # by storage: what may have been there before the block
+        self._watched: dict[int, weakref.ref[Any]] = {}  # by storage: what may be from before the block
 
     @contextmanager
     def block(self, model: nn.Module, base: int, policies: Iterable[Policy]) -> Iterator[AllocatorTimeline]:
