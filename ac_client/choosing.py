@@ -208,7 +208,7 @@ class Choosing:
                 first = not self.all
                 if self._strict and self._buckets.all:
                     planned = [b.shape for b in self._buckets.all if b.shape is not None]
-                    raise ShapeNotPlanned(shape, planned)
+                    raise ShapeNotPlanned(shape, planned, self._planning.budget_bytes is not None)
                 if not first and (self._planning.budget_bytes is None or len(self.all) >= MOST_BUCKETS):
                     return self._beyond(shape, key)
                 _check_hooks()

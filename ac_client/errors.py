@@ -46,18 +46,31 @@ class NotApplied(LookupError):
 
 
 class ShapeNotPlanned(LookupError):
-    """Strict mode: no bucket covers the batch. Nothing was computed."""
+    """Strict mode: no bucket covers the batch. Nothing was computed.
 
-    def __init__(self, shape: Shape, planned: Sequence[Shape]) -> None:
+    Args:
+        shape: of the batch.
+        planned: the buckets' shapes.
+        budgeted: whether there is a budget to plan for.
+    """
+
+    def __init__(self, shape: Shape, planned: Sequence[Shape], budgeted: bool = True) -> None:
         self.shape, self.planned = dict(shape), tuple(dict(bucket) for bucket in planned)
+        self.budgeted = budgeted
+        advice = (
+            "Call ac_client.applied(model).plan_for(...) with such a batch, or pass strict=False to have it "
+            "planned when it is met"
+            if budgeted
+            else "Pass budget_gb beside the policies and call ac_client.applied(model).plan_for(...) with "
+            "such a batch, or pass strict=False to have it run under the largest"
+        )
         super().__init__(
             f"no plan covers a batch of {shape_in_words(shape)}; planned are "
-            f"{'; '.join(map(shape_in_words, planned))}. Call ac_client.applied(model).plan_for(...) with "
-            "such a batch, or pass strict=False to have it planned when it is met"
+            f"{'; '.join(map(shape_in_words, planned))}. {advice}"
         )
 
-    def __reduce__(self) -> tuple[type[ShapeNotPlanned], tuple[Shape, Sequence[Shape]]]:
-        return ShapeNotPlanned, (self.shape, self.planned)
+    def __reduce__(self) -> tuple[type[ShapeNotPlanned], tuple[Shape, Sequence[Shape], bool]]:
+        return ShapeNotPlanned, (self.shape, self.planned, self.budgeted)
 
 
 class RankFailed(RuntimeError):

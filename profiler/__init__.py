@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -128,7 +128,9 @@ def observe(
     check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient goes into its bucket, and goes
-    inputs = [describe(leaf) for leaf in tree_leaves((tuple(args), dict(kwargs)))]
+    leaves = tree_leaves((tuple(args), dict(kwargs)))
+    _check_batch(model, leaves)
+    inputs = [describe(leaf) for leaf in leaves]
     local: LocalTimes | None = None
     if times is None:
         times = Times.of_environment()
@@ -179,6 +181,18 @@ def _check_made(model: nn.Module) -> None:
                 type(model).__name__,
                 f"{name} is made in the first forward (a lazy layer)",
                 "run one batch through it first, under torch.no_grad() and before ac_client.apply",
+            )
+
+
+def _check_batch(model: nn.Module, leaves: Sequence[Any]) -> None:
+    """What a forward reads of an iterator is gone for the next, and for the user's own."""
+    for leaf in leaves:
+        if isinstance(leaf, Iterator):
+            raise CannotProfile(
+                type(model).__name__,
+                f"its batch has a {type(leaf).__name__}, which can be read only once, and a profile takes "
+                "several forwards",
+                "pass a list of what is in it",
             )
 
 

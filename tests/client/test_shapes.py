@@ -194,7 +194,7 @@ def test_a_set_is_carried_out_from_a_file(
             assert at.policy == policies.buckets[1].policy
     assert sum("no bucket covers" in message for message in caplog.messages) == 1
     strict = ac_client.apply(made(), policy=policies, strict=True)
-    with pytest.raises(ac_client.ShapeNotPlanned):
+    with pytest.raises(ac_client.ShapeNotPlanned, match="Pass budget_gb beside the policies"):
         strict(batch((7, 48)))
     filled = ac_client.apply(made(), 1.0, policy=policies)
     assert_as_plain(filled, plain, (7, 48))

@@ -276,3 +276,16 @@ def test_objects_that_do_not_change_are_left_alone() -> None:
         sys.setprofile(None)
     assert any(one is rows.__dict__ for one in written)
     assert not any(one is rows.loader.__dict__ for one in written)
+
+
+def test_a_batch_that_can_be_read_once_is_refused_and_not_read() -> None:
+    class Model(nn.Linear):
+        def forward(self, parts: Any) -> Tensor:
+            return torch.stack([super(Model, self).forward(x) for x in parts]).sum()
+
+    model, parts = Model(8, 8), [torch.randn(4, 8) for _ in range(2)]
+    batch = iter(parts)
+    with pytest.raises(CannotProfile, match=r"list_iterator, which can be read only once.*pass a list"):
+        profile(model, batch)
+    assert len(list(batch)) == 2
+    assert len(profile(model, parts).ops) > 2
