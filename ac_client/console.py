@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -143,11 +143,16 @@ def read(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def named_as_given(path: Path) -> AbstractContextManager[None]:
+    """`named`, for a file or stdin."""
+    return named("stdin" if str(path) == "-" else path)
+
+
 def read_profile(path: Path) -> Profile:
     from autoac.planner import Profile
 
     text = read(path)
-    with named("stdin" if str(path) == "-" else path):
+    with named_as_given(path):
         return Profile.from_json(text)
 
 
@@ -155,7 +160,7 @@ def read_policy(path: Path) -> Policy:
     from autoac.planner import Policy
 
     text = read(path)
-    with named("stdin" if str(path) == "-" else path):
+    with named_as_given(path):
         return Policy.from_json(text)
 
 

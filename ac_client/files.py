@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files of ours: written whole or not at all, and named where something is wrong with their text."""
 
 from __future__ import annotations
 

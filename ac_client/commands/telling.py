@@ -12,13 +12,14 @@ from ac_client.commands.options import Json, TimeLimit
 from ac_client.console import (
     format_of,
     header,
+    named_as_given,
     plain,
     progress_of,
     read,
     read_policy,
     read_profile,
 )
-from ac_client.files import named, write_whole
+from ac_client.files import write_whole
 
 if TYPE_CHECKING:
     from autoac.planner import Policy, PolicySet
@@ -93,7 +94,7 @@ def explain(
             )
 
     text = read(subject)
-    name = named("stdin" if str(subject) == "-" else subject)
+    name = named_as_given(subject)
     made: Plan | None = None
     if format_of(text) == SET_FORMAT:
         options = (profile_file, budget_gb, tensors, more_gb, html)
