@@ -190,6 +190,32 @@ class Node:
         self.used_outs = 0  # outputs with a use
 
 
+class OfShape:
+    """An op whose output must have one shape: a mask or an index sets it, which was made again as well."""
+
+    __slots__ = ("_func", "_name", "_shape")
+
+    def __init__(self, func: Callable[..., Any], name: str, shape: torch.Size) -> None:
+        self._func = func
+        self._name = name
+        self._shape = shape
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the op.
+
+        Raises:
+            RuntimeError: its output has another shape.
+        """
+        out: Tensor = self._func(*args, **kwargs)
+        if out.shape != self._shape:
+            raise RuntimeError(
+                f"{self._name} must return {list(self._shape)} as it did in forward, got {list(out.shape)} "
+                "when it was run again: the mask or index that it reads has changed. Save the op that makes "
+                'it, for example with ac_client.pin(module, "must_save")'
+            )
+        return out
+
+
 def add_use(value: Value) -> None:
     """One more use of `value`; if it is the first of its node, one of each value that the node reads.
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.nodes import Held, Node, Ref, Source, Undescribed, Value, hold
+from ac_client.nodes import Held, Node, OfShape, Ref, Source, Undescribed, Value, hold
 from ac_client.packed import HandedOn, Kept, Packed, unpack
 from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider
 from ac_client.recipes import Guard, Recipe, recipe_of
@@ -283,6 +283,8 @@ class Region(SeesCompiled):
             node.writes_sources = len(rewritten) < len(written)
             self._before_write(written, forget=False)
         out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+        if facts.shaped_by_argument:
+            node.func = OfShape(facts.call, facts.name, out.shape)
         if self._asked.after and self._saves_after(func, facts, out, args, kwargs, rewritten):
             for tensor in written:
                 if has_storage(tensor):

@@ -41,8 +41,8 @@ _HIDDEN_WRITES = {
 # Higher-order ops that write some of their arguments.
 _WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_code", "auto_functionalized"}
 
-# Return a workspace for backward only where an input requires a gradient: never below autograd.
-_WORKSPACES = {"aten::mkldnn_rnn_layer", "aten::_sparse_mm_reduce_impl"}
+# Shape their output by an index or a mask, an argument of theirs. The same argument gives the same shape.
+_SHAPED_BY_ARGUMENT = {"aten::index.Tensor", "aten::masked_select"}
 
 # Return floating-point numbers for backward in a tensor of bytes, which neither index nor decide.
 _NUMBERS_AS_BYTES = {"aten::mkldnn_rnn_layer"}
@@ -146,6 +146,7 @@ class OpFacts:
     fills_packed: int = -1  # the argument that it fills after autograd has packed it
     statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
     numbers_as_bytes: bool = False  # what it returns as uint8 are floating-point numbers
+    shaped_by_argument: bool = False  # the values of a mask or an index set the shape of its output
     mutates: bool = field(init=False)  # may write an argument
 
     def __post_init__(self) -> None:
@@ -219,7 +220,14 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
         numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
+        shaped_by_argument=_key(op) in _SHAPED_BY_ARGUMENT,
     )
+
+
+def _key(op: OpOverload[Any, Any]) -> str:
+    """Return the name of `op` as the tables above spell it: with its overload, if that is not the default."""
+    name: str = op._schema.name
+    return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
 
 
 def _dropout_position(positional: Sequence[Any]) -> int:
@@ -232,17 +240,16 @@ def _dropout_position(positional: Sequence[Any]) -> int:
 def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
     if collective:
         return "collective"
-    if torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags:
+    by_data = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    if by_data and _key(op) not in _SHAPED_BY_ARGUMENT:
         return "its shape depends on data"
     name = op._schema.name
-    if name in _DECIDING or f"{name}.{op._overloadname}" in _DECIDING_OVERLOADS:
+    if name in _DECIDING or _key(op) in _DECIDING_OVERLOADS:
         return DECIDES
     if name in _REBINDS:
         return "it moves a tensor to another storage"
     if name in _OWN_STATE:
         return "it draws from a state that its library keeps"
-    if name in _WORKSPACES:
-        return "its workspace cannot be made again"
     return ""
 
 

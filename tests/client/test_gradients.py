@@ -203,6 +203,48 @@ def test_nested_tensors_are_kept_as_they_are() -> None:
     assert ("recompute", "aten.exp.default") in log.events
 
 
+def test_an_lstm_that_runs_again_makes_its_workspace_again() -> None:
+    batch = torch.randn(2, 5, 8, requires_grad=True)
+    plain, planned = step(Recurrent, batch), step(Recurrent, batch, policy="recompute_all")
+    assert_same(plain, planned)
+    assert "aten.mkldnn_rnn_layer.default" in planned.recomputed()
+
+
+def test_what_a_mask_or_an_index_shapes_runs_again() -> None:
+    index = torch.tensor([2, 0, 0])
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y, mask = x.exp(), x > 0
+        return y[index].sin().sum() + y[mask].sin().sum() + y.masked_select(mask).sin().sum()
+
+    x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+    (want,) = torch.autograd.grad(model(x), x)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        y = model(x)
+    assert torch.equal(torch.autograd.grad(y, x)[0], want)
+    again = [name for kind, name in log.events if kind == "recompute"]
+    assert again.count("aten.index.Tensor") == 2
+    assert again.count("aten.masked_select.default") == 1
+    assert "aten.gt.Scalar" not in again
+
+
+flips = iter(range(100))
+
+
+@torch.library.custom_op("tests::unsteady_mask", mutates_args=())
+def unsteady_mask(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(x)) > next(flips)
+
+
+def test_a_mask_that_runs_again_and_differs_is_an_error() -> None:
+    x = torch.randn(6, requires_grad=True)
+    with save_recompute_policy("recompute_all"):
+        y = (x * 2)[unsteady_mask(x)].exp().sum()
+    with pytest.raises(RuntimeError, match=r"aten.index.Tensor must return \[5\].*got \[4\]"):
+        y.backward()
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 def test_a_workspace_that_a_replay_would_not_fill_is_kept() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:

@@ -188,6 +188,33 @@ def test_deciding_values_are_saved() -> None:
     assert reasons["./aten.nonzero.default#0"] == "its shape depends on data"
 
 
+def test_what_an_index_or_a_mask_shapes_may_run_again() -> None:
+    class Picked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, index: Tensor) -> Tensor:
+            y = self.linear(x)
+            mask = y > 0
+            return y[index].exp().sum() + y[mask].exp().sum() + y.masked_select(mask).exp().sum()
+
+    found = profile(Picked(), torch.randn(6, 4), torch.tensor([0, 0, 3]))
+    reasons = {
+        key: found.reasons[reason]
+        for key, reason in zip(found.keys(), found.ops.must_save, strict=True)
+        if reason >= 0
+    }
+    assert reasons == {"./aten.gt.Scalar#0": "its values decide"}
+
+
+def test_an_lstm_on_a_cpu_may_run_again() -> None:
+    found = profile(Recurrent(), torch.randn(2, 5, 8))
+    lstms = [op for op, key in enumerate(found.keys()) if "mkldnn_rnn_layer" in key]
+    assert lstms
+    assert all(found.ops.must_save[op] < 0 for op in lstms)
+
+
 def test_attention_is_random_only_with_dropout() -> None:
     class Attention(nn.Module):
         def __init__(self, dropout: float) -> None:
