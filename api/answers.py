@@ -6,11 +6,9 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
-from autoac.api.database import DatabaseNotReady
+from autoac.api.database import DatabaseNotReady, is_away
 from autoac.api.errors import (
     BodyTooLarge,
     BodyTooSlow,
@@ -148,8 +146,8 @@ def problem_of(error: Exception) -> Problem:
             return _problem(Problem, 500, "solver-died", "The solver died", text)
         case Busy():
             return _problem(Problem, 503, "busy", "Too many requests wait", text)
-        case OperationalError() | InterfaceError() | PoolTimeout():
-            text = f"the database did not answer; ask again in {DATABASE_RETRY_S} s"
+        case _ if is_away(error):
+            text = f"the database is away or takes no writes; ask again in {DATABASE_RETRY_S} s"
             return _problem(Problem, 503, "database-away", "The database is away", text)
         case DatabaseNotReady():
             return _problem(Problem, 503, "database-not-ready", "The database has other tables", text)
@@ -197,7 +195,7 @@ def headers_of(error: Exception) -> dict[str, str]:
             return {"Accept": "application/json", "Accept-Encoding": "zstd"}
         case Busy(retry_after_s=seconds) | TooManyJobs(retry_after_s=seconds):
             return {"Retry-After": str(seconds)}
-        case OperationalError() | InterfaceError() | PoolTimeout():
+        case _ if is_away(error):
             return {"Retry-After": str(DATABASE_RETRY_S)}
         case HTTPException(headers=headers):
             return dict(headers or {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -11,13 +11,13 @@ import structlog
 from anyio import to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from autoac.api.answers import headers_of, problem_of
-from autoac.api.database import Database, DatabaseNotReady
+from autoac.api.database import AWAY, Database, DatabaseNotReady, cause_of
 from autoac.api.errors import JobFailed, ServiceError
 from autoac.api.jobs import Jobs
 from autoac.api.keys import Doorkeeper
@@ -30,7 +30,7 @@ from autoac.api.routes import ROUTERS
 from autoac.api.routes.aliases import AliasRequest
 from autoac.api.routes.results import FloorView, FrontierView, JobResult
 from autoac.api.routes.views import JobView
-from autoac.api.runner import AWAY, Runner
+from autoac.api.runner import Runner
 from autoac.api.service import Service
 from autoac.api.settings import Settings
 from autoac.api.solver import Solver, SpawnedSolver
@@ -49,13 +49,28 @@ async def _explain(request: Request, error: Exception) -> Response:
     if isinstance(error, JobFailed):
         metrics.errors.labels("job-failed").inc()
         return Response(error.problem, error.status, media_type=MEDIA_TYPE)
+    if isinstance(error, ProgrammingError):
+        error = await _not_ready(request.app.state.service.database) or error
     problem = problem_of(error)
     metrics.errors.labels(problem.type.removeprefix(URN)).inc()
     if problem.type == "about:blank" and problem.status == 500:
         log.error("a bug", exc_info=error)
     elif problem.status >= 500:
-        log.warning("no answer", problem=problem.type, status=problem.status, detail=problem.detail)
+        cause = cause_of(error)
+        log.warning(
+            "no answer", problem=problem.type, status=problem.status, detail=problem.detail, cause=cause
+        )
     return ProblemResponse(problem, headers_of(error))
+
+
+async def _not_ready(database: Database) -> DatabaseNotReady | None:
+    """Why a statement named a table that is not there, if the tables are another release's."""
+    with suppress(*AWAY):
+        try:
+            await to_thread.run_sync(database.check)
+        except DatabaseNotReady as error:
+            return error
+    return None
 
 
 async def _nobody_reads(request: Request, error: Exception) -> Response:
@@ -72,13 +87,19 @@ class _App(FastAPI):
         return self.openapi_schema
 
 
-def create_app(settings: Settings, solver: Solver | None = None, database: Database | None = None) -> FastAPI:
+def create_app(
+    settings: Settings,
+    solver: Solver | None = None,
+    database: Database | None = None,
+    on_runner_end: Callable[[], None] = lambda: None,
+) -> FastAPI:
     """The service as an ASGI app. Its lifespan opens the database and, where it is embedded, the runner.
 
     Args:
         settings: how it runs.
         solver: what reads and solves; by default a child process for each body.
         database: where everything is kept; by default that of the settings.
+        on_runner_end: called if the embedded runner ends by an error; /livez is 503 from then on.
 
     Raises:
         InvalidSettings: the settings name no database that can be used.
@@ -107,7 +128,7 @@ def create_app(settings: Settings, solver: Solver | None = None, database: Datab
         await to_thread.run_sync(prepare)
         async with anyio.create_task_group() as group:
             if runner is not None:
-                group.start_soon(runner.serve)
+                group.start_soon(runner.serve, on_runner_end)
             yield
             group.cancel_scope.cancel()
         if runner is not None:
@@ -140,5 +161,5 @@ def _look(database: Database) -> None:
         database.check()
     except DatabaseNotReady as error:
         log.warning(str(error))
-    except AWAY:
-        log.warning("the database is away")
+    except AWAY as error:
+        log.warning("the database is away", cause=cause_of(error))

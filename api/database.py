@@ -10,8 +10,10 @@ twice is settled by a unique index or by a compare-and-set, and what counts befo
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,21 +21,49 @@ from alembic.command import upgrade as alembic_upgrade
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, Float, create_engine, event, make_url, text
+from sqlalchemy import Connection, Engine, Float, create_engine, delete, event, insert, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
 from autoac.api.settings import InvalidSettings
+from autoac.api.tables import audit
+from autoac.planner.units import format_bytes
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 SQLITE_WAIT_S = 30.0
 POOL = 20
+ROOM = 16 << 20  # bytes free on SQLite's disk, below which the next body may not fit
+
+AWAY = (DBAPIError, PoolTimeout)
+"""What a database raises that is away, read-only, full, damaged or not upgraded yet. Later it may do."""
+
+
+def is_away(error: BaseException) -> bool:
+    """Return True for an error of the database itself, False for one of the values that were sent to it."""
+    return isinstance(error, AWAY) and not isinstance(error, IntegrityError | DataError)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return what the database said, in one line."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
 class DatabaseNotReady(Exception):
-    """The database has other tables than this release needs. `autoac db upgrade` is the next move."""
+    """The database has other tables than this release needs. `move` is the next move."""
+
+    def __init__(self, said: str, move: str) -> None:
+        self.said, self.move = said, move
+        super().__init__(said, move)
+
+    def __str__(self) -> str:
+        return f"{self.said}: {self.move}"
+
+
+class DatabaseReadOnly(Exception):
+    """The database answers and takes no writes."""
 
 
 class now(FunctionElement[float]):
@@ -100,12 +130,17 @@ class Database:
             return float(connection.scalar(now()) or 0.0)
 
     def upgrade(self) -> None:
-        """Bring the tables to this release, those of the job queue included."""
-        if self.is_sqlite and self.url.database:
-            Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+        """Bring the tables to this release, those of the job queue included.
+
+        Raises:
+            DatabaseNotReady: a newer release made them.
+        """
+        if self.is_sqlite:
+            _make_private(self._file)
         with self.write() as connection:
             # Two replicas that start at once would both migrate.
             self.lock(connection, "migrations")
+            _refuse_newer(MigrationContext.configure(connection).get_current_revision())
             config = Config()
             config.set_main_option("script_location", str(MIGRATIONS))
             config.attributes["connection"] = connection
@@ -119,17 +154,56 @@ class Database:
             return MigrationContext.configure(connection).get_current_revision()
 
     def check(self) -> None:
-        """That the tables are those of this release.
+        """Check that the tables are those of this release.
 
         Raises:
             DatabaseNotReady: they are not.
         """
         found, wanted = self.revision(), newest_revision()
+        _refuse_newer(found)
         if found != wanted:
             raise DatabaseNotReady(
-                f"the database is at migration {found or 'none'} and this release needs {wanted}: "
-                "run `autoac db upgrade`"
+                f"the database is at migration {found or 'none'} and this release needs {wanted}",
+                "run `autoac db upgrade`",
             )
+
+    def check_writable(self) -> None:
+        """Check, without writing, that the database takes writes.
+
+        Raises:
+            DatabaseReadOnly: it is a standby or read-only, or SQLite's disk is read-only or full.
+        """
+        if self.is_sqlite:
+            for path in (self._file, self._file.parent):
+                if not os.access(path, os.W_OK):
+                    raise DatabaseReadOnly(f"{path} cannot be written")
+            free = shutil.disk_usage(self._file.parent).free
+            if free < ROOM:
+                raise DatabaseReadOnly(
+                    f"the disk of {self._file} must have {format_bytes(ROOM)} free, got {format_bytes(free)}"
+                )
+            return
+        with self.read() as connection:
+            if connection.scalar(text("SHOW transaction_read_only")) == "on":
+                raise DatabaseReadOnly("the server is read-only, or a standby")
+
+    def try_write(self) -> None:
+        """Write a line of 1 MiB to the audit log and delete it. It does not fit on a full disk.
+
+        Raises:
+            DBAPIError: the database did not take it.
+        """
+        line = {"at": now(), "who": "doctor", "action": "try to write", "request_id": ""}
+        with self.write() as connection:
+            made = insert(audit).values(subject="x" * (1 << 20), **line).returning(audit.c.number)
+            number = connection.scalar(made)
+        with self.write() as connection:
+            connection.execute(delete(audit).where(audit.c.number == number))
+
+    @property
+    def _file(self) -> Path:
+        """The file of SQLite."""
+        return Path(self.url.database or "")
 
     def close(self) -> None:
         """Let go of all connections."""
@@ -142,6 +216,24 @@ class Database:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _refuse_newer(found: str | None) -> None:
+    """Raise DatabaseNotReady if `found` is a migration that this release does not have."""
+    known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
+    if found is not None and found not in known:
+        raise DatabaseNotReady(
+            f"the database is at migration {found}, which a newer release made; "
+            f"this one knows those up to {newest_revision()}",
+            "install that release here, or restore a backup of before",
+        )
+
+
+def _make_private(file: Path) -> None:
+    """Make an empty file for its owner alone, unless there is one. SQLite gives its log the same mode."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def newest_revision() -> str:

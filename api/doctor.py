@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 from sqlalchemy.exc import SQLAlchemyError
 
-from autoac.api.database import Database, DatabaseNotReady
+from autoac.api.database import Database, DatabaseNotReady, DatabaseReadOnly, cause_of
 from autoac.api.keys import any_key
 from autoac.api.runner import alive
 from autoac.api.settings import InvalidSettings, Settings
@@ -30,7 +30,7 @@ class Finding:
 
 
 def examine(environment: Callable[[], Settings] = Settings.load) -> Iterator[Finding]:
-    """Settings, database, migrations, keys, runners, solver; stops at what the rest rests on."""
+    """Settings, database, migrations, writes, keys, runners, solver; stops at what the rest rests on."""
     try:
         settings = environment()
         database = Database(settings.url)
@@ -60,16 +60,19 @@ def _database(settings: Settings, database: Database) -> Iterator[Finding]:
     try:
         database.clock()
     except SQLAlchemyError as error:
-        reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
-        yield Finding("database", False, f"{shown}: {reason}", "start it, or correct AUTOAC_DATABASE_URL")
+        move = "start it, or correct AUTOAC_DATABASE_URL"
+        if database.is_sqlite:
+            move = "restore a backup of the file, or move it away: `autoac serve` makes an empty one"
+        yield Finding("database", False, f"{shown}: {cause_of(error)}", move)
         return
     yield Finding("database", True, f"{shown} answers")
     try:
         database.check()
     except DatabaseNotReady as error:
-        yield Finding("migrations", False, str(error), "run `autoac db upgrade`")
+        yield Finding("migrations", False, error.said, error.move)
         return
     yield Finding("migrations", True, f"at {database.revision()}, the newest")
+    yield _write(database)
     with database.read() as connection:
         has_keys = any_key(connection)
     safe = has_keys or settings.token is not None or settings.on_loopback
@@ -84,6 +87,21 @@ def _database(settings: Settings, database: Database) -> Iterator[Finding]:
         yield Finding("runners", True, f"{count} were heard of lately")
     else:
         yield Finding("runners", False, "nobody solves", "start `autoac worker`")
+
+
+def _write(database: Database) -> Finding:
+    """Whether the database takes writes, also of the size of a profile."""
+    try:
+        database.check_writable()
+        database.try_write()
+    except (DatabaseReadOnly, SQLAlchemyError) as error:
+        move = (
+            "make room on the disk, or make the file and its folder writable"
+            if database.is_sqlite
+            else "AUTOAC_DATABASE_URL must lead to the primary; make room on its disk"
+        )
+        return Finding("writes", False, cause_of(error), move)
+    return Finding("writes", True, "a row of 1 MiB was written and deleted")
 
 
 def _solver(settings: Settings) -> Finding:

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -15,11 +15,10 @@ import anyio
 import structlog
 from anyio import to_thread
 from sqlalchemy import delete, func, insert, select, update
-from sqlalchemy.exc import InterfaceError, OperationalError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_exponential, wait_random
 
 from autoac.api.answers import problem_of
-from autoac.api.database import Database, now
+from autoac.api.database import AWAY, Database, cause_of, is_away, now
 from autoac.api.errors import ServiceError
 from autoac.api.jobs import Job, Jobs
 from autoac.api.metrics import Metrics
@@ -32,13 +31,10 @@ from autoac.planner.errors import PlannerError
 
 T = TypeVar("T")
 
-AWAY = (OperationalError, InterfaceError, PoolTimeout)
-"""What a database that is away raises."""
-
 log = structlog.get_logger("autoac.runner")
 
 IDLE_S = 1.0  # between two looks into an empty queue; this process's own jobs wake it at once
-AGAIN_S = 0.5  # between two tries of a database that is away
+AGAIN_S, MOST_AGAIN_S = 0.5, 10.0  # between two tries of a database that is away: doubled each time
 
 
 class Runner:
@@ -50,14 +46,23 @@ class Runner:
         self.settings, self.database, self.jobs = settings, database, jobs
         self.solver, self.metrics = solver, metrics
         self.name = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+        self.ended = False  # by an error that nobody has thought of
         self._due = anyio.Event()
 
     def wake(self) -> None:
         """Look into the queue now."""
         self._due.set()
 
-    async def serve(self) -> None:
-        """Claim and solve until cancelled; what runs then is queued again."""
+    async def serve(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """Claim and solve until cancelled; what runs then is queued again. Should it fail, call `on_end`."""
+        try:
+            await self._serve()
+        except Exception as error:
+            log.critical("the runner has ended; this process needs a restart", exc_info=error)
+            self.ended = True
+            on_end()
+
+    async def _serve(self) -> None:
         slots = anyio.Semaphore(self.settings.solves_at_once)
         async with anyio.create_task_group() as group:
             group.start_soon(self.watch)
@@ -76,12 +81,7 @@ class Runner:
     async def _next(self) -> Job | None:
         """A claimed job, or None after a while without one."""
         self._due = anyio.Event()
-        try:
-            job = await self._claimed(None)
-        except AWAY:
-            log.warning("the database is away; trying again")
-            await anyio.sleep(AGAIN_S)
-            return None
+        job = await patiently(lambda: self._claimed(None))
         if job is None:
             with anyio.move_on_after(IDLE_S):
                 await self._due.wait()
@@ -144,20 +144,21 @@ class Runner:
     async def _solve(self, job: Job, told: list[dict[str, Any]]) -> str:
         """How it ended: "succeeded", "failed", or "lost" where the job was no longer ours."""
         try:
-            text = await patiently(lambda: self.jobs.body(job))
+            text = await patiently_in_thread(lambda: self.jobs.body(job))
             solves = int(job.options.get("points", 1))
             body = job_body(text, job.options)
             result = await self.solver.answer(
                 job.kind, body, told.append, solves=solves, draws=self.settings.draws
             )
-            done = await patiently(lambda: self.jobs.succeed(job, result, drained(told)))
+            progress = drained(told)
+            done = await patiently_in_thread(lambda: self.jobs.succeed(job, result, progress))
         except Exception as error:
             problem = problem_of(error)
             if isinstance(error, PlannerError | ServiceError):
                 log.info("no result", job=job.id, problem=problem.type, detail=problem.detail)
             else:
                 log.exception("a bug", job=job.id, exc_info=error)
-            done = await patiently(lambda: self.jobs.fail(job, problem.model_dump_json()))
+            done = await patiently_in_thread(lambda: self.jobs.fail(job, problem.model_dump_json()))
             return "failed" if done else "lost"
         if done and job.kind is Kind.POLICY:
             self.metrics.gap.observe(json.loads(result.text)["predicted"]["gap"])
@@ -181,6 +182,7 @@ class Runner:
     async def watch(self) -> None:
         """Say that this runner is alive, and rescue the jobs of those that are not."""
         every = self.settings.lease_s / 3
+        away = False
         while True:
             try:
                 await to_thread.run_sync(self._seen)
@@ -189,8 +191,11 @@ class Runner:
                     log.warning("jobs of a runner that went away", jobs=rescued)
                     self.metrics.requeued.inc(rescued)
                     self.wake()
-            except AWAY:
-                pass  # said by whoever claims
+                away = False
+            except AWAY as error:
+                if not away:
+                    log.warning("the database is away; this runner is not seen", cause=cause_of(error))
+                away = True
             await anyio.sleep(every)
 
     def _seen(self) -> None:
@@ -222,14 +227,27 @@ def drained(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return taken
 
 
-async def patiently(work: Callable[[], T]) -> T:
-    """What `work` gives, in a thread; tried again for as long as the database is away."""
-    while True:
-        try:
-            return await to_thread.run_sync(work)
-        except AWAY:
-            log.warning("the database is away; trying again")
-            await anyio.sleep(AGAIN_S)
+async def patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """Return what `work` gives; while the database is away, try again, after longer and longer pauses."""
+    async for attempt in AsyncRetrying(
+        retry=retry_if_exception(is_away),
+        wait=wait_exponential(multiplier=AGAIN_S, max=MOST_AGAIN_S) + wait_random(0, AGAIN_S),
+        before_sleep=_say_why,
+    ):
+        with attempt:
+            return await work()
+    raise AssertionError("there is always another attempt")
+
+
+async def patiently_in_thread(work: Callable[[], T]) -> T:
+    """Return what `patiently` does, of a function that waits for the database."""
+    return await patiently(lambda: to_thread.run_sync(work))
+
+
+def _say_why(state: RetryCallState) -> None:
+    error = None if state.outcome is None else state.outcome.exception()
+    if error is not None:
+        log.warning("the database is away; trying again", cause=cause_of(error))
 
 
 def given_up(attempts: int) -> str:

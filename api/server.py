@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import uvicorn
 
 from autoac.api.app import create_app
@@ -28,6 +30,8 @@ def serve(
     Raises:
         InvalidSettings: a variable or an argument is not what it should be.
         RefusedToListen: `host` is reachable from elsewhere and there is no key.
+        DatabaseNotReady: a newer release made the tables.
+        SystemExit: with 1; it cannot listen, or its runner ended by an error and a restart is due.
     """
     settings = Settings.load(host=host, port=port, token=token)
     configure()
@@ -35,8 +39,14 @@ def serve(
     if database.is_sqlite:
         database.upgrade()
     check_reach(settings, database)
-    uvicorn.run(
-        create_app(settings, solver, database),
+    ended = False
+
+    def end() -> None:
+        nonlocal ended
+        ended = server.should_exit = True
+
+    config = uvicorn.Config(
+        create_app(settings, solver, database, end),
         host=settings.host,
         port=settings.port,
         server_header=False,
@@ -44,6 +54,11 @@ def serve(
         access_log=False,  # autoac.api.logs writes a line for each request, with its id
         timeout_graceful_shutdown=max(1, round(settings.shutdown_s)),
     )
+    server = uvicorn.Server(config)
+    with suppress(KeyboardInterrupt):  # it has stopped as told
+        server.run()
+    if ended or not server.started:
+        raise SystemExit(1)
 
 
 def check_reach(settings: Settings, database: Database) -> None:

@@ -18,7 +18,7 @@ from sqlalchemy.exc import OperationalError
 from starlette.requests import ClientDisconnect
 
 from autoac.api.bodies import read_body
-from autoac.api.database import Database
+from autoac.api.database import AWAY, Database
 from autoac.api.drawing import drawing_body
 from autoac.api.drawn import keep_drawing, read_drawing
 from autoac.api.errors import Busy, NotFound
@@ -26,7 +26,7 @@ from autoac.api.jobs import RETRY_AFTER_S, Job, Jobs
 from autoac.api.keys import REMEMBER_S, Caller, Doorkeeper, note
 from autoac.api.metrics import Metrics
 from autoac.api.request import Kind, Taken, take
-from autoac.api.runner import AWAY, Runner
+from autoac.api.runner import Runner
 from autoac.api.settings import Settings
 from autoac.api.solver import Solver
 from autoac.api.store import get_policy, profile_text, read_policy

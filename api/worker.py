@@ -14,12 +14,12 @@ import structlog
 from anyio import to_thread
 from prometheus_client import start_http_server
 
-from autoac.api.database import Database, DatabaseNotReady
+from autoac.api.database import AWAY, Database, DatabaseNotReady, cause_of
 from autoac.api.errors import NotFound
 from autoac.api.jobs import Jobs, State
 from autoac.api.metrics import Metrics
 from autoac.api.queue import QUEUE, TASK, enqueue_with, nudge, waiting_nudges
-from autoac.api.runner import AGAIN_S, AWAY, Runner
+from autoac.api.runner import AGAIN_S, Runner
 from autoac.api.settings import InvalidSettings, Settings
 from autoac.api.solver import Solver, SpawnedSolver
 
@@ -93,7 +93,7 @@ class Worker:
                 return
             except (DatabaseNotReady, *AWAY) as error:
                 if not said:
-                    log.warning("waiting for the database", why=str(error).partition("\n")[0])
+                    log.warning("waiting for the database", cause=cause_of(error))
                 said = True
                 await anyio.sleep(AGAIN_S)
 
@@ -134,8 +134,10 @@ class Worker:
         try:
             if not await self.runner.run_one(id):
                 await to_thread.run_sync(self._later, id)
-        except AWAY:
-            log.warning("the database is away", job=id)  # the lease, or `_remind`, brings it back
+        except AWAY as error:
+            log.warning(
+                "the database is away", job=id, cause=cause_of(error)
+            )  # the lease, or `_remind`, brings it back
 
     def _later(self, id: str) -> None:
         """A queued job that could not be claimed waits for others of its key: look at it again."""

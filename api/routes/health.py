@@ -9,13 +9,13 @@ from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
 from autoac.api.access import Needs, Reader, ServiceOf
-from autoac.api.database import DatabaseNotReady
+from autoac.api.database import AWAY, DatabaseNotReady, DatabaseReadOnly
 from autoac.api.keys import Scope
 from autoac.api.metrics import MEDIA_TYPE
 from autoac.api.routes.common import problems
 from autoac.api.routes.paging import Page, PieceOf
 from autoac.api.routes.views import AuditLine, audit_lines
-from autoac.api.runner import AWAY, alive
+from autoac.api.runner import alive
 from autoac.planner.policy import tool_versions
 
 router = APIRouter()
@@ -24,16 +24,16 @@ Part = Literal["ok", "failed"]
 
 
 class Alive(BaseModel):
-    """The process answers."""
+    """Whether the process does its work."""
 
-    status: Literal["alive"] = "alive"
+    status: Literal["alive", "runner ended"] = "alive"
 
 
 class Readiness(BaseModel):
     """Whether the service can do its work, part by part."""
 
     status: Literal["ready", "not ready"]
-    database: Part  # it answers
+    database: Part  # it answers, and takes writes
     migrations: Part  # its tables are those of this release
     runners: Part  # somebody solves
 
@@ -45,9 +45,16 @@ class Version(BaseModel):
     tools: dict[str, str]
 
 
-@router.get("/livez", summary="Whether the process answers")
-async def livez() -> Alive:
-    """Answers while solves run; looks at nothing else. Needs no key."""
+@router.get(
+    "/livez",
+    summary="Whether the process answers",
+    responses={503: {"model": Alive, "description": "Its runner has ended; only a restart helps"}},
+)
+async def livez(service: ServiceOf, response: Response) -> Alive:
+    """Answers while solves run, without asking the database. Needs no key."""
+    if service.runner is not None and service.runner.ended:
+        response.status_code = 503
+        return Alive(status="runner ended")
     return Alive()
 
 
@@ -62,10 +69,11 @@ async def readyz(service: ServiceOf, response: Response) -> Readiness:
     def look() -> tuple[Part, Part, Part]:
         try:
             service.database.check()
+            service.database.check_writable()
             solving = alive(service.database, service.settings.lease_s)
         except DatabaseNotReady:
             return "ok", "failed", "failed"
-        except AWAY:
+        except (DatabaseReadOnly, *AWAY):
             return "failed", "failed", "failed"
         return "ok", "ok", "ok" if solving else "failed"
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from autoac.api.access import Planner, Reader, ServiceOf
+from autoac.api.database import AWAY
 from autoac.api.errors import Forbidden, NotFound
 from autoac.api.jobs import RETRY_AFTER_S, Job, State
 from autoac.api.keys import Scope
@@ -26,7 +27,6 @@ from autoac.api.routes.common import (
 from autoac.api.routes.paging import Page, PieceOf
 from autoac.api.routes.solves import SOLVE
 from autoac.api.routes.views import JobView
-from autoac.api.runner import AWAY
 from autoac.api.service import Service
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])

@@ -132,6 +132,15 @@ class Server:
         """Take a database away, whoever is connected to it."""
         self._run(f'DROP DATABASE "{name}" WITH (FORCE)')
 
-    def _run(self, command: str) -> None:
+    def set_read_only(self, on: bool) -> None:
+        """Have all sessions refuse writes, as those of a standby do; or take them again."""
+        self._run(
+            "SET default_transaction_read_only = off",  # of this session
+            f"ALTER SYSTEM SET default_transaction_read_only = {'on' if on else 'off'}",
+            "SELECT pg_reload_conf()",
+        )
+
+    def _run(self, *commands: str) -> None:
         with psycopg.connect(self.url("postgres", driver="postgresql"), autocommit=True) as connection:
-            connection.execute(command)  # type: ignore[call-overload]
+            for command in commands:
+                connection.execute(command)  # type: ignore[call-overload]

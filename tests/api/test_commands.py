@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from conftest import BOTH, Serve
 from service_fakes import request
+from sqlalchemy import text
 
 from autoac.api.commands import main
 from autoac.api.database import Database
@@ -93,7 +94,7 @@ def findings(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, dict[st
 @pytest.mark.usefixtures("environment")
 def test_doctor_finds_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     found = findings(capsys, 0)
-    assert set(found) == {"settings", "database", "migrations", "keys", "runners", "solver"}
+    assert set(found) == {"settings", "database", "migrations", "writes", "keys", "runners", "solver"}
     assert not any(finding["move"] for finding in found.values())
     assert main(["doctor"]) == 0
     assert "ok    solver" in capsys.readouterr().out
@@ -114,6 +115,28 @@ def test_doctor_names_the_next_move(
     away = findings(capsys, 1)["database"]
     assert not away["ok"]
     assert "secret" not in json.dumps(away)
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_database_of_a_newer_release_is_one_line_with_the_next_move(
+    database: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
+    assert main(["serve"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "a newer release made" in error
+    move = findings(capsys, 1)["migrations"]["move"]
+    assert move == "install that release here, or restore a backup of before"
+
+
+def test_doctor_says_what_to_do_with_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.sqlite3").write_bytes(b"no database" * 1000)
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", f"sqlite:///{tmp_path / 'bad.sqlite3'}")
+    assert "restore a backup" in findings(capsys, 1)["database"]["move"]
 
 
 @pytest.mark.parametrize("size", ["postgresql"], indirect=True)

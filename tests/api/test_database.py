@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import secrets
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from conftest import BOTH
-from sqlalchemy import insert, inspect, select, text
+from conftest import BOTH, Serve
+from postgres import Server
+from service_fakes import InProcess, chain_profile, request, save_all
+from sqlalchemy import event, insert, inspect, select, text
 from sqlalchemy.exc import OperationalError
+from starlette.testclient import TestClient
+from structlog.testing import capture_logs
+from waiting import until
 
-from autoac.api import InvalidSettings
+from autoac.api import InvalidSettings, Settings, create_app
 from autoac.api.database import Database, DatabaseNotReady, newest_revision, read_url
+from autoac.api.jobs import Jobs
 from autoac.api.tables import metadata, runners
+from autoac.planner.profile import Profile
+
+JSON = {"Content-Type": "application/json"}
+URN = "urn:autoac:problem:"
 
 
 @BOTH
@@ -93,3 +106,108 @@ def test_a_database_that_is_away_is_an_operational_error() -> None:
     with pytest.raises(OperationalError):
         database.clock()
     database.close()
+
+
+# --- a database that fails ------------------------------------------------------------------------------
+
+
+def answer(http: TestClient, path: str) -> tuple[int, Any]:
+    """Status and kind of an answer; of a problem its type."""
+    response = http.get(path)
+    return response.status_code, response.json().get("type", response.json().get("status"))
+
+
+def test_a_service_that_starts_before_its_tables_works_once_they_are_there(
+    postgres: Server, profile: Profile
+) -> None:
+    name = f"empty_{secrets.token_hex(6)}"
+    settings = Settings(database_url=postgres.database(name), runner="embedded")
+    app = create_app(settings, InProcess(save_all))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:
+        assert answer(http, "/v1/policies") == (503, URN + "database-not-ready")
+        assert answer(http, "/readyz") == (503, "not ready")
+        with Database(settings.url) as database:
+            database.upgrade()
+        until(lambda: answer(http, "/readyz") == (200, "ready"))
+        made = http.post("/v1/policies", content=request(profile), headers=JSON | {"Prefer": "wait=60"})
+        assert made.status_code == 201
+    postgres.drop(name)
+
+
+def test_a_damaged_database_is_answered_with_503_and_ends_no_runner(serve: Serve, tmp_path: Path) -> None:
+    http = serve()
+    runner = http.app.state.service.runner  # type: ignore[attr-defined]
+    file = tmp_path / "service.sqlite3"
+    pages = file.stat().st_size - 4096
+    for log in tmp_path.glob("service.sqlite3-wal"):
+        log.write_bytes(b"")
+    with file.open("r+b") as stream:  # all but the page that says what the file is
+        stream.seek(4096)
+        stream.write(b"\xa5" * pages)
+    assert answer(http, "/readyz") == (503, "not ready")
+    refused = http.get("/v1/policies")
+    assert (refused.status_code, refused.json()["type"]) == (503, URN + "database-away")
+    assert int(refused.headers["retry-after"]) > 0
+    runner.wake()
+    time.sleep(0.2)
+    assert not runner.ended
+    assert answer(http, "/livez") == (200, "alive")
+
+
+def test_a_runner_that_ends_by_a_bug_is_no_longer_alive(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claim(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Jobs, "claim", claim)
+    ended = threading.Event()
+    settings = Settings(database_url=database_url, runner="embedded")
+    app = create_app(settings, InProcess(save_all), on_runner_end=ended.set)
+    with TestClient(app, base_url="http://localhost") as http:
+        assert ended.wait(60)
+        assert answer(http, "/livez") == (503, "runner ended")
+
+
+def test_a_full_disk_is_named_in_the_log_and_by_a_write_that_is_tried(
+    database_url: str, profile: Profile
+) -> None:
+    database = Database(database_url)
+
+    @event.listens_for(database._engine, "connect")
+    def no_room(connection: Any, record: Any) -> None:
+        connection.execute("PRAGMA max_page_count = 1")  # SQLite takes as many as there are
+
+    with pytest.raises(OperationalError, match="full"):
+        database.try_write()
+    app = create_app(Settings(database_url=database_url, runner="embedded"), InProcess(save_all), database)
+    large = chain_profile(*range(1, 20_000), model="Large")
+    with TestClient(app, base_url="http://localhost") as http, capture_logs() as lines:
+        content = large.to_json().encode()
+        assert http.post("/v1/profiles", content=content, headers=JSON).status_code == 503
+    assert "database or disk is full" in [line["cause"] for line in lines if line["event"] == "no answer"]
+
+
+def test_a_disk_without_room_is_not_ready(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    http = serve()
+    until(lambda: answer(http, "/readyz") == (200, "ready"))
+    monkeypatch.setattr("autoac.api.database.ROOM", 1 << 60)
+    assert http.get("/readyz").json()["database"] == "failed"
+
+
+@BOTH
+def test_a_database_of_a_newer_release_is_said_to_be_so(database: Database) -> None:
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
+    for look in (database.check, database.upgrade):
+        with pytest.raises(DatabaseNotReady, match=r"0099, which a newer release made.*install that release"):
+            look()
+
+
+def test_a_new_database_is_its_owners_alone(tmp_path: Path) -> None:
+    with Database(f"sqlite:///{tmp_path / 'data' / 'new.sqlite3'}") as database:
+        database.upgrade()
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "data").iterdir()}
+    assert modes["new.sqlite3"] == 0o600
+    assert set(modes.values()) == {0o600}
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700

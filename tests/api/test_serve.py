@@ -88,6 +88,18 @@ def test_the_program_refuses_in_one_line() -> None:
     assert re.fullmatch("autoac: 0.0.0.0 can be reached .*\n", done.stderr)
 
 
+def test_a_runner_that_ends_by_a_bug_ends_the_process() -> None:
+    code = (
+        "import autoac.api.jobs as jobs, sys; from autoac.api.commands import main\n"
+        "def claim(*_): raise RuntimeError('a bug')\n"
+        "jobs.Jobs.claim = claim\n"
+        "sys.exit(main(['serve', '--port', '0']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the runner has ended; this process needs a restart" in done.stderr
+
+
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
     """A service in a process of its own, on a port that was free."""

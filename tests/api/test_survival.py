@@ -72,6 +72,10 @@ class Machines:
         self.running.append(process)
         return process
 
+    def log(self, process: subprocess.Popen[bytes]) -> str:
+        """What a process has written."""
+        return (self.folder / f"log-{self.running.index(process)}").read_text()
+
     def serve(self) -> tuple[subprocess.Popen[bytes], httpx2.Client]:
         """A service that listens, and a client of it."""
         process = self.start("serve")
@@ -211,6 +215,33 @@ def test_a_database_that_crashes_and_comes_back_loses_none(
         machines.end()
         if postgres.process is None:  # other tests use it too
             postgres.start()
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+def test_runners_outlive_a_database_that_is_read_only_for_a_while(
+    postgres: Server, database_url: str, tmp_path: Path, profile: Profile
+) -> None:
+    machines = Machines(tmp_path, database_url, embedded=True)
+    try:
+        worker = machines.start("worker")
+        process, http = machines.serve()
+        until(lambda: http.get("/readyz").status_code == 200 and '"working"' in machines.log(worker))
+        postgres.set_read_only(True)
+        until(lambda: http.get("/readyz").json()["database"] == "failed")
+        refused = http.post("/v1/policies", content=request(profile), headers=NOW)
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
+        assert int(refused.headers["retry-after"]) > 0
+        for one in (process, worker):
+            until(lambda one=one: "in a read-only transaction" in machines.log(one))
+        postgres.set_read_only(False)
+        until(lambda: http.get("/readyz").status_code == 200)
+        machines.gate.touch()
+        url = accepted(http, profile, budget_gb=1)
+        until(lambda: state(http, url) == "succeeded")
+        assert (process.poll(), worker.poll()) == (None, None)
+    finally:
+        postgres.set_read_only(False)
+        machines.end()
 
 
 @BOTH
