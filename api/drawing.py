@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 
-from autoac.planner.modules import Fate, decided
+from autoac.planner.modules import Decided, Fate, decided
 from autoac.planner.picture import picture
 from autoac.planner.policy import Policy
 from autoac.planner.profile import Profile
@@ -18,6 +18,7 @@ IDLE, KEPT, AGAIN = range(3)
 """What became of an op: backward asks for nothing of it, it is kept, it is run again."""
 
 _FATES = {Fate.IDLE: IDLE, Fate.KEPT: KEPT, Fate.AGAIN: AGAIN}
+_OF_FATES = {number: fate for fate, number in _FATES.items()}
 LEVEL = 6  # of gzip: a fourth of the JSON, in hundredths of a second
 
 
@@ -54,3 +55,18 @@ def draw(profile: Profile, policy: Policy) -> bytes:
     }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return gzip.compress(text.encode(), LEVEL, mtime=0)
+
+
+def became(drawing: bytes, policy: Policy) -> list[Decided]:
+    """What became of each op of `policy`, as its drawing has it, in forward order."""
+    fates = json.loads(gzip.decompress(drawing))["fates"]
+    return [
+        Decided(key, fate, nbytes if fate is Fate.KEPT else 0, nbytes if fate is Fate.AGAIN else 0, us)
+        for key, fate, nbytes, us in zip(
+            policy.decisions,
+            (_OF_FATES[number] for number in fates["fate"]),
+            fates["nbytes"],
+            fates["runtime_us"],
+            strict=True,
+        )
+    ]

@@ -12,11 +12,14 @@ const parts = (() => {
 
   /* ---- units ---- */
   const KIB = 1024, MIB = KIB * 1024, GIB = MIB * 1024;
+  const UNITS = [["GiB", GIB], ["MiB", MIB], ["KiB", KIB]];
   const size = bytes => {
-    for (const [name, unit] of [["GiB", GIB], ["MiB", MIB], ["KiB", KIB]])
+    for (const [name, unit] of UNITS)
       if (Math.abs(bytes) >= unit) return `${(bytes / unit).toFixed(2)} ${name}`;
     return `${bytes} B`;
   };
+  /* The unit of a plot or a field that goes up to `most` bytes: [name, bytes]. */
+  const unitOf = most => UNITS.find(([, unit]) => most >= unit) || UNITS[UNITS.length - 1];
   const time = us => us === 0 ? "none" : us >= 1e6 ? `${(us / 1e6).toFixed(2)} s` : us >= 1e3 ? `${(us / 1e3).toFixed(1)} ms` : `${us.toFixed(0)} µs`;
   const at = us => us >= 1e5 ? `${(us / 1e3).toFixed(1)} ms` : `${(us / 1e3).toFixed(3)} ms`;
   const percent = share => `${share >= 0 ? "+" : "−"}${Math.abs(share * 100).toFixed(Math.abs(share) < .1 ? 2 : 1)} %`;
@@ -40,11 +43,19 @@ const parts = (() => {
     td.append(content);
     return td;
   }
+  /* Text of any length: as wide as it needs to be up to a limit, never a letter to a line. */
+  function wrapped(...content) {
+    const span = make("span", undefined, "cell");
+    span.append(...content);
+    return span;
+  }
+  /* A table. One of the class `cards` turns each row into a card on a narrow screen; ARIA's roles keep it a table. */
   function headed(table, names, rows, caption) {
-    const head = make("thead"), tr = make("tr"), body = make("tbody");
+    const head = make("thead"), tr = make("tr"), body = make("tbody"), cards = table.classList.contains("cards");
     names.forEach((name, i) => {
-      const th = make("th", name, rows.length && rows[0].children[i].className === "wide" ? "wide" : "");
-      th.scope = "col";
+      const kind = rows.length && rows[0].children[i] ? rows[0].children[i].className : "";
+      const th = make(name ? "th" : "td", name, kind.startsWith("wide") || kind.startsWith("text") ? kind : "");
+      if (name) th.scope = "col";
       tr.append(th);
     });
     head.append(tr);
@@ -52,6 +63,17 @@ const parts = (() => {
     const inside = [head, body];
     if (caption) inside.unshift(make("caption", caption));
     table.replaceChildren(...inside);
+    if (!cards) return;
+    const roles = [[table, "table"], [head, "rowgroup"], [body, "rowgroup"], [tr, "row"]];
+    for (const th of tr.children) roles.push([th, th.tagName === "TH" ? "columnheader" : "cell"]);
+    for (const one of rows) {
+      roles.push([one, "row"]);
+      [...one.children].forEach((cell, i) => {
+        roles.push([cell, cell.tagName === "TH" ? "rowheader" : "cell"]);
+        if (i && names[i]) cell.dataset.label = names[i];
+      });
+    }
+    for (const [element, role] of roles) element.setAttribute("role", role);
   }
 
   /* ---- dark and light ---- */
@@ -69,5 +91,5 @@ const parts = (() => {
     new MutationObserver(redraw).observe(page, {attributes: true, attributeFilter: ["data-theme"]});
   }
 
-  return {make, KIB, MIB, GIB, size, time, at, percent, layerOf, layerName, moduleName, row, cellOf, headed, color, themeButton, onTheme};
+  return {make, KIB, MIB, GIB, size, unitOf, time, at, percent, layerOf, layerName, moduleName, row, cellOf, wrapped, headed, color, themeButton, onTheme};
 })();

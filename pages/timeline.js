@@ -3,7 +3,8 @@
 "use strict";
 
 function timeline(root, picture) {
-  const {make, color, size, time, at, percent, layerOf: layerIn, layerName, moduleName, row, headed, GIB, MIB} = parts;
+  const {make, color, size, unitOf, time, at, percent, layerOf: layerIn, layerName, moduleName, row, cellOf, wrapped, headed} = parts;
+  const wide = text => cellOf(wrapped(text), "wide");
   const part = name => root.querySelector(`[data-part="${name}"]`);
 
   /* ---- names ---- */
@@ -98,7 +99,7 @@ function timeline(root, picture) {
   const visible = () => lines.filter(line => !hidden.has(line.key));
 
   /* ---- the plot ---- */
-  const unit = Math.max(...lines.map(line => line.peak), picture.budget_bytes) >= GIB ? ["GiB", GIB] : ["MiB", MIB];
+  const unit = unitOf(Math.max(...lines.map(line => line.peak)));
   const box = part("plot"), HEIGHT = 430, GUTTER = 244, BAND = 50;
   const overlay = [];
 
@@ -123,7 +124,8 @@ function timeline(root, picture) {
   function range() {
     const drawn = visible();
     const low = Math.min(...drawn.map(line => line.bytes.reduce((a, b) => Math.min(a, b), Infinity)));
-    const high = Math.max(picture.budget_bytes, ...drawn.map(line => line.peak));
+    const peak = Math.max(...drawn.map(line => line.peak));
+    const high = picture.budget_bytes < 2 * peak ? Math.max(picture.budget_bytes, peak) : peak;  // one far above is not drawn
     const floor = fromZero || low < high * .35 ? 0 : low - (high - low) * .06;
     return [floor / unit[1], (high + (high - floor) * .05) / unit[1]];
   }
@@ -386,7 +388,7 @@ function timeline(root, picture) {
       ["gradients, temporaries and workspace", watched.beside_bytes[e]]].filter(([, bytes]) => bytes);
     const few = all ? groups : groups.slice(0, 10), rest = groups.slice(few.length);
     const rows = few.map(group => row("", groupName(group.key, by),
-      by === "op" ? make("td", picture.reasons[group.why], "wide") : stack(KINDS.map(([kind]) => [kind, group[kind]]), most), size(group.sum)));
+      by === "op" ? wide(picture.reasons[group.why]) : stack(KINDS.map(([kind]) => [kind, group[kind]]), most), size(group.sum)));
     if (rest.length || all && groups.length > 10) {
       const more = make("button", all ? "fewer" : `${rest.length} more`);
       more.type = "button";
@@ -412,8 +414,7 @@ function timeline(root, picture) {
       name.setAttribute("aria-expanded", "false");
       const inner = layer.modules.map(one => {
         const told = [one.keeps.length ? `keeps ${one.keeps.join(", ")}` : "", one.recomputes.length ? `recomputes ${one.recomputes.join(", ")}` : ""].filter(Boolean).join("; ");
-        const what = make("td", told, "wide");
-        const tr = row("inner", moduleName(one.name), what, size(Math.round(one.kept_bytes / n)), size(Math.round(one.recomputed_bytes / n)), time(one.recompute_us / n));
+        const tr = row("inner", moduleName(one.name), wide(told), size(Math.round(one.kept_bytes / n)), size(Math.round(one.recomputed_bytes / n)), time(one.recompute_us / n));
         tr.hidden = true;
         return tr;
       });
@@ -442,14 +443,14 @@ function timeline(root, picture) {
       const track = line.track || plan, most = byPhase(track, line.track ? track.live_bytes : measured.most_bytes);
       const tr = row("", line.name, size(line.peak), ...most.map(size),
         line.track ? time(track.recompute_us) : "", line.track ? time(track.end_us) : `${time(measured.took_us)} profiled`,
-        make("td", line.track ? words(track, track.peak) : words(plan, measured.most_bytes.indexOf(Math.max(...measured.most_bytes))), "wide"));
+        wide(line.track ? words(track, track.peak) : words(plan, measured.most_bytes.indexOf(Math.max(...measured.most_bytes)))));
       tr.firstChild.style.color = `var(--${line.key})`;
       rows.push(tr);
     }
     if (measured) {
       const a = byPhase(plan, plan.live_bytes), b = byPhase(plan, measured.most_bytes);
       rows.splice(2, 0, row("", "measured beside predicted", percent(measured.peak_bytes / lines[0].peak - 1),
-        ...a.map((bytes, i) => bytes && b[i] ? percent(b[i] / bytes - 1) : ""), "", "", make("td", "", "wide")));
+        ...a.map((bytes, i) => bytes && b[i] ? percent(b[i] / bytes - 1) : ""), "", "", wide("")));
     }
     headed(part("peaks"), ["", "peak", "in forward", "in backward", "optimizer step", "recompute", "forward and backward", "the peak is at"], rows);
   }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoac.planner.modules import Decided, Fate, decided, folded
@@ -22,6 +22,7 @@ class Side:
     recompute_us: float
     kept: int  # ops
     again: int
+    idle: int | None  # of which backward needs nothing; None where no profile tells: then `kept` counts them
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +53,26 @@ class Difference:
         return not (self.changes or self.only_before or self.only_after)
 
 
-def difference(before: Plan | Policy, after: Plan | Policy, unknown: Collection[str] = ()) -> Difference:
+def difference(
+    before: Plan | Policy,
+    after: Plan | Policy,
+    unknown: Collection[str] = (),
+    *,
+    became: tuple[Sequence[Decided] | None, Sequence[Decided] | None] = (None, None),
+) -> Difference:
     """What `after` keeps that `before` does not, and the other way round.
 
     Keys in `unknown` are of ops that `before` was made without: it keeps none of them, whatever became of
     them when it was `carried` out on another model.
 
     A Policy knows decisions but no bytes, and saves in name what nothing asks for; a Plan (`as_planned`
-    makes one of a policy and its profile) compares what is really held.
+    makes one of a policy and its profile) compares what is really held. `became` has that for policies of
+    which it is known: what became of each op of the first and of the second.
     """
-    of_before = {op.key: op for op in _decided(before)}
-    of_after = {op.key: op for op in _decided(after)}
+    decided_before = _decided(before) if became[0] is None else became[0]
+    decided_after = _decided(after) if became[1] is None else became[1]
+    of_before = {op.key: op for op in decided_before}
+    of_after = {op.key: op for op in decided_after}
     numbered = {key.rpartition("#")[0] for key in (*of_before, *of_after) if not key.endswith("#0")}
 
     def op_name(key: str) -> str:
@@ -94,8 +104,8 @@ def difference(before: Plan | Policy, after: Plan | Policy, unknown: Collection[
             )
         )
     return Difference(
-        before=_side(before),
-        after=_side(after),
+        before=_side(before, decided_before, became[0] is not None),
+        after=_side(after, decided_after, became[1] is not None),
         changes=tuple(changes),
         only_before=tuple(key for key in of_before if key not in of_after),
         only_after=tuple(key for key in of_after if key not in of_before),
@@ -108,16 +118,23 @@ def _decided(subject: Plan | Policy) -> list[Decided]:
     return [Decided(key, Fate.KEPT if d == "save" else Fate.AGAIN) for key, d in subject.decisions.items()]
 
 
-def _side(subject: Plan | Policy) -> Side:
-    fates = [op.fate for op in _decided(subject)]
-    kept, again = fates.count(Fate.KEPT), fates.count(Fate.AGAIN)
+def _side(subject: Plan | Policy, ops: Sequence[Decided], known: bool) -> Side:
+    fates = [op.fate for op in ops]
+    kept, again, idle = (fates.count(fate) for fate in (Fate.KEPT, Fate.AGAIN, Fate.IDLE))
     if isinstance(subject, Plan):
         model = subject.profile.model if subject.profile else "a graph"
         budget = subject.budget + subject.headroom
-        return Side(model, budget, subject.peak, subject.peak_at, subject.recompute_us, kept, again)
-    told = subject.predicted
+        return Side(model, budget, subject.peak, subject.peak_at, subject.recompute_us, kept, again, idle)
+    said = subject.predicted
     return Side(
-        subject.model, subject.budget_bytes, told.peak_bytes, told.peak_at, told.recompute_us, kept, again
+        subject.model,
+        subject.budget_bytes,
+        said.peak_bytes,
+        said.peak_at,
+        said.recompute_us,
+        kept,
+        again,
+        idle if known else None,
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -19,7 +18,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: 
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: Any) -> Iterator[str]:
     """Where `app` listens, on a free port."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
     thread = Thread(target=server.run)

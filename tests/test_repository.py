@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-VENDOR = ROOT / "pages" / "vendor"
-MANIFEST = json.loads((VENDOR / "manifest.json").read_text())["files"]
+VENDORED = (ROOT / "pages" / "vendor", ROOT / "tests" / "vendor")
+MANIFESTS = {folder: json.loads((folder / "manifest.json").read_text())["files"] for folder in VENDORED}
 
 
 def test_the_makefile_has_the_targets_that_the_readme_names():
@@ -63,10 +63,13 @@ def test_torch_is_pinned_where_the_makefile_looks_for_it():
     assert re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", MANIFEST)
-def test_a_vendored_file_is_what_its_manifest_says(name):
-    assert hashlib.sha256((VENDOR / name).read_bytes()).hexdigest() == MANIFEST[name]["sha256"]
+@pytest.mark.parametrize(
+    ("folder", "name"), [(folder, name) for folder in VENDORED for name in MANIFESTS[folder]]
+)
+def test_a_vendored_file_is_what_its_manifest_says(folder, name):
+    assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == MANIFESTS[folder][name]["sha256"]
 
 
-def test_every_vendored_file_is_in_the_manifest():
-    assert {path.name for path in VENDOR.iterdir()} == {*MANIFEST, "manifest.json"}
+@pytest.mark.parametrize("folder", VENDORED)
+def test_every_vendored_file_is_in_the_manifest(folder):
+    assert {path.name for path in folder.iterdir()} == {*MANIFESTS[folder], "manifest.json"}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+from contextlib import suppress
 from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Query, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
 from autoac.api.access import Admin, Reader, ServiceOf
+from autoac.api.drawing import became
 from autoac.api.drawn import drawn_by, read_drawing
-from autoac.api.errors import MalformedRequest, NotFound
+from autoac.api.errors import MalformedRequest, NotFound, SolverDied, SolveTimedOut
 from autoac.api.keys import note
 from autoac.api.problems import Problem
 from autoac.api.routes.common import (
@@ -29,8 +31,10 @@ from autoac.api.routes.common import (
 )
 from autoac.api.routes.paging import Page, PieceOf
 from autoac.api.routes.views import PolicyView
+from autoac.api.service import Service
 from autoac.api.store import PolicyOptions, delete_policy, get_alias, get_policy, list_policies, read_policy
 from autoac.planner.difference import difference, difference_in_words
+from autoac.planner.errors import PlannerError
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from autoac.planner.policy import Policy
 from autoac.planner.profile import MAX_INT
@@ -49,8 +53,12 @@ class SideView(BaseModel):
     peak: int
     peak_at: str
     recompute_us: float
-    kept: int
+    kept: int = Field(description="Ops whose outputs are held until backward.")
     again: int
+    idle: int | None = Field(
+        description="Ops of which backward needs nothing; null where that is not known, as the profile was "
+        "deleted: then `kept` counts them too."
+    )
 
 
 class ChangeView(BaseModel):
@@ -244,15 +252,28 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
 
 
 @router.get("/differences", summary="What one policy keeps and another does not", responses=problems(GONE))
-async def get_difference(service: ServiceOf, caller: Reader, before: Name, after: Name) -> DifferenceView:
-    """Between any two policies, each named by its id or by an alias."""
+async def get_difference(
+    request: Request, service: ServiceOf, caller: Reader, before: Name, after: Name
+) -> DifferenceView:
+    """Between any two policies, each named by its id or by an alias; of what is really held, as their pages
+    have it."""
     refuse_nul(before=before, after=after)
 
-    def look() -> DifferenceView:
+    def look() -> tuple[list[str], list[bytes]]:
         with service.database.read() as connection:
             ids = [_resolved(connection, name) for name in (before, after)]
-            texts = [_text(connection, id) for id in ids]
-        found = difference(Policy.from_json(texts[0]), Policy.from_json(texts[1]))
+            return ids, [_text(connection, id) for id in ids]
+
+    ids, texts = await to_thread.run_sync(look)
+    drawings = [await _drawn(request, service, id) for id in ids]
+
+    def compare() -> DifferenceView:
+        sides = [Policy.from_json(text) for text in texts]
+        held = [
+            None if drawing is None else became(drawing, side)
+            for side, drawing in zip(sides, drawings, strict=True)
+        ]
+        found = difference(sides[0], sides[1], became=(held[0], held[1]))
         return DifferenceView(
             before_id=ids[0],
             after_id=ids[1],
@@ -261,7 +282,21 @@ async def get_difference(service: ServiceOf, caller: Reader, before: Name, after
             **_plain(found),
         )
 
-    return await to_thread.run_sync(look)
+    return await to_thread.run_sync(compare)
+
+
+async def _drawn(request: Request, service: Service, id: str) -> bytes | None:
+    """The drawing of a policy, made where there is none; None where it cannot be made or takes long."""
+
+    def look() -> bytes | None:
+        with service.database.read() as connection:
+            return read_drawing(connection, id)
+
+    found = await to_thread.run_sync(look)
+    if found is None:
+        with suppress(NotFound, PlannerError, SolverDied, SolveTimedOut):
+            found = await service.draw(request, id)
+    return found
 
 
 def _plain(found: Any) -> dict[str, Any]:

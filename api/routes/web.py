@@ -8,10 +8,13 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 
 from autoac.api.errors import NotFound
-from autoac.api.routes.common import Digest, etag, matches
+from autoac.api.routes.common import etag, matches
 from autoac.api.web import HEADERS, assets, shell
 
 router = APIRouter(include_in_schema=False)
+
+Segment = Annotated[str, Path(max_length=200)]
+"""Where a fingerprint or an id stands in a page's address: the page itself says when there is none such."""
 
 
 @router.get("/")
@@ -21,13 +24,13 @@ async def registry(request: Request) -> Response:
 
 
 @router.get("/models/{fingerprint}")
-async def model(request: Request, fingerprint: Digest) -> Response:
+async def model(request: Request, fingerprint: Segment) -> Response:
     """A model: what memory costs, and its policies."""
     return _page(request, "model.html")
 
 
 @router.get("/policies/{id}")
-async def policy(request: Request, id: Digest) -> Response:
+async def policy(request: Request, id: Segment) -> Response:
     """A policy: memory over the step, and what it keeps."""
     return _page(request, "policy.html")
 
@@ -48,7 +51,7 @@ async def jobs(request: Request) -> Response:
 async def asset(hash: str, name: Annotated[str, Path(max_length=100)]) -> Response:
     """A script or a style. The address has its hash, so it may be kept for ever."""
     found = assets().get(name)
-    if found is None or not found.url.startswith(f"/assets/{hash}/"):
+    if found is None or not found.path.startswith(f"assets/{hash}/"):
         raise NotFound("no such file")
     headers = {"Cache-Control": "public, max-age=31536000, immutable", "ETag": etag(hash)}
     return Response(found.content, media_type=found.media_type, headers=headers | HEADERS)

@@ -58,7 +58,7 @@ class Asset:
     content: bytes
     media_type: str
     integrity: str  # of the element that loads it
-    url: str  # has the hash, so what is there never changes
+    path: str  # below the service's address; has the hash, so what is there never changes
 
 
 @cache
@@ -77,7 +77,7 @@ def _asset(name: str, content: bytes) -> Asset:
         content=content,
         media_type=_TYPES[name.rpartition(".")[2]],
         integrity=f"sha256-{base64.b64encode(digest).decode()}",
-        url=f"/assets/{digest.hex()[:16]}/{name}",
+        path=f"assets/{digest.hex()[:16]}/{name}",
     )
 
 

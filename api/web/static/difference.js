@@ -23,6 +23,10 @@ service.run(async () => {
     if (given) select.value = given;
   }
 
+  find("pick").hidden = !policies.items.length && !wanted.size;
+  find("none").hidden = policies.items.length > 1 || wanted.size > 0;
+  find("none").textContent = policies.items.length ? "One policy is stored; a second one is needed to compare. Plan another budget on the model's page." : "No policy is stored yet. Plan two budgets of a model, on its page or with POST /v1/policies, and compare them here.";
+
   async function compare() {
     const names = {before: before.value, after: after.value};
     history.replaceState(null, "", `?${new URLSearchParams(Object.entries(names).filter(([, value]) => value))}`);
@@ -32,8 +36,8 @@ service.run(async () => {
     const found = await json(`/v1/differences?${new URLSearchParams(names)}`);
     const name = (id, said) => byId.has(id) ? toPolicy(byId.get(id), said.length === 64 ? undefined : said) : link(said.slice(0, 40), `/policies/${id}`);
     const sides = [["first", found.before_id, names.before, found.before], ["second", found.after_id, names.after, found.after]];
-    table(find("sides"), ["", "policy", "model", "budget", "peak", "recompute", "kept", "run again", "the peak is at"], sides.map(([which, id, said, side]) =>
-      row("", which, text(name(id, said)), text(side.model), size(side.budget), size(side.peak), time(side.recompute_us), `${side.kept} ops`, `${side.again} ops`, text(side.peak_at))), "");
+    table(find("sides"), ["", "policy", "model", "budget", "peak", "recompute", "kept", "run again", "not needed", "the peak is at"], sides.map(([which, id, said, side]) =>
+      row("", which, text(name(id, said)), text(side.model), size(side.budget), size(side.peak), time(side.recompute_us), `${side.kept} ops`, `${side.again} ops`, side.idle === null ? "" : `${side.idle} ops`, text(side.peak_at))), "");
     const peak = found.after.peak - found.before.peak, spent = found.after.recompute_us - found.before.recompute_us;
     const than = (value, form, more, less) => value ? `${form(Math.abs(value))} ${value > 0 ? more : less}` : "";
     find("verdict").textContent = [found.same ? "Both keep the same." : "They do not keep the same.",

@@ -1,73 +1,88 @@
-/* What became of each op, by layer: layerMap(root, says, drawing). A table for each kind of layer. */
+/* What became of each op, by layer: layerMap(root, says, drawing). A table for each kind of layer, a column for each
+   layer and a row for each op of which backward needs something. Returns a function that shows other fates of the ops. */
 "use strict";
 
 function layerMap(root, says, drawing) {
   const {make, size, time, layerOf, moduleName} = parts;
   const KINDS = [["idle", "nothing needed"], ["saved", "kept"], ["again", "run again"]];  // as drawing.py numbers them
-  const {ops, modules, labels, fates} = drawing;
-  const families = new Map();  // "model.layers" -> {layers: Map(layer -> Map(column -> op)), columns: Map(column -> needed)}
+  const NAMED = 40;  // layers whose names stand above their columns
+  const NARROWEST = 8;  // pixels of a column
+  const {ops, modules, labels} = drawing;
+  let fates = drawing.fates;
+  const needed = drawing.needed || fates.fate.map(Boolean);  // by op
+  const families = new Map();  // "model.layers.N" -> {layers: Map(layer -> Map(op's name in it -> op)), rows: Set(names)}
   ops.module.forEach((module, op) => {
     const path = modules[module], layer = layerOf(path);
     const family = layer.slice(0, layer.lastIndexOf(".") + 1) + (layer ? "N" : "");
     const inner = layer ? path.slice(layer.length + 1) : moduleName(path);
-    const column = [inner, labels[ops.label[op]]].filter(Boolean).join("/");
+    const name = [inner, labels[ops.label[op]]].filter(Boolean).join("/");
     let of = families.get(family);
-    if (!of) families.set(family, of = {layers: new Map(), columns: new Map()});
+    if (!of) families.set(family, of = {layers: new Map(), rows: new Set()});
     if (!of.layers.has(layer)) of.layers.set(layer, new Map());
-    of.layers.get(layer).set(column, op);
-    of.columns.set(column, of.columns.get(column) || fates.fate[op] !== 0);
+    of.layers.get(layer).set(name, op);
+    if (needed[op]) of.rows.add(name);
   });
 
-  const words = (name, op) => {
-    const fate = fates.fate[op];
-    return `${name}: ${KINDS[fate][1]}${fates.nbytes[op] ? `, ${size(fates.nbytes[op])}` : ""}${fate === 2 ? `, ${time(fates.runtime_us[op])}` : ""}`;
-  };
+  const cells = new Array(ops.module.length);  // by op
+  function column(layer, i, count) {
+    const th = make("th"), full = layer || "outside all layers", every = Math.ceil(count / NAMED);
+    th.scope = "col";
+    th.title = full;
+    const named = make("span", i % every ? "" : layer.split(".").pop());
+    named.setAttribute("aria-hidden", "true");
+    th.append(make("span", full, "unseen"), named);
+    return th;
+  }
   const tables = [];
-  for (const [family, {layers, columns}] of [...families].sort((a, b) => b[1].layers.size - a[1].layers.size)) {
-    const shown = [...columns].filter(([, needed]) => needed).map(([column]) => column);
-    if (!shown.length) continue;
-    const table = make("table", undefined, "map"), head = make("tr"), body = make("tbody");
-    const first = make("th", "layer");
+  for (const [family, {layers, rows}] of [...families].sort((a, b) => b[1].layers.size - a[1].layers.size)) {
+    if (!rows.size) continue;
+    const table = make("table", undefined, "map"), head = make("tr"), body = make("tbody"), first = make("th", "op");
     first.scope = "col";
-    head.append(first, ...shown.map(column => {
-      const th = make("th"), span = make("span", column);
-      th.scope = "col";
-      th.title = column;
-      th.append(span);
-      return th;
-    }));
-    for (const [layer, of] of layers) {
-      const tr = make("tr"), th = make("th", layer || "outside all layers");
+    head.append(first, ...[...layers.keys()].map((layer, i) => column(layer, i, layers.size)));
+    for (const name of rows) {
+      const tr = make("tr"), th = make("th", name);
       th.scope = "row";
-      tr.append(th, ...shown.map(column => {
-        const op = of.get(column), td = make("td");
+      th.title = name;
+      tr.append(th, ...[...layers.values()].map(of => {
+        const op = of.get(name), td = make("td");
         if (op === undefined) td.className = "none";
-        else {
-          td.className = KINDS[fates.fate[op]][0];
-          td.textContent = KINDS[fates.fate[op]][1];
-          td.dataset.op = String(op);
-        }
+        else { td.dataset.op = String(op); cells[op] = td; }
         return td;
       }));
       body.append(tr);
     }
-    const thead = make("thead");
+    const thead = make("thead"), scroll = make("div", undefined, "scroll"), title = family || "outside all layers";
     thead.append(head);
-    table.append(make("caption", family ? family : "outside all layers"), thead, body);
-    const scroll = make("div", undefined, "scroll");
+    table.append(make("caption", title), thead, body);
+    if (layers.size === 1) table.classList.add("single");
+    else table.style.minWidth = `${250 + NARROWEST * layers.size}px`;
     scroll.tabIndex = 0;
-    scroll.setAttribute("role", "region");
-    scroll.setAttribute("aria-label", `Saved and recomputed, ${family || "outside all layers"}`);
+    scroll.setAttribute("role", "group");
+    scroll.setAttribute("aria-label", `Saved and recomputed, ${title}`);
     scroll.append(table);
     tables.push(scroll);
   }
   root.replaceChildren(...tables);
-  root.addEventListener("mouseover", event => {
+
+  const words = op => {
+    const fate = fates.fate[op], name = `${moduleName(modules[ops.module[op]])}/${labels[ops.label[op]]}`;
+    return `${name}: ${KINDS[fate][1]}${fate && fates.nbytes[op] ? `, ${size(fates.nbytes[op])}` : ""}${fate === 2 ? `, ${time(fates.runtime_us[op])}` : ""}`;
+  };
+  root.onmouseover = event => {
     const {op} = event.target.dataset;
-    if (op === undefined) return;
-    const module = moduleName(modules[ops.module[op]]);
-    says.textContent = words(`${module}/${labels[ops.label[op]]}`, Number(op));
-  });
-  const counts = KINDS.map((_, kind) => fates.fate.filter(fate => fate === kind).length);
-  says.textContent = `${counts[1]} ops are kept, ${counts[2]} are run again, backward needs nothing of ${counts[0]}.`;
+    if (op !== undefined) says.textContent = words(Number(op));
+  };
+  function show(other) {
+    fates = other;
+    const counts = [0, 0, 0];
+    fates.fate.forEach((fate, op) => {
+      counts[fate]++;
+      const [kind, text] = KINDS[fate];
+      if (!cells[op]) return;
+      if (cells[op].className !== kind) { cells[op].className = kind; cells[op].textContent = text; }
+    });
+    says.textContent = `${counts[1]} ops are kept, ${counts[2]} are run again, backward needs nothing of ${counts[0]}.`;
+  }
+  show(fates);
+  return show;
 }

@@ -2,22 +2,29 @@
 "use strict";
 
 service.run(async () => {
-  const {find, json, every, events, run, table, text, toPolicy, when, share, oneLiner, lastOfPath} = service;
-  const {row, size, time, make, color, GIB} = parts;
+  const {find, json, every, events, run, table, text, toPolicy, made, share, oneLiner, lastOfPath} = service;
+  const {row, size, unitOf, time, make, color} = parts;
   const fingerprint = lastOfPath();
+  const nobody = () => service.missing(`There is no model of the fingerprint ${fingerprint.slice(0, 12)}… here.`);
+  if (!/^[0-9a-f]{64}$/.test(fingerprint)) return nobody();
   const [profiles, stored] = await Promise.all([every(`/v1/profiles?fingerprint=${fingerprint}`), every(`/v1/policies?fingerprint=${fingerprint}`)]);
   const profile = profiles.items[0], any = profile || stored.items[0];
-  if (!any) throw new Error(`There is no model of the fingerprint ${fingerprint.slice(0, 12)}… here.`);
+  if (!any) return nobody();
   document.title = `${any.model} · autoac`;
   find("name").textContent = any.model;
   find("about").textContent = [any.device, profile ? `${profile.ops} ops` : "its profile was deleted", `fingerprint ${fingerprint.slice(0, 12)}`].join(" · ");
+  find("content").hidden = false;
 
   let policies = stored.items, frontier = null;
-  const unit = GIB;
+
+  function budgetOfAddress() {
+    const bytes = Math.floor(Number(new URLSearchParams(location.search).get("budget_gb")) * parts.GIB);
+    return bytes > 0 && Number.isSafeInteger(bytes) ? bytes : 0;
+  }
 
   /* ---- points ---- */
-  const fromPolicy = policy => ({budget: policy.budget_bytes, peak: policy.peak_bytes, us: policy.recompute_us, step: policy.step_us, policy, from: "policy"});
-  const fromPlan = plan => ({budget: plan.budget_bytes, peak: plan.peak_bytes, us: plan.recompute_us, step: plan.step_us, kink: plan.kink, from: "frontier"});
+  const fromPolicy = policy => ({budget: policy.budget_bytes, peak: policy.peak_bytes, us: policy.recompute_us, step: policy.step_us, policy});
+  const fromPlan = plan => ({budget: plan.budget_bytes, peak: plan.peak_bytes, us: plan.recompute_us, step: plan.step_us, kink: plan.kink, policy: null});
   let points = [];  // none beats another: peaks rise, times fall
   function collect() {
     const every = [...(frontier ? frontier.plans.map(fromPlan) : []), ...policies.map(fromPolicy)].sort((a, b) => a.peak - b.peak || a.us - b.us || (a.policy ? -1 : 1));
@@ -25,70 +32,134 @@ service.run(async () => {
     for (const point of every) if (!points.length || point.us < points[points.length - 1].us) points.push(point);
   }
   const overhead = point => point.step ? 100 * point.us / point.step : 0;
-  const within = budget => points.reduce((best, point) => point.peak <= budget ? point : best, null);
+  const within = bytes => points.reduce((best, point) => point.peak <= bytes ? point : best, null);
+  /* No plan takes less than this, as far as is known; 0 where no frontier says so. */
+  const least = () => frontier ? Math.min(frontier.floor.found_bytes, points[0].peak) : 0;
+
+  /* GiB that PyTorch reports as a device's memory, rounded down. The CUDA context and fragmentation take some more. */
+  const DEVICES = [["T4", 14.5], ["L4 or A10", 22], ["RTX 4090", 23.6], ["RTX 5090", 31.3], ["A100 40 GB", 39.3], ["L40S", 44.3], ["H100 80 GB", 79.1], ["H200", 139.7], ["B200", 178], ["MI300X", 191.5]];
 
   /* ---- the choice ---- */
-  const slider = find("budget"), number = find("budget-number");
-  let budget = 0, plot = null;
-  function choose(bytes, from) {
-    const low = points[0].peak;
-    budget = Math.max(low, bytes);
-    const point = within(budget), asked = Math.ceil(budget / GIB * 1000) / 1000;
-    if (from !== slider) slider.value = String(Math.min(Math.max(asked, Number(slider.min)), Number(slider.max)));
-    if (from !== number) number.value = String(asked);
-    const said = `${size(budget)}: peak ${size(point.peak)}, ${overhead(point).toFixed(1)} % of recompute`;
-    slider.setAttribute("aria-valuetext", said);
-    const facts = [["Budget", size(budget), ""], ["Predicted peak", size(point.peak), point.from === "policy" ? "of a stored policy" : "of a plan on the frontier"],
+  const slider = find("budget"), number = find("budget-number");  // the slider stops at each point
+  let unit = ["GiB", parts.GIB], budget = budgetOfAddress(), plot = null;
+  const shown = bytes => String(Number((bytes / unit[1]).toFixed(2)));
+  /* Exactly this budget; with a point, the budget that the point was planned for. */
+  function choose(bytes) {
+    budget = bytes;
+    const point = within(budget);
+    slider.value = String(Math.max(0, points.indexOf(point)));
+    number.value = shown(budget);
+    find("least").hidden = true;
+    slider.setAttribute("aria-valuetext", point ? `${size(budget)}: peak ${size(point.peak)}, ${overhead(point).toFixed(1)} % slower` : `${size(budget)}: no plan is known`);
+    const facts = [["Budget", size(budget), ""]];
+    const device = point && DEVICES.find(([, gib]) => point.peak <= gib * parts.GIB);
+    if (point) facts.push(["Predicted peak", size(point.peak), point.policy ? "of a stored policy" : "of a plan on the frontier"],
       ["Recompute", `${overhead(point).toFixed(1)} %`, `${time(point.us)} of ${time(point.step)}`],
-      ["Against nothing recomputed", points[points.length - 1].us === 0 ? `−${size(points[points.length - 1].peak - point.peak)}` : "not known", "of peak"]];
+      ["Against nothing recomputed", points[points.length - 1].us === 0 ? `−${size(points[points.length - 1].peak - point.peak)}` : "not known", "of peak"]);
+    if (point && point.peak >= parts.GIB) facts.push(["Fits", device ? device[0] : "none listed", device ? `${device[1]} GiB, and larger devices` : `${DEVICES[DEVICES.length - 1][0]} has ${DEVICES[DEVICES.length - 1][1]} GiB`]);
     find("facts").replaceChildren(...facts.map(([name, value, more]) => {
       const div = make("div"), dd = make("dd", value);
       if (more) dd.append(make("small", more));
       div.append(make("dt", name), dd);
       return div;
     }));
+    find("slower").textContent = slower(point);
     find("one-liner").textContent = oneLiner(budget);
-    const fit = policies.find(policy => policy.budget_bytes === Math.floor(asked * GIB));
-    find("there").replaceChildren(...(fit ? ["A policy for this budget is stored: ", toPolicy(fit)] : []));
+    const fit = policies.find(policy => policy.budget_bytes === budget);
+    find("there").replaceChildren(...(fit ? ["A policy for this budget is stored: ", toPolicy(fit)] : ["No policy is stored for exactly this budget; the line has one planned."]));
     find("plan").hidden = Boolean(fit) || !profile;
     if (plot) plot.redraw(false);
   }
-  slider.oninput = () => choose(Number(slider.value) * GIB, slider);
-  number.onchange = () => { if (Number(number.value) > 0) choose(Number(number.value) * GIB, number); };
+  function slower(point) {
+    if (!point) return "No plan within this budget is known yet.";
+    if (!point.us) return "As fast as with nothing recomputed.";
+    const share = overhead(point) / 100;
+    return `${(100 * share).toFixed(1)} % slower than with nothing recomputed: forward and backward take ${time(point.step + point.us)} instead of ${time(point.step)}, ${service.duration(86_400 * share)} more for each day.`;
+  }
+  function keepInAddress() {
+    history.replaceState(null, "", `?budget_gb=${service.gb(budget)}`);
+  }
+  slider.oninput = () => choose(points[Number(slider.value)].budget);
+  slider.onchange = keepInAddress;
+  number.onchange = () => {
+    const asked = Math.floor(Number(number.value) * unit[1]);
+    const near = points.find(point => Number(shown(point.budget)) === Number(number.value));  // as it is shown: the rest was rounded away
+    const enough = asked > 0 && asked >= least();
+    choose(near ? near.budget : enough ? asked : points[0].budget);
+    if (!near && !enough) {
+      find("least").textContent = asked > 0 ? `The least is ${size(least())}: the frontier has no plan with a smaller peak.` : "A budget is a positive number.";
+      find("least").hidden = false;
+    }
+    keepInAddress();
+  };
   service.copies(find("copy"), find("one-liner"));
 
   /* ---- the plot ---- */
+  const EVEN = Array.from({length: 24}, (_, i) => [1, 2, 5].map(n => Number((n * 10 ** (i - 9)).toPrecision(1)))).flat();
+  const evenly = (u, splits, axis, space, step) => splits.map(value => value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9))));
   function draw() {
     if (plot) plot.destroy();
     plot = null;
     if (points.length < 2) return;
-    const box = find("plot"), axis = {stroke: color("soft"), font: "12px system-ui, sans-serif", labelFont: "12.5px system-ui, sans-serif", grid: {stroke: color("line"), width: 1}, ticks: {stroke: color("line"), size: 5}};
-    const low = points[0].peak / unit, high = points[points.length - 1].peak / unit, room = (high - low) * .04;
+    const box = find("plot"), axis = {stroke: color("soft"), font: "12px system-ui, sans-serif", labelFont: "12.5px system-ui, sans-serif", grid: {stroke: color("line"), width: 1}, ticks: {stroke: color("line"), size: 5}, incrs: EVEN, values: evenly};
+    const low = points[0].peak / unit[1], high = points[points.length - 1].peak / unit[1], room = (high - low) * .04;
+    const beyond = DEVICES.map(([, gib]) => gib * parts.GIB / unit[1]).find(memory => memory >= high && memory < high + (high - low) / 3);  // the next device is seen too
     plot = new uPlot({
       width: box.clientWidth, height: 320, legend: {show: false}, cursor: {y: false, points: {show: false}, drag: {x: false, y: false}},
-      scales: {x: {time: false, range: () => [low - room, high + room]}, y: {range: (u, a, b) => [0, Math.max(b, 1) * 1.08]}},
-      axes: [{...axis, label: "GiB of peak", labelSize: 20, size: 32}, {...axis, label: "recompute, % of the step", labelSize: 20, size: 54}],
+      scales: {x: {time: false, range: () => [low - room, (beyond || high) + room]}, y: {range: (u, a, b) => [0, Math.max(b, 1) * 1.08]}},
+      axes: [{...axis, label: `${unit[0]} of peak`, labelSize: 20, size: 32, space: 60}, {...axis, label: "recompute, % of the step", labelSize: 20, size: 54}],
       series: [{}, {stroke: color("plan"), width: 2, fill: color("plan") + "1c", paths: uPlot.paths.stepped({align: 1}), points: {show: true, size: 6, fill: color("plan"), stroke: color("plan")}}],
-      hooks: {draw: [mark]},
-    }, [points.map(point => point.peak / unit), points.map(overhead)], box);
-    plot.over.addEventListener("click", () => { if (plot.cursor.left >= 0) choose(plot.posToVal(plot.cursor.left, "x") * unit); });
+      hooks: {drawClear: [lines], draw: [mark]},
+    }, [points.map(point => point.peak / unit[1]), points.map(overhead)], box);
+    const {over} = plot, under = event => choose((within(plot.posToVal(event.clientX - over.getBoundingClientRect().left, "x") * unit[1]) || points[0]).budget);
+    over.onpointerdown = event => { over.setPointerCapture(event.pointerId); under(event); };
+    over.onpointermove = event => { if (over.hasPointerCapture(event.pointerId)) under(event); };
+    over.onpointerup = keepInAddress;
+  }
+  /* The memory of devices, where it is within the plot. */
+  function lines(u) {
+    const {ctx, bbox} = u, r = devicePixelRatio;
+    ctx.save();
+    ctx.strokeStyle = color("held");
+    ctx.fillStyle = color("soft");
+    ctx.font = `${11.5 * r}px system-ui, sans-serif`;
+    ctx.textAlign = "right";
+    ctx.lineWidth = r;
+    let named = -Infinity;
+    for (const [name, gib] of [...DEVICES].reverse()) {  // where two stand close together, the larger is named
+      const value = gib * parts.GIB / unit[1];
+      if (value < u.scales.x.min || value > u.scales.x.max) continue;
+      const x = u.valToPos(value, "x", true);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      if (Math.abs(x - named) < 17 * r) continue;
+      named = x;
+      ctx.save();
+      ctx.translate(x - 4 * r, bbox.top + 4 * r);
+      ctx.rotate(-Math.PI / 2);
+      ctx.fillText(`fits ${name}`, 0, 0);
+      ctx.restore();
+    }
+    ctx.restore();
   }
   function mark(u) {
     const {ctx, bbox} = u, r = devicePixelRatio, point = within(budget);
-    if (!point) return;
-    const x = Math.min(u.valToPos(budget / unit, "x", true), bbox.left + bbox.width);
+    const x = Math.max(bbox.left, Math.min(u.valToPos(budget / unit[1], "x", true), bbox.left + bbox.width));
     ctx.save();
-    ctx.strokeStyle = color("budget");
+    ctx.strokeStyle = ctx.fillStyle = color("budget");
     ctx.setLineDash([6 * r, 4 * r]);
     ctx.lineWidth = 1.5 * r;
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);
     ctx.stroke();
-    ctx.fillStyle = color("budget");
-    ctx.beginPath();
-    ctx.arc(u.valToPos(point.peak / unit, "x", true), u.valToPos(overhead(point), "y", true), 5 * r, 0, 7);
-    ctx.fill();
+    if (point) {
+      ctx.beginPath();
+      ctx.arc(u.valToPos(point.peak / unit[1], "x", true), u.valToPos(overhead(point), "y", true), 5 * r, 0, 7);
+      ctx.fill();
+    }
     ctx.restore();
   }
   parts.onTheme(draw);
@@ -102,18 +173,16 @@ service.run(async () => {
     if (!known && !find("progress").textContent) find("progress").textContent = profile ? "The frontier of this model is not computed yet; it tells what each budget costs." : "";
     table(find("points"), ["peak", "planned for", "recompute", "of the step", "note"], points.map(point => row("", size(point.peak), size(point.budget), time(point.us),
       `${overhead(point).toFixed(1)} %`, text(point.policy ? toPolicy(point.policy, "a stored policy") : point.kink ? "less memory costs much more from here" : ""))), "No point is known.");
-    table(find("policies"), ["policy", "peak", "recompute", "of the step", "proven gap", "made", "by"], policies.map(policy => row("", toPolicy(policy), size(policy.peak_bytes),
-      time(policy.recompute_us), share(policy.recompute_us, policy.step_us), `${(100 * policy.gap).toFixed(1)} %`, when(policy.created_at), text(policy.created_by))), "No policy is stored.");
+    table(find("policies"), ["policy", "peak", "recompute", "of the step", "proven gap", "made"], policies.map(policy => row("", toPolicy(policy), size(policy.peak_bytes),
+      time(policy.recompute_us), share(policy.recompute_us, policy.step_us), `${(100 * policy.gap).toFixed(1)} %`, made(policy.created_at, policy.created_by))), "No policy is stored.");
     find("compute").hidden = !profile;
     find("compute").textContent = frontier ? "Compute it again" : "Compute the frontier";
     if (!points.length) return;
-    const low = points[0].peak / GIB, high = points[points.length - 1].peak / GIB;
-    slider.min = String(Math.floor(low * 1000) / 1000);
-    slider.max = String(Math.max(Math.ceil(high * 1000), Math.floor(low * 1000) + 1) / 1000);
-    number.step = slider.step = String(Math.max(.001, Number(((Number(slider.max) - Number(slider.min)) / 400).toFixed(3))));
-    number.step = "any";
-    number.min = slider.min;
-    choose(budget || (points.find(point => point.kink) || points[points.length >> 1]).peak);
+    unit = unitOf(points[points.length - 1].peak);
+    find("unit").textContent = unit[0];
+    slider.max = String(points.length - 1);
+    slider.disabled = points.length < 2;
+    choose(budget || (points.find(point => point.kink) || points[points.length >> 1]).budget);
     draw();
   }
 
@@ -154,7 +223,7 @@ service.run(async () => {
     if (answer.status === 202) await watch(result, done); else await done(result);
   }
   find("compute").onclick = () => run(() => submit("/v1/frontiers", {}, gotFrontier, frontier ? {"Cache-Control": "no-cache"} : {}));
-  find("plan").onclick = () => run(() => submit("/v1/policies", {budget_gb: Number(find("budget-number").value)}, async () => {
+  find("plan").onclick = () => run(() => submit("/v1/policies", {budget_bytes: budget}, async () => {
     policies = (await every(`/v1/policies?fingerprint=${fingerprint}`)).items;
     show();
     service.say("The policy is stored.");

@@ -2,7 +2,7 @@
 "use strict";
 
 service.run(async () => {
-  const {find, every, table, text, toModel, toPolicy, when, share} = service;
+  const {find, every, table, text, toModel, toPolicy, made, share} = service;
   const {row, size, make} = parts;
   const [profiles, policies, aliases] = await Promise.all([every("/v1/profiles"), every("/v1/policies"), every("/v1/aliases")]);
   const byId = new Map(policies.items.map(policy => [policy.id, policy]));
@@ -19,36 +19,46 @@ service.run(async () => {
   }
   const few = names => names.length > 6 ? `${names.slice(0, 6).join(", ")} and ${names.length - 6} more` : names.join(", ");
 
-  table(find("models"), ["model", "device", "ops", "policies", "budgets", "newest", "by"], [...models.values()].map(model =>
+  table(find("models"), ["model", "device", "ops", "policies", "budgets", "newest"], [...models.values()].map(model =>
     row("", toModel(model), text(model.device), model.ops === null ? "" : String(model.ops), String(model.policies),
-      text(few([...model.budgets].sort((a, b) => a - b).map(size))), when(model.created_at), text(model.created_by))), "No profile and no policy is stored.");
-  table(find("aliases"), ["alias", "policy", "model", "revision", "moved", "by"], aliases.items.map(alias => {
+      text(few([...model.budgets].sort((a, b) => a - b).map(size))), made(model.created_at, model.created_by))), "No profile and no policy is stored.");
+  table(find("aliases"), ["alias", "policy", "model", "revision", "moved"], aliases.items.map(alias => {
     const policy = byId.get(alias.policy_id);
     return row("", alias.name, text(policy ? toPolicy(policy) : service.link(alias.policy_id.slice(0, 12), `/policies/${alias.policy_id}`)),
-      text(policy ? policy.model : ""), String(alias.revision), when(alias.moved_at), text(alias.moved_by));
+      text(policy ? policy.model : ""), String(alias.revision), made(alias.moved_at, alias.moved_by));
   }), "No alias is set. PUT /v1/aliases/NAME makes one.");
-  table(find("policies"), ["model", "policy", "device", "peak", "recompute", "aliases", "made", "by"], policies.items.map(policy =>
+  table(find("policies"), ["model", "policy", "device", "peak", "recompute", "aliases", "made"], policies.items.map(policy =>
     row("", toModel(policy), text(toPolicy(policy)), text(policy.device), size(policy.peak_bytes), share(policy.recompute_us, policy.step_us),
-      text((named.get(policy.id) || []).join(", ")), when(policy.created_at), text(policy.created_by))), "No policy is stored.");
+      text((named.get(policy.id) || []).join(", ")), made(policy.created_at, policy.created_by))), "No policy is stored.");
   if (policies.more) find("policies").append(make("caption", "The newest 2,000; the rest is in /v1/policies."));
   if (!models.size) {
     find("empty").hidden = false;
-    find("empty-code").textContent = `model = ac_client.apply(model, budget_gb=8, service="${location.origin}")`;
+    for (const id of ["models", "aliases", "policies"]) find(id).closest("section").hidden = true;
+    find("python").textContent = service.oneLiner(8 * parts.GIB);
+    find("shell").textContent = ["autoac profile train_setup:make -o profile.json",
+      `curl -s ${service.at("/v1/profiles")} -H 'Content-Type: application/json' --data-binary @profile.json`].join("\n");
+    for (const id of ["python", "shell"]) service.copies(find(`copy-${id}`), find(id));
   }
 
   const filter = find("filter");
   const apply = () => {
     const wanted = filter.value.trim().toLowerCase().split(/\s+/);
     let shown = 0;
-    for (const id of ["models", "aliases", "policies"])
+    for (const id of ["models", "aliases", "policies"]) {
+      let here = 0;
       for (const tr of find(id).querySelectorAll("tbody tr")) {
         const has = tr.textContent.toLowerCase();
         tr.hidden = !wanted.every(word => has.includes(word));
-        shown += !tr.hidden;
+        here += !tr.hidden;
       }
+      if (models.size) find(id).closest("section").hidden = Boolean(filter.value) && !here;
+      shown += here;
+    }
+    find("none").hidden = !filter.value || shown > 0;
+    find("none").textContent = `No model, alias or policy has “${filter.value.trim()}” in it.`;
     const search = new URLSearchParams(filter.value ? {q: filter.value} : {});
     history.replaceState(null, "", search.size ? `?${search}` : location.pathname);
-    service.say(filter.value ? `${shown} rows match` : "");
+    service.say(filter.value ? shown ? `${shown} rows match` : find("none").textContent : "");
   };
   filter.value = new URLSearchParams(location.search).get("q") || "";
   filter.oninput = apply;

@@ -6,6 +6,8 @@
 const service = (() => {
   const KEY = "autoac-key", THEME = "autoac-theme";
   const find = id => document.getElementById(id);
+  const ROOT = new URL(document.documentElement.dataset.root, location.href);  // the service may be below a path of a proxy
+  const at = path => new URL(path.replace(/^\//, ""), ROOT).href;
   try {
     const theme = localStorage.getItem(THEME);
     if (theme === "dark" || theme === "light") document.documentElement.dataset.theme = theme;
@@ -57,7 +59,7 @@ const service = (() => {
       const sent = {...headers}, used = key;
       if (used) sent.Authorization = `Bearer ${used}`;
       if (body !== undefined) sent["Content-Type"] = "application/json";
-      const answer = await fetch(path, {method, headers: sent, signal, body: body === undefined ? undefined : JSON.stringify(body)});
+      const answer = await fetch(at(path), {method, headers: sent, signal, body: body === undefined ? undefined : JSON.stringify(body)});
       if (answer.ok) return answer;
       if (answer.status === 401) {
         if (key !== used) continue;  // another request got one meanwhile
@@ -132,11 +134,19 @@ const service = (() => {
     }
   }
 
+  /* What a page shows in place of everything else where the thing that it is about is not there. */
+  function missing(text) {
+    find("content").hidden = true;
+    find("main").append(make("p", text, "trouble"), make("p"));
+    find("main").lastChild.append(link("Back to the registry", "/"));
+    find("main").dataset.ready = "missing";
+  }
+
   /* ---- what pages show alike ---- */
   const {make, size, GIB} = parts;
-  function link(text, href) {
+  function link(text, path) {
     const a = make("a", text);
-    a.href = href;
+    a.href = path.startsWith("/") ? at(path) : path;
     return a;
   }
   const toModel = row => link(row.model || "(no name)", `/models/${row.fingerprint}`);
@@ -147,10 +157,22 @@ const service = (() => {
     time.title = `${iso.slice(0, 19).replace("T", " ")} UTC`;
     return time;
   }
+  /* Seconds in words. */
+  const duration = s => s < 10 ? `${s.toFixed(1)} s` : s < 60 ? `${Math.round(s)} s` : s < 3600 ? s < 600 ? `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s` : `${Math.round(s / 60)} min` : `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`;
   const share = (us, of) => of ? `${(100 * us / of).toFixed(1)} %` : "";
-  const text = content => parts.cellOf(content, "text");
-  const gb = bytes => String(Math.ceil(bytes / GIB * 1000) / 1000);  // never less than the bytes
-  const oneLiner = bytes => `model = ac_client.apply(model, budget_gb=${gb(bytes)}, service="${location.origin}")`;
+  const made = (iso, by) => parts.cellOf(parts.wrapped(when(iso), ` by ${by}`), "text made");
+  const text = content => parts.cellOf(parts.wrapped(content), "text");
+  /* The shortest number of GiB that Python's floor(gb * 2**30) makes these very bytes of. */
+  function gb(bytes) {
+    for (let digits = 0; digits < 12; digits++) {
+      const number = Number((Math.ceil(bytes / GIB * 10 ** digits) / 10 ** digits).toFixed(digits));
+      if (Math.floor(number * GIB) === bytes) return String(number);
+    }
+    return String(bytes / GIB);  // a division by a power of two is exact
+  }
+  const SERVICE = `service="${ROOT.href.replace(/\/$/, "")}"`;
+  const oneLiner = bytes => `model = ac_client.apply(model, budget_gb=${gb(bytes)}, ${SERVICE})`;
+  const aliasLine = name => `model = ac_client.apply(model, alias="${name}", ${SERVICE})`;
   function copies(button, code) {
     button.onclick = () => run(async () => {
       try {
@@ -166,9 +188,9 @@ const service = (() => {
   }
   /* A table with a line where there is nothing to show. */
   function table(element, names, rows, none) {
+    for (const tr of rows) tr.firstChild.replaceChildren(parts.wrapped(...tr.firstChild.childNodes));
     if (rows.length) parts.headed(element, names, rows);
     else element.replaceChildren(make("caption", none));
-    rows.forEach(tr => [...tr.children].forEach((cell, i) => { if (cell.classList.contains("text")) element.tHead.rows[0].cells[i].classList.add("text"); }));
   }
   const lastOfPath = () => location.pathname.split("/").pop();
   /* How far a solve is, in words. */
@@ -185,5 +207,5 @@ const service = (() => {
     });
   });
 
-  return {find, ask, json, every, events, run, trouble, fine, say, link, toModel, toPolicy, when, share, text, gb, oneLiner, copies, table, lastOfPath, progressWords};
+  return {find, at, ask, json, every, events, run, trouble, fine, say, missing, link, toModel, toPolicy, when, made, duration, share, text, gb, oneLiner, aliasLine, copies, table, lastOfPath, progressWords};
 })();
