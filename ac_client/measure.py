@@ -54,6 +54,7 @@ class AllocatorTimeline:
 
     Raises:
         RuntimeError: another torch profiler is running.
+        CannotProfile: at the end of the block: torch.profiler left allocations out of its record.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class AllocatorTimeline:
         self._recording: Recording | None = None
 
     def __enter__(self) -> Self:
-        recording = Recording(self._ops)
+        recording = Recording(self.device, ops=self._ops)
         try:
             recording.__enter__()
         except ProfilerBusy:
@@ -117,6 +118,7 @@ class AllocatorTimeline:
             self._counted_peak = torch.cuda.max_memory_allocated(self.device)
         recording.__exit__(kind, error, traceback)
         if kind is None:
+            recording.check_complete("this block")
             self._read(recording)
 
     def _read(self, recording: Recording) -> None:

@@ -92,7 +92,8 @@ def profile(
         ShardsInUse: FSDP holds gradients that are not reduced yet.
         CannotProfile: the model is sharded in a way that docs/ranks.md excludes, has lazy layers, is on meta
             without `on`, or runs torch.utils.checkpoint in a way that docs/profiling.md excludes; or the
-            device's allocator reports nothing, as CUDA's `cudaMallocAsync` and pluggable ones.
+            device's allocator reports nothing, as CUDA's `cudaMallocAsync` and pluggable ones; or a part of
+            the step allocates where torch.profiler does not look.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
         ValueError: `mode` and `on` do not go together, or are none; or `on` names a device that is not here.

@@ -59,7 +59,7 @@ class AllocationRecord:
         self._device_type = device.type
         self._clock = clock or clock_of(device)
         self._marks = 0
-        self._recording = Recording()
+        self._recording = Recording(device)
         self.changes: list[Change] = []
         self.places: list[int] = []
         self.times_ns: list[int] = []
@@ -103,6 +103,10 @@ class AllocationRecord:
                     self.places.append(len(self.changes))
                 case _:
                     pass
+
+    def check_complete(self, where: str) -> None:
+        """Raise CannotProfile if torch.profiler left some allocations of `where` out of the record."""
+        self._recording.check_complete(where)
 
     def freed_between(self, first: int, last: int) -> list[Block]:
         """The blocks that are live at mark number `first` and not at mark number `last`."""

@@ -93,8 +93,8 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse, CannotProfile: as `alone`.
-        CannotProfile: the allocator reports nothing, or torch.utils.checkpoint inside the model cannot run
-            its part again.
+        CannotProfile: the allocator reports nothing or not all, or torch.utils.checkpoint inside the model
+            cannot run its part again.
     """
     if accumulates is None:
         accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
@@ -140,6 +140,7 @@ def run(
                     f"the allocator of {device} reports nothing to torch.profiler, so no size is known",
                     "let torch use its own (on CUDA the backend `native`, no pluggable one)",
                 )
+            allocations.check_complete(type(model).__name__)
             shards.mark(recorder.record, saved.out_of_reach)
             for state in recorder.generators.values():
                 state.restore()

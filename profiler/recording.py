@@ -11,23 +11,35 @@ bytes of the C library's heap, and those come to lie in the gaps that aligned al
 tensors. glibc before 2.39 then finds no room in what a tensor gave back for another of its size
 (sourceware.org, bug 30723) and lets the heap grow, far beyond what the step holds, and the kernel empties all
 these pages. The record is shorter, too.
+
+NOTE [ Allocations of other devices need a range around them ]
+torch.profiler lists events twice: in a tree, with addresses, and flat, without. In the tree an event of the
+CPU's allocator may stand alone. An event of another device's allocator appears only inside a recorded range
+of its thread, and is dropped elsewhere. So for such a device one range stays open from the beginning to the
+end, which covers this thread; and autograd's nodes are recorded, which covers the thread that runs backward
+on that device. Code that allocates on further threads (a TorchScript `fork`) is still dropped. The flat list
+has these events too, so `check_complete` compares the two. (`materializeOpEvents` in profiler_kineto.cpp.)
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._autograd import DeviceType, _disable_profiler, _enable_profiler, _prepare_profiler
 from torch._C._profiler import RecordScope, _EventType
 
-from autoac.profiler.errors import ProfilerBusy
+from autoac.profiler.errors import CannotProfile, ProfilerBusy
 
 _MARK = "autoac.mark:"
+_WHOLE = "autoac.record"
+_MEMORY = "[memory]"
+_CPU = DeviceType.CPU
 _NODE = "autograd::engine::evaluate_function: "
 _NO_KINETO_BANNER = "6"  # kineto writes a line at start and stop at every lower level
 
@@ -72,6 +84,7 @@ class Recording:
     """Use as a context manager; `mark()` inside it, `entries()` after it.
 
     Args:
+        device: whose allocator is recorded; None: every device's. The CPU's is always in the record.
         ops: names of ops, `aten::mm`, whose runs `entries` is to tell, and those of all nodes of autograd
             with them. By default neither is recorded (NOTE [ Ops are left out of the record ]).
 
@@ -79,7 +92,9 @@ class Recording:
         ProfilerBusy: another torch profiler is running on this thread.
     """
 
-    def __init__(self, ops: Collection[str] = ()) -> None:
+    def __init__(self, device: torch.device | None = None, *, ops: Collection[str] = ()) -> None:
+        self._ranged = device is None or device.type != "cpu"
+        self._range: Any = None  # open on this thread; NOTE [ Allocations of other devices need a range ... ]
         self._ops = frozenset(ops)
         # Without CUDA's own activities: the host's allocator reports, and no kernel needs to be traced.
         self._settings = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
@@ -91,8 +106,11 @@ class Recording:
         os.environ.setdefault("KINETO_LOG_LEVEL", _NO_KINETO_BANNER)  # read when kineto is first used
         config, activities = self._settings.config(create_trace_id=True), self._settings.kineto_activities
         _prepare_profiler(config, activities)
-        scopes = set() if self._ops else {RecordScope.USER_SCOPE}
-        _enable_profiler(config, activities, scopes)  # type: ignore[call-arg]  # the stub lacks them
+        scopes = {RecordScope.USER_SCOPE, *([RecordScope.BACKWARD_FUNCTION] if self._ranged else [])}
+        _enable_profiler(config, activities, set() if self._ops else scopes)  # type: ignore[call-arg]  # the stub lacks them
+        if self._ranged:
+            with _unseen():
+                self._range = _begin_range(_WHOLE, None)
         return self
 
     def __exit__(
@@ -101,27 +119,49 @@ class Recording:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._ranged:
+            with _unseen():
+                _end_range(self._range)
+            self._range = None
         self._results = _disable_profiler()
 
     def mark(self, name: str = "") -> None:
         """Name this moment."""
-        unseen = torch._C._DisableTorchDispatch()  # by modes
-        with torch._C.DisableTorchFunctionSubclass():
+        with _unseen():
             _end_range(_begin_range(_MARK + name, None))
-        del unseen
+
+    def check_complete(self, where: str) -> None:
+        """Compare the allocations of `entries`, but the CPU's, with torch.profiler's flat list of events.
+
+        See NOTE [ Allocations of other devices need a range around them ].
+
+        Args:
+            where: what was recorded, for the error.
+
+        Raises:
+            CannotProfile: `entries` lacks some.
+        """
+        if not self._ranged:
+            return
+        listed = sum(
+            event.name() == _MEMORY and event.device_type() != _CPU for event in self._results.events()
+        )
+        found = sum(
+            event.tag == _EventType.Allocation and event.typed[1].device.type != "cpu"
+            for event, _ in self._walk()
+        )
+        if found != listed:
+            raise CannotProfile(
+                where,
+                f"{listed - found} of its {listed} allocations and frees happen on threads that "
+                "torch.profiler assigns to no range (such as those of torch.jit.fork)",
+                "run that part on the thread that calls forward",
+            )
 
     def entries(self) -> Iterator[Entry]:
         """What was recorded, in order of time. Of an op that runs inside another only the outer one."""
         ops = self._ops
-        found: list[tuple[Any, bool]] = []
-        stack = [(event, False) for event in reversed(self._results.experimental_event_tree())]
-        while stack:
-            event, inside = stack.pop()
-            found.append((event, inside))
-            inside = inside or (bool(ops) and event.name in ops)
-            stack.extend((child, inside) for child in reversed(event.children))
-        found.sort(key=lambda entry: int(entry[0].start_time_ns))
-        for event, inside in found:
+        for event, inside in sorted(self._walk(), key=lambda found: int(found[0].start_time_ns)):
             time_ns = int(event.start_time_ns)
             if event.tag == _EventType.Allocation:
                 fields = event.typed[1]
@@ -133,6 +173,25 @@ class Recording:
                     yield Ran(time_ns, int(event.end_time_ns), name, node=False)
                 elif name.startswith(_NODE):
                     yield Ran(time_ns, _returned_ns(event), name.removeprefix(_NODE), node=True)
+
+    def _walk(self) -> Iterator[tuple[Any, bool]]:
+        """Every event of the tree, and whether it lies inside one of the ops that were asked for."""
+        ops = self._ops
+        stack = [(event, False) for event in reversed(self._results.experimental_event_tree())]
+        while stack:
+            event, inside = stack.pop()
+            yield event, inside
+            inside = inside or (bool(ops) and event.name in ops)
+            stack.extend((child, inside) for child in reversed(event.children))
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide the ops inside from modes."""
+    unseen = torch._C._DisableTorchDispatch()
+    with torch._C.DisableTorchFunctionSubclass():
+        yield
+    del unseen
 
 
 _begin_range: Callable[..., Any] = torch.ops.profiler._record_function_enter_new.default._op

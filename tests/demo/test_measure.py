@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ac_client.measure import AllocatorTimeline
-from autoac.profiler.recording import Allocated, Recording
 
 
 def test_every_allocation_and_free_is_counted():
@@ -75,20 +74,6 @@ def test_an_exception_inside_passes_and_leaves_the_profiler_free():
     with AllocatorTimeline() as timeline:
         torch.empty(1)
     assert timeline.peak_bytes == 4
-
-
-def test_a_gpu_without_a_number_is_the_current_one(monkeypatch):
-    """Its counter is read, so its events must be meant as well."""
-    asked = []
-    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: asked.append(device) or 7)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    allocated = [Allocated(n, 8, 512, torch.device("cuda", n)) for n in range(2)]
-    monkeypatch.setattr(Recording, "entries", lambda self: iter(allocated))
-    with AllocatorTimeline("cuda") as timeline:
-        pass
-    assert set(asked) == {torch.device("cuda", 1)}
-    assert [event.live_bytes for event in timeline.events] == [7 + 512]
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ def taken(recording: Recording) -> list[Allocated | Marked | Ran]:
 
 
 def test_allocations_and_marks_come_in_order_and_nothing_else() -> None:
-    entries = taken(Recording())
+    entries = taken(Recording(CPU))
     kinds = [type(entry) for entry in entries]
     assert [entry.name for entry in entries if isinstance(entry, Marked)] == ["first", "second"]
     between = entries[kinds.index(Marked) + 1 : len(kinds) - 1 - kinds[::-1].index(Marked)]
@@ -46,7 +46,7 @@ def test_allocations_and_marks_come_in_order_and_nothing_else() -> None:
 
 def test_ops_that_nobody_asks_for_leave_no_trace() -> None:
     """Their names would lie between tensors on the heap for as long as the record is open."""
-    taken(recording := Recording())
+    taken(recording := Recording(CPU))
     names = {event.name for event in every(recording._results.experimental_event_tree())}
     assert {name for name in names if "aten" in name or "Backward" in name} == set()
 
@@ -58,7 +58,9 @@ def every(events: list[Any]) -> Iterator[Any]:
 
 
 def test_ops_that_were_asked_for_are_told_and_the_nodes_of_backward() -> None:
-    ran = [entry for entry in taken(Recording(["aten::linear", "aten::mv"])) if isinstance(entry, Ran)]
+    ran = [
+        entry for entry in taken(Recording(CPU, ops=["aten::linear", "aten::mv"])) if isinstance(entry, Ran)
+    ]
     assert [entry.name for entry in ran if not entry.node] == ["aten::linear"], "mv runs inside linear"
     assert "SumBackward0" in [entry.name for entry in ran if entry.node]
 
@@ -74,7 +76,7 @@ class Watching(TorchDispatchMode):
 
 
 def test_marks_are_no_ops_for_modes() -> None:
-    recording = Recording()
+    recording = Recording(CPU)
     with Watching() as watching, recording:
         recording.mark("here")
         torch.ones(3).sin()
@@ -83,9 +85,9 @@ def test_marks_are_no_ops_for_modes() -> None:
 
 
 def test_one_record_at_a_time() -> None:
-    with Recording(), pytest.raises(ProfilerBusy), Recording():
+    with Recording(CPU), pytest.raises(ProfilerBusy), Recording(CPU):
         pass
-    with Recording():
+    with Recording(CPU):
         pass
 
 

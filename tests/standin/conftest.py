@@ -1,0 +1,123 @@
+"""Tests in this folder run in a process of their own, in which there is a device named "cuda"."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from standin.library import CannotBuild, library
+
+HERE = Path(__file__).parent
+ANSWER_S = 300
+IN_CHILD = "standin.child" in sys.modules
+
+
+class Child:
+    """The process with the device, started with the first test of this one."""
+
+    def __init__(self, built: Path) -> None:
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        answers, write = os.pipe()
+        self._answers = os.fdopen(answers)
+        path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "standin.child", str(built), str(write)],
+            stdin=subprocess.PIPE,
+            stdout=self._said,
+            stderr=subprocess.STDOUT,
+            pass_fds=[write],
+            cwd=HERE.parents[1],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            text=True,
+        )
+        os.close(write)
+
+    def run(self, nodeid: str) -> list[Any]:
+        """Return what pytest reports there of one test.
+
+        Raises:
+            RuntimeError: the process died, or hangs.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{nodeid}\n")
+        self._process.stdin.flush()
+        ready, _, _ = select.select([self._answers], [], [], ANSWER_S)
+        if ready and (line := self._answers.readline()):
+            found: list[Any] = json.loads(line)
+            return found
+        self._process.kill()
+        self._process.wait()
+        self._said.seek(0)
+        said = self._said.read()[-4000:].decode(errors="replace")
+        self.end()
+        raise RuntimeError(
+            f"the process with the stand-in gave no answer ({self._process.returncode}):\n{said}"
+        )
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        for file in (self._process.stdin, self._answers, self._said):
+            file.close()
+
+
+_child: Child | None = None
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Have a test of this folder run in the child, and report what the child reports."""
+    if IN_CHILD or not item.path.is_relative_to(HERE):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in _reports(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _reports(item: pytest.Item) -> list[pytest.TestReport]:
+    global _child
+
+    def one(outcome: Any, longrepr: Any) -> list[pytest.TestReport]:
+        keywords = dict.fromkeys(item.keywords, 1)
+        return [pytest.TestReport(item.nodeid, item.location, keywords, outcome, longrepr, "call")]
+
+    try:
+        _child = _child or Child(library())
+        found = _child.run(item.nodeid)
+    except CannotBuild as error:
+        return one("skipped", (str(item.path), 0, f"Skipped: {error}"))
+    except RuntimeError as error:
+        _child = None  # the next test gets another
+        return one("failed", str(error))
+    hook = item.config.hook
+    return [hook.pytest_report_from_serializable(config=item.config, data=data) for data in found]
+
+
+def pytest_unconfigure() -> None:
+    if _child is not None:
+        _child.end()
+
+
+@pytest.fixture
+def gpu() -> Iterator[ModuleType]:
+    """The stand-in's allocator: `live(i)`, `peak(i)`, `reset_peak(i)`, `set_limit(i, nbytes)`, ..."""
+    from standin.child import device
+
+    yield device
+    for index in range(device.device_count()):
+        device.set_limit(index, 1 << 50)
+    device.set_device(0)
+    device.set_slack(0)
+    device.set_reports(True)

@@ -1,0 +1,107 @@
+"""Load the stand-in and have `torch.cuda` use it, in a process that has not imported torch yet."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+# In this order each finds what it links to.
+_TORCH = ("torch_global_deps", "c10", "torch_cpu", "torch", "torch_python")
+
+
+def load(library: Path) -> ModuleType:
+    """Make "cuda" a device of this process; return the module that reads and sets its allocator."""
+    assert "torch" not in sys.modules, "torch has asked for CUDA's hooks already"
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "lib"
+    for name in _TORCH:
+        ctypes.CDLL(str(folder / f"lib{name}.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+
+    import torch
+
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    assert spec is not None
+    assert spec.loader is not None
+    device = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(device)
+    torch.set_num_threads(1)
+    import torch._dynamo
+    import torch._inductor.utils  # both look for a real device while there is none
+
+    _replace_bindings(torch._C, device)
+    _replace_python(torch.cuda, device)
+    return device
+
+
+def _replace_bindings(bindings: Any, device: ModuleType) -> None:
+    """Stand in for the functions of torch._C that only a build for CUDA has."""
+
+    def exchange_device(index: int) -> int:
+        before: int = device.current_device()
+        if index >= 0:
+            device.set_device(index)
+        return before
+
+    def memory_stats(index: int) -> dict[str, Any]:
+        counted = {"current": device.live(index), "peak": device.peak(index), "allocated": 0, "freed": 0}
+        pools = {pool: dict(counted) for pool in ("all", "small_pool", "large_pool")}
+        return {f"{kind}_bytes": pools for kind in ("allocated", "reserved", "requested", "active")}
+
+    stand_ins = {
+        "_cuda_getDeviceCount": device.device_count,
+        "_cuda_getDevice": device.current_device,
+        "_cuda_setDevice": device.set_device,
+        "_cuda_exchangeDevice": exchange_device,
+        "_cuda_maybeExchangeDevice": exchange_device,
+        "_cuda_getCurrentRawStream": device.current_stream,
+        "_cuda_synchronize": lambda: None,
+        "_cuda_memoryStats": memory_stats,
+        "_cuda_resetPeakMemoryStats": device.reset_peak,
+        "_cuda_emptyCache": lambda: None,
+        "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+        "_cuda_isInBadFork": lambda: False,
+        "_cuda_init": lambda: None,
+        "_has_cuda": True,
+        "has_cuda": True,
+    }
+    for name, stand_in in stand_ins.items():
+        setattr(bindings, name, stand_in)
+
+
+def _replace_python(cuda: Any, device: ModuleType) -> None:
+    """Stand in for what torch.cuda says of devices, and for the streams, which are of a class of CUDA's."""
+    import torch
+
+    def index_of(which: Any) -> int:
+        if which is None:
+            return int(device.current_device())
+        index = which if isinstance(which, int) else torch.device(which).index
+        return int(device.current_device()) if index is None else index
+
+    def stream(number: int, index: int) -> torch.Stream:
+        return torch.Stream(stream_id=number, device_index=index, device_type=1)
+
+    class Properties:
+        name, major, minor, total_memory, multi_processor_count = "Stand-in GPU", 9, 0, 80 << 30, 132
+
+    cuda._initialized = True
+    cuda._lazy_init = lambda: None
+    cuda.is_initialized = cuda.memory.is_initialized = lambda: True
+    cuda.device_count = device.device_count
+    cuda.get_device_name = lambda which=None: Properties.name
+    cuda.get_device_capability = lambda which=None: (Properties.major, Properties.minor)
+    cuda.get_device_properties = lambda which=None: Properties
+    cuda.default_generators = tuple(map(device.default_generator, range(device.device_count())))
+    cuda.current_stream = lambda which=None: stream(device.current_stream(index_of(which)), index_of(which))
+    cuda.default_stream = lambda which=None: stream(0, index_of(which))
+    cuda.synchronize = lambda which=None: None

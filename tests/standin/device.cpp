@@ -1,0 +1,513 @@
+// A device named "cuda" for a CPU build of torch. Its memory is the host's, its kernels are the CPU's.
+//
+// Real: the allocator's counting, its limit and its reports to torch.profiler; two devices with a current one for
+// each thread; streams as numbers; timed events; generators with CUDA's 16 bytes of state; backward on the thread
+// that torch's engine has for each device. Missing: asynchrony, reserved memory, cuDNN, attention kernels, NCCL.
+//
+// Three traps:
+// - torch finds the hooks by the name of their class, which must be CUDAHooks.
+// - torch asks for the hooks once. Load this library with ctypes before Python imports torch.
+// - Import torch._dynamo and torch._inductor before Python learns that there is CUDA.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/GeneratorImpl.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <unordered_map>
+
+using at::Tensor;
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+namespace {
+
+constexpr DeviceIndex kDevices = 2;
+constexpr int64_t kBlock = 512;  // CUDA's allocator rounds sizes up to a multiple of this
+
+thread_local DeviceIndex current_device = 0;
+
+Device with_index(Device device) {
+  return device.has_index() ? device : Device(device.type(), current_device);
+}
+
+// ---- memory
+
+struct Counter {
+  int64_t live = 0;
+  int64_t peak = 0;
+  int64_t limit = int64_t(1) << 50;
+};
+
+struct Block {
+  int64_t nbytes;
+  DeviceIndex device;
+};
+
+std::mutex memory_mutex;  // of the four below
+Counter counters[kDevices];
+std::unordered_map<void*, Block> blocks;
+int64_t slack_nbytes = 0;  // that each block is larger than its rounded size
+bool reports = true;       // to torch.profiler; cudaMallocAsync does not
+
+void report(void* address, int64_t nbytes, DeviceIndex device, int64_t live) {
+  c10::reportMemoryUsageToProfiler(address, nbytes, live, live, Device(DeviceType::CUDA, device));
+}
+
+struct CountingAllocator final : c10::Allocator {
+  static void release(void* address) {
+    if (!address) return;
+    Block block;
+    int64_t live;
+    bool told;
+    {
+      std::lock_guard<std::mutex> lock(memory_mutex);
+      auto found = blocks.find(address);
+      block = found->second;
+      blocks.erase(found);
+      live = counters[block.device].live -= block.nbytes;
+      told = reports;
+    }
+    if (told) report(address, -block.nbytes, block.device, live);
+    free(address);
+  }
+
+  c10::DataPtr allocate(size_t nbytes) override {
+    const DeviceIndex device = current_device;
+    if (!nbytes) return {nullptr, nullptr, &release, Device(DeviceType::CUDA, device)};
+    void* address = nullptr;
+    int64_t rounded, live;
+    bool told;
+    {
+      std::lock_guard<std::mutex> lock(memory_mutex);
+      rounded = (int64_t(nbytes) + kBlock - 1) / kBlock * kBlock + slack_nbytes;
+      auto& counter = counters[device];
+      if (counter.live + rounded > counter.limit || posix_memalign(&address, kBlock, rounded)) {
+        C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory (stand-in).");
+      }
+      blocks[address] = {rounded, device};
+      live = counter.live += rounded;
+      counter.peak = std::max(counter.peak, live);
+      told = reports;
+    }
+    if (told) report(address, rounded, device, live);
+    return {address, address, &release, Device(DeviceType::CUDA, device)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t nbytes) const override { memcpy(to, from, nbytes); }
+};
+
+CountingAllocator allocator;
+REGISTER_ALLOCATOR(DeviceType::CUDA, &allocator)
+
+// ---- devices, streams, events
+
+thread_local c10::StreamId current_stream[kDevices] = {};
+std::atomic<c10::StreamId> last_stream{0};
+
+struct Event {
+  std::chrono::steady_clock::time_point at;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device getDevice() const override { return Device(DeviceType::CUDA, current_device); }
+  void setDevice(Device device) const override {
+    TORCH_CHECK(device.index() < kDevices, "invalid device ordinal");
+    uncheckedSetDevice(device);
+  }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    if (device.index() >= 0) current_device = device.index();
+  }
+  Device exchangeDevice(Device device) const override {
+    const Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  Stream getStream(Device device) const override {
+    device = with_index(device);
+    return Stream(Stream::UNSAFE, device, current_stream[device.index()]);
+  }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::UNSAFE, with_index(device), 0); }
+  Stream getNewStream(Device device, int) const override {
+    return Stream(Stream::UNSAFE, with_index(device), ++last_stream);
+  }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  Stream exchangeStream(Stream stream) const override {
+    const Stream before = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return before;
+  }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
+
+  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+    if (!*event) *event = new Event;
+    static_cast<Event*>(*event)->at = std::chrono::steady_clock::now();
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  double elapsedTime(void* from, void* to, const DeviceIndex) const override {
+    return std::chrono::duration<double, std::milli>(static_cast<Event*>(to)->at - static_cast<Event*>(from)->at)
+        .count();
+  }
+};
+
+// ---- random numbers
+
+// State as CUDA's Philox has it: a seed, and an offset that every kernel moves on.
+struct Generator final : c10::GeneratorImpl {
+  uint64_t seed_ = 0;
+  uint64_t offset_ = 0;
+
+  explicit Generator(DeviceIndex device)
+      : c10::GeneratorImpl(Device(DeviceType::CUDA, device), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
+  static DeviceType device_type() { return DeviceType::CUDA; }
+  void set_current_seed(uint64_t seed) override { seed_ = seed, offset_ = 0; }
+  void set_offset(uint64_t offset) override { offset_ = offset; }
+  uint64_t get_offset() const override { return offset_; }
+  uint64_t current_seed() const override { return seed_; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom(true));
+    return seed_;
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == 16, "RNG state is wrong size");
+    const auto* bytes = static_cast<const char*>(state.data());
+    memcpy(&seed_, bytes, 8);
+    memcpy(&offset_, bytes + 8, 8);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto state = at::detail::empty_cpu({16}, at::kByte);
+    auto* bytes = static_cast<char*>(state.data_ptr());
+    memcpy(bytes, &seed_, 8);
+    memcpy(bytes + 8, &offset_, 8);
+    return state.getIntrusivePtr();
+  }
+  Generator* clone_impl() const override {
+    auto* copy = new Generator(device().index());
+    copy->seed_ = seed_, copy->offset_ = offset_;
+    return copy;
+  }
+  // A seed for one kernel; the next one gets another.
+  uint64_t next() {
+    offset_ += 4;
+    return seed_ * 1000003 + offset_;
+  }
+};
+
+at::Generator& default_generator(DeviceIndex device) {
+  static at::Generator generators[kDevices] = {at::make_generator<Generator>(0), at::make_generator<Generator>(1)};
+  return generators[device < 0 ? current_device : device];
+}
+
+// ---- tensors
+
+template <typename Make>
+Tensor on_device(std::optional<Device> wanted, Make make) {
+  c10::impl::VirtualGuardImpl guard(DeviceType::CUDA);
+  const Device before = guard.exchangeDevice(with_index(wanted.value_or(Device(DeviceType::CUDA))));
+  struct Back {
+    c10::impl::VirtualGuardImpl& guard;
+    Device device;
+    ~Back() { guard.setDevice(device); }
+  } back{guard, before};
+  return make(c10::DispatchKeySet(c10::DispatchKey::CUDA));
+}
+
+Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+             std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return on_device(device, [&](auto keys) {
+    return at::detail::empty_generic(size, &allocator, keys, at::dtype_or_default(dtype), format);
+  });
+}
+
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
+  return on_device(device, [&](auto keys) {
+    return at::detail::empty_strided_generic(size, stride, &allocator, keys, at::dtype_or_default(dtype));
+  });
+}
+
+// The tensors of one call: those on the device become tensors of the host on the same memory, and back again.
+class Translation {
+ public:
+  std::optional<Device> device;  // of the first tensor, or the one that an argument names
+
+  Tensor to_host(const Tensor& tensor) {
+    if (!tensor.defined() || !tensor.device().is_cuda()) return tensor;
+    if (!device) device = tensor.device();
+    for (auto& [theirs, ours] : tensors_) {
+      if (theirs.is_same(tensor)) return ours;
+    }
+    auto host = at::detail::make_tensor<c10::TensorImpl>(
+        host_storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+    auto* impl = host.unsafeGetTensorImpl();
+    impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+    if (tensor.is_conj()) host._set_conj(true);
+    if (tensor.is_neg()) host._set_neg(true);
+    tensors_.emplace_back(tensor, host);
+    return host;
+  }
+
+  Tensor to_device(const Tensor& host) {
+    if (!host.defined()) return host;
+    for (auto& [theirs, ours] : tensors_) {
+      if (ours.is_same(host)) return theirs;
+    }
+    for (auto& [theirs, ours] : tensors_) {
+      if (!host.has_storage() || !host.is_alias_of(ours)) continue;
+      auto view = at::detail::make_tensor<c10::TensorImpl>(
+          c10::Storage(theirs.storage()), c10::DispatchKeySet(c10::DispatchKey::CUDA), host.dtype());
+      view.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+      return view;
+    }
+    if (!device || host.layout() != at::kStrided) return host;
+    auto made = empty_strided(host.sizes(), host.strides(), host.scalar_type(), {}, device, {});
+    if (host.numel()) {
+      const size_t offset = host.storage_offset() * host.itemsize();
+      copy_bytes(made.storage(), static_cast<const char*>(host.storage().data()) + offset,
+                 host.storage().nbytes() - offset);
+    }
+    return made;
+  }
+
+  // A kernel may have resized what it was to write into.
+  void keep_resized() {
+    for (auto& [theirs, ours] : tensors_) {
+      if (ours.sizes() == theirs.sizes() && ours.storage().data() == theirs.storage().data()) continue;
+      theirs.resize_(ours.sizes());
+      copy_bytes(theirs.storage(), ours.storage().data(), ours.storage().nbytes());
+      theirs.unsafeGetTensorImpl()->set_sizes_and_strides(ours.sizes(), ours.strides(), ours.storage_offset());
+    }
+  }
+
+ private:
+  static void copy_bytes(const c10::Storage& to, const void* from, size_t nbytes) {
+    memcpy(const_cast<c10::Storage&>(to).mutable_data(), from, std::min(to.nbytes(), nbytes));
+  }
+
+  c10::Storage host_storage(const c10::Storage& storage) {
+    for (auto& [theirs, ours] : storages_) {
+      if (theirs == storage.unsafeGetStorageImpl()) return ours;
+    }
+    auto* impl = storage.unsafeGetStorageImpl();
+    c10::Storage host(c10::Storage::use_byte_size_t(), impl->nbytes(),
+                      c10::DataPtr(impl->mutable_data(), Device(DeviceType::CPU)), c10::GetCPUAllocator(), true);
+    storages_.emplace_back(impl, host);
+    return host;
+  }
+
+  std::vector<std::pair<c10::StorageImpl*, c10::Storage>> storages_;
+  std::vector<std::pair<Tensor, Tensor>> tensors_;
+};
+
+template <typename List, typename Convert>
+c10::IValue converted(const List& tensors, Convert convert) {
+  c10::List<typename List::value_type> list;
+  for (const auto& tensor : tensors) list.push_back(convert(tensor));
+  return list;
+}
+
+// Run an op's CPU kernel on the device's memory.
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t arguments = op.schema().arguments().size(), first = stack->size() - arguments;
+  const size_t returns = op.schema().returns().size();
+  Translation call;
+  auto host_generator = at::detail::getDefaultCPUGenerator();
+  at::Generator generator;
+  auto to_host = [&](const Tensor& tensor) { return call.to_host(tensor); };
+  for (size_t i = first; i < stack->size(); i++) {
+    auto& value = (*stack)[i];
+    if (value.isTensor()) {
+      value = call.to_host(value.toTensor());
+    } else if (value.isTensorList()) {
+      value = converted(value.toTensorVector(), to_host);
+    } else if (value.isOptionalTensorList()) {
+      value = converted(value.toOptionalTensorVector(), [&](const std::optional<Tensor>& tensor) {
+        return tensor ? std::optional<Tensor>(call.to_host(*tensor)) : tensor;
+      });
+    } else if (value.isDevice() && value.toDevice().is_cuda()) {
+      if (!call.device) call.device = with_index(value.toDevice());
+      value = Device(DeviceType::CPU);
+    } else if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
+      generator = value.toGenerator();
+      value = host_generator;
+    }
+  }
+  const auto& tags = op.getTags();
+  const bool draws = std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) != tags.end();
+  c10::intrusive_ptr<c10::TensorImpl> host_state;
+  if (draws) {
+    if (!generator.defined()) generator = default_generator(call.device ? call.device->index() : current_device);
+    host_state = host_generator.unsafeGetGeneratorImpl()->get_state();
+    host_generator.set_current_seed(static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->next());
+  }
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  if (draws) host_generator.unsafeGetGeneratorImpl()->set_state(*host_state);
+  call.keep_resized();
+  auto to_device = [&](const Tensor& tensor) { return call.to_device(tensor); };
+  for (size_t i = stack->size() - returns; i < stack->size(); i++) {
+    auto& value = (*stack)[i];
+    if (value.isTensor()) value = call.to_device(value.toTensor());
+    else if (value.isTensorList()) value = converted(value.toTensorVector(), to_device);
+  }
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool) {
+  Translation call;
+  auto to = call.to_host(self);
+  at::AutoDispatchBelowADInplaceOrView below;
+  to.copy_(call.to_host(source));
+  return self;
+}
+
+// What only changes how a tensor looks at its storage runs on the tensor itself.
+
+Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                  std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
+}
+Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size));
+}
+Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+Tensor& set_window(Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  return at::cpu::set_(self, storage, offset, size, stride);
+}
+Tensor& set_storage(Tensor& self, at::Storage storage) {
+  const int64_t elements = storage.nbytes() / self.itemsize();
+  return at::cpu::set_(self, storage, 0, {elements}, {1});
+}
+Tensor& set_tensor(Tensor& self, const Tensor& source) {
+  return at::cpu::set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+Tensor& set_nothing(Tensor& self) {
+  c10::Storage nothing(c10::Storage::use_byte_size_t(), 0, &allocator, true);
+  return at::cpu::set_(self, nothing, 0, {0}, {});
+}
+
+}  // namespace
+
+namespace c10::impl {
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+}
+
+namespace standin {
+
+struct CUDAHooks : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool hasCUDA() const override { return true; }
+  const at::Generator& getDefaultGenerator(DeviceIndex device) const override { return default_generator(device); }
+  at::Generator getNewGenerator(DeviceIndex device) const override {
+    return at::make_generator<Generator>(device < 0 ? ::current_device : device);
+  }
+  DeviceIndex deviceCount() const override { return kDevices; }
+  int getNumGPUs() const override { return kDevices; }
+  DeviceIndex current_device() const override { return ::current_device; }
+  DeviceIndex getCurrentDevice() const override { return ::current_device; }
+  void setCurrentDevice(DeviceIndex device) const override { ::current_device = device; }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    const DeviceIndex before = ::current_device;
+    if (device >= 0) ::current_device = device;
+    return before;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
+  void deviceSynchronize(DeviceIndex) const override {}
+};
+
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks);
+
+}  // namespace standin
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("copy_", &copy_);
+  m.impl("as_strided", &as_strided);
+  m.impl("view", &view);
+  m.impl("_reshape_alias", &reshape_alias);
+  m.impl("resize_", &resize_);
+  m.impl("set_.source_Storage_storage_offset", &set_window);
+  m.impl("set_.source_Storage", &set_storage);
+  m.impl("set_.source_Tensor", &set_tensor);
+  m.impl("set_", &set_nothing);
+  // These have kernels for every device, which would ask for CUDA's own.
+  for (const char* name :
+       {"convolution", "convolution_backward", "convolution_overrideable", "convolution_backward_overrideable",
+        "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward", "_softmax"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  auto counter = [](DeviceIndex device) -> Counter& { return counters[device]; };
+  m.def("device_count", [] { return int(kDevices); });
+  m.def("current_device", [] { return int(current_device); });
+  m.def("set_device", [](DeviceIndex device) { current_device = device; });
+  m.def("current_stream", [](DeviceIndex device) { return current_stream[device]; });
+  m.def("default_generator", [](DeviceIndex device) { return default_generator(device); });
+  m.def("live", [=](DeviceIndex device) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    return counter(device).live;
+  });
+  m.def("peak", [=](DeviceIndex device) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    return counter(device).peak;
+  });
+  m.def("reset_peak", [=](DeviceIndex device) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    counter(device).peak = counter(device).live;
+  });
+  m.def("set_limit", [=](DeviceIndex device, int64_t nbytes) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    counter(device).limit = nbytes;
+  });
+  m.def("set_slack", [](int64_t nbytes) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    slack_nbytes = nbytes;
+  });
+  m.def("set_reports", [](bool on) {
+    std::lock_guard<std::mutex> lock(memory_mutex);
+    reports = on;
+  });
+}

@@ -1,0 +1,10 @@
+"""What the stand-in must do for the other tests in this folder to mean something."""
+
+import torch
+
+
+def test_tensors_are_counted_in_blocks_of_512_bytes(gpu):
+    before = gpu.live(0)
+    held = torch.ones(129, device="cuda")
+    assert held.device == torch.device("cuda", 0)
+    assert gpu.live(0) == before + 1024 == torch.cuda.memory_allocated()

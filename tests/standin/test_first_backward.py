@@ -1,0 +1,117 @@
+"""What a GPU's libraries take in a first backward: to keep it between calls, or to try their ways."""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from models import Transformer
+from torch import Tensor, nn
+
+from autoac.profiler import hollow, observe, profile
+
+KEPT = 1 << 20  # bytes that a library keeps between its calls
+
+
+class Keeps(torch.autograd.Function):
+    """Backward takes something the first time that it runs, and keeps it, as cuBLAS does."""
+
+    kept: list[Tensor] = []  # noqa: RUF012 - of the process
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if not Keeps.kept:
+            Keeps.kept.append(torch.empty(KEPT, dtype=torch.uint8, device="cuda"))
+        return gradient.clone()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Keeps.apply(self.first(x).tanh()).tanh()).tanh()
+
+
+def test_what_backward_takes_once_and_keeps_is_there_all_the_time(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step finds it there from its first op on."""
+    model, x = Model().cuda(), torch.randn(4, 8, device="cuda")
+    Keeps.kept.append(torch.empty(0))
+    without = profile(model, x)
+    Keeps.kept.clear()
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", Keeps.kept.clear)
+    found = profile(model, x)
+    assert found.keys() == without.keys()
+    more = [b - a for a, b in zip(without.ops.other_nbytes, found.ops.other_nbytes, strict=True)]
+    assert more == [KEPT] * len(more)
+    for measure in ("other_nbytes", "peak_nbytes"):
+        before, after = getattr(without.backward, measure), getattr(found.backward, measure)
+        assert [b - a for a, b in zip(before, after, strict=True)] == [KEPT] * len(before), measure
+    assert found.ops.workspace_nbytes == without.ops.workspace_nbytes
+    assert found.gradient_nbytes == without.gradient_nbytes + KEPT
+
+
+def test_workspaces_of_cublas_are_given_back_on_both_threads(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps some for each thread, and backward of a GPU's ops has its own."""
+    threads: list[int] = []
+    clear = lambda: threads.append(threading.get_native_id())  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear)
+    assert not hollow.forget_workspaces(torch.device("cpu"))
+    assert not threads
+    assert hollow.forget_workspaces(torch.device("cuda", 1))
+    here, there = threads
+    assert here == threading.get_native_id() != there
+
+
+class Tries(torch.autograd.Function):
+    """Backward tries several ways the first time that it runs, as cuDNN does."""
+
+    tried = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if not Tries.tried:
+            Tries.tried = True
+            torch.empty(KEPT, dtype=torch.uint8, device="cuda")
+        return gradient.clone()
+
+
+class Trying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Transformer(layers=2, dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Tries.apply(self.inner(x)["logits"])
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_what_only_a_first_backward_needs_is_not_in_the_profile(gpu: ModuleType, accumulates: bool) -> None:
+    model, x = Trying().cuda(), torch.randn(2, 8, 32, device="cuda")
+    Tries.tried = True
+    usual = observe(model, (x,), {}, accumulates=accumulates)
+    state = torch.cuda.get_rng_state()
+    Tries.tried = False
+    found = observe(model, (x,), {}, accumulates=accumulates)
+    assert Tries.tried
+    assert found.fingerprint == usual.fingerprint
+    assert found.backward.peak_nbytes == usual.backward.peak_nbytes
+    assert found.backward.other_nbytes == usual.backward.other_nbytes
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,156 @@
+"""What torch.profiler records of an allocator that is not the CPU's."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from types import ModuleType
+
+import pytest
+import torch
+from models import Transformer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ac_client.measure import AllocatorTimeline
+from autoac.planner import bounds, build
+from autoac.profiler import CannotProfile, profile
+from autoac.profiler.recording import Allocated, Marked, Recording
+
+CUDA = torch.device("cuda", 0)
+
+
+def small() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Transformer(layers=1).cuda(), torch.randn(2, 8, 32, device="cuda")
+
+
+def taken(recording: Recording, model: nn.Module, x: Tensor) -> list[Allocated]:
+    """What is recorded of a forward on this thread and a backward on the device's."""
+    with recording:
+        sum(out.sum() for out in model(x).values()).backward()
+    return [e for e in recording.entries() if isinstance(e, Allocated) and e.device.type == "cuda"]
+
+
+@pytest.mark.parametrize("ops", [(), ("aten::linear",)])
+def test_every_allocation_and_free_of_a_step_is_in_the_record(gpu: ModuleType, ops: tuple[str, ...]) -> None:
+    model, x = small()
+    before = gpu.live(0)
+    gpu.reset_peak(0)
+    recording = Recording(CUDA, ops=ops)
+    found = taken(recording, model, x)
+    live = list(accumulate((entry.nbytes for entry in found), initial=before))
+    assert live[-1] == gpu.live(0)
+    assert max(live) == gpu.peak(0)
+    recording.check_complete("a step")
+
+
+def test_a_record_of_every_device_has_all_of_them(gpu: ModuleType) -> None:
+    with (recording := Recording()):
+        held = [torch.empty(1000, device=device) for device in ("cpu", "cuda:0", "cuda:1")]
+    found = {entry.device.type: entry for entry in recording.entries() if isinstance(entry, Allocated)}
+    assert set(found) == {"cpu", "cuda"}
+    assert found["cuda"].address == held[2].data_ptr()
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_range_around_a_record_is_no_op_for_modes(gpu: ModuleType) -> None:
+    with Watching() as watching, Recording(CUDA) as recording:
+        recording.mark("here")
+    assert watching.seen == []
+    assert [entry.name for entry in recording.entries() if isinstance(entry, Marked)] == ["here"]
+
+
+class Forking(nn.Module):
+    """Runs a part of its forward on a thread of TorchScript's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        @torch.jit.script
+        def beside(x: Tensor) -> Tensor:
+            return torch.jit.wait(torch.jit.fork(torch.sin, x))
+
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.beside(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_allocations_that_the_record_lacks_are_refused(gpu: ModuleType) -> None:
+    """Its bytes would be missing from every plan."""
+    model, x = Forking().cuda(), torch.randn(4, 8, device="cuda")
+    with pytest.raises(CannotProfile, match="on threads that") as caught:
+        profile(model, x)
+    assert caught.value.where == "Forking"
+    with pytest.raises(CannotProfile, match="this block"), AllocatorTimeline("cuda"):
+        model(x)
+
+
+def test_an_allocator_that_reports_nothing_is_refused(gpu: ModuleType) -> None:
+    """CUDA's `cudaMallocAsync` and pluggable allocators tell torch.profiler nothing."""
+    model, x = small()
+    gpu.set_reports(False)
+    with pytest.raises(CannotProfile, match="reports nothing"):
+        profile(model, x)
+
+
+def test_larger_blocks_are_planned_with_and_are_the_same_step(gpu: ModuleType) -> None:
+    """CUDA's caching allocator does not split a block of which less than a mebibyte would be left."""
+    model, x = small()
+    exact = profile(model, x)
+    gpu.set_slack(512)
+    found = profile(model, x)
+    assert found.fingerprint == exact.fingerprint
+    assert found.storages.nbytes == exact.storages.nbytes
+    assert set(found.storages.slack_nbytes) == {512}
+    more = bounds(build(found)).ceiling - bounds(build(exact)).ceiling
+    assert more > 0
+    assert more % 512 == 0
+
+
+class Growing(nn.Module):
+    """Each forward finds the allocator with larger blocks than the one before."""
+
+    def __init__(self, gpu: ModuleType) -> None:
+        super().__init__()
+        self.inner, self.gpu, self.forwards = Transformer(layers=1), [gpu], [0]
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.forwards[0] += 1
+        self.gpu[0].set_slack(512 * self.forwards[0])
+        return self.inner(x)
+
+
+def test_a_plain_step_may_get_larger_blocks_for_the_same(gpu: ModuleType) -> None:
+    _, x = small()
+    model = Growing(gpu).cuda()
+    assert profile(model, x, mode="measured").keys() == profile(model, x).keys()
+
+
+def test_a_gpu_without_a_number_is_the_current_one(gpu: ModuleType) -> None:
+    """Its counter is read, so its events must be meant as well."""
+    gpu.set_device(1)
+    with AllocatorTimeline("cuda") as timeline:
+        held = [torch.empty(100, device=f"cuda:{index}") for index in range(2)]
+    assert timeline.device == torch.device("cuda", 1)
+    assert [event.live_bytes for event in timeline.events] == [gpu.live(1)]
+    del held
+
+
+def test_events_are_absolute_and_the_peak_is_the_allocators(gpu: ModuleType) -> None:
+    held = torch.empty(1 << 18, device="cuda")
+    with AllocatorTimeline("cuda") as timeline:
+        torch.empty(1 << 18, device="cuda")
+    assert timeline.peak_bytes == gpu.peak(0) == 2 * held.nbytes
+    assert [event.live_bytes for event in timeline.events] == [2 * held.nbytes, held.nbytes]

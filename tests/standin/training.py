@@ -1,0 +1,95 @@
+"""A few training steps on the stand-in: what came out of them, and the allocator's peak of each."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from autoac.planner.units import GIB
+from autoac.profiler import observe
+
+
+@dataclass
+class Task:
+    """A model that returns its loss, its batch, and where both go."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], Mapping[str, Any]]
+    device: str = "cuda:0"
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of forward
+
+    @property
+    def index(self) -> int:
+        return int(self.device[-1])
+
+    def made(self) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+        """Return the model, its optimizer and its batch; nothing else stays on the device."""
+        gc.collect()
+        torch.manual_seed(0)
+        model = self.make().train().to(self.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        batch = {
+            name: value.detach().to(self.device) if isinstance(value, Tensor) else value
+            for name, value in self.batch().items()
+        }
+        return model, optimizer, batch
+
+    def observed(self, **options: Any) -> Any:
+        """Return the profile of a step."""
+        model, optimizer, batch = self.made()
+        with self.context():
+            return observe(model, (), batch, optimizer=optimizer, **options)
+
+
+@dataclass
+class Training:
+    """What some steps left behind."""
+
+    applied: ac_client.Applied | None
+    peaks: list[int] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[list[Tensor]] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+
+    def same_numbers(self, other: Training) -> bool:
+        """Return True if losses, gradients and buffers are equal, bit for bit."""
+        mine, theirs = (
+            [*one.losses, *(g for step in one.gradients for g in step), *one.buffers] for one in (self, other)
+        )
+        return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 3) -> Training:
+    """Train `task` for some steps, planned if there is a budget in bytes."""
+    model, optimizer, batch = task.made()
+    if budget is not None:
+        ac_client.apply(model, budget / GIB, optimizer=optimizer)
+    done = Training(ac_client.applied(model) if budget is not None else None)
+    for i in range(steps):
+        torch.cuda.manual_seed_all(i)
+        gpu.reset_peak(task.index)
+        step(task, model, optimizer, batch, done)
+        done.peaks.append(gpu.peak(task.index))
+        optimizer.zero_grad()
+    done.buffers = [buffer.cpu().clone() for buffer in model.buffers()]
+    return done
+
+
+def step(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], done: Training
+) -> None:
+    """Take one step; its outputs live to the end, as in a loop that takes each step in a function."""
+    with task.context():
+        out = model(**batch)
+    out["loss"].backward()
+    optimizer.step()
+    done.losses.append(out["loss"].detach().cpu())
+    done.gradients.append([p.grad.cpu().clone() for p in model.parameters() if p.grad is not None])
