@@ -20,6 +20,7 @@ from ac_client.errors import (
     AlreadyApplied,
     ApplyError,
     CheckpointingActive,
+    CompiledModel,
     NotApplied,
     RankFailed,
     ShapeNotPlanned,
@@ -43,6 +44,7 @@ __all__ = [
     "Applied",
     "ApplyError",
     "CheckpointingActive",
+    "CompiledModel",
     "Constraints",
     "InfeasibleBudget",
     "InvalidBudget",
@@ -135,6 +137,9 @@ def apply(
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file that holds none.
         CheckpointingActive: the model checkpoints itself.
+        CompiledModel: torch.compile was called on the whole model. Blocks that were compiled before are fine;
+            nothing inside of them is recomputed.
+        CannotProfile: from a training forward that runs inside of torch.compile or is traced.
         InvalidConstraints: a pattern stands for nothing, or constraints contradict each other. From the first
             training forward, which leaves the model as it was; from `apply` if a policy is given as well.
         InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first

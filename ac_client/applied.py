@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ac_client.buckets import Loaded
 from ac_client.choosing import Choosing, Shapes
 from ac_client.cursor import OffPath
-from ac_client.errors import AlreadyApplied, CheckpointingActive, NotApplied
+from ac_client.errors import AlreadyApplied, CheckpointingActive, CompiledModel, NotApplied
 from ac_client.files import write_whole
 from ac_client.forward import Forward
 from ac_client.measuring import Measuring
@@ -40,6 +40,8 @@ from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.batch import batch_tensors
+from autoac.profiler.compiled import is_compiled, is_optimized
+from autoac.profiler.errors import CannotProfile
 from autoac.profiler.modules import ModuleHook, watch_modules
 from autoac.profiler.sharding import gathered_nbytes, parameters_of
 from autoac.profiler.static import optimizer_state_nbytes, static_bytes
@@ -351,7 +353,9 @@ class Applied:
 
     def _attach(self, model: nn.Module) -> None:
         self._handles = [
-            model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True, prepend=True),
+            model.register_forward_pre_hook(
+                ModuleHook(self._before, before=True), with_kwargs=True, prepend=True
+            ),
             model.register_forward_hook(ModuleHook(self._left), always_call=True),
             *watch_modules(model, self._enter, self._leave),
         ]
@@ -367,6 +371,12 @@ class Applied:
             if not model.training:
                 self._forward.end()  # as below; no part of a forward in training
             return
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            raise CannotProfile(
+                self._name,
+                "torch.export or torch.jit traces it, and would trace the plan as well",
+                "call ac_client.applied(model).remove() first, or trace it in eval() under torch.no_grad()",
+            )
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
         self._forward.end()
@@ -462,12 +472,28 @@ def applied(model: nn.Module) -> Applied:
         raise NotApplied(type(model).__name__) from None
 
 
-def check_untouched(model: nn.Module) -> None:
-    """Refuse a model that is planned already, with others in it or as a part of one, or checkpoints itself.
+def check_not_compiled(model: nn.Module, how: str = "compile its blocks instead") -> None:
+    """Refuse a model that torch.compile was called on.
+
+    Args:
+        how: what to do instead.
 
     Raises:
-        AlreadyApplied, CheckpointingActive.
+        CompiledModel.
     """
+    if is_compiled(model):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        raise CompiledModel(f"torch.compile({name})" if is_optimized(model) else f"{name}.compile()", how)
+
+
+def check_untouched(model: nn.Module) -> None:
+    """Refuse a model that is planned already, with others in it or as a part of one, or checkpoints itself,
+    or is compiled as a whole.
+
+    Raises:
+        AlreadyApplied, CheckpointingActive, CompiledModel.
+    """
+    check_not_compiled(model)
     for whole in list(_applied):
         for path, module in whole.named_modules():
             if module is model and path:

@@ -20,18 +20,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import CellType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C import _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import Parameter
 from torch.utils import checkpoint as torchs
+from torch.utils._pytree import tree_leaves
 
 from ac_client.policies import AskedAsByTorch
 from ac_client.runtime import save_recompute_policy
+from autoac.profiler.compiled import dynamo_is_active
+from autoac.profiler.ops import is_wrapper
 
 R = TypeVar("R")
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -54,8 +59,9 @@ def checkpoint(
 
     Handed over to `torch.utils.checkpoint.checkpoint`, with all its rules: `use_reentrant=True` (or None);
     calls that torch.compile, `make_fx` or fake tensors trace; a `function` that is compiled, as its inside
-    is not seen; and a `context_fn` whose second context is neither of the selective kind nor a nullcontext,
-    because recomputation must run Python under it.
+    is not seen; arguments or parameters that wrap other tensors (DTensor) or are nested, as their ops cannot
+    be run again one by one; and a `context_fn` whose second context is neither of the selective kind nor a
+    nullcontext, because recomputation must run Python under it.
 
     Args:
         function: runs once. What it does beside computing tensors is not repeated in backward.
@@ -93,7 +99,7 @@ def checkpoint(
         early_stop=early_stop,
         **kwargs,
     )
-    if use_reentrant is None or use_reentrant or _traced(function, args):
+    if use_reentrant is None or use_reentrant or _traced(function, args) or _wraps(function, args, kwargs):
         return torchs_own()
     _check(context_fn, determinism_check, debug)
     first, second = context_fn()
@@ -172,12 +178,51 @@ _COMPILED = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
 
 def _traced(function: Any, args: Sequence[Any]) -> bool:
     """Whether the tensors inside stand for others or are not seen, so that recording would say nothing."""
-    if any(getattr(function, mark, None) is not None for mark in _COMPILED):
+    if dynamo_is_active() or any(getattr(function, mark, None) is not None for mark in _COMPILED):
         return True
     if torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
         return True
     fake = torch._guards.detect_fake_mode(args)
     return isinstance(fake, FakeTensorMode)
+
+
+def _wraps(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if an argument, or a parameter of a module that `function` calls, is not a plain tensor.
+
+    FSDP's sharded parameters do not count: inside of forward plain ones stand in for them.
+    """
+    if any(_is_wrapped(leaf) for leaf in tree_leaves((args, kwargs))):
+        return True
+    waiting = list(_modules_of(function))
+    while waiting:
+        module = waiting.pop()
+        if hasattr(module, "unshard"):  # an FSDPModule, without importing it
+            return False
+        if any(type(p) is not Parameter and _is_wrapped(p) for p in module._parameters.values()):
+            return True
+        waiting += [child for child in module._modules.values() if child is not None]
+    return False
+
+
+def _is_wrapped(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_nested or is_wrapper(leaf))
+
+
+def _modules_of(function: Any) -> Iterator[nn.Module]:
+    """The modules that a callable is, is bound to, or has in its closure."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    cells = getattr(function, "__closure__", None) or ()
+    for found in (function, getattr(function, "__self__", None), *map(_content, cells)):
+        if isinstance(found, nn.Module):
+            yield found
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 def _check(context_fn: Contexts, determinism_check: str, debug: bool) -> None:

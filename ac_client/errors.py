@@ -3,6 +3,7 @@
     ApplyError (ValueError)
     +-- AlreadyApplied         the model, a part of it, or what it is part of, is planned already
     +-- CheckpointingActive    the model checkpoints itself
+    +-- CompiledModel          torch.compile was called on the whole model
     NotApplied (LookupError)   applied(model) of a model that is not planned
     ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
     RankFailed (RuntimeError)  another rank could not be profiled or planned
@@ -36,6 +37,20 @@ class CheckpointingActive(ApplyError):
 
     def __init__(self, where: str, how: str) -> None:
         super().__init__(f"{where} has gradient checkpointing switched on; do {how} before ac_client.apply")
+
+
+class CompiledModel(ApplyError):
+    """The whole model is compiled: then it is one op to a plan, with nothing to recompute."""
+
+    def __init__(self, where: str, how: str) -> None:
+        self.where, self.how = where, how
+        super().__init__(
+            f"{where} compiles the whole model, and what compiled code saves is for the compiler to choose: "
+            f"{how}, or set torch._functorch.config.activation_memory_budget and leave ac_client out"
+        )
+
+    def __reduce__(self) -> tuple[type[CompiledModel], tuple[str, str]]:
+        return CompiledModel, (self.where, self.how)
 
 
 class NotApplied(LookupError):

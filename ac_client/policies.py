@@ -6,7 +6,9 @@ one, except that a MUST stands against any PREFER, and two different MUSTs are a
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +25,30 @@ PolicyFunction = Callable[..., CheckpointPolicy | bool]
 
 MUSTS = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE})
 SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
+
+
+_OFFLOADS = {
+    CheckpointPolicy.MUST_CPU_OFFLOAD: CheckpointPolicy.MUST_SAVE,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: CheckpointPolicy.PREFER_SAVE,
+}
+
+
+def without_offload(word: CheckpointPolicy) -> CheckpointPolicy:
+    """Return `word`, with the matching SAVE in place of a CPU_OFFLOAD; warn about the first of these."""
+    saves = _OFFLOADS.get(word)
+    if saves is None:
+        return word
+    _warn_of_offload()
+    return saves
+
+
+@functools.cache
+def _warn_of_offload() -> None:
+    warnings.warn(
+        "CheckpointPolicy.MUST_CPU_OFFLOAD and PREFER_CPU_OFFLOAD save on the device here; to offload what "
+        "is saved, run the region inside of torch.autograd.graph.save_on_cpu() or pass packing=",
+        stacklevel=4,
+    )
 
 
 class PolicyConflict(RuntimeError):
@@ -135,7 +161,7 @@ def checked(answer: Any, said_by: str, op: Any) -> CheckpointPolicy:
     if isinstance(answer, bool):
         return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
     if isinstance(answer, CheckpointPolicy):
-        return answer
+        return without_offload(answer)
     raise TypeError(
         f"{said_by} returned {answer!r} for {op}; a policy function returns a CheckpointPolicy or a bool"
     )
@@ -185,7 +211,7 @@ def decider(policy: Any) -> Decider:
             f'unknown policy {policy!r}: use "recompute_all", "must_save_all", a function or ops'
         )
     if isinstance(policy, CheckpointPolicy):
-        return Always(policy, policy.name)
+        return Always(without_offload(policy), policy.name)
     if isinstance(policy, Collection):
         return SaveThese(frozenset(_checked_ops(policy)))
     if callable(policy):

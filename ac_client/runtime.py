@@ -21,10 +21,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.nodes import Held, Node, OfShape, Ref, Source, Undescribed, Value, hold
 from ac_client.packed import HandedOn, Kept, Packed, unpack
-from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider
+from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider, without_offload
 from ac_client.recipes import Guard, Recipe, recipe_of
 from ac_client.replay import Graph, Log, suspended
-from autoac.profiler.compiled import SeesCompiled, anything_compiled, watch_compiled
+from autoac.profiler.compiled import (
+    SeesCompiled,
+    anything_compiled,
+    dynamo_is_active,
+    keep_dynamo_out,
+    watch_compiled,
+)
 from autoac.profiler.ops import (
     OpFacts,
     facts_of,
@@ -452,7 +458,8 @@ def _plain_recipe_of(tensor: Tensor) -> Recipe:
     return recipe_of(tensor)
 
 
-# Dynamo is not to look into what the mode does when a compiled submodule runs under it.
+# Dynamo is not to look into what the mode, or anything that it calls, does when a compiled submodule runs
+# under it.
 _frames = torch._C._dynamo.eval_frame
 _frames.set_code_exec_strategy(
     Region.__torch_dispatch__.__code__,
@@ -470,9 +477,9 @@ def enter_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
         hooks.__enter__()
     except RuntimeError as error:
         raise RuntimeError(
-            "a planned model or region cannot run inside torch.func.grad, vjp, jacrev or hessian: they allow "
-            "no saved-tensor hooks, which recomputing needs. Differentiate with torch.autograd.grad, or call "
-            "ac_client.applied(model).remove() first."
+            "a planned model or region needs saved-tensor hooks, which are disabled here, as inside of "
+            "torch.func.grad, vjp, jacrev and hessian. Differentiate with torch.autograd.grad, or call "
+            f"ac_client.applied(model).remove() first. They were disabled with: {error}"
         ) from error
 
 
@@ -495,8 +502,9 @@ class save_recompute_policy:
     Raises:
         TypeError, ValueError: `policy` is none of these.
         PolicyConflict: from an op inside, on which two policies insist differently.
-        RuntimeError: on entering, if it is entered already or inside of torch.func.grad and its like; on
-            leaving, if that is on another thread or before a mode or hook that was entered inside is left.
+        RuntimeError: on entering, if it is entered already, or inside of torch.compile, torch.func.grad and
+            its like; on leaving, if that is on another thread or before a mode or hook that was entered
+            inside is left.
     """
 
     def __init__(self, policy: Any, *, packing: Packing | None = None, log: Log | None = None) -> None:
@@ -506,6 +514,10 @@ class save_recompute_policy:
         self._entered: tuple[Region, Pushed] | None = None
 
     def __enter__(self) -> None:
+        if dynamo_is_active():
+            raise RuntimeError(
+                f"save_recompute_policy was entered inside of torch.compile; {_OUT_OF_COMPILED}"
+            )
         if self._entered is not None:
             raise RuntimeError("this save_recompute_policy is entered already: make one for each with-block")
         caller = sys._getframe(1)
@@ -546,6 +558,13 @@ class save_recompute_policy:
         return True
 
 
+_OUT_OF_COMPILED = (
+    "leave the code that enters it uncompiled and compile what runs inside, or use ac_client.checkpoint, "
+    "which hands over to torch's own there"
+)
+keep_dynamo_out(save_recompute_policy.__enter__, f"save_recompute_policy records ops; {_OUT_OF_COMPILED}")
+
+
 _TAGS = {policy.name.lower(): policy for policy in CheckpointPolicy}
 Tagged = TypeVar("Tagged", bound=Tensor)
 
@@ -558,10 +577,11 @@ def tag(tensor: Tagged, policy: str | CheckpointPolicy) -> Tagged:
 
     Args:
         tensor: what the op returned, or a view of it: all of its memory is meant.
-        policy: "must_save", "prefer_save", "must_recompute", "prefer_recompute", or torch's words for them.
+        policy: "must_save", "prefer_save", "must_recompute", "prefer_recompute", or torch's words for them;
+            "must_cpu_offload" and "prefer_cpu_offload" save on the device, with a warning.
 
     Raises:
-        ValueError: `policy` is none of these.
+        ValueError: `policy` is not one of these.
         PolicyConflict: "must_save" where a policy insists on recomputing.
         RuntimeError: "must_recompute" for a tensor that was saved when it was made.
     """
@@ -569,5 +589,5 @@ def tag(tensor: Tagged, policy: str | CheckpointPolicy) -> Tagged:
     if word is None:
         raise ValueError(f"cannot tag {policy!r}: use one of {', '.join(map(repr, _TAGS))}")
     if active.region is not None:
-        active.region.tag(tensor, word)
+        active.region.tag(tensor, without_offload(word))
     return tensor

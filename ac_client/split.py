@@ -3,8 +3,8 @@
 To autograd the two halves are graph tasks with nothing in common, one for the inputs and one for each
 group of weights. Here they are parts of one backward pass: what the first made again and the second needs
 is kept in between. Nobody can tell that from the tasks alone (a partial backward with `retain_graph=True`
-looks the same, and must leave nothing behind), so it is said: by `split_backward`, or by being called from
-torch.distributed.pipelining's `stage_backward_input`.
+looks the same, and must leave nothing behind), so it is said: by `split_backward`, by torch's
+`GraphExecGroup`, or by being called from torch.distributed.pipelining's `stage_backward_input`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def split_backward() -> Iterator[None]:
 
 def current_split() -> Split | None:
     """The split backward that the running graph task is a part of."""
-    stated = _stated()
+    stated = _stated() or _of_group()
     if stated is None and _called_by_a_stage():
         stated = Split()  # never closed: its pass goes with the graph
     return stated
@@ -93,6 +93,21 @@ def _stated() -> Split | None:
         return None
     split: Split = torch._C._get_obj_in_tls(_KEY)
     return split
+
+
+def _of_group() -> Split | None:
+    """Return the split backward that torch's GraphExecGroup stands for; it lasts as long as the group."""
+    group: object | None = torch._C._get_graph_exec_group()
+    if group is None:
+        return None
+    split = _of_groups.get(group)
+    if split is None:
+        split = _of_groups[group] = Split()
+        weakref.finalize(group, split.close)
+    return split
+
+
+_of_groups: weakref.WeakKeyDictionary[object, Split] = weakref.WeakKeyDictionary()
 
 
 def _is_asked_for(node: torch.autograd.graph.Node) -> bool:

@@ -15,8 +15,56 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+_frames = torch._C._dynamo.eval_frame
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if `module.compile()` or `torch.compile(module)` was called on the whole module."""
+    return module._compiled_call_impl is not None or is_optimized(module)
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Return True if `module` is what `torch.compile(other_module)` returned."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: then nothing was compiled
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def keep_dynamo_out(function: Callable[..., Any], reason: str) -> None:
+    """Have Dynamo run `function` as it is, as `torch.compiler.disable(recursive=False)` without its wrapper.
+
+    Unlike that, this imports no Dynamo, and `function` can ask `dynamo_is_active`.
+
+    Args:
+        reason: shown to users whose code asks for `fullgraph=True`.
+    """
+    skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, default))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+def dynamo_is_active() -> bool:
+    """Return True if the calling code runs inside of a function that torch.compile compiles."""
+    return bool(_frames.get_eval_frame_callback())
+
+
+keep_dynamo_out(dynamo_is_active, "it asks for the state of Dynamo itself")
+
+
+def call_outside_dynamo(call: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Return `call(*args)`, run without Dynamo, also where a compiled function calls this."""
+    callback = _frames.set_eval_frame(None)
+    try:
+        return call(*args)
+    finally:
+        _frames.set_eval_frame(callback)
+
+
+keep_dynamo_out(call_outside_dynamo, "it switches Dynamo off")
 
 
 class SeesCompiled(TorchDispatchMode):

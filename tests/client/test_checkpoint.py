@@ -711,12 +711,6 @@ def test_a_selective_policy_sees_the_op_its_arguments_and_what_it_will_return(x:
     assert asked(checkpoint) == asked(THEIRS)
 
 
-def test_offloading_words_recompute_as_torchs_do(x: Tensor) -> None:
-    offload = selective(lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_CPU_OFFLOAD)
-    loss = checkpoint(chain, x, context_fn=offload).sum()
-    assert replayed(loss.backward, "exp") == [1]
-
-
 def test_a_selective_policy_with_a_wrong_op_is_torchs_error(x: Tensor) -> None:
     with pytest.raises(ValueError, match="OpOverload"):
         checkpoint(chain, x, context_fn=selective([torch.ops.aten.mm]))
@@ -1038,3 +1032,102 @@ def test_what_checkpoint_sequential_refuses_is_what_torchs_refuses(x: Tensor) ->
 def test_checkpoint_sequential_hands_use_reentrant_on(x: Tensor) -> None:
     seen = checkpoint_sequential([chain, lambda t: t.grad_fn], 2, x, use_reentrant=True)
     assert type(seen).__name__ == "CheckpointFunctionBackward"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_go_to_torchs_checkpoint_and_need_as_little() -> None:
+    layers = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())])
+
+    def run(how: Callable[..., Any]) -> tuple[list[Tensor], int]:
+        rows = leaf(128, 64)
+        with AllocatorTimeline() as timeline:
+            ragged = torch.nested.nested_tensor_from_jagged(rows, torch.tensor([0, 40, 128]))
+            how(layers, ragged).values().square().mean().backward()
+        found = [rows.grad, *(p.grad for p in layers.parameters())]
+        layers.zero_grad()
+        return [g for g in found if g is not None], timeline.peak_bytes
+
+    want, _ = run(lambda f, t: f(t))
+    _, theirs = run(THEIRS)
+    got, ours = run(checkpoint)
+    assert same(got, want)
+    assert ours == theirs
+
+
+def doubled(layer: nn.Module, t: Tensor) -> Tensor:
+    return layer(t) * 2
+
+
+@pytest.mark.parametrize("way", ["module", "method", "closure", "partial"])
+def test_modules_of_wrapped_parameters_go_to_torchs_checkpoint(x: Tensor, way: str) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(TwoTensor(torch.eye(4), torch.eye(4)))
+    calls: list[int] = []
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    call = {
+        "module": layer,
+        "method": layer.__call__,
+        "closure": lambda t: layer(t),
+        "partial": functools.partial(doubled, layer),
+    }[way]
+    checkpoint(call, x).sum().backward()
+    assert len(calls) == (
+        1 if way == "partial" else 2
+    )  # torch's calls again; in a partial's arguments none look
+
+
+def test_backwards_of_one_group_recompute_once(x: Tensor, w: Tensor) -> None:
+    from torch.utils.checkpoint import GraphExecGroup
+
+    def two(t: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
+        shared = t.detach().exp()
+        return [(shared * a).sum(), (shared * b).sum()]
+
+    weights = leaf(4, 4, seed=1), leaf(4, 4, seed=2)
+
+    def backward(outs: list[Tensor]) -> None:
+        got[:] = [torch.autograd.grad(y, v)[0] for y, v in zip(outs, weights, strict=True)]
+
+    got: list[Tensor] = []
+    backward(two(x, *weights))
+    want = list(got)
+    outs = checkpoint(two, x, *weights)
+    with GraphExecGroup():
+        assert replayed(lambda: backward(outs), "exp") == [1]
+    assert same(got, want)
+    del outs
+    outs = checkpoint(two, x, *weights)
+    assert replayed(lambda: backward(outs), "exp") == [2]
+
+
+@pytest.mark.parametrize("word", ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"])
+def test_offload_saves_with_one_warning(x: Tensor, word: str) -> None:
+    from ac_client import policies
+
+    policies._warn_of_offload.cache_clear()
+
+    def offload(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy[word]
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, offload)
+    with pytest.warns(UserWarning, match="save_on_cpu") as caught:  # noqa: PT031
+        y = checkpoint(chain, x, context_fn=contexts)
+        with save_recompute_policy(CheckpointPolicy[word]):
+            z = chain(x)
+        with save_recompute_policy("recompute_all"):
+            t = ac_client.tag(x.exp(), word.lower()).sin().tanh()
+    assert len(caught) == 1
+    assert replayed(y.sum().backward, "exp", "sin") == [0, 0]
+    assert replayed(z.sum().backward, "exp", "sin") == [0, 0]
+    assert replayed(t.sum().backward, "exp", "sin") == [0, 1]
+
+
+def test_the_reason_why_hooks_are_disabled_is_kept(x: Tensor) -> None:
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("the reason of somebody else"),
+        pytest.raises(RuntimeError, match="the reason of somebody else"),
+        save_recompute_policy("recompute_all"),
+    ):
+        pass

@@ -16,8 +16,8 @@ from ranks import told_by_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ac_client.errors import CompiledModel
 from ac_client.integrations.accelerate import planned
-from ac_client.integrations.errors import CompiledModel
 from ac_client.measure import AllocatorTimeline
 
 BUDGET_GB = 0.0026

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ac_client
-from ac_client.integrations.errors import CompiledModel
+from ac_client.errors import CompiledModel
 from ac_client.integrations.lightning import AutoACCallback
 from ac_client.measure import AllocatorTimeline
 

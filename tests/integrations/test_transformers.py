@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ac_client
-from ac_client.integrations.errors import CompiledModel
+from ac_client.errors import CompiledModel
 from ac_client.integrations.transformers import AutoACCallback, planned
 from ac_client.measure import AllocatorTimeline
 
