@@ -7,6 +7,7 @@ import re
 import secrets
 import sys
 import time
+from typing import Any
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +34,28 @@ def configure() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=_to_stderr,
     )
+
+
+def uvicorn_logs() -> dict[str, Any]:
+    """Return the logging configuration that makes uvicorn's lines look like ours."""
+    shared = [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso")]
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "json": {
+                "()": structlog.stdlib.ProcessorFormatter,
+                "foreign_pre_chain": shared,
+                "processors": [
+                    structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                    structlog.processors.format_exc_info,
+                    structlog.processors.JSONRenderer(),
+                ],
+            }
+        },
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+        "loggers": {"uvicorn": {"handlers": ["stderr"], "level": "INFO", "propagate": False}},
+    }
 
 
 def _to_stderr(*_: object) -> structlog.PrintLogger:

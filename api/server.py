@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import resource
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import uvicorn
 
 from autoac.api.app import create_app
+from autoac.api.connections import HeadLimitedProtocol
 from autoac.api.database import Database
 from autoac.api.keys import any_key
-from autoac.api.logs import configure
+from autoac.api.logs import configure, uvicorn_logs
 from autoac.api.settings import Settings
 from autoac.api.solver import Solver
 
@@ -39,6 +43,8 @@ def serve(
     if database.is_sqlite:
         database.upgrade()
     check_reach(settings, database)
+    _raise_open_files()
+    protocol: Any = partial(HeadLimitedProtocol, head_timeout_s=settings.head_timeout_s)
     ended = False
 
     def end() -> None:
@@ -51,6 +57,8 @@ def serve(
         port=settings.port,
         server_header=False,
         proxy_headers=False,
+        http=protocol,
+        log_config=uvicorn_logs(),
         access_log=False,  # autoac.api.logs writes a line for each request, with its id
         timeout_graceful_shutdown=max(1, round(settings.shutdown_s)),
     )
@@ -59,6 +67,13 @@ def serve(
         server.run()
     if ended or not server.started:
         raise SystemExit(1)
+
+
+def _raise_open_files() -> None:
+    """Allow as many open files, and so connections, as the system lets this process have."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # some systems say a number here that they do not take
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_reach(settings: Settings, database: Database) -> None:

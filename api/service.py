@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 from starlette.requests import ClientDisconnect
 
-from autoac.api.bodies import read_body
+from autoac.api.bodies import SMALL, Sent, decode_body, receive_body
 from autoac.api.database import AWAY, Database
 from autoac.api.drawing import drawing_body
 from autoac.api.drawn import keep_drawing, read_drawing
@@ -33,7 +33,6 @@ from autoac.api.store import get_policy, profile_text, read_policy
 
 T = TypeVar("T")
 
-SMALL = 64 << 10  # bytes of a body that are checked right here: a child would take longer to start
 REMEMBERED = 256  # bodies of which it is known what they ask for
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.25  # between two looks at a job
 
@@ -69,7 +68,8 @@ class Texts:
 
 @dataclass(slots=True)
 class Service:
-    """What the routes share. The bodies in memory are bounded by the number of requests inside."""
+    """What the routes share. The bodies in memory are bounded by the requests inside, as sent, and by the
+    slots, decoded."""
 
     settings: Settings
     database: Database
@@ -78,43 +78,57 @@ class Service:
     metrics: Metrics
     doors: Doorkeeper
     runner: Runner | None  # where this process solves too
-    slots: anyio.Semaphore  # bodies that are checked at once
-    inside: int = field(default=0)  # requests from their first byte until their body is checked
+    slots: anyio.Semaphore  # bodies that are decoded and checked at once
+    inside: Counter[str] = field(default_factory=Counter)  # by caller: requests until their body is checked
     texts: Texts = field(default_factory=Texts)
     drawn_now: dict[str, anyio.Lock] = field(default_factory=dict)
-    seen: OrderedDict[tuple[Kind, bytes], Taken] = field(default_factory=OrderedDict)
+    seen: OrderedDict[tuple[Kind, str, bytes], Taken] = field(default_factory=OrderedDict)
 
     @contextmanager
-    def place(self) -> Iterator[None]:
-        """A place for the body of one request.
+    def place(self, request: Request) -> Iterator[None]:
+        """A place for the body of one request. One caller gets at most half of them, so that others get in.
 
         Raises:
-            Busy: all are taken.
+            Busy: all are taken, or the caller's half.
         """
-        if self.inside >= self.settings.reads_at_once + self.settings.reads_waiting:
+        caller, most = request.state.caller, self.settings.reads_at_once + self.settings.reads_waiting
+        if self.inside.total() >= most or self.inside[caller] >= (most + 1) // 2:
             raise Busy(RETRY_AFTER_S)
-        self.inside += 1
+        self.inside[caller] += 1
         try:
             yield
         finally:
-            self.inside -= 1
+            self.inside[caller] -= 1
+            self.inside += Counter()  # drops those that have none
 
     async def take(self, request: Request, kind: Kind) -> Taken:
         """What the body of a request asks for.
 
         Raises:
-            Busy: too many bodies are being read. And what `read_body` and `request.take` do.
+            Busy: too many bodies are being read. And what `receive_body`, `decode_body`, `request.take` do.
         """
-        with self.place():
-            body = await read_body(request, self.settings)
-            return await while_connected(request, lambda: self._take(kind, body))
+        with self.place(request):
+            sent = await receive_body(request, self.settings)
+            return await while_connected(request, lambda: self._take(kind, sent))
 
-    async def _take(self, kind: Kind, body: bytes) -> Taken:
+    async def small_body(self, request: Request) -> bytes:
+        """The decoded body of a request that needs few bytes.
+
+        Raises:
+            Busy: too many bodies are being read. And what `receive_body` and `decode_body` do.
+        """
+        with self.place(request):
+            sent = await receive_body(request, self.settings, SMALL)
+            return await to_thread.run_sync(decode_body, sent, SMALL)
+
+    async def _take(self, kind: Kind, sent: Sent) -> Taken:
         async with self.slots:
-            name = (kind, await to_thread.run_sync(lambda: hashlib.sha256(body).digest()))
+            digest = await to_thread.run_sync(lambda: hashlib.sha256(sent.content).digest())
+            name = (kind, sent.coding, digest)
             if name in self.seen:
                 self.seen.move_to_end(name)
                 return self.seen[name]
+            body = await to_thread.run_sync(decode_body, sent, self.settings.max_plain_bytes)
             if len(body) <= SMALL:
                 most = self.settings.solve_time_limit_s
                 taken = await to_thread.run_sync(take, kind, body, most)
@@ -133,7 +147,7 @@ class Service:
             NotFound: there is no such policy, or its profile was deleted.
             Busy: too many bodies are being read. And what `Solver.draw` does.
         """
-        with self.place():
+        with self.place(request):
             return await while_connected(request, lambda: self._draw(id))
 
     async def _draw(self, id: str) -> bytes:

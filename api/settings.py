@@ -55,6 +55,7 @@ class Settings(BaseSettings):
 
     max_sent_bytes: Bytes = 8 * MIB  # of a body as it is sent, compressed or not
     max_plain_bytes: Bytes = 64 * MIB  # of a body once it is decoded
+    head_timeout_s: Seconds = 10  # for the head of a request to arrive
     body_timeout_s: Seconds = 30  # for a body to arrive
     reads_at_once: Annotated[int, Field(ge=1, le=1024)] = os.cpu_count() or 1  # bodies that are checked
     reads_waiting: Annotated[int, Field(ge=0, le=100_000)] = 64  # requests with a body beyond those

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoac.api.access import Planner, Reader, ServiceOf
-from autoac.api.bodies import read_body
 from autoac.api.errors import MalformedRequest, NotFound
 from autoac.api.keys import note
 from autoac.api.problems import Problem
@@ -117,8 +116,7 @@ async def put_alias(
 ) -> AliasView:
     """Only from the state that the request was made for; of two at once, one gets 412."""
     expected = expected_revision(if_match, if_none_match)
-    body = await read_body(request, service.settings)
-    wanted = read_json(body[:4096])
+    wanted = read_json(await service.small_body(request))
     try:
         asked = AliasRequest.model_validate(wanted)
     except ValidationError as error:

@@ -266,3 +266,15 @@ def test_with_a_key_it_answers_to_any_name(serve: Serve, secrets: dict[str, str]
     http = serve()
     answer = http.get("/v1/policies", headers={"Host": "planner.example"} | bearer(secrets["read"]))
     assert answer.status_code == 200
+
+
+def test_one_key_leaves_half_of_the_places_for_bodies_to_others(serve: Serve, database: Database) -> None:
+    http = serve(token=TOKEN, reads_at_once=1, reads_waiting=3)
+    with database.write() as connection:
+        key = create_key(connection, "other", Scope.PLAN)[1]
+    http.app.state.service.inside["token"] = 2  # type: ignore[attr-defined]
+    answers = {
+        secret: http.post("/v1/floors", json={}, headers={"Authorization": f"Bearer {secret}"}).status_code
+        for secret in (TOKEN, key)
+    }
+    assert answers == {TOKEN: 503, key: 422}

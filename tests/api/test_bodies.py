@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import anyio
 import httpx2
 import pytest
 import zstandard
+from conftest import Serve
 from fastapi import FastAPI, Request, Response
 
 from autoac.api import Settings
 from autoac.api.answers import problem_of
-from autoac.api.bodies import read_body
+from autoac.api.bodies import Sent, decode_body, receive_body
 from autoac.api.errors import ServiceError
 from autoac.api.problems import ProblemResponse
 
@@ -31,7 +35,8 @@ async def post(
 
     @app.post("/length")
     async def length(request: Request) -> Response:
-        return Response(str(len(await read_body(request, settings))))
+        sent = await receive_body(request, settings)
+        return Response(str(len(decode_body(sent, settings.max_plain_bytes))))
 
     transport = httpx2.ASGITransport(app)
     async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -53,14 +58,14 @@ async def test_a_bomb_is_refused_before_it_takes_memory() -> None:
     assert len(body) < 70_000
     tracemalloc.start()
     try:
-        response = await post(body, ZSTD, Settings(max_plain_bytes=16 * MIB))
+        response = await post(body, ZSTD, Settings(max_plain_bytes=8 * MIB))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert response.status_code == 413
-    assert response.json()["limit_bytes"] == 16 * MIB
+    assert response.json()["limit_bytes"] == 8 * MIB
     assert "decoded" in response.json()["detail"]
-    assert peak < 40 * MIB
+    assert peak < 30 * MIB
 
 
 @pytest.mark.anyio
@@ -97,7 +102,14 @@ async def test_a_body_that_does_not_arrive_is_given_up() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("body", [b"not zstd at all", zstandard.compress(b"{}") + b"rest"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"not zstd at all",
+        zstandard.compress(b"{}") + b"rest",
+        zstandard.compress(bytes(range(256)) * 40)[:-9],
+    ],
+)
 async def test_what_is_not_zstd_is_400(body: bytes) -> None:
     response = await post(body, ZSTD, Settings())
     assert response.status_code == 400
@@ -121,3 +133,49 @@ async def test_a_body_may_come_in_pieces() -> None:
             yield bytes([byte])
 
     assert (await post(pieces(), ZSTD, Settings())).text == "256000"
+
+
+@pytest.mark.anyio
+async def test_a_small_body_that_expands_a_lot_is_refused_long_before_the_cap() -> None:
+    body = bomb(64 * MIB)
+    assert len(body) < 2200
+    response = await post(body, ZSTD, Settings())
+    assert (response.status_code, response.json()["limit_bytes"]) == (413, MIB)
+    assert (await post(bomb(MIB), ZSTD, Settings())).text == str(MIB)
+
+
+def expanding(seed: int) -> bytes:
+    """A zstd body of 2 MiB, of which one byte in 100 cannot be compressed."""
+    numbers = random.Random(seed)
+    pieces = (numbers.randbytes(40).hex().encode() + b" " * 8112 for _ in range(256))
+    return zstandard.compress(b'{"a": "' + b"".join(pieces) + b'"}')
+
+
+@pytest.mark.anyio
+async def test_bodies_are_decoded_a_few_at_a_time_and_outside_the_event_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = serve(reads_at_once=2)
+    at_once, most, threads = [], 0, set()
+
+    def watched(sent: Sent, most_bytes: int) -> bytes:
+        nonlocal most
+        at_once.append(1)
+        most = max(most, len(at_once))
+        threads.add(threading.current_thread())
+        try:
+            return decode_body(sent, most_bytes)
+        finally:
+            at_once.pop()
+
+    monkeypatch.setattr("autoac.api.service.decode_body", watched)
+    portal = http.portal
+    assert portal is not None
+    loop = portal.call(threading.current_thread)
+    with ThreadPoolExecutor(12) as pool:
+        posts = [
+            pool.submit(http.post, "/v1/profiles", content=expanding(i % 3), headers=ZSTD) for i in range(12)
+        ]
+    assert {post.result().status_code for post in posts} == {422}
+    assert most <= 2
+    assert loop not in threads

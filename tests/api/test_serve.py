@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2
@@ -19,7 +22,6 @@ from autoac.api import InvalidSettings, RefusedToListen, Settings
 from autoac.api.database import Database
 from autoac.api.keys import Scope, create_key
 from autoac.api.server import check_reach
-from autoac.planner.profile import Profile
 
 TOKEN = "a token of more than sixteen"
 
@@ -104,7 +106,11 @@ def test_a_runner_that_ends_by_a_bug_ends_the_process() -> None:
 def url(tmp_path: Path) -> Iterator[str]:
     """A service in a process of its own, on a port that was free."""
     log = tmp_path / "log"
-    environment = os.environ | {"AUTOAC_PORT": "0", "AUTOAC_MAX_SENT_BYTES": "2000000"}
+    environment = os.environ | {
+        "AUTOAC_PORT": "0",
+        "AUTOAC_MAX_SENT_BYTES": "2000000",
+        "AUTOAC_HEAD_TIMEOUT_S": "1",
+    }
     with log.open("wb") as stream:
         service = subprocess.Popen([sys.executable, "-m", "autoac.api"], env=environment, stderr=stream)
     try:
@@ -114,7 +120,7 @@ def url(tmp_path: Path) -> Iterator[str]:
         service.wait(20)
 
 
-def test_over_the_network(url: str, profile: Profile) -> None:
+def test_over_the_network(url: str, tmp_path: Path) -> None:
     with httpx2.Client(base_url=url, timeout=30) as http:
         assert http.get("/livez").json() == {"status": "alive"}
         headers = {"Content-Type": "application/json"}
@@ -124,3 +130,20 @@ def test_over_the_network(url: str, profile: Profile) -> None:
         too_large = http.post("/v1/policies", content=bytes(30_000_000), headers=headers)
         assert too_large.status_code == 413
         assert http.get("/livez").status_code == 200
+    assert_half_sent_heads_are_closed(url)
+    for line in (tmp_path / "log").read_text().splitlines():  # uvicorn's lines too
+        assert {"event", "level", "timestamp"} <= json.loads(line).keys()
+
+
+def assert_half_sent_heads_are_closed(url: str) -> None:
+    """Send nothing, half a head, half a second head, and a head without end: each connection is closed."""
+    address = httpx2.URL(url)
+    whole = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for content in (b"", whole[:-2], whole + whole[:-2], whole[:-2] + b"X: " + b"x" * 200_000):
+        with socket.create_connection((address.host, address.port), timeout=30) as connection:
+            answers = b""
+            with suppress(ConnectionError):  # it was closed with bytes unread
+                connection.sendall(content)
+                while piece := connection.recv(65536):
+                    answers += piece
+            assert answers.count(b"200 OK") == (content[:50].count(b"\r\n\r\n"))

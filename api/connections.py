@@ -1,0 +1,57 @@
+"""Connections whose request heads do not end are closed: uvicorn has no limit for them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_HEAD = 64 << 10  # bytes of a head; uvicorn's other parser has the same cap
+
+
+class HeadLimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with a limit on the seconds and the bytes of a request's head.
+
+    A head begins with the connection or with the first byte after a request, and ends with its empty line.
+    Between two requests uvicorn's own keep-alive timeout counts; after the head, `bodies.py` does.
+    """
+
+    def __init__(self, *arguments: Any, head_timeout_s: float, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._head_timeout_s = head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        self._begin_head()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_timer is not None:  # the head goes on
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_HEAD:
+                self.transport.close()
+
+    def _begin_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self.transport.close)
+            self._head_bytes = 0
+
+    def _end_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
