@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ac_client.optimizers import steps_begun
 from ac_client.recipes import version_of
 from autoac.profiler import device_of
-from autoac.profiler.modules import ModulesBefore
+from autoac.profiler.module_state import ModuleState
 from autoac.profiler.randomness import Generators
 
 _IN_WORDS_ONLY = (
@@ -91,7 +91,7 @@ class Before:
             )
         self._model = model
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
-        self._modules = ModulesBefore(model, _copied)
+        self._modules = ModuleState(model, _copied)
         self._buffers = [(buffer, _copied(buffer)) for buffer in model.buffers()]
 
     @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autoac.profiler.modules import forget_cached
+from autoac.profiler.module_state import forget_cached
 from autoac.profiler.ops import has_storage
 from autoac.profiler.originals import Originals
 

@@ -46,7 +46,7 @@ from autoac.profiler.errors import CannotFake
 from autoac.profiler.gpu_paths import gpu_paths
 from autoac.profiler.hollow import HollowStep, Loss, isolated, take_step
 from autoac.profiler.local import LocalTimes
-from autoac.profiler.modules import modules_restored
+from autoac.profiler.module_state import modules_restored
 from autoac.profiler.ops import OpFacts, facts_of, outputs_of, tensors_in, written_tensors
 from autoac.profiler.ops import has_storage_or_fake as has_storage
 from autoac.profiler.randomness import generators_restored

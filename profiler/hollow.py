@@ -25,7 +25,8 @@ from autoac.profiler.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.batch import Batch, Call
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import CannotProfile, NothingToProfile
-from autoac.profiler.modules import modules_restored, nothing_cached, watch_modules
+from autoac.profiler.module_state import modules_restored, nothing_cached
+from autoac.profiler.modules import watch_modules
 from autoac.profiler.originals import Originals
 from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -46,13 +47,21 @@ class Raise(torch.autograd.Function):
         return grad, None
 
 
+AIMS: weakref.WeakKeyDictionary[Trap, SimpleNamespace] = weakref.WeakKeyDictionary()
+"""Outside of the model, where nothing is put back."""
+
+
 class Trap(nn.Module):
     """Runs out of memory, so often, where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.aim = SimpleNamespace(where="", times=0)  # an object: what is in it is not put back
+        AIMS[self] = SimpleNamespace(where="", times=0)
         self.error: Callable[[], Exception] = no_memory
+
+    @property
+    def aim(self) -> SimpleNamespace:
+        return AIMS[self]
 
     def spring(self, where: str) -> None:
         if where == self.aim.where and self.aim.times:
