@@ -115,7 +115,7 @@ class Value:
         self.recipe: Recipe | None = None  # of that tensor, once it was asked for
         self.serial = next(_serials)  # identity for those who must not keep it alive
         self.uses = 0
-        self.packs = 0  # how often it was packed; never counts down
+        self.packs: list[weakref.ref[Any]] = []  # what autograd was given for it, alive or not
 
     def recipe_if_made(self, tensor: Tensor) -> Recipe | None:
         """The recipe of `tensor` if it is the one that the op returned, as it was: nearly always."""

@@ -29,7 +29,7 @@ class Packed:
         self._task = -1  # the last graph task in which it was unpacked
         self._pass = -1  # the last pass in which it was used up
         self._last: weakref.ref[Tensor] | None = None
-        value.packs += 1
+        value.packs.append(graph.home[-1])
         # Without the lock, which would cost as much as the count: see `add_use`.
         if value.uses:
             value.uses += 1
@@ -63,6 +63,13 @@ class Packed:
                 self._task = running.task
                 self._last = weakref.ref(tensor)
             return tensor
+
+    def move(self, newer: Value) -> None:
+        """Be made from `newer`, a later version that is the same wherever this tensor shows it."""
+        with self.graph.lock:
+            add_use(newer)
+            take_use(self._value)
+            self._value = newer
 
     def unpack_own(self) -> Tensor:
         """The tensor, a copy of it if it is needed elsewhere: compiled code may write over what it gets."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from autoac.profiler.ops import is_wrapper
+from autoac.profiler.storages import Window
 
 Recipe = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
 """How a tensor shows its storage: dtype, size, stride, offset, conjugate, negative."""
@@ -48,6 +49,12 @@ def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
     if negative:
         torch._C._set_neg(tensor, True)
     return tensor
+
+
+def window_by(recipe: Recipe) -> Window:
+    """The bytes of its storage that a tensor of `recipe` shows."""
+    dtype, size, stride, offset, _, _ = recipe
+    return Window(offset * dtype.itemsize, dtype.itemsize, tuple(size), stride)
 
 
 def without_history(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ac_client.nodes import Held, Node, OfShape, Ref, Source, Undescribed, Value, hold
 from ac_client.packed import HandedOn, Kept, Packed, unpack
 from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider, without_offload
-from ac_client.recipes import Guard, Recipe, recipe_of
+from ac_client.recipes import Guard, Recipe, recipe_of, window_by
 from ac_client.replay import Graph, Log, suspended
 from autoac.profiler.compiled import (
     SeesCompiled,
@@ -43,7 +43,7 @@ from autoac.profiler.ops import (
 )
 from autoac.profiler.randomness import capture, generator_of
 from autoac.profiler.sharding import watch_sharding
-from autoac.profiler.storages import StorageTable
+from autoac.profiler.storages import StorageTable, Window, disjoint, window_of
 
 
 class _Active(threading.local):
@@ -304,6 +304,8 @@ class Region(SeesCompiled):
                 rewrites.append((old, weakref.ref(new)))
                 self._origins.set(tensor, new)
             node.rewrites = tuple(rewrites)
+            if facts.in_place and len(written) == 1:
+                _move_packed(old, new, window_of(tensor))
         if type(out) is Tensor:
             node.outs = (self._made(out, node, written),)
         else:
@@ -450,6 +452,19 @@ class Region(SeesCompiled):
         if packing is not None:
             return HandedOn(tensor, *packing)
         return Kept(tensor, self.graph)
+
+
+def _move_packed(old: Value, new: Value, written: Window) -> None:
+    """Have what autograd holds of `old` made from `new`, where it shows nothing of what was written."""
+    staying = []
+    for ref in old.packs:
+        packed = ref()
+        if packed is not None and disjoint(written, window_by(packed.recipe)):
+            packed.move(new)
+            new.packs.append(ref)
+        else:
+            staying.append(ref)
+    old.packs = staying
 
 
 def _plain_recipe_of(tensor: Tensor) -> Recipe:

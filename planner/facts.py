@@ -90,8 +90,15 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
         for storage in graph.storages
     )
     successor = {value.previous: value.op for value in values if value.previous is not None}
+    # A version that is written over while autograd holds it is held in its storage, together with newer ones.
+    # Which bytes that takes, no single decision says; so here they count for nothing.
     extra_from = tuple(
-        int(successor[value.id]) if value.id in successor else base_release[value.storage] for value in values
+        base_release[value.storage]
+        if value.id not in successor
+        else NEVER
+        if value.handles
+        else int(successor[value.id])
+        for value in values
     )
 
     leader = list(range(n))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -53,6 +53,9 @@ class Value:
     previous: ValueId | None  # the version it was written over; None if the op allocated the storage
     readers: tuple[OpId, ...]
     handles: tuple[HandleId, ...]  # saved tensors that show it
+    carries: bool = (
+        False  # a saved tensor that was packed of an older version is read off this or a newer one
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +164,12 @@ def build(profile: Profile) -> Graph:
         if n < dropped <= n + len(drops):
             drops[dropped - n - 1].append(HandleId(h))
 
+    carrying = set()
+    for v, packed in zip(profile.saved.value, profile.saved.packed, strict=True):
+        while v >= 0 and profile.values.op[v] >= packed:
+            carrying.add(v)
+            v = profile.values.previous[v]
+
     columns = profile.ops
     return Graph(
         ops=tuple(
@@ -185,6 +194,7 @@ def build(profile: Profile) -> Graph:
                 previous=ValueId(previous) if previous >= 0 else None,
                 readers=tuple(readers[v]),
                 handles=tuple(handles_of[v]),
+                carries=v in carrying,
             )
             for v, previous in enumerate(profile.values.previous)
         ),
@@ -228,15 +238,27 @@ def closed(graph: Graph, save_set: SaveSet) -> SaveSet:
     """`save_set` with the ops that are saved whether or not it names them.
 
     Those that must be, and those that write in place over a saved value and make nothing else: the old
-    version is gone, so the new one is kept in its place. Those that must be run again are left out.
+    version is gone, so the new one is kept in its place. Where the new version carries a saved tensor of the
+    old one, the old one is saved with it as well. Those that must be run again are left out.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
+    for op in reversed(graph.ops):
+        if op.id in result:
+            result.update(carried(graph, op))
     for op in graph.ops:
         if op.id not in result and op.writes:
             previous = [graph.values[w].previous for w in op.writes]
             if all(p is not None and graph.values[p].op in result for p in previous):
                 result.add(op.id)
     return frozenset(result)
+
+
+def carried(graph: Graph, op: Op) -> Iterator[OpId]:
+    """Yield the ops over whose outputs `op` writes where a saved tensor does not show them (`carries`)."""
+    for w in op.writes:
+        value = graph.values[w]
+        if value.carries and value.previous is not None:
+            yield graph.values[value.previous].op
 
 
 def needed(graph: Graph, save_set: SaveSet) -> list[bool]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from autoac.planner.columns import Bools, Columns, Longs
 from autoac.planner.facts import END, NEVER, Facts, Role, canonical, starts
-from autoac.planner.graph import OpId, SaveSet, ValueId
+from autoac.planner.graph import OpId, SaveSet, ValueId, carried
 from autoac.planner.highs import Floats, Program
 from autoac.planner.rows import ONE, ZERO, Codes, Largest, RowTable
 
@@ -248,7 +248,10 @@ class Builder:
         self.table.add(of, np.array(codes, np.int64), coefficients, np.zeros(count))
 
     def in_place(self) -> None:
-        """(8) An op that only writes over saved values is saved, so it does not run again."""
+        """(8) An op that only writes over saved values is saved, so it does not run again.
+
+        Nor does one whose output is carried by a saved version.
+        """
         values = self.graph.values
         for op in self.graph.ops:
             if self.f.role[op.id] not in (Role.FREE, Role.FOLLOWS):
@@ -258,6 +261,11 @@ class Builder:
             if None not in previous and writers:
                 codes = [self.x_end(op.id), *(int(self.s_of_op[w]) for w in writers)]
                 self.table.add([0] * len(codes), np.array(codes), 1.0, len(writers))
+        for op in self.c.free.tolist():
+            for source in carried(self.graph, self.graph.ops[op]):
+                if self.f.role[source] in (Role.FREE, Role.FOLLOWS):
+                    codes = [self.x_end(source), int(self.s_of_op[op])]
+                    self.table.add([0, 0], np.array(codes), 1.0, 1)
 
     def hold(self, value: ValueId, moment: int) -> int:
         """(9) Whether something unsaved that is made from `value` is needed at `moment` or later."""

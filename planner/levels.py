@@ -99,7 +99,8 @@ def anytime_floor(graph: Graph) -> int:
     change = [0] * (graph.end + 2)
     in_step: list[set[ValueId]] = [set() for _ in graph.steps]
     for step in graph.steps:
-        in_step[step.id] = {graph.handles[h].value for h in step.unpacks}
+        newest = {graph.values[v].storage: v for v in sorted(graph.handles[h].value for h in step.unpacks)}
+        in_step[step.id] = set(newest.values())  # older versions may be in the same memory
     holds: list[tuple[int, int]] = [(0, 0)] * len(graph.values)  # of its bytes, whatever is chosen
     for storage in graph.storages:
         for v in storage.values:

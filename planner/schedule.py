@@ -7,9 +7,10 @@ The runtime and this module follow the same rules (docs/memory-model.md says the
 a. *Hold.* A saved value is held from the op that wrote it if autograd packed it or an op of the
    recompute set reads it, else not at all. It is held until autograd has dropped its last saved tensor
    and the last saved tensor of any unsaved value that is computed from it, and in forward for as long
-   as forward itself holds such a value, since it may yet be packed.
-b. *Write over a held value.* If an in-place op writes over a value that is held, a private copy of the
-   old version is made first and held instead.
+   as forward itself holds such a value, since it may yet be packed. What autograd holds is the storage,
+   with whatever is written to it later.
+b. *Write over a held value.* If an in-place op writes over a saved value that an op of the recompute set
+   has read and will read again, a private copy of the old version is made first, and held for that op.
 c. *Burst.* An unpack of an unsaved value that is not cached runs the ops it needs, found by walking the
    reads back to saved or cached values, in forward order.
 d. *Uses.* An unsaved value has one use for each saved tensor that shows it and one for each op that will
@@ -87,8 +88,19 @@ def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
 
     0 for a value that nothing needs. For a saved value this is how long it is held (rule a).
     """
+    until, dropped = _readers_until(graph, save_set), _dropped(graph)
+    return [max(pair) for pair in zip(until, dropped, strict=True)]
+
+
+def _dropped(graph: Graph) -> list[int]:
+    """By value: the first moment at which autograd holds no saved tensor of it; 0 if it never did."""
+    return [max((graph.handles[h].dropped for h in value.handles), default=0) for value in graph.values]
+
+
+def _readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
+    """By value: the first moment at which nothing unsaved that is made from it is needed; 0 if nothing is."""
     n = len(graph.ops)
-    until = [0] * len(graph.values)
+    until, dropped = [0] * len(graph.values), _dropped(graph)
     in_forward = [min(graph.storages[value.storage].released, n) for value in graph.values]
     for value in graph.values:
         if value.previous is not None:
@@ -96,12 +108,9 @@ def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
     op_until = [0] * n  # how long an unsaved op keeps what it reads
     for op in reversed(graph.ops):
         for w in op.writes:
-            value = graph.values[w]
-            until[w] = max(
-                max((graph.handles[h].dropped for h in value.handles), default=0),
-                max((op_until[reader] for reader in value.readers if reader not in save_set), default=0),
-            )
-        op_until[op.id] = max([op.id, *(max(until[w], in_forward[w]) for w in op.writes)])
+            readers = (reader for reader in graph.values[w].readers if reader not in save_set)
+            until[w] = max((op_until[reader] for reader in readers), default=0)
+        op_until[op.id] = max([op.id, *(max(until[w], dropped[w], in_forward[w]) for w in op.writes)])
     return until
 
 
@@ -117,11 +126,12 @@ class ForwardMemory:
     def of(cls, graph: Graph, save_set: SaveSet) -> ForwardMemory:
         """Work it out for a save set."""
         found = cls({}, {}, {})
-        until = held_until(graph, save_set)
+        until, dropped = _readers_until(graph, save_set), _dropped(graph)
         for storage in graph.storages:
             last = storage.values[-1]
             op = graph.values[last].op
-            end = max([storage.released, op + 1] + ([until[last]] if op in save_set else []))
+            packed = (dropped[v] for v in storage.values if graph.values[v].op in save_set)
+            end = max([storage.released, op + 1, *packed] + ([until[last]] if op in save_set else []))
             found.frees_at.setdefault(end, []).append(last)
             for v, successor in zip(storage.values, storage.values[1:], strict=False):
                 written_at = graph.values[successor].op

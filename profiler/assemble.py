@@ -121,7 +121,11 @@ def assemble(
             op=tuple(value.op for value in forward.values),
             previous=tuple(value.previous for value in forward.values),
         ),
-        saved=SavedTensors(value=tuple(saved.values), packed=tuple(saved.packed), dropped=tuple(dropped)),
+        saved=SavedTensors(
+            value=tuple(saved.shown(h, until) for h, until in enumerate(dropped)),
+            packed=tuple(saved.packed),
+            dropped=tuple(dropped),
+        ),
         backward=BackwardSteps(
             name=tuple(nodes.index(s.name or "backward") for s in steps),
             unpacks=Ragged.of([s.unpacks for s in steps]),

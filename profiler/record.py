@@ -29,7 +29,7 @@ from autoac.profiler.ops import (
 from autoac.profiler.originals import Originals
 from autoac.profiler.pins import MUST_RECOMPUTE, MUST_SAVE
 from autoac.profiler.randomness import GeneratorState, capture, generator_of
-from autoac.profiler.storages import StorageTable
+from autoac.profiler.storages import StorageTable, Window, disjoint, window_of
 
 
 @dataclass(slots=True)
@@ -60,6 +60,8 @@ class RecordedValue:
     op: int
     storage: int
     previous: int  # -1: a fresh storage
+    newer: int = -1  # the version written over this one; -1: none
+    written: Window | None = None  # where it differs from `previous`, if its op does nothing but write there
 
 
 @dataclass(slots=True)
@@ -154,8 +156,9 @@ class Recorder(SeesCompiled):
         if pin is None and not op.must_save and not draws and decides(facts, args, kwargs, out):
             op.must_save = DECIDES
         written += [tensor for tensor, version in operands if tensor._version != version]
+        alone = facts.in_place and len(written) == 1
         for tensor in written:
-            self._new_version(tensor, index)
+            self._new_version(tensor, index, alone=alone)
         for tensor in outputs_of(out):
             self._new_output(tensor, index, args, kwargs)
         return out
@@ -188,7 +191,7 @@ class Recorder(SeesCompiled):
             if reader != by:
                 self.record.ops[reader].must_save = "reads what is overwritten later"
 
-    def _new_version(self, tensor: Tensor, op: int) -> None:
+    def _new_version(self, tensor: Tensor, op: int, *, alone: bool) -> None:
         if not self.has_storage(tensor):
             return
         previous = self.current.get(tensor)
@@ -198,6 +201,8 @@ class Recorder(SeesCompiled):
         if self.record.values[previous].op == op:
             return  # two views of one storage
         self._add_value(tensor, op, self.record.values[previous].storage, previous)
+        if alone:
+            self.record.values[-1].written = window_of(tensor)
 
     def _new_output(self, tensor: Tensor, op: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not self.has_storage(tensor):
@@ -214,6 +219,8 @@ class Recorder(SeesCompiled):
 
     def _add_value(self, tensor: Tensor, op: int, storage: int, previous: int) -> None:
         self.current.set(tensor, len(self.record.values))
+        if previous >= 0:
+            self.record.values[previous].newer = len(self.record.values)
         self.record.values.append(RecordedValue(op, storage, previous))
 
     def _note_reader(self, tensor: Tensor, op: int) -> None:
@@ -260,6 +267,7 @@ class SavedTensorsRecord:
         self._keep = keep
         self.values: list[int] = []  # by saved tensor
         self.packed: list[int] = []  # ops that had started
+        self.windows: list[Window] = []
         self.events: list[SavedEvent] = []
         self.copies: list[RecordedStorage] = []  # made by us: no step without us has them
         self.closed = False
@@ -273,6 +281,7 @@ class SavedTensorsRecord:
         index = len(self.values)
         self.values.append(value)
         self.packed.append(len(self._recorder.record.ops))
+        self.windows.append(window_of(tensor))
         copy = None
         copied = not (tensor.is_floating_point() or tensor.is_complex() or self._numbers(tensor, value))
         if self._keep:
@@ -323,6 +332,21 @@ class SavedTensorsRecord:
             self._recorder.current.set(tensor, value)
             self._recorder.record.ops[self._recorder.record.values[value].op].insist_on_saving(UNPACKED)
         return tensor
+
+    def shown(self, saved: int, dropped: int) -> int:
+        """Return the newest value that shows what autograd saved as saved tensor `saved`.
+
+        Writes elsewhere in its storage have made newer versions than the one that it was saved of. Those
+        count that came before op `dropped`, where autograd let go of it.
+        """
+        value = self.values[saved]
+        values = self._recorder.record.values
+        while (newer := values[value].newer) >= 0:
+            written = values[newer].written
+            if values[newer].op >= dropped or written is None or not disjoint(written, self.windows[saved]):
+                break
+            value = newer
+        return value
 
     def dropped(self, index: int) -> None:
         if not self.closed:

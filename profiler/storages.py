@@ -9,12 +9,65 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class Window(NamedTuple):
+    """The bytes of its storage that a tensor shows."""
+
+    offset: int  # of the first element, in bytes
+    itemsize: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]  # in elements
+
+
+def window_of(tensor: Tensor) -> Window:
+    """Return the window of `tensor` on its storage."""
+    itemsize = tensor.itemsize
+    return Window(tensor.storage_offset() * itemsize, itemsize, tuple(tensor.size()), tuple(tensor.stride()))  # type: ignore[arg-type]
+
+
+def disjoint(a: Window, b: Window) -> bool:
+    """Return True if it is certain that no byte is in both windows of one storage.
+
+    Chunks of a tensor along any dimension are: modulo the stride of the next outer dimension, each covers an
+    interval, and the intervals do not meet. The stride may be that of any dimension; without one, the
+    windows lie one behind the other.
+
+    >>> left, right = Window(0, 4, (8, 2), (4, 1)), Window(8, 4, (8, 2), (4, 1))
+    >>> disjoint(left, right), disjoint(left, left)
+    (True, False)
+    """
+    if 0 in a.size or 0 in b.size:
+        return True
+    return any(_apart(a, b, period) for period in {0, *_steps(a), *_steps(b)})
+
+
+def _steps(window: Window) -> Iterable[int]:
+    return (s * window.itemsize for n, s in zip(window.size, window.stride, strict=True) if n > 1)
+
+
+def _apart(a: Window, b: Window, period: int) -> bool:
+    """Whether the windows do not meet modulo `period`; 0: as they are."""
+    first, second = _interval(a, period), _interval(b, period)
+    if not period:
+        return first[1] <= second[0] or second[1] <= first[0]
+    behind = (second[0] - first[0]) % period  # of `second`, seen from the beginning of `first`
+    return first[1] - first[0] <= behind and behind + second[1] - second[0] <= period
+
+
+def _interval(window: Window, period: int) -> tuple[int, int]:
+    """The bytes from the first to the last, those left out that repeat after `period`."""
+    dimensions = zip(window.size, window.stride, strict=True)
+    steps = [(n, s * window.itemsize) for n, s in dimensions if not period or s * window.itemsize % period]
+    return window.offset, window.offset + sum((n - 1) * s for n, s in steps) + window.itemsize
+
 
 _names = (f"_autoac_{number}" for number in itertools.count())
 

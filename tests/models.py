@@ -135,3 +135,168 @@ class Views(nn.Module):
         d = torch.view_as_complex(torch.stack([a.sin(), b.cos()], -1))
         e = (d * d.conj()).real + d.imag.exp()
         return (e * c.expand(2, *c.shape).sum(0).t().reshape(c.shape)) + y.unfold(-1, 4, 4).prod(1)
+
+
+class Edges(nn.Module):
+    """One round of messages along the edges of a graph: gathers by an index, a sum by another."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.score = nn.Linear(width, 1)
+        self.message, self.update = nn.Linear(2 * width, width), nn.Linear(width, width)
+
+    def forward(self, h: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        weight = self.score(h).gather(0, source[:, None]).sigmoid()
+        message = self.message(torch.cat([h[source], h.index_select(0, target)], -1))
+        message = self.update(F.silu(message)) * weight
+        near = (source - target).abs() < len(h) // 2
+        received = torch.zeros_like(h).scatter_add(0, target[:, None].expand_as(message), message)
+        return h + received.index_add(0, target[near], message[near])
+
+
+class MessagePassing(nn.Module):
+    """Rounds of messages on a graph given by its edges."""
+
+    def __init__(self, width: int = 16, rounds: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Edges(width) for _ in range(rounds))
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x, source, target)
+        return {"loss": x.square().mean()}
+
+
+class GroupedExperts(nn.Module):
+    """A mixture of experts that sorts its tokens by expert and multiplies each group by one matrix."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(width), nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        weight, chosen = self.router(y).softmax(-1).topk(2, dim=-1)
+        order = chosen.flatten().argsort(stable=True)
+        rows = order // 2
+        ends = chosen.flatten().bincount(minlength=len(self.up)).cumsum(0).int()
+        z = F.silu(F.grouped_mm(y[rows], self.up, offs=ends))
+        z = F.grouped_mm(z, self.down, offs=ends) * weight.flatten()[order, None]
+        return x + torch.zeros_like(x).index_add_(0, rows, z)
+
+
+class Experts(nn.Module):
+    """Layers of grouped experts."""
+
+    def __init__(self, width: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GroupedExperts(width, 4) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.square().mean()}
+
+
+class Gates(nn.Module):
+    """In-place ops on chunks of one tensor, between reads of the others."""
+
+    def __init__(self, width: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.mixes = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gates, mix in zip(self.gates, self.mixes, strict=True):
+            i, f, g, o = gates(x).unsafe_chunk(4, 1)
+            x = mix(i.sigmoid_() * g.tanh_() + f.sigmoid_() * o.sigmoid_())
+        return x
+
+
+class Unrolled(nn.Module):
+    """An LSTM cell, called at every position: four in-place ops on four chunks of one tensor each time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros_like(x[:, 0])
+        outputs = []
+        for t in range(x.shape[1]):
+            h, c = self.cell(x[:, t], (h, c))
+            outputs.append(h)
+        return torch.stack(outputs, 1)
+
+
+class CellLoop(nn.Module):
+    """Layers of unrolled LSTM cells."""
+
+    def __init__(self, width: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Unrolled(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.square().mean()}
+
+
+class PackedLayer(nn.Module):
+    """A bidirectional LSTM over sequences of different lengths."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y, _ = nn.utils.rnn.pad_packed_sequence(
+            self.lstm(packed)[0], batch_first=True, total_length=x.shape[1]
+        )
+        return x + y
+
+
+class Recognizer(nn.Module):
+    """Packed LSTMs under a CTC loss."""
+
+    def __init__(self, width: int = 16, layers: int = 3, classes: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PackedLayer(width) for _ in range(layers))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor, lengths: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = block(x, lengths)
+        scores = self.head(x).log_softmax(-1).transpose(0, 1)
+        counts = torch.full_like(lengths, labels.shape[1])
+        return {"loss": F.ctc_loss(scores, labels, lengths, counts)}
+
+
+class Tower(nn.Module):
+    """A residual MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Bags(nn.Module):
+    """Embeddings with sparse gradients, summed by bag, under a few towers."""
+
+    def __init__(self, width: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(200, width, mode="sum", sparse=True)
+        self.users = nn.Embedding(50, width, sparse=True)
+        self.blocks = nn.ModuleList(Tower(width) for _ in range(layers))
+
+    def forward(self, items: Tensor, starts: Tensor, users: Tensor) -> dict[str, Tensor]:
+        x = self.bags(items, starts) + self.users(users)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": x.square().mean()}

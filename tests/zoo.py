@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from models import Recurrent, Routed
+from models import Bags, CellLoop, Experts, MessagePassing, Recognizer, Recurrent, Routed
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -271,3 +271,37 @@ ZOO = (
         lambda: {"x": wave(96, 16), "target": torch.arange(96).remainder(16)},
     ),
 )
+
+
+IRREGULAR = (
+    Entry(
+        "message passing",
+        MessagePassing,
+        lambda: {
+            "x": wave(40, 16),
+            "source": (torch.arange(600) * 7).remainder(40),
+            "target": (torch.arange(600) * 11 + 3).remainder(40),
+        },
+    ),
+    Entry("grouped experts", Experts, lambda: {"x": wave(256, 16)}),
+    Entry("LSTM cells", CellLoop, lambda: {"x": wave(64, 5, 16)}),
+    Entry(
+        "packed LSTM",
+        Recognizer,
+        lambda: {
+            "x": wave(12, 8, 16),
+            "lengths": 8 - torch.arange(12) // 6,
+            "labels": 1 + torch.arange(24).remainder(5).reshape(12, 2),
+        },
+    ),
+    Entry(
+        "sparse embeddings",
+        Bags,
+        lambda: {
+            "items": (torch.arange(1280) * 13).remainder(200),
+            "starts": torch.arange(0, 1280, 5),
+            "users": torch.arange(256).remainder(50),
+        },
+    ),
+)
+"""What runs, or how large it is, depends on the batch. Their layers are `blocks`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import ConvNet, InPlace, Transformer, Views
+from models import ConvNet, Gates, InPlace, Transformer, Views
 from stepping import expected_log, scalar
 from torch import nn
 
@@ -47,6 +47,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "convolutions": (ConvNet, (16, 3, 8, 8)),
     "in place": (lambda: InPlace(rows=512), (512, 16)),
     "views": (Views, (64, 8)),
+    "chunks in place": (Gates, (64, 16)),
     "backward in forward": (Penalised, (64, 16)),
 }
 

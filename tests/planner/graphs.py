@@ -326,12 +326,18 @@ def gpt2(
     return tape.profile()
 
 
-def random_profile(rng: random.Random, most_ops: int = 8) -> Profile:
+def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool = True) -> Profile:
     """A small step with everything that the schedule's rules speak of.
 
     Ops with several inputs and outputs, writes in place (over values that others still read, too), values
     that must be saved, storages that Python holds into backward, saved tensors that are never unpacked
-    or dropped later than the step that unpacks them, steps that unpack several, workspaces and gradients.
+    or dropped later than the step that unpacks them, or were packed before a write elsewhere in their
+    storage, steps that unpack several, workspaces and gradients.
+
+    Args:
+        rng: what is drawn from.
+        most_ops: how many ops there are at most.
+        overwritten: also versions that are written over have saved tensors.
     """
     tape = Tape(static=rng.randrange(3))
     n = rng.randint(2, most_ops)
@@ -361,7 +367,7 @@ def random_profile(rng: random.Random, most_ops: int = 8) -> Profile:
             values = [v for v in values if newest[tape.value_storage[v]] == v]
     handles = []
     for v in range(len(tape.value_storage)):
-        for _ in range(rng.choice((0, 1, 1, 2))):
+        for _ in range(rng.choice((0, 1, 1, 2)) if overwritten or newest[tape.value_storage[v]] == v else 0):
             handles.append(tape.save(v))
     order = sorted(handles, key=lambda h: -tape.handles[h][0] + rng.choice((0, 0, 0, 1.5, -1.5, 4)))
     steps: list[list[int]] = [[]]
@@ -385,6 +391,10 @@ def random_profile(rng: random.Random, most_ops: int = 8) -> Profile:
         if rng.random() < 0.2:
             tape.released[s] = rng.randint(tape.last_touch[s] + 1, end)
     tape.gradients = rng.choice((0, 0, 4))
+    for h, (v, _) in enumerate(tape.handles):  # of an older version, where nothing was written since
+        while tape.value_previous[v] >= 0 and rng.random() < 0.3:
+            tape.handles[h] = (tape.handles[h][0], tape.value_op[v])
+            v = tape.value_previous[v]
     return tape.profile()
 
 

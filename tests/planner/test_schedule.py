@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoac.planner import UnknownOp, build, schedule, simulate
-from autoac.planner.graph import Graph, chain, needed, normalised, recompute_us
+from autoac.planner.graph import Graph, chain, closed, needed, normalised, recompute_us
 from autoac.planner.lives import live_at_peak
 from autoac.planner.schedule import Backward, Compute, Free, Recompute
 from autoac.planner.simulate import peak_bytes
@@ -94,14 +94,67 @@ def test_rule_a_what_neither_autograd_nor_a_recompute_wants_is_not_held() -> Non
     assert told(graph, {0, 1, 2, 3})[:5] == ["+x 4", "+y 8", "+z 0", "-x 4", "+loss 0"]
 
 
-def test_rule_b_a_write_over_a_held_value_copies_it_first() -> None:
+def test_rule_a_a_storage_that_is_written_over_is_held_for_a_saved_tensor_of_before() -> None:
     tape = graphs.Tape()
     (x,) = tape.op("x", [], 4)
     old = tape.save(x)
     tape.op("relu_", [], into=x)
     tape.step("first", [old])
     graph = build(tape.profile())
-    assert told(graph, {0, 1}) == ["+x 4", "+relu_ 4", "-relu_ 4", ".0", "-x 4"]
+    assert told(graph, {0, 1}) == ["+x 4", "+relu_ 0", ".0", "-relu_ 4"]
+
+
+def test_rule_b_a_write_over_a_value_that_a_recompute_reads_copies_it_first() -> None:
+    tape = graphs.Tape()
+    (x,) = tape.op("x", [], 4)
+    (y,) = tape.op("y", [x], 8)
+    packed = tape.save(y)
+    tape.op("relu_", [], into=x)
+    tape.step("first", [packed])
+    graph = build(tape.profile())
+    assert told(graph, {0, 2}) == [
+        "+x 4",
+        "+y 8",
+        "+relu_ 4",
+        "-relu_ 4",
+        "-y 8",
+        "!y 8",
+        ".0",
+        "-y 8",
+        "-x 4",
+    ]
+
+
+def chunks() -> graphs.Tape:
+    """Two in-place ops on halves of one storage, each with a saved tensor of its half."""
+    tape = graphs.Tape()
+    (x,) = tape.op("x", [], 8)
+    (left,) = tape.op("sigmoid_", [], into=x)
+    first = tape.save(left)
+    (both,) = tape.op("tanh_", [], into=left)
+    tape.handles[first] = (both, tape.handles[first][1])  # read off the newest version, packed before it
+    second = tape.save(both)
+    tape.op("loss", [], 0)
+    tape.step("second", [second])
+    tape.step("first", [first])
+    return tape
+
+
+def test_chunks_that_are_written_in_place_share_one_storage_saved_or_made_again() -> None:
+    graph = build(chunks().profile())
+    forward = ["+x 8", "+sigmoid_ 0", "+tanh_ 0", "+loss 0"]
+    assert told(graph, {0, 1, 2, 3}) == [*forward, "-loss 0", ".0", ".1", "-tanh_ 8"]
+    assert told(graph, {3}) == [
+        *forward, "-tanh_ 8", "-loss 0",
+        "!x 8", "!sigmoid_ 0", "!tanh_ 0", ".0", ".1", "-tanh_ 8",
+    ]  # fmt: skip
+
+
+def test_writes_to_chunks_are_saved_together() -> None:
+    graph = build(chunks().profile())
+    assert closed(graph, frozenset({2})) == {1, 2}
+    assert closed(graph, frozenset({1})) == {1, 2}
+    assert closed(graph, frozenset({3})) == {3}
 
 
 def test_an_op_that_only_writes_over_saved_values_is_saved() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import weakref
 
+import pytest
 import torch
+from torch import Tensor
 
-from autoac.profiler.storages import PRUNED_AT, StorageTable
+from autoac.profiler.storages import PRUNED_AT, StorageTable, disjoint, window_of
 
 
 class Known:
@@ -88,3 +90,49 @@ def test_what_is_gone_is_not_counted_for_long() -> None:
         table.set(torch.zeros(1), i)
     assert PRUNED_AT <= len(table) <= 2 * PRUNED_AT
     assert sorted(table.values()) == list(range(PRUNED_AT))
+
+
+def slices() -> list[Tensor]:
+    """Windows of all kinds on one storage of 24 bytes."""
+    base = torch.zeros(24, dtype=torch.uint8)
+    cube, wide = base.view(2, 3, 4), base.view(torch.int16).view(3, 4)
+    chunks = [chunk for dim in range(3) for chunk in cube.unsafe_chunk(2, dim)]
+    turned = [part.transpose(0, 1) for part in wide.unsafe_chunk(2, 1)]
+    return [
+        cube,
+        wide,
+        *chunks,
+        *turned,
+        base[5:17:3],
+        cube[:, 1:, ::2],
+        cube[1, 1],
+        cube[:0],
+        wide[::2, 1::2],
+    ]
+
+
+def shown(tensor: Tensor) -> set[int]:
+    """The bytes of the storage that `tensor` shows, one by one."""
+    itemsize, strides = tensor.itemsize, tensor.stride()
+    starts = {tensor.storage_offset()} if tensor.numel() else set()
+    for size, stride in zip(tensor.shape, strides, strict=True):
+        starts = {start + i * stride for start in starts for i in range(size)}
+    return {start * itemsize + i for start in starts for i in range(itemsize)}
+
+
+def test_windows_called_disjoint_share_no_byte() -> None:
+    windows = slices()
+    called = [(a, b) for a in windows for b in windows if disjoint(window_of(a), window_of(b))]
+    assert called
+    for a, b in called:
+        assert not shown(a) & shown(b)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_chunks_along_any_dimension_are_disjoint(dim: int, order: tuple[int, int, int]) -> None:
+    whole = torch.zeros(4, 6, 8).permute(order)
+    first, second, *_ = map(window_of, whole.unsafe_chunk(3, dim))
+    assert disjoint(first, second)
+    assert not disjoint(first, first)
+    assert not disjoint(first, window_of(whole))
