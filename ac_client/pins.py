@@ -58,6 +58,9 @@ def pin(module: nn.Module, policy: str | CheckpointPolicy) -> Pin:
     Holds in `save_recompute_policy` regions and in plans: pin before the model is planned. Inside a pinned
     module a policy that insists on the opposite is an error.
 
+    An op that writes in place over a saved value is saved with it. So in plans the pin "must_recompute"
+    takes along the ops that made what such an op writes over, also in other modules.
+
     Args:
         module: a part of a model, or all of it.
         policy: "must_save" or "must_recompute", or torch's words for them.
@@ -65,6 +68,8 @@ def pin(module: nn.Module, policy: str | CheckpointPolicy) -> Pin:
     Raises:
         ValueError: `policy` is neither.
         PolicyConflict, PinConflict: from a forward, where a policy or another pin insists on the opposite.
+        ConflictingPins: from a forward that is planned, where an op pinned "must_recompute" writes over the
+            output of one pinned "must_save".
     """
     word = policy.name.lower() if isinstance(policy, CheckpointPolicy) else policy
     if word not in _WORDS:

@@ -43,7 +43,7 @@ from autoac.planner.errors import (
     UnmatchedPattern,
 )
 from autoac.planner.facts import facts
-from autoac.planner.graph import Graph, OpId, build
+from autoac.planner.graph import Graph, OpId, because_of, build, unsaved_with
 from autoac.planner.profile import DECIDES, PINNED, Count, Profile
 from autoac.planner.simulate import peak_bytes
 from autoac.planner.units import format_bytes
@@ -321,10 +321,7 @@ def _run_again(
     by_user: set[OpId],
     again: dict[OpId, str],
 ) -> None:
-    """Add to `again` those of `found` that may be run again, and what they write over in place.
-
-    An op that only writes over saved values is saved with them (`graph.closed`), so that it runs again
-    asks the same of the ops that made them.
+    """Add to `again` those of `found` that may be run again, and the ops that must be with them.
 
     Raises:
         ConflictingPins: the user has one of them saved, or none of them may.
@@ -332,7 +329,7 @@ def _run_again(
     obeyed = False
     blocked: list[tuple[OpId, OpId]] = []  # an op, and what keeps it from running again
     for op in found:
-        chain = _written_over(graph, op)
+        chain = unsaved_with(graph, op)
         saved = [link for link in chain if link in save]
         for link in saved:
             if link in by_user:
@@ -348,20 +345,7 @@ def _run_again(
 
 
 def _because(graph: Graph, op: OpId, link: OpId, save: dict[OpId, str]) -> str:
-    if link == op:
-        return save[op]
-    return f"{save[link]} (of {graph.ops[link].name}, which it writes over)"
-
-
-def _written_over(graph: Graph, op: OpId) -> list[OpId]:
-    """`op`, the ops whose outputs it writes over if it makes nothing else, and so on from these."""
-    chain = [op]
-    for link in chain:  # which grows
-        previous = [graph.values[w].previous for w in graph.ops[link].writes]
-        if None not in previous:
-            writers = [graph.values[p].op for p in previous if p is not None]
-            chain += [writer for writer in dict.fromkeys(writers) if writer not in chain]
-    return chain
+    return save[op] if link == op else because_of(graph, link, save[link])
 
 
 def _crossing(graph: Graph, units: Sequence[tuple[str, ...]]) -> Iterator[OpId]:

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NewType
 
-from autoac.planner.profile import OpFlag, Profile
+from autoac.planner.errors import ConflictingPins
+from autoac.planner.profile import PINNED, OpFlag, Profile
 
 OpId = NewType("OpId", int)
 """Position of an op in forward order."""
@@ -139,6 +140,9 @@ def build(profile: Profile) -> Graph:
     An op's `must_save` is the profile's reason. The planner treats a value that is overwritten in place
     while something else still reads it as any other; the runtime keeps a private copy of it where the
     save set asks for that (see `schedule`).
+
+    Raises:
+        ConflictingPins: the user has an op saved and one that writes over its output run again.
     """
     n = len(profile.ops)
     writes: list[list[ValueId]] = [[] for _ in range(n)]
@@ -171,7 +175,7 @@ def build(profile: Profile) -> Graph:
             v = profile.values.previous[v]
 
     columns = profile.ops
-    return Graph(
+    graph = Graph(
         ops=tuple(
             Op(
                 id=OpId(i),
@@ -182,7 +186,6 @@ def build(profile: Profile) -> Graph:
                 workspace=columns.workspace_nbytes[i],
                 other=columns.other_nbytes[i],
                 must_save=_must_save(profile, i),
-                must_recompute=bool(columns.flags[i] & OpFlag.MUST_RECOMPUTE) and not _must_save(profile, i),
             )
             for i, name in enumerate(profile.keys())
         ),
@@ -225,6 +228,41 @@ def build(profile: Profile) -> Graph:
         static_bytes=profile.static.total,
         closing_bytes=profile.gradient_nbytes + profile.optimizer_workspace_nbytes,
     )
+    pinned = [OpId(i) for i, flags in enumerate(columns.flags) if flags & OpFlag.MUST_RECOMPUTE]
+    return _run_again(graph, pinned) if pinned else graph
+
+
+def _run_again(graph: Graph, pinned: Sequence[OpId]) -> Graph:
+    """Return `graph` with the ops that the user has run again, and those that must be with them.
+
+    An op that must be saved for a reason of its own stays saved, and so does what must be saved with it, as
+    long as the user's word holds for some op of the module.
+
+    Raises:
+        ConflictingPins: the user has one of them saved, or others let nothing of a module run again.
+    """
+    again: set[OpId] = set()
+    obeyed: set[str] = set()  # modules
+    blocked: dict[str, ConflictingPins] = {}  # by module
+    for op in pinned:
+        name = graph.ops[op].name
+        module = name.rpartition("/")[0]
+        together = unsaved_with(graph, op)
+        saved = [other for other in together if graph.ops[other].must_save]
+        if not saved:
+            again.update(together)
+            obeyed.add(module)
+            continue
+        others = sorted((o for o in saved if o != op), key=lambda o: graph.ops[o].must_save != PINNED)
+        if others:
+            why = because_of(graph, others[0], graph.ops[others[0]].must_save)
+            blocked.setdefault(module, ConflictingPins(name, "pinned must_recompute", why))
+            if graph.ops[others[0]].must_save == PINNED:
+                raise blocked[module]
+    for module, conflict in blocked.items():
+        if module not in obeyed:
+            raise conflict
+    return replace(graph, ops=tuple(replace(op, must_recompute=op.id in again) for op in graph.ops))
 
 
 def _must_save(profile: Profile, op: int) -> str:
@@ -259,6 +297,28 @@ def carried(graph: Graph, op: Op) -> Iterator[OpId]:
         value = graph.values[w]
         if value.carries and value.previous is not None:
             yield graph.values[value.previous].op
+
+
+def unsaved_with(graph: Graph, op: OpId) -> list[OpId]:
+    """Return `op` and the ops that must not be saved if it is not to be (`closed`).
+
+    An op that only writes over saved values is saved with them. So these are the ops that made what `op`
+    writes over, if it makes nothing else; those that write over its outputs and carry their saved tensors;
+    and so on.
+    """
+    together = [op]
+    for link in together:  # which grows
+        previous = [graph.values[w].previous for w in graph.ops[link].writes]
+        others = [graph.values[p].op for p in previous if p is not None] if None not in previous else []
+        readers = (r for w in graph.ops[link].writes for r in graph.values[w].readers)
+        others += [r for r in readers if link in carried(graph, graph.ops[r])]
+        together += [other for other in dict.fromkeys(others) if other not in together]
+    return together
+
+
+def because_of(graph: Graph, op: OpId, reason: str) -> str:
+    """Return `reason` in words, with the name of the op that it is the reason of."""
+    return f"{reason} (of {graph.ops[op].name}, whose memory it shares)"
 
 
 def needed(graph: Graph, save_set: SaveSet) -> list[bool]:

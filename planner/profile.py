@@ -236,7 +236,8 @@ class Profile(BaseModel):
             for saved in unpacks:
                 if self.saved.dropped[saved] <= n + step:
                     raise ValueError(f"backward step {step} unpacks saved tensor {saved}, dropped before")
-        for op, reads in enumerate(self.ops.reads.rows()):
+        reads_of = self.ops.reads.rows()
+        for op, reads in enumerate(reads_of):
             late = [value for value in reads if self.values.op[value] >= op]
             if late:
                 raise ValueError(f"op {op} reads value {late[0]}, which it or a later op writes")
@@ -246,6 +247,11 @@ class Profile(BaseModel):
         ):
             if current.get(storage, -1) != previous:
                 raise ValueError(f"value {value} does not follow the version before it of storage {storage}")
+            if previous >= 0 and previous not in reads_of[self.values.op[value]]:
+                raise ValueError(
+                    f"op {self.values.op[value]} must read value {previous}, which it writes over with value "
+                    f"{value}: add it to ops.reads"
+                )
             current[storage] = value
         if any(a > b for a, b in itertools.pairwise(self.values.op)):
             raise ValueError("values must be listed in the order in which ops write them")

@@ -200,6 +200,9 @@ class Recorder(SeesCompiled):
             return
         if self.record.values[previous].op == op:
             return  # two views of one storage
+        recorded = self.record.ops[op]
+        if previous not in recorded.reads:  # an operand of a higher-order op, inside of others
+            recorded.reads += (previous,)
         self._add_value(tensor, op, self.record.values[previous].storage, previous)
         if alone:
             self.record.values[-1].written = window_of(tensor)

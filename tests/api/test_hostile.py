@@ -51,6 +51,10 @@ HARM: dict[str, dict[str, Any]] = {
     "a cycle": {"ops__reads": {"starts": [0, 1, 2, 3], "items": [2, 0, 1]}},
     "an op that reads itself": {"ops__reads": {"starts": [0, 1, 1, 1], "items": [0]}},
     "a version that follows itself": {"values__previous": [0, -1, -1]},
+    "an op that overwrites what it does not read": {
+        "values__storage": [0, 1, 0],
+        "values__previous": [-1, -1, 0],
+    },
     "rows that are not there": {"values__storage": [0, 1, 7]},
     "columns of two lengths": {"ops__flops": [0]},
     "a huge number": {"storages__nbytes": [2**60, 1, 1]},

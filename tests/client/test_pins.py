@@ -11,7 +11,7 @@ import ac_client
 from ac_client import PinConflict, PolicyConflict, pin
 from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
-from autoac.planner import plan
+from autoac.planner import ConflictingPins, plan
 from autoac.planner.graph import build, recompute_us
 from autoac.planner.simulate import peak_bytes
 from autoac.profiler import profile
@@ -97,6 +97,40 @@ def test_a_planned_step_with_pins_has_the_plain_gradients() -> None:
         torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
         for a, b in zip(plain.parameters(), planned.parameters(), strict=True)
     )
+
+
+def in_place() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16))
+
+
+def test_a_pin_on_a_module_that_writes_in_place_takes_along_what_it_writes_over() -> None:
+    x = torch.randn(256, 16)
+    torch.manual_seed(0)
+    plain, planned = in_place(), in_place()
+    planned.load_state_dict(plain.state_dict())
+    pin(planned[1], "must_recompute")
+    ac_client.apply(planned, budget_gb=1.0)
+    for net in (plain, planned):
+        net(x).square().sum().backward()
+    applied = ac_client.applied(planned)
+    assert applied.report().recomputed == 2
+    assert applied.policy.decisions["1/aten.relu_.default#0"] == "recompute"
+    assert applied.policy.decisions["0/aten.addmm.default#0"] == "recompute"
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_a_pin_to_run_again_what_writes_over_a_pinned_save_is_an_error_that_names_both() -> None:
+    net = in_place()
+    pin(net[0], "must_save")
+    pin(net[1], "must_recompute")
+    ac_client.apply(net, budget_gb=1.0)
+    with pytest.raises(
+        ConflictingPins, match=r"1/aten.relu_.default#0.*must_recompute; pinned \(of 0/aten.addmm"
+    ):
+        net(torch.randn(4, 16))
 
 
 def test_pins_that_contradict_each_other_are_an_error_that_names_both() -> None:

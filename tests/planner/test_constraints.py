@@ -458,7 +458,7 @@ def test_what_must_be_run_again_takes_along_what_it_writes_over() -> None:
     graph = constrained(graphs.dropout(), Constraints(pin_recompute=("m/div_",)))
     assert [op.id for op in graph.ops if op.must_recompute] == [1, 2, 3]
     error = conflict(graphs.dropout(), pin_recompute=["m/div_"], pin_save=["m/bernoulli_"])
-    assert error.second == "pin_save 'm/bernoulli_' (of m/bernoulli_#0, which it writes over)"
+    assert error.second == "pin_save 'm/bernoulli_' (of m/bernoulli_#0, whose memory it shares)"
 
 
 def test_pins_that_hold_too_much_are_blamed_with_their_bytes() -> None:

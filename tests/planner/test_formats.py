@@ -120,6 +120,17 @@ def test_references_out_of_range_and_into_the_future_are_malformed() -> None:
         Profile.from_data(data)
 
 
+def test_an_op_that_overwrites_a_version_it_does_not_read_is_malformed() -> None:
+    tape = graphs.Tape()
+    (x,) = tape.op("x", [], 4)
+    tape.op("relu_", [], into=x)
+    data = json.loads(tape.profile().to_json())
+    assert Profile.from_data(data).ops.reads.rows() == [(), (0,)]
+    data["ops"]["reads"] = {"starts": [0, 0, 0], "items": []}
+    with pytest.raises(MalformedProfile, match="op 1 must read value 0, which it writes over with value 1"):
+        Profile.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, b"\xff\xfe"])
 def test_what_is_no_profile_is_malformed(text: str | bytes) -> None:
     with pytest.raises(MalformedProfile):

@@ -30,8 +30,9 @@ from autoac.planner import (
     frontier,
     plan,
 )
-from autoac.planner.graph import chain, recompute_us
+from autoac.planner.graph import chain, closed, recompute_us
 from autoac.planner.ilp import Options
+from autoac.planner.profile import OpFlag, Ops
 from autoac.planner.simulate import peak_bytes
 
 seeds = st.integers(0, 2**32 - 1)
@@ -316,3 +317,25 @@ def test_a_plan_that_saves_less_than_it_could_is_found_where_saving_costs_memory
     assert oracles.least_time(table, smallest) == 0
     made = plan(graph, budget_bytes=smallest, gap=0.0)
     assert (made.recompute_us, made.peak) == (0, smallest)
+
+
+@laws
+@given(seeds)
+def test_a_plan_obeys_pins_on_ops_that_write_in_place_and_is_the_fastest_that_does(seed: int) -> None:
+    rng = random.Random(seed)
+    found = graphs.random_profile(rng, 6)
+    found = found.model_copy(update={"reasons": (), "ops": pinned_at_random(found.ops, rng)})
+    graph = build(found)
+    pinned = {op for op, flags in enumerate(found.ops.flags) if flags}
+    table = oracles.peaks_and_times(graph)
+    for budget in sorted({peak for peak, _ in table.values()})[:3]:
+        made = plan(found, budget_bytes=max(budget, 1), gap=0.0)
+        assert not pinned & closed(graph, made.save_set)
+        assert made.recompute_us == pytest.approx(oracles.least_time(table, budget))
+        assert made.bound_us == pytest.approx(made.recompute_us)
+
+
+def pinned_at_random(ops: Ops, rng: random.Random) -> Ops:
+    """`ops` with a pin on some of those that may be saved or not, and on no other."""
+    flags = tuple(int(OpFlag.MUST_RECOMPUTE) * (rng.random() < 0.3) for _ in range(len(ops)))
+    return ops.model_copy(update={"flags": flags, "must_save": (-1,) * len(ops)})
