@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-from numbers import Real
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,6 +11,14 @@ import torch
 from torch import nn
 
 from ac_client.applied import Applied, applied, check_untouched
+from ac_client.arguments import (
+    check_budget,
+    check_constraints,
+    check_model,
+    check_optimizer,
+    check_source,
+    check_switches,
+)
 from ac_client.checkpoint import checkpoint, checkpoint_sequential
 from ac_client.choosing import Shapes
 from ac_client.cursor import LeftThePath
@@ -30,13 +36,12 @@ from ac_client.pins import Pin, pin
 from ac_client.policies import PolicyConflict
 from ac_client.ranks import AUTO, Group
 from ac_client.recipes import StaleError
-from ac_client.remote import RemoteError, ServiceRefused, ServiceUnavailable, named_policy, policies_url
+from ac_client.remote import RemoteError, ServiceRefused, ServiceUnavailable, named_policy
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy, tag
 from ac_client.split import split_backward
 from autoac.planner import Constraints, InfeasibleBudget, InvalidBudget, InvalidConstraints, Policy, PolicySet
 from autoac.planner.policy_set import SET_FORMAT
-from autoac.planner.units import bytes_from_gb
 from autoac.profiler.errors import PinConflict
 
 __all__ = [
@@ -125,10 +130,11 @@ def apply(
             None: each rank plans for itself.
 
     Raises:
-        TypeError: `model` is no module, or `optimizer` no optimizer.
-        InvalidBudget: the budget is not a positive, finite number of GiB; or there is none, and the policy
-            set is empty.
-        ValueError: `shapes` is neither of the two; `group` is no group; `service` is no URL; `alias` cannot
+        TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
+            `constraints` not Constraints, `group` not a group, or a switch not a bool.
+        InvalidBudget: budget or headroom is not a number of GiB, as one in bytes is not; or there is no
+            budget, and the policy set is empty.
+        ValueError: `shapes` or `group` is not one of its words; `service` is not a URL; `alias` cannot
             be a name, or comes with `policy`; or `alias` or `require_service` come without `service`.
         ServiceUnavailable: the service is away, and `require_service` was passed or there is no budget to
             plan for. From `apply` for an alias, else from the first training forward, which leaves the
@@ -145,43 +151,12 @@ def apply(
         InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
             training forward, which leaves the model as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"apply plans an nn.Module, and was given a {type(model).__name__}")
-    if optimizer is not None and not (hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")):
-        raise TypeError(
-            f"optimizer=... is a {type(optimizer).__name__}: pass the torch.optim.Optimizer that steps this "
-            "model; of several, pass one and leave headroom_gb for the state of the others"
-        )
-    if service is None and (alias is not None or require_service):
-        what = "alias" if alias is not None else "require_service"
-        raise ValueError(f"{what} means something only with a service: pass service=URL")
-    if service is not None:
-        policies_url(service)  # raises
-    if alias is not None and policy is not None:
-        raise ValueError("pass policy=... or alias=..., not both")
-    if budget_gb is None and policy is None and alias is None:
-        raise InvalidBudget("pass budget_gb=..., the device's peak in GiB, or policy=...")
-    if constraints is not None and (policy is not None or alias is not None):
-        raise InvalidConstraints(
-            "a policy is carried out as it is: plan it under the constraints, or leave policy=... out"
-        )
-    budget_bytes = None
-    if budget_gb is not None:
-        if not isinstance(budget_gb, Real) or not math.isfinite(budget_gb) or budget_gb <= 0:
-            raise InvalidBudget(f"budget_gb={budget_gb!r} is no budget: pass a positive number of GiB")
-        budget_bytes = bytes_from_gb(budget_gb)
-    if (
-        not math.isfinite(headroom_gb)
-        or headroom_gb < 0
-        or (budget_gb is not None and headroom_gb >= budget_gb)
-    ):
-        raise InvalidBudget(
-            f"headroom_gb={headroom_gb!r} must be at least 0 and below budget_gb={budget_gb!r}"
-        )
-    if shapes not in ("bucket", "first"):
-        raise ValueError(f'shapes={shapes!r}: pass "bucket" or "first"')
-    if isinstance(group, str) and group != AUTO:
-        raise ValueError(f'group={group!r}: pass "auto", a ProcessGroup, or None')
+    check_model(model)
+    check_optimizer(optimizer, model)
+    check_switches(strict=strict, require_service=require_service, shapes=shapes, group=group)
+    check_source(budget_gb, policy, alias, service, require_service=require_service)
+    check_constraints(constraints, planned=policy is not None or alias is not None)
+    budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
     check_untouched(model)
     loaded = _read(policy)
     if alias is not None and service is not None:
@@ -189,14 +164,14 @@ def apply(
     if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
         raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
     for predicted in (made.predicted for made in _policies(loaded)):
-        if budget_bytes is not None and predicted.peak_bytes > budget_bytes - bytes_from_gb(headroom_gb):
+        if budget_bytes is not None and predicted.peak_bytes > budget_bytes - headroom_bytes:
             raise InfeasibleBudget(
                 budget_bytes, predicted.static_bytes, predicted.peak_bytes, predicted.peak_at, ()
             )
     Applied(
         model,
         budget_bytes=budget_bytes,
-        headroom_bytes=bytes_from_gb(headroom_gb),
+        headroom_bytes=headroom_bytes,
         constraints=constraints,
         optimizer=optimizer,
         policy=loaded,

@@ -465,7 +465,10 @@ def applied(model: nn.Module) -> Applied:
 
     Raises:
         NotApplied: nothing.
+        TypeError: `model` is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"applied takes the nn.Module that was planned, got {type(model).__name__}")
     try:
         return _applied[model]
     except KeyError:

@@ -144,7 +144,7 @@ def checkpoint_sequential(
         preserve_rng_state: as for `checkpoint`; the only further keyword.
 
     Raises:
-        ValueError: another keyword, or more segments than functions.
+        ValueError: another keyword, or `segments` is not from 1 to the number of functions.
     """
     if use_reentrant is None:
         # The warning is torch's to give.
@@ -153,6 +153,8 @@ def checkpoint_sequential(
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if not 1 <= segments <= len(steps):
+        raise ValueError(f"segments must be from 1 to the {len(steps)} functions, got {segments}")
     length = len(steps) // segments
     last = length * (segments - 1)  # the last segment takes what does not divide
     for start in range(0, last, length):

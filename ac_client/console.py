@@ -173,11 +173,6 @@ def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: 
     print(json.dumps(facts, indent=1) if as_json else line)
 
 
-def not_negative(gb: float, option: str) -> None:
-    if not 0 <= gb < float("inf"):
-        raise typer.BadParameter("must not be negative", param_hint=option)
-
-
 def format_of(text: bytes) -> object:
     """What a file says that it is; None if it is no JSON object."""
     try:

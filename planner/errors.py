@@ -22,11 +22,12 @@ Each error carries its numbers as fields and pickles, since it crosses a process
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoac.planner.units import format_bytes, gb_from_bytes
+from autoac.planner.units import GIB, exact_bytes, format_bytes, gb_from_bytes
 
 
 class PlannerError(Exception):
@@ -173,10 +174,10 @@ class InfeasibleBudget(PlannerError):
         self.peak_at, self.live = peak_at, tuple(live)
         needed = smallest_found if smallest_found is not None else proven_floor
         lines = [
-            f"No plan fits in {format_bytes(budget)}: the step needs at least {format_bytes(proven_floor)}."
+            f"No plan fits in {exact_bytes(budget)}: the step needs at least {exact_bytes(proven_floor)}."
         ]
         if smallest_found is not None:
-            lines.append(f"The smallest peak found is {format_bytes(smallest_found)}.")
+            lines.append(f"The smallest peak found is {exact_bytes(smallest_found)}.")
         if self.live:
             lines.append(f"That peak is at {peak_at}, while these are live:")
             lines += [f"  {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})" for h in self.live[:8]]
@@ -218,5 +219,7 @@ class SolverOutOfTime(PlannerError):
 
 
 def _ceil_gb(nbytes: int) -> str:
-    text = f"{gb_from_bytes(nbytes):.3f}"
-    return text if float(text) >= gb_from_bytes(nbytes) else f"{gb_from_bytes(nbytes) + 0.001:.3f}"
+    """Return a number of GiB that is at least `nbytes`, in as few digits as come within 0.1 %."""
+    digits = max(3, 3 - math.floor(math.log10(gb_from_bytes(max(nbytes, 1)))))
+    scale: int = 10**digits
+    return f"{-(-nbytes * scale // GIB) / scale:.{digits}f}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 
 from autoac.planner.allowance import check_limits, relative_gap
 from autoac.planner.bounds import bounds
+from autoac.planner.budget import budget_in_bytes
 from autoac.planner.constraints import Constraints, blamed, constrained, held_back
 from autoac.planner.errors import Holding, InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
 from autoac.planner.floor import Floor, FloorSearch
@@ -20,7 +21,7 @@ from autoac.planner.profile import Profile
 from autoac.planner.schedule import Recompute
 from autoac.planner.search import Problem, Search
 from autoac.planner.simulate import Instant, Timeline, peak_bytes, simulate
-from autoac.planner.units import bytes_from_gb, format_bytes
+from autoac.planner.units import format_bytes
 
 DEFAULT_GAP = 0.01
 DEFAULT_TIME_LIMIT_S = 60.0
@@ -231,18 +232,14 @@ def plan_of(
 def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: int) -> int:
     if (budget_gb is None) == (budget_bytes is None):
         raise InvalidBudget("pass exactly one of budget_gb and budget_bytes")
-    given = budget_gb if budget_gb is not None else budget_bytes
-    name = "budget_gb" if budget_gb is not None else "budget_bytes"
-    if (
-        isinstance(given, bool)
-        or not isinstance(given, (int, float))
-        or not math.isfinite(given)
-        or given <= 0
-    ):
-        raise InvalidBudget(f"{name} must be a positive number, not {given!r}")
     if headroom_bytes < 0:
-        raise InvalidBudget(f"headroom_bytes must not be negative, not {headroom_bytes!r}")
-    nbytes = bytes_from_gb(given) if budget_gb is not None else int(given)
+        raise InvalidBudget(f"headroom_bytes must not be negative, got {headroom_bytes!r}")
+    if budget_gb is not None:
+        nbytes = budget_in_bytes(budget_gb)
+    elif isinstance(budget_bytes, Integral) and not isinstance(budget_bytes, bool) and budget_bytes > 0:
+        nbytes = int(budget_bytes)
+    else:
+        raise InvalidBudget(f"budget_bytes must be a positive whole number, got {budget_bytes!r}")
     if nbytes - headroom_bytes <= 0:
         raise InvalidBudget(
             f"the headroom of {format_bytes(headroom_bytes)} leaves nothing of a budget of "

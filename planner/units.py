@@ -43,6 +43,16 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def exact_bytes(nbytes: int) -> str:
+    """Return `nbytes` in the unit that a person would use, and exactly: two that differ never look alike.
+
+    >>> exact_bytes(345784), exact_bytes(10)
+    ('337.68 KiB (345,784 B)', '10 B')
+    """
+    text = format_bytes(nbytes)
+    return text if text.endswith(" B") else f"{text} ({nbytes:,} B)"
+
+
 def format_us(us: float) -> str:
     """A duration in the unit that a person would use.
 

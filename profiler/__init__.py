@@ -156,7 +156,7 @@ def observe(
             raise CannotProfile(
                 type(model).__name__,
                 "it is on the meta device, where no op runs",
-                "pass on=DATASHEETS[...] to say for which device it is profiled, or move it to one",
+                "move it to the device that it trains on (to_empty), or profile it with on=DATASHEETS[...]",
             )
         environment = _environment(model, device)
         step = _observed(model, args, kwargs, loss, device, environment, accumulates, mode, times, notes)

@@ -270,6 +270,11 @@ def take_step(
             handle.remove()
     roots = [root for root in roots if root.requires_grad]
     if not roots:
+        if not any(leaf.requires_grad for leaf in leaves):
+            raise NothingToProfile(
+                "no parameter and no input of the model requires a gradient; call requires_grad_() on what "
+                "is to train"
+            )
         raise NothingToProfile(
             "no output of the model depends on a parameter or input that requires a gradient; "
             "pass loss=... if the model's output is not where backward starts"

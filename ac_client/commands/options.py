@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ac_client.console import not_negative
-
 if TYPE_CHECKING:
     from autoac.planner import Constraints
 
@@ -83,12 +81,12 @@ def constraints_of(
     from pydantic import ValidationError
 
     from autoac.planner import Constraints
+    from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
     from autoac.planner.profile import describe
-    from autoac.planner.units import bytes_from_gb
 
-    not_negative(extra_static_gb, "--extra-static-gb")
-    if forward_budget_gb is not None and not 0 < forward_budget_gb < float("inf"):
-        raise typer.BadParameter("must be positive", param_hint="--forward-budget-gb")
+    forward_budget_bytes = (
+        None if forward_budget_gb is None else budget_in_bytes(forward_budget_gb, "--forward-budget-gb")
+    )
     try:
         return Constraints(
             pin_save=tuple(pin_save or ()),
@@ -96,8 +94,8 @@ def constraints_of(
             recompute_only=tuple(recompute_only or ()),
             fsdp_units=tuple(fsdp_units or ()),
             save_deciding=not lift_deciding,
-            forward_budget_bytes=None if forward_budget_gb is None else bytes_from_gb(forward_budget_gb),
-            extra_static_bytes=bytes_from_gb(extra_static_gb),
+            forward_budget_bytes=forward_budget_bytes,
+            extra_static_bytes=headroom_in_bytes(extra_static_gb, "--extra-static-gb"),
             gradients="as profiled" if gradients is None else gradients.value,
         )
     except ValidationError as error:

@@ -28,7 +28,6 @@ from ac_client.console import (
     deliver,
     header,
     load_case,
-    not_negative,
     one_line,
     progress_of,
     read_profile,
@@ -113,10 +112,11 @@ def plan(
 ) -> None:
     """Find the save set that fits in the budget at the least recompute time, and write it as a policy."""
     from autoac.planner import plan as plan_profile
-    from autoac.planner.units import bytes_from_gb, format_bytes, format_us
+    from autoac.planner.budget import headroom_in_bytes
+    from autoac.planner.units import format_bytes, format_us
 
     observed = read_profile(profile_file)
-    not_negative(headroom_gb, "--headroom-gb")
+    headroom_bytes = headroom_in_bytes(headroom_gb, "--headroom-gb")
     constraints = constraints_of(
         pin_save,
         pin_recompute,
@@ -131,7 +131,7 @@ def plan(
         made = plan_profile(
             observed,
             budget_gb=budget_gb,
-            headroom_bytes=bytes_from_gb(headroom_gb),
+            headroom_bytes=headroom_bytes,
             constraints=constraints,
             gap=gap,
             time_limit_s=time_limit_s,
@@ -201,16 +201,15 @@ def stages(
     stage.
     """
     from autoac.planner import InfeasibleBudget, plan_stages
-    from autoac.planner.units import bytes_from_gb
+    from autoac.planner.budget import headroom_in_bytes
 
     if more_profiles and len(profile_files) > 1:
         raise typer.BadParameter(
             "give --profile once before all files, or once before each", param_hint="--profile"
         )
     paths = [*profile_files, *(more_profiles or [])]
-    not_negative(headroom_gb, "--headroom-gb")
-    for gb in weight_half_gb or []:
-        not_negative(gb, "--weight-half-gb")
+    headroom_bytes = headroom_in_bytes(headroom_gb, "--headroom-gb")
+    weight_half_bytes = [headroom_in_bytes(gb, "--weight-half-gb") for gb in weight_half_gb or []]
     observed = [read_profile(path) for path in paths]
     constraints = constraints_of(
         pin_save,
@@ -230,8 +229,8 @@ def stages(
                 n_microbatches=n_microbatches,
                 budget_gb=budget_gb[0] if len(budget_gb) == 1 else budget_gb,
                 chunks=chunks,
-                weight_half_bytes=[bytes_from_gb(gb) for gb in weight_half_gb] if weight_half_gb else None,
-                headroom_bytes=bytes_from_gb(headroom_gb),
+                weight_half_bytes=weight_half_bytes or None,
+                headroom_bytes=headroom_bytes,
                 constraints=constraints,
                 gap=gap,
                 time_limit_s=time_limit_s,

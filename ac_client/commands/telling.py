@@ -75,9 +75,9 @@ def explain(
     from autoac.planner import explain as in_words
     from autoac.planner import plan as plan_profile
     from autoac.planner import why_in_words as why_text
+    from autoac.planner.budget import budget_in_bytes
     from autoac.planner.modules import by_module, decided
     from autoac.planner.policy_set import SET_FORMAT
-    from autoac.planner.units import bytes_from_gb
 
     if more_gb is not None and not 0 < more_gb < float("inf"):
         raise typer.BadParameter("must be positive", param_hint="--more-gb")
@@ -111,7 +111,7 @@ def explain(
             raise typer.BadParameter(f"{subject} is a profile itself: leave it out", param_hint="--profile")
         with name:
             observed = Profile.from_json(text)
-        made = within(observed, bytes_from_gb(budget_gb))
+        made = within(observed, budget_in_bytes(budget_gb))
         policy = made.policy()
     else:
         with name:
@@ -137,7 +137,7 @@ def explain(
             words.append(why_text(reason))
             answer["tensors"].append(plain(reason) | {"fits": reason.fits})
         if more_gb is not None:
-            bought = more(made, bytes_from_gb(more_gb), planning=within)
+            bought = more(made, budget_in_bytes(more_gb, "--more-gb"), planning=within)
             words.append(more_in_words(bought))
             answer["more"] = plain(bought) | {"gain_us": bought.gain_us}
         if html is not None:

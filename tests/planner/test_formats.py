@@ -26,7 +26,7 @@ from autoac.planner import (
     plan,
 )
 from autoac.planner.errors import Holding, PlannerError
-from autoac.planner.units import bytes_from_gb, format_bytes, format_us
+from autoac.planner.units import bytes_from_gb, exact_bytes, format_bytes, format_us
 
 
 def made() -> Policy:
@@ -180,7 +180,7 @@ def test_an_infeasible_budget_says_what_would_do() -> None:
         plan(graph, budget_bytes=known.floor // 2, time_limit_s=5)
     error = caught.value
     text = str(error)
-    assert f"No plan fits in {format_bytes(known.floor // 2)}: the step needs at least" in text
+    assert f"No plan fits in {exact_bytes(known.floor // 2)}: the step needs at least" in text
     assert "not planned" in text
     advised = float(text.split("budget_gb=")[1].split()[0])
     assert error.smallest_found is not None
@@ -204,3 +204,11 @@ def test_a_plan_and_its_policy_are_told_in_words() -> None:
     text = explain(made.policy())
     assert "A policy for gpt2-2 on test" in text
     assert "transformer.h." in text
+
+
+@pytest.mark.parametrize("nbytes", [16, 345_784, 347_187, 5_000_000_000, 2**50])
+def test_the_advised_budget_is_enough_and_close(nbytes: int) -> None:
+    error = InfeasibleBudget(nbytes // 2, nbytes, nbytes, "backward", ())
+    advised = float(str(error).split("budget_gb=")[1].split()[0])
+    assert nbytes <= bytes_from_gb(advised) <= nbytes * 1.1
+    assert f"{nbytes:,} B" in str(error) or f"{nbytes} B" in str(error)

@@ -1,0 +1,145 @@
+"""Check what a user passes to `apply`, before anything is changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from ac_client.ranks import AUTO
+from ac_client.remote import policies_url
+from autoac.planner import Constraints, InvalidBudget, InvalidConstraints, Policy, PolicySet
+from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
+from autoac.planner.units import format_bytes
+from autoac.profiler import device_of
+
+log = logging.getLogger("ac_client")
+
+
+def check_model(model: Any) -> None:
+    """Raise TypeError if `model` is not a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply plans an nn.Module, got {type(model).__name__}")
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise TypeError if `optimizer` is not one; warn if it steps none of `model`'s parameters."""
+    if optimizer is None:
+        return
+    is_one = hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")
+    if isinstance(optimizer, type) or not is_one:
+        raise TypeError(
+            f"optimizer must be the torch.optim.Optimizer that steps this model, got {named(optimizer)}; of "
+            "several, pass one and leave headroom_gb for the state of the others"
+        )
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    own = set(map(id, model.parameters()))
+    if stepped and not any(id(p) in own for p in stepped):
+        log.warning(
+            "optimizer steps %d parameters, and none of them is one of this %s's: its state is counted all "
+            "the same; pass the optimizer that was made of model.parameters()",
+            len(stepped),
+            type(model).__name__,
+        )
+
+
+def check_budget(budget_gb: Any, headroom_gb: Any, model: nn.Module) -> tuple[int | None, int]:
+    """Return budget and headroom in bytes; warn about a budget that `model`'s GPU does not have.
+
+    Raises:
+        InvalidBudget: one of the two is not a number of GiB, or nothing is left of the budget.
+    """
+    headroom = headroom_in_bytes(headroom_gb)
+    if budget_gb is None:
+        return None, headroom
+    budget = budget_in_bytes(budget_gb)
+    if headroom >= budget:
+        raise InvalidBudget(f"headroom_gb must be below budget_gb={budget_gb!r}, got {headroom_gb!r}")
+    device = device_of(model)
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+        if budget > there:
+            log.warning(
+                "budget_gb=%r is more than the %s that %s has, so the plan may not fit; budget_gb is in GiB",
+                budget_gb,
+                format_bytes(there),
+                device,
+            )
+    return budget, headroom
+
+
+def check_source(budget_gb: Any, policy: Any, alias: Any, service: Any, *, require_service: bool) -> None:
+    """Check where the policy is to come from: a budget, a policy, or a service.
+
+    Raises:
+        TypeError: `policy` is not a policy, a policy set or a path.
+        ValueError: `service` is not a URL; or arguments exclude or need each other.
+        InvalidBudget: there is neither a budget nor a policy.
+    """
+    if policy is not None and not isinstance(policy, (Policy, PolicySet, str, os.PathLike)):
+        raise TypeError(f"policy must be a Policy, a PolicySet or the path of a file, got {named(policy)}")
+    if service is None and (alias is not None or require_service):
+        what = "alias" if alias is not None else "require_service"
+        raise ValueError(f"{what} means something only with a service: pass service=URL")
+    if service is not None:
+        policies_url(service)  # raises
+    if alias is not None and policy is not None:
+        raise ValueError("pass policy=... or alias=..., not both")
+    if budget_gb is None and policy is None and alias is None:
+        raise InvalidBudget("pass budget_gb=..., the device's peak in GiB, or policy=...")
+
+
+def check_constraints(constraints: Any, *, planned: bool) -> None:
+    """Check constraints, which only go with a budget to plan for.
+
+    Args:
+        constraints: as of `apply`.
+        planned: a policy was given.
+
+    Raises:
+        TypeError: they are not Constraints.
+        InvalidConstraints: a policy was given.
+    """
+    if constraints is None:
+        return
+    if not isinstance(constraints, Constraints):
+        raise TypeError(
+            f"constraints must be ac_client.Constraints(pin_save=..., ...), got {named(constraints)}"
+        )
+    if planned:
+        raise InvalidConstraints(
+            "a policy is carried out as it is: plan it under the constraints, or leave policy=... out"
+        )
+
+
+def check_switches(*, strict: Any, require_service: Any, shapes: Any, group: Any) -> None:
+    """Check the arguments that are one of a few.
+
+    Raises:
+        TypeError: `strict` or `require_service` is not a bool, or `group` is not a ProcessGroup.
+        ValueError: `shapes` or `group` is another word than those that mean something.
+    """
+    for name, switch in (("strict", strict), ("require_service", require_service)):
+        if not isinstance(switch, bool):
+            raise TypeError(f"{name} must be True or False, got {switch!r}")
+    if shapes not in ("bucket", "first"):
+        raise ValueError(f'shapes must be "bucket" or "first", got {shapes!r}')
+    if isinstance(group, str):
+        if group != AUTO:
+            raise ValueError(f'group must be "auto", a ProcessGroup or None, got {group!r}')
+    elif group is not None and not _is_process_group(group):
+        raise TypeError(f'group must be "auto", a ProcessGroup or None, got {named(group)}')
+
+
+def _is_process_group(group: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
+
+
+def named(value: Any) -> str:
+    """Return what an error calls a value of the wrong type: short, and with its type."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return type(value).__name__

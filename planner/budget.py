@@ -1,0 +1,50 @@
+"""Budgets as people pass them: GiB, positive, finite, and not by mistake in bytes."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+from autoac.planner.errors import InvalidBudget
+from autoac.planner.units import GIB, bytes_from_gb
+
+MOST_GB = 1 << 20
+"""More GiB than any device has: a budget beyond was meant in bytes."""
+
+
+def budget_in_bytes(gb: object, name: str = "budget_gb") -> int:
+    """Return the whole bytes in `gb` GiB.
+
+    Args:
+        gb: a budget.
+        name: the argument that it was passed as, for the error.
+
+    Raises:
+        InvalidBudget: `gb` is not a positive, finite number, or so large that bytes were meant.
+    """
+    number = _number(gb, name, "a positive number of GiB")
+    if number <= 0:
+        raise InvalidBudget(f"{name} must be a positive number of GiB, got {gb!r}")
+    return bytes_from_gb(number)
+
+
+def headroom_in_bytes(gb: object, name: str = "headroom_gb") -> int:
+    """Return the whole bytes in `gb` GiB, of which none need be left free.
+
+    Raises:
+        InvalidBudget: `gb` is not a finite number from 0, or so large that bytes were meant.
+    """
+    number = _number(gb, name, "a number of GiB from 0")
+    if number < 0:
+        raise InvalidBudget(f"{name} must be a number of GiB from 0, got {gb!r}")
+    return bytes_from_gb(number)
+
+
+def _number(gb: object, name: str, requirement: str) -> float:
+    if isinstance(gb, bool) or not isinstance(gb, Real) or not math.isfinite(gb):
+        raise InvalidBudget(f"{name} must be {requirement}, got {gb!r}")
+    number = float(gb)
+    if number > MOST_GB:
+        meant = f"did you pass bytes? They are {name}={number / GIB:.6g}"
+        raise InvalidBudget(f"{name} must be in GiB and at most {MOST_GB}, got {gb!r}; {meant}")
+    return number

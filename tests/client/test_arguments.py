@@ -1,0 +1,116 @@
+"""Every wrong argument of `apply` and its companions is refused where it is passed, and changes nothing."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ac_client
+from ac_client import InvalidBudget, InvalidConstraints, applied
+from autoac.profiler import CannotProfile, NothingToProfile
+
+GIB = 1 << 30
+
+
+def model() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"budget_gb": 0}, InvalidBudget, "budget_gb must be a positive number of GiB, got 0"),
+        ({"budget_gb": -1}, InvalidBudget, "got -1"),
+        ({"budget_gb": float("nan")}, InvalidBudget, "got nan"),
+        ({"budget_gb": float("inf")}, InvalidBudget, "got inf"),
+        ({"budget_gb": True}, InvalidBudget, "got True"),
+        ({"budget_gb": "40GB"}, InvalidBudget, "got '40GB'"),
+        ({"budget_gb": torch.tensor(1.0)}, InvalidBudget, "got tensor"),
+        ({"budget_gb": 40 * GIB}, InvalidBudget, r"did you pass bytes\? They are budget_gb=40$"),
+        ({"budget_gb": 1e300}, InvalidBudget, "did you pass bytes"),
+        ({"budget_gb": None}, InvalidBudget, "pass budget_gb="),
+        ({"headroom_gb": "1"}, InvalidBudget, "headroom_gb must be a number of GiB from 0, got '1'"),
+        ({"headroom_gb": None}, InvalidBudget, "got None"),
+        ({"headroom_gb": -0.5}, InvalidBudget, "got -0.5"),
+        ({"headroom_gb": 1.0}, InvalidBudget, r"headroom_gb must be below budget_gb=1\.0"),
+        ({"optimizer": []}, TypeError, "optimizer must be the torch.optim.Optimizer .* got list"),
+        ({"optimizer": torch.optim.SGD}, TypeError, "got the class SGD"),
+        (
+            {"policy": {"a": 1}},
+            TypeError,
+            "policy must be a Policy, a PolicySet or the path of a file, got dict",
+        ),
+        ({"constraints": {"pins": {}}}, TypeError, "constraints must be ac_client.Constraints.* got dict"),
+        (
+            {"constraints": ac_client.Constraints(), "policy": "policy.json"},
+            InvalidConstraints,
+            "carried out as it is",
+        ),
+        ({"strict": "yes"}, TypeError, "strict must be True or False, got 'yes'"),
+        (
+            {"require_service": 1, "service": "http://here"},
+            TypeError,
+            "require_service must be True or False",
+        ),
+        ({"require_service": True}, ValueError, "pass service=URL"),
+        ({"service": "planner:8421"}, ValueError, "service must be a URL such as"),
+        ({"alias": "a/b"}, ValueError, "alias means something only with a service"),
+        ({"alias": "a/b", "policy": "p", "service": "http://here"}, ValueError, "not both"),
+        ({"shapes": "all"}, ValueError, 'shapes must be "bucket" or "first", got \'all\''),
+        ({"group": 3}, TypeError, "group must be .* got int"),
+        ({"group": "all"}, ValueError, "group must be .* got 'all'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_and_changes_nothing(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    subject = model()
+    with pytest.raises(error, match=words):
+        ac_client.apply(subject, **{"budget_gb": 1.0, **arguments})
+    assert not subject._forward_hooks
+    assert not subject._forward_pre_hooks
+
+
+@pytest.mark.parametrize("budget", [1, 1.5, np.float32(2.0), np.int64(3)])
+def test_any_real_number_is_a_budget(budget: Any) -> None:
+    assert applied(ac_client.apply(model(), budget)).budget_bytes == int(float(budget) * GIB)
+
+
+@pytest.mark.parametrize("subject", [None, nn.Linear, lambda x: x, "cuda"])
+def test_only_modules_are_planned(subject: Any) -> None:
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        ac_client.apply(subject, 1.0)
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        applied(subject)
+
+
+def test_an_optimizer_of_another_model_is_counted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ac_client"):
+        subject = model()
+        ac_client.apply(subject, 1.0, optimizer=torch.optim.AdamW(subject.parameters()))
+        assert not caplog.messages
+        ac_client.apply(model(), 1.0, optimizer=torch.optim.AdamW(model().parameters()))
+    assert "none of them is one of this Linear's" in caplog.text
+
+
+def test_a_frozen_model_is_sent_to_requires_grad() -> None:
+    with pytest.raises(NothingToProfile, match=r"requires_grad_\(\)"):
+        ac_client.apply(model().requires_grad_(False), 1.0)(torch.ones(1, 2))
+
+
+def test_a_model_on_meta_is_sent_to_its_device() -> None:
+    with torch.device("meta"):
+        subject = model()
+    with pytest.raises(CannotProfile, match="move it to the device"):
+        ac_client.apply(subject, 1.0)(torch.ones(1, 2, device="meta"))
+
+
+@pytest.mark.parametrize("segments", [0, 3])
+def test_segments_that_do_not_divide_the_functions_are_refused(segments: int) -> None:
+    with pytest.raises(ValueError, match=f"segments must be from 1 to the 1 functions, got {segments}"):
+        ac_client.checkpoint_sequential(nn.Sequential(model()), segments, torch.ones(1, 2))
