@@ -22,10 +22,11 @@ from ac_client.ranks import AUTO, Group, Need, Ranks, Terms, meet, ranks_of
 from ac_client.remote import RemoteError
 from ac_client.runtime import enter_hooks
 from ac_client.shapes import Key, key_of, shape_of
-from autoac.planner import Plan, PlannerError, Policy, PolicySet, Profile
+from autoac.planner import InfeasibleBudget, Plan, PlannerError, Policy, PolicySet, Profile
 from autoac.planner.policy_set import Bucket, Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
+from autoac.profiler.compiled import compiled_parts
 from autoac.profiler.errors import ProfilerError
 from autoac.profiler.recording import profiler_is_running
 from autoac.profiler.sharding import parameters_of, process_group_of
@@ -340,7 +341,16 @@ class Choosing:
 
     def _plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Shape) -> Loaded:
         profile = self._profiled(model, args, kwargs)
-        policy, made = self._planning.first(profile)
+        try:
+            policy, made = self._planning.first(profile)
+        except InfeasibleBudget as error:
+            if parts := compiled_parts(model):
+                more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+                error.add_note(
+                    f"Compiled parts are saved whole, and Inductor's cannot be recomputed: "
+                    f"{', '.join(parts[:3])}{more}. With fewer of them the step needs less."
+                )
+            raise
         loaded = self._keep(model, Loaded(shape, policy, made, profile))
         if self._shapes == "first":
             loaded.shape = None

@@ -33,6 +33,15 @@ def is_optimized(module: nn.Module) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
+def compiled_parts(model: nn.Module) -> list[str]:
+    """Return the paths of the outermost compiled modules inside `model`."""
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        if is_compiled(module) and not any(path.startswith(f"{outer}.") for outer in paths):
+            paths.append(path)
+    return paths
+
+
 def keep_dynamo_out(function: Callable[..., Any], reason: str) -> None:
     """Have Dynamo run `function` as it is, as `torch.compiler.disable(recursive=False)` without its wrapper.
 
