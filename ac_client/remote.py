@@ -13,9 +13,13 @@ import json
 import os
 import random
 import re
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx2
@@ -29,7 +33,6 @@ from autoac.planner.errors import (
     InvalidBudget,
     InvalidConstraints,
     MalformedPolicy,
-    MalformedProfile,
     PlannerError,
     SolverOutOfTime,
     UnknownVersion,
@@ -39,6 +42,9 @@ from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from autoac.planner.policy import Policy
 from autoac.planner.profile import Profile
 from autoac.planner.simulate import peak_bytes
+from autoac.planner.units import format_bytes
+
+T = TypeVar("T")
 
 URN = "urn:autoac:problem:"
 CONNECT_S = 5.0
@@ -48,6 +54,9 @@ GET_S = 30.0  # for an answer that nobody has to think about
 SHORTEST_S = 0.1  # for an answer, even at the end
 BUSY = (429, 502, 503)  # what may be gone in a moment; 502 is a proxy's between two replicas
 MOST_LOOKED_AT = 3  # stored policies, the newest first
+MOST_ANSWER = 64 << 20  # bytes of an answer
+FRAMING = ("content-length", "transfer-encoding")  # headers that say how an answer came
+KEY = re.compile(r"[ -~]+")  # what a header may say
 ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*(/[A-Za-z0-9][A-Za-z0-9._@+-]*){0,3}")
 MOST_OF_AN_ALIAS = 200
 
@@ -91,15 +100,15 @@ def request_policy(
         headroom_bytes: kept free below the budget.
         constraints: what must hold beside the budget.
         gap, time_limit_s: as for `plan`.
-        token: the service's key; by default the environment's AUTOAC_TOKEN.
+        token: the service's key; by default the environment's AUTOAC_TOKEN. White space around it is dropped.
         transport: what carries the request; by default the network.
         timeout_s: for all of it, the service's queue included. Connecting gets 5 s of it.
 
     Raises:
-        ServiceUnavailable: there was no answer, or none worth having.
-        ServiceRefused: the answer was no.
+        ServiceUnavailable: there was no answer, or none worth having; also where the service is of another
+            release and cannot read the profile, or the job was cancelled twice.
+        ServiceRefused: the answer was no, or the key cannot be sent.
         InfeasibleBudget, SolverOutOfTime, InvalidBudget, InvalidConstraints: as `plan` does.
-        MalformedProfile, UnknownVersion: the service cannot read the profile.
         ValueError: `url` is no http or https URL.
     """
     asked = _Asked(
@@ -175,8 +184,7 @@ class _Talk:
         self._base = policies_url(url)
         self._until = time.monotonic() + timeout_s
         self._client = httpx2.Client(transport=transport)
-        token = token or os.environ.get("AUTOAC_TOKEN")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"Accept-Encoding": "identity"} | _authorization(token)
 
     def __enter__(self) -> Self:
         self._client.__enter__()
@@ -207,15 +215,18 @@ class _Talk:
         place = self._base.copy_with(path=self._base.path.removesuffix("/v1/policies") + path)
         for pause_s in (*PAUSES_S, None):
             left = max(self.left_s if content is not None else min(self.left_s, GET_S), SHORTEST_S)
+            request = self._client.build_request(
+                method,
+                place,
+                params=params,
+                content=content,
+                headers=self._headers | (headers or {}),
+                timeout=httpx2.Timeout(left, connect=min(CONNECT_S, left)),
+            )
             try:
-                response = self._client.request(
-                    method,
-                    place,
-                    params=params,
-                    content=content,
-                    headers=self._headers | (headers or {}),
-                    timeout=httpx2.Timeout(left, connect=min(CONNECT_S, left)),
-                )
+                response = _within(left, partial(self._answer, request))
+            except TimeoutError:
+                raise ServiceUnavailable(f"{self.url} did not answer within {left:.1f} s") from None
             except (httpx2.NetworkError, httpx2.ConnectTimeout, httpx2.RemoteProtocolError) as error:
                 if pause_s is None or pause_s > self.left_s:
                     raise _no_answer(self.url, error) from error
@@ -228,6 +239,65 @@ class _Talk:
             # Clients that were turned away together must not come back together.
             time.sleep(pause_s * random.uniform(1.0, 1.25))
         raise AssertionError("the last try returns or raises")
+
+    def _answer(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request and return the whole answer.
+
+        Raises:
+            ServiceUnavailable: it is too large, or compressed, which would hide its size.
+        """
+        response = self._client.send(request, stream=True)
+        try:
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise ServiceUnavailable(f"{self.url} compressed its answer, which nobody asked for")
+            content = bytearray()
+            for piece in response.iter_bytes():
+                content += piece
+                if len(content) > MOST_ANSWER:
+                    raise ServiceUnavailable(
+                        f"{self.url} answered with more than {format_bytes(MOST_ANSWER)}"
+                    )
+        finally:
+            response.close()
+        headers = [(k, v) for k, v in response.headers.multi_items() if k not in FRAMING]
+        return httpx2.Response(response.status_code, headers=headers, content=bytes(content))
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """Return what `work` gives, from a thread: httpx2's own limits begin again with every byte that comes.
+
+    Raises:
+        TimeoutError: it takes longer. The thread is left behind, until the client is closed.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="autoac request", daemon=True).start()
+    return done.result(seconds)
+
+
+def _authorization(token: str | None) -> dict[str, str]:
+    """Return the header with the key, which no error quotes.
+
+    Raises:
+        ServiceRefused: the key has characters that a header cannot have.
+    """
+    key = (token or os.environ.get("AUTOAC_TOKEN") or "").strip()
+    if not key:
+        return {}
+    if not KEY.fullmatch(key):
+        where = "the argument token" if token else "the environment variable AUTOAC_TOKEN"
+        at = next(i for i, letter in enumerate(key) if not KEY.fullmatch(letter))
+        raise ServiceRefused(
+            f"{where} must be a key of printable ASCII characters, got another at position {at}; "
+            "`autoac keys create NAME` makes a key"
+        )
+    return {"Authorization": f"Bearer {key}"}
 
 
 def _stored(talk: _Talk, asked: _Asked) -> Policy | None:
@@ -288,12 +358,19 @@ def _made(talk: _Talk, asked: _Asked) -> Policy:
     body = json.dumps(options)[:-1] + ', "profile": ' + profile.to_json() + "}"
     headers = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
     headers["Prefer"] = f"wait={max(1, int(talk.left_s * 0.9))}"
-    response = talk.send("POST", "/v1/policies", content=zstandard.compress(body.encode()), headers=headers)
-    done = 201
-    if response.status_code == 202:
-        done, response = 200, _result(talk, response)
+    content = zstandard.compress(body.encode())
+    for _ in range(2):  # again where somebody cancelled the job, which others may share
+        response, done = talk.send("POST", "/v1/policies", content=content, headers=headers), 201
+        if response.status_code == 202:
+            response, done = _result(talk, response), 200
+        if _problem(response).get("type") != URN + "job-cancelled":
+            break
+    else:
+        raise ServiceUnavailable(f"{talk.url}: the job was cancelled, twice")
     if response.status_code != done:
-        known = planner_error(_problem(response), profile, asked.budget_bytes)
+        problem = _problem(response)
+        _refuse_other_release(talk.url, problem, profile)
+        known = planner_error(problem, asked.budget_bytes)
         raise known if known is not None else _no(talk.url, response)
     policy = _read(talk.url, response)
     if policy.fingerprint != profile.fingerprint:
@@ -316,6 +393,23 @@ def _result(talk: _Talk, response: httpx2.Response) -> httpx2.Response:
         time.sleep(LOOK_S)
         response = talk.send("GET", f"{job}/result")
     return response
+
+
+def _refuse_other_release(url: str, problem: dict[str, Any], profile: Profile) -> None:
+    """Raise ServiceUnavailable if the service cannot read `profile`, which this release can plan."""
+    match problem.get("type"):
+        case "urn:autoac:problem:unknown-version":
+            known = problem.get("known")
+            newer = isinstance(known, int) and known > profile.version
+            raise ServiceUnavailable(
+                f"{url} reads version {known} of {profile.format}, and this release writes version "
+                f"{profile.version}: upgrade autoac {'here' if newer else 'on the service'}"
+            )
+        case "urn:autoac:problem:malformed-profile":
+            raise ServiceUnavailable(
+                f"{url} does not read this release's profiles ({problem.get('detail')}): "
+                "run the same release of autoac there"
+            )
 
 
 def fits(policy: Policy, profile: Profile, budget_bytes: int, headroom_bytes: int) -> bool:
@@ -403,14 +497,10 @@ def _sizes(problem: dict[str, Any]) -> tuple[int, int, int | None, str, list[Hol
     )
 
 
-def planner_error(problem: dict[str, Any], profile: Profile, budget: int) -> PlannerError | None:
+def planner_error(problem: dict[str, Any], budget: int) -> PlannerError | None:
     """The planner's error that a problem document tells of; None if it tells of none."""
     try:
         match problem.get("type", "").removeprefix(URN):
-            case "malformed-profile":
-                return MalformedProfile(problem["problems"])
-            case "unknown-version":
-                return UnknownVersion(problem["format"], profile.version, problem["known"])
             case "invalid-budget":
                 return InvalidBudget(problem["detail"])
             case "invalid-constraints":

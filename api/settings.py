@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MIB = 1 << 20
@@ -38,6 +38,10 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def _stripped(text: Any) -> Any:
+    return text.strip() if isinstance(text, str) else text
+
+
 class Settings(BaseSettings):
     """How the service runs. Each field is read from the environment as AUTOAC_ and its name in capitals."""
 
@@ -49,7 +53,8 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8421  # 0: one that is free
     allowed_hosts: str = ""  # names that the service answers to without a key, beside those of loopback
-    token: Annotated[SecretStr, Field(min_length=16)] | None = None  # counts as a key with the scope admin
+    # Counts as a key with the scope admin. A file that it is read from may end with a newline.
+    token: Annotated[SecretStr, BeforeValidator(_stripped), Field(min_length=16)] | None = None
     database_url: SecretStr | None = None  # none: a SQLite file in the data folder
     runner: Literal["embedded", "workers"] | None = None  # none: embedded on SQLite, else workers
 

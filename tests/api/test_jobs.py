@@ -19,6 +19,7 @@ from waiting import until
 from autoac.api import Settings
 from autoac.api.database import Database
 from autoac.api.jobs import Jobs, State
+from autoac.api.keys import Scope, create_key
 from autoac.api.request import Answer, Kind, take
 from autoac.planner import frontier, plan
 from autoac.planner.floor import floor
@@ -158,6 +159,27 @@ def test_delete_kills_the_solve_and_waiters_are_told(
     assert http.delete(job["url"]).json()["state"] == "cancelled"  # again is no error
     gate.open(http)
     assert post(http, profile).status_code == 201  # and the next who asks gets a solve
+
+
+def test_who_shares_a_job_that_its_owner_cancels_gets_a_job_of_its_own(
+    serve: Serve, database: Database, profile: Profile, threads: ThreadPoolExecutor
+) -> None:
+    gate = Gate()
+    http = serve(gate, wait_s=60)
+    with database.write() as connection:
+        secrets = [create_key(connection, name, Scope.PLAN)[1] for name in ("owner", "other")]
+    owner, other = ({"Authorization": f"Bearer {secret}"} for secret in secrets)
+    waiting = []
+    for count, headers in enumerate((owner, other), start=1):
+        waiting.append(threads.submit(post, http, profile, JSON | headers))
+        until(lambda count=count: waiters(http) == count)
+    job = http.get("/v1/jobs", headers=owner).json()["items"][0]
+    assert http.delete(job["url"], headers=owner).json()["state"] == "cancelled"
+    until(lambda: gate.log.count("began") == 2)
+    gate.open(http)
+    assert [answer.result().status_code for answer in waiting] == [409, 201]
+    owners = [job["owner"] for job in http.get("/v1/jobs", headers=owner).json()["items"]]
+    assert len(set(owners)) == 2
 
 
 def test_a_finished_job_cannot_be_cancelled(serve: Serve, profile: Profile) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx2
 import pytest
 from conftest import Transport
-from service_fakes import InProcess, Raising, infeasible, out_of_time, save_all
+from service_fakes import Held, InProcess, Raising, infeasible, out_of_time, save_all
+from waiting import until
 
 import ac_client.remote
 from ac_client.remote import ServiceRefused, ServiceUnavailable, request_policy
@@ -21,7 +30,6 @@ from autoac.planner.errors import (
     InvalidBudget,
     InvalidConstraints,
     SolverOutOfTime,
-    UnknownVersion,
 )
 from autoac.planner.plan import plan
 from autoac.planner.policy import Policy
@@ -29,6 +37,7 @@ from autoac.planner.profile import Profile
 
 URL = "http://localhost"
 TOKEN = "a token of more than sixteen"
+PROBLEM = {"content-type": "application/problem+json"}
 
 
 def ask(profile: Profile, transport: httpx2.BaseTransport, budget: int = 1 << 30, **options: Any) -> Policy:
@@ -99,9 +108,121 @@ def test_so_are_the_others(in_app: Transport, profile: Profile) -> None:
         ask(profile, in_app(InProcess(out_of_time)), time_limit_s=3)
     with pytest.raises(InvalidBudget):
         ask(profile, in_app(), budget=0)
+
+
+@pytest.mark.parametrize(
+    ("problem", "says"),
+    [
+        ({"type": "unknown-version", "format": "autoac.profile", "known": 0}, "version 0.*on the service"),
+        (
+            {"type": "unknown-version", "format": "autoac.profile", "known": 2},
+            "version 2.*upgrade autoac here",
+        ),
+        ({"type": "malformed-profile", "detail": "ops.new: extra"}, "ops.new: extra.*the same release"),
+    ],
+)
+def test_a_service_of_another_release_is_planned_around(
+    profile: Profile, problem: dict[str, Any], says: str
+) -> None:
+    content = json.dumps(problem | {"type": f"urn:autoac:problem:{problem['type']}"}).encode()
+    with pytest.raises(ServiceUnavailable, match=says):
+        ask(profile, answering(422, content, **PROBLEM))
+
+
+def test_the_service_refuses_a_version_that_it_does_not_read(in_app: Transport, profile: Profile) -> None:
     newer = profile.model_copy(update={"version": 2})
-    with pytest.raises(UnknownVersion, match="version 2 is not known here; this release reads version 1"):
+    with pytest.raises(
+        ServiceUnavailable, match=r"reads version 1 .* writes version 2: upgrade .* on the service"
+    ):
         ask(newer, in_app())
+
+
+def test_a_job_that_somebody_cancelled_is_asked_for_again(in_app: Transport, profile: Profile) -> None:
+    solver = Held()
+    transport = in_app(solver)
+    http = transport.client
+
+    def cancel() -> None:
+        job = until(lambda: http.get("/v1/jobs", params={"state": "running"}).json()["items"])[0]
+        http.delete(job["url"])
+        until(lambda: solver.log.count("began") == 2)
+        assert http.portal is not None
+        http.portal.call(solver.go.set)
+
+    with ThreadPoolExecutor() as pool:
+        cancelled = pool.submit(cancel)
+        assert ask(profile, transport) == save_all(profile, budget_bytes=1 << 30).policy()
+        cancelled.result()
+    assert transport.posts == 2
+
+
+def test_a_job_that_is_cancelled_again_is_not_asked_for_for_ever(profile: Profile) -> None:
+    with pytest.raises(ServiceUnavailable, match="cancelled, twice"):
+        ask(profile, answering(409, b'{"type": "urn:autoac:problem:job-cancelled"}', **PROBLEM))
+
+
+@contextmanager
+def raw_service(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that reads the head of a request and then does `answer`; its address."""
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                connection = listener.accept()[0]
+                with connection, suppress(OSError):
+                    connection.recv(65536)
+                    answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n", b""], ids=["body", "head"]
+)
+def test_a_service_that_dribbles_is_given_up_in_time(profile: Profile, head: bytes) -> None:
+    def dribble(connection: socket.socket) -> None:
+        connection.sendall(head)
+        while True:
+            connection.sendall(b"H")
+            time.sleep(0.05)
+
+    with raw_service(dribble) as url, ThreadPoolExecutor() as pool:
+        asked = pool.submit(request_policy, url, profile, 1 << 30, timeout_s=0.5)
+        with pytest.raises(ServiceUnavailable, match=r"did not answer within 0\.[0-5] s"):
+            asked.result(60)
+
+
+@pytest.mark.parametrize("coding", [b"identity", b"gzip"])
+def test_an_answer_without_end_is_refused_at_a_cap(
+    profile: Profile, coding: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ac_client.remote, "MOST_ANSWER", 1 << 20)
+    content = bytes(1 << 24) if coding == b"identity" else gzip.compress(bytes(1 << 24))
+
+    def endless(connection: socket.socket) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-encoding: %s\r\ncontent-length: 999999999\r\n\r\n"
+        connection.sendall(head % coding)
+        while True:
+            connection.sendall(content)
+
+    with (
+        raw_service(endless) as url,
+        pytest.raises(ServiceUnavailable, match=r"more than 1\.00 MiB|compressed"),
+    ):
+        request_policy(url, profile, 1 << 30)
+
+
+@pytest.mark.parametrize("token", ["schlüssel-schlüssel", "secret1\nsecret2", "secret\x7f"])
+def test_a_key_that_no_header_can_have_is_refused_and_not_quoted(
+    profile: Profile, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOAC_TOKEN", token)
+    with pytest.raises(ServiceRefused, match="environment variable AUTOAC_TOKEN must be a key of") as caught:
+        ask(profile, answering(500))
+    assert not any(piece in str(caught.value) for piece in token.split())
 
 
 def test_the_token_is_the_environments(
@@ -111,7 +232,8 @@ def test_the_token_is_the_environments(
         ServiceRefused, match=r"401: this service wants a key.*environment variable AUTOAC_TOKEN"
     ):
         ask(profile, in_app(token=TOKEN))
-    assert ask(profile, in_app(token=TOKEN), token=TOKEN).model == "Chain"
+    for given in (TOKEN, f"{TOKEN}\n", f" {TOKEN}\r\n"):  # as in a mounted file
+        assert ask(profile, in_app(token=f"{TOKEN}\n"), token=given).model == "Chain"
     monkeypatch.setenv("AUTOAC_TOKEN", TOKEN)
     assert ask(profile, in_app(token=TOKEN)).model == "Chain"
 
