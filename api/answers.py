@@ -25,6 +25,7 @@ from autoac.api.errors import (
     SolverDied,
     SolveTimedOut,
     TooManyJobs,
+    TooManyStreams,
     Unauthorised,
     Undecodable,
     UnsupportedBody,
@@ -142,6 +143,10 @@ def problem_of(error: Exception) -> Problem:
             return _problem(
                 QueueProblem, 429, "too-many-jobs", "Too many jobs in the queue", text, limit=limit
             )
+        case TooManyStreams(limit=limit):
+            return _problem(
+                QueueProblem, 429, "too-many-streams", "Too many event streams", text, limit=limit
+            )
         case SolverDied():
             return _problem(Problem, 500, "solver-died", "The solver died", text)
         case Busy():
@@ -193,7 +198,11 @@ def headers_of(error: Exception) -> dict[str, str]:
             return {"WWW-Authenticate": "Bearer"}
         case UnsupportedBody():
             return {"Accept": "application/json", "Accept-Encoding": "zstd"}
-        case Busy(retry_after_s=seconds) | TooManyJobs(retry_after_s=seconds):
+        case (
+            Busy(retry_after_s=seconds)
+            | TooManyJobs(retry_after_s=seconds)
+            | TooManyStreams(retry_after_s=seconds)
+        ):
             return {"Retry-After": str(seconds)}
         case _ if is_away(error):
             return {"Retry-After": str(DATABASE_RETRY_S)}

@@ -12,6 +12,7 @@
     +-- PreconditionFailed    If-Match or If-None-Match does not hold: somebody was faster
     +-- PreconditionRequired  an alias moves only under one of the two
     +-- TooManyJobs           this key has as many jobs in the queue as it may
+    +-- TooManyStreams        this key listens to as many jobs as it may
     +-- JobCancelled          the job that was waited for was cancelled
     +-- JobFailed             it failed; carries the problem document
     +-- BodyTooSlow           the body took too long to arrive
@@ -93,6 +94,19 @@ class TooManyJobs(ServiceError):
         return (
             f"this key has {self.limit} jobs in the queue, which is its limit; ask again in "
             f"{self.retry_after_s} s, or cancel one with DELETE /v1/jobs/ID"
+        )
+
+
+class TooManyStreams(ServiceError):
+    """A key listens to `limit` jobs at once, and may not listen to more."""
+
+    def __init__(self, limit: int, retry_after_s: int) -> None:
+        self.limit, self.retry_after_s = limit, retry_after_s
+        super().__init__(limit, retry_after_s)
+
+    def __str__(self) -> str:
+        return (
+            f"this key listens to {self.limit} jobs, which is its limit; close a stream, or ask for the job"
         )
 
 

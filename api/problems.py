@@ -44,7 +44,7 @@ class LimitProblem(Problem):
 
 
 class QueueProblem(Problem):
-    """As many jobs in the queue as this key may have."""
+    """As many jobs in the queue, or event streams, as this key may have."""
 
     limit: int
 

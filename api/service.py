@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
+from weakref import WeakValueDictionary
 
 import anyio
 from anyio import to_thread
@@ -21,7 +22,8 @@ from autoac.api.bodies import SMALL, Sent, decode_body, receive_body
 from autoac.api.database import AWAY, Database
 from autoac.api.drawing import drawing_body
 from autoac.api.drawn import keep_drawing, read_drawing
-from autoac.api.errors import Busy, NotFound
+from autoac.api.errors import Busy, NotFound, TooManyStreams
+from autoac.api.event_feed import EventFeed
 from autoac.api.jobs import RETRY_AFTER_S, Job, Jobs
 from autoac.api.keys import REMEMBER_S, Caller, Doorkeeper, note
 from autoac.api.metrics import Metrics
@@ -81,6 +83,8 @@ class Service:
     slots: anyio.Semaphore  # bodies that are decoded and checked at once
     inside: Counter[str] = field(default_factory=Counter)  # by caller: requests until their body is checked
     texts: Texts = field(default_factory=Texts)
+    streams: Counter[str] = field(default_factory=Counter)  # by caller: jobs that are listened to
+    feeds: WeakValueDictionary[str, EventFeed] = field(default_factory=WeakValueDictionary)
     drawn_now: dict[str, anyio.Lock] = field(default_factory=dict)
     seen: OrderedDict[tuple[Kind, str, bytes], Taken] = field(default_factory=OrderedDict)
 
@@ -100,6 +104,29 @@ class Service:
         finally:
             self.inside[caller] -= 1
             self.inside += Counter()  # drops those that have none
+
+    @contextmanager
+    def stream(self, caller: str) -> Iterator[None]:
+        """Count a stream of events.
+
+        Raises:
+            TooManyStreams: the caller has as many as it may.
+        """
+        if self.streams[caller] >= self.settings.key_streams:
+            raise TooManyStreams(self.settings.key_streams, RETRY_AFTER_S)
+        self.streams[caller] += 1
+        try:
+            yield
+        finally:
+            self.streams[caller] -= 1
+            self.streams += Counter()  # drops those that have none
+
+    def feed(self, id: str) -> EventFeed:
+        """Return the feed of a job, which all who listen to it share."""
+        feed = self.feeds.get(id)
+        if feed is None:
+            feed = self.feeds[id] = EventFeed(self.jobs, id)
+        return feed
 
     async def take(self, request: Request, kind: Kind) -> Taken:
         """What the body of a request asks for.

@@ -74,6 +74,7 @@ class Settings(BaseSettings):
     queue_most: Annotated[int, Field(ge=1)] = 1000  # jobs that are queued, of everybody
     key_queued: Annotated[int, Field(ge=1)] = 100  # of one key; then 429
     key_running: Annotated[int, Field(ge=1)] = 1024  # of one key; the others wait in the queue
+    key_streams: Annotated[int, Field(ge=1)] = 100  # jobs that one key listens to at once; then 429
     lease_s: Seconds = 15  # a running job of which nothing was heard for so long is queued again
     attempts: Annotated[int, Field(ge=1, le=100)] = 3  # of a job whose runner went away
 

@@ -10,13 +10,16 @@ import anyio
 from anyio import to_thread
 from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Send
+from starlette.types import Scope as Connection
 
 from autoac.api.access import Planner, Reader, ServiceOf
 from autoac.api.database import AWAY
 from autoac.api.errors import Forbidden, NotFound
+from autoac.api.event_feed import LOOK_S, EventFeed
 from autoac.api.jobs import RETRY_AFTER_S, Job, State
 from autoac.api.keys import Scope
-from autoac.api.problems import Problem
+from autoac.api.problems import Problem, QueueProblem
 from autoac.api.request import Kind
 from autoac.api.routes.common import (
     GONE,
@@ -32,7 +35,6 @@ from autoac.api.service import Service
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 JobId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
-LOOK_S = 0.25  # between two looks for events
 ALIVE_S = 15.0  # between two comments that keep a quiet stream open
 
 
@@ -120,7 +122,13 @@ async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Pl
             "content": {"text/event-stream": {}},
         },
         204: {"description": "The job has ended, and Last-Event-ID is its last event"},
-        **problems(GONE, {422: ("A parameter is not what it should be", (Problem,))}),
+        **problems(
+            GONE,
+            {
+                422: ("A parameter is not what it should be", (Problem,)),
+                429: ("This key listens to as many jobs as it may", (QueueProblem,)),
+            },
+        ),
     },
 )
 async def get_events(
@@ -136,34 +144,41 @@ async def get_events(
     job = await to_thread.run_sync(service.jobs.get, id)
     if job.final and not await to_thread.run_sync(service.jobs.events, id, after, 1):
         return Response(status_code=204)  # a browser's EventSource takes it as the end
-    return StreamingResponse(
-        _stream(service, id, after),
-        media_type="text/event-stream",
-        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
-    )
+    return _EventStream(service, caller.name, _stream(service.feed(id), after))
 
 
-async def _stream(service: Service, id: str, after: int) -> AsyncIterator[str]:
+class _EventStream(StreamingResponse):
+    """Events as they happen. Counts as one of its caller's streams for as long as it is sent."""
+
+    def __init__(self, service: Service, caller: str, content: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._service, self._caller = service, caller
+
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
+        with self._service.stream(self._caller):
+            await super().__call__(scope, receive, send)
+
+
+async def _stream(feed: EventFeed, after: int) -> AsyncIterator[str]:
     said = time.monotonic()
     while True:
         try:
-            # The state first: what happens between the two looks is found by the second.
-            job = await to_thread.run_sync(service.jobs.get, id)
-            events = await to_thread.run_sync(service.jobs.events, id, after)
+            await feed.look()
         except AWAY:
             await anyio.sleep(1.0)
             continue
         except NotFound:  # pruned while somebody watched
             return
+        ended, events = feed.ended, feed.after(after)
         for event in events:
             after = event.number
             yield f"id: {event.number}\nevent: {event.kind}\ndata: {event.data}\n\n"
+        if ended:
+            return
         if events:
             said = time.monotonic()
-            continue  # there may be more of them
-        if job.final:
-            return
-        if time.monotonic() - said > ALIVE_S:
+        elif time.monotonic() - said > ALIVE_S:
             said = time.monotonic()
             yield ": still there\n\n"
         await anyio.sleep(LOOK_S)

@@ -300,6 +300,45 @@ def test_events_tell_states_and_progress_as_they_happen(
     assert http.get(f"{url}/events", headers={"Last-Event-ID": ids[-1]}).status_code == 204
 
 
+def test_listeners_of_a_job_share_what_is_read_of_it(
+    serve: Serve, profile: Profile, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    http = serve(gate)
+    url = job_of(post(http, profile, NOW))
+    until(lambda: http.get(url).json()["progress"])
+    reads = []
+    read = Jobs.events
+    monkeypatch.setattr(Jobs, "events", lambda *arguments: reads.append(time.monotonic()) or read(*arguments))
+    streams = [threads.submit(http.get, f"{url}/events") for _ in range(8)]
+    until(lambda: http.app.state.service.streams.total() == 8)  # type: ignore[attr-defined]
+    reads.clear()
+    time.sleep(1.5)
+    assert len(reads) <= 7  # one each 0.25 s, for all; each for itself they would be 48
+    gate.open(http)
+    assert len({stream.result(60).text for stream in streams}) == 1
+    assert events(streams[0].result().text)[-1] == ("state", {"state": "succeeded"})
+
+
+def test_a_key_listens_to_only_so_many_jobs_at_once(
+    serve: Serve, profile: Profile, threads: ThreadPoolExecutor
+) -> None:
+    gate = Gate()
+    http = serve(gate, key_streams=1)
+    url = job_of(post(http, profile, NOW))
+    stream = threads.submit(http.get, f"{url}/events")
+    service = http.app.state.service  # type: ignore[attr-defined]
+    until(lambda: service.streams.total() == 1)
+    refused = http.get(f"{url}/events")
+    assert (refused.status_code, refused.json()["type"]) == (429, URN + "too-many-streams")
+    assert refused.json()["limit"] == 1
+    assert int(refused.headers["retry-after"]) > 0
+    gate.open(http)
+    assert stream.result(60).status_code == 200
+    until(lambda: service.streams.total() == 0)
+    assert http.get(f"{url}/events").status_code == 200
+
+
 # --- limits ---------------------------------------------------------------------------------------------
 
 
