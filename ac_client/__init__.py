@@ -40,7 +40,15 @@ from ac_client.remote import RemoteError, ServiceRefused, ServiceUnavailable, na
 from ac_client.report import Report
 from ac_client.runtime import save_recompute_policy, tag
 from ac_client.split import split_backward
-from autoac.planner import Constraints, InfeasibleBudget, InvalidBudget, InvalidConstraints, Policy, PolicySet
+from autoac.planner import (
+    Constraints,
+    InfeasibleBudget,
+    InvalidBudget,
+    InvalidConstraints,
+    Policy,
+    PolicySet,
+    SolverOutOfTime,
+)
 from autoac.planner.policy_set import SET_FORMAT
 from autoac.profiler.errors import PinConflict
 
@@ -66,6 +74,7 @@ __all__ = [
     "ServiceRefused",
     "ServiceUnavailable",
     "ShapeNotPlanned",
+    "SolverOutOfTime",
     "StaleError",
     "applied",
     "apply",
@@ -150,6 +159,8 @@ def apply(
             training forward, which leaves the model as it was; from `apply` if a policy is given as well.
         InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
             training forward, which leaves the model as it was.
+        SolverOutOfTime: no plan was found with the work that the planner may do, and none was ruled out; says
+            the smallest budget for which it found one. From the first training forward, as above.
     """
     check_model(model)
     check_optimizer(optimizer, model)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from ac_client.peaks import MOST_CORRECTIONS, AllocatorPeak, too_little, too_muc
 from ac_client.ranks import Terms
 from ac_client.remote import RemoteError, ServiceUnavailable, request_policy
 from autoac.planner import Constraints, InfeasibleBudget, Plan, PlannerError, Policy, Profile, plan
+from autoac.planner.graph import SaveSet
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.static import optimizer_state_nbytes
@@ -59,10 +61,12 @@ class Planning:
             return self.planned(profile, self.limit)
         return self.planned(profile, terms.limit, terms.extra_static)
 
-    def planned(self, profile: Profile, within: int, extra_static: int = 0) -> tuple[Policy, Plan | None]:
+    def planned(
+        self, profile: Profile, within: int, extra_static: int = 0, start: SaveSet | None = None
+    ) -> tuple[Policy, Plan | None]:
         """A policy whose peak is within so many bytes, by the service if there is one.
 
-        `extra_static` bytes of the peak are not in the profile.
+        `extra_static` bytes of the peak are not in the profile. `start` is a save set that may fit already.
 
         Raises:
             PlannerError: there is none.
@@ -99,6 +103,8 @@ class Planning:
             budget_bytes=budget,
             headroom_bytes=self.headroom_bytes,
             constraints=constraints,
+            clock=time.monotonic,
+            start=() if start is None else (start,),
         )
         return made.policy(), made
 
@@ -219,7 +225,9 @@ class Planning:
         except InfeasibleBudget as error:
             if error.smallest_found is None:
                 raise
-            policy, made = self.planned(loaded.profile, error.smallest_found, loaded.extra_static)
+            policy, made = self.planned(
+                loaded.profile, error.smallest_found, loaded.extra_static, error.save_set
+            )
             if policy.decisions == loaded.policy.decisions:
                 raise
         predicted = policy.predicted

@@ -213,7 +213,7 @@ def _words_of(said: Need | Exception) -> str:
             data["live"] = [[held.nbytes, held.name, held.why] for held in said.live]
             data["culprits"] = list(getattr(said, "culprits", ()))
         case SolverOutOfTime():
-            data["arguments"] = [said.budget, said.time_limit_s]
+            data["arguments"] = [said.budget, said.time_limit_s, said.proven_floor, said.smallest_found]
         case CannotProfile():
             data["arguments"] = [said.where, said.why, said.instead]
         case ShardsInUse():

@@ -506,7 +506,8 @@ def planner_error(problem: dict[str, Any], budget: int) -> PlannerError | None:
             case "invalid-constraints":
                 return InvalidConstraints(problem["detail"])
             case "solver-out-of-time":
-                return SolverOutOfTime(budget, float(problem["time_limit_s"]))
+                known = problem.get("proven_floor_bytes"), problem.get("smallest_found_bytes")
+                return SolverOutOfTime(budget, float(problem["time_limit_s"]), *known)
             case "infeasible-budget":
                 return InfeasibleBudget(*_sizes(problem))
             case "infeasible-constraints":

@@ -156,7 +156,18 @@ def problem_of(error: Exception) -> Problem:
             return _problem(Problem, 503, "database-away", "The database is away", text)
         case DatabaseNotReady():
             return _problem(Problem, 503, "database-not-ready", "The database has other tables", text)
-        case SolverOutOfTime(time_limit_s=limit) | SolveTimedOut(limit_s=limit):
+        case SolverOutOfTime():
+            return _problem(
+                OutOfTimeProblem,
+                504,
+                "solver-out-of-time",
+                "The solver ran out of time",
+                text,
+                time_limit_s=error.time_limit_s,
+                proven_floor_bytes=error.proven_floor,
+                smallest_found_bytes=error.smallest_found,
+            )
+        case SolveTimedOut(limit_s=limit):
             return _problem(
                 OutOfTimeProblem,
                 504,

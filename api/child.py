@@ -59,7 +59,15 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
         else:
             told = Teller(outlet)
             drawn = draw_if_quick if verb == "answer-and-draw" else None
-            outcome = answer(kind, body, most_seconds=most_seconds, plan=plan, progress=told, draw=drawn)
+            outcome = answer(
+                kind,
+                body,
+                most_seconds=most_seconds,
+                plan=plan,
+                progress=told,
+                clock=time.monotonic,
+                draw=drawn,
+            )
             told.last()
     except (PlannerError, ServiceError) as error:
         outcome = error

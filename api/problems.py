@@ -50,9 +50,11 @@ class QueueProblem(Problem):
 
 
 class OutOfTimeProblem(Problem):
-    """The time was over before any plan was found."""
+    """The work or the time was over before any plan was found. Bytes as of InfeasibleProblem, if known."""
 
     time_limit_s: float
+    proven_floor_bytes: int | None = None
+    smallest_found_bytes: int | None = None
 
 
 class Held(BaseModel):

@@ -18,6 +18,7 @@ import zstandard
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 
 from autoac.api.errors import MalformedRequest, NotJson
+from autoac.planner.allowance import Clock
 from autoac.planner.constraints import Constraints
 from autoac.planner.errors import InvalidBudget, MalformedProfile
 from autoac.planner.floor import Floor, floor
@@ -279,6 +280,7 @@ def answer(
     most_seconds: float,
     plan: Planner = plan,
     progress: OnProgress | None = None,
+    clock: Clock | None = None,
     draw: Draw | None = None,
 ) -> Answer:
     """What a solve gives; of a policy exactly the text of the embedded planner.
@@ -289,6 +291,7 @@ def answer(
         most_seconds: the longest time limit that a request may set.
         plan: the planner of policies; in earnest `autoac.planner.plan`.
         progress: told how far a solve is.
+        clock: on which the time limit counts.
         draw: draws a policy that was made; none: it is left undrawn.
 
     Raises:
@@ -304,6 +307,8 @@ def answer(
         common["constraints"] = request.constraints
     if progress is not None:
         common["progress"] = progress
+    if clock is not None:
+        common["clock"] = clock
     match request:
         case PolicyRequest():
             made = plan(profile, budget_bytes=request.budget, headroom_bytes=request.headroom, **common)

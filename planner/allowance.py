@@ -1,45 +1,85 @@
-"""What a search may use up: the solver's time, and a user's patience."""
+"""What a search may use up: units of work, seconds, and a user's patience."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoac.planner.errors import InvalidLimit
 from autoac.planner.highs import Floats, OnProgress, Outcome, Program, Progress, Stopped, solve
 
+Clock = Callable[[], float]
+"""Seconds since some moment, such as `time.monotonic`. The planner itself reads no clock."""
 
-def check_limits(gap: float, time_limit_s: float) -> None:
+
+def check_limits(gap: float, time_limit_s: float, work_limit: float = 0.0) -> None:
     """Refuse what no search can keep to; NaN would never end one.
 
     Raises:
-        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative or NaN.
+        InvalidLimit: `gap` is not from 0 to 1, or another limit is negative or NaN.
     """
     if not 0 <= gap <= 1:
         raise InvalidLimit("gap", gap, "from 0 to 1")
     if not time_limit_s >= 0:
         raise InvalidLimit("time_limit_s", time_limit_s, "at least 0 seconds")
+    if not work_limit >= 0:
+        raise InvalidLimit("work_limit", work_limit, "at least 0 units of work")
 
 
 HEURISTICS_OFF = {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
 
 
-class Allowance:
-    """Solves one program after another within a time limit, until `progress` says stop.
+class Stopwatch:
+    """Seconds since a search began: on the caller's clock, or else those that the solver ran."""
 
-    `left` and `spent` are seconds of the solver's own clock.
+    def __init__(self, time_limit_s: float, clock: Clock | None = None) -> None:
+        self._limit_s, self._clock = time_limit_s, clock
+        self._began = clock() if clock is not None else 0.0
+        self.solver_s = 0.0  # seconds of the solver's own clock
+
+    @property
+    def left_s(self) -> float:
+        """How many seconds are left, or how many too many it took."""
+        spent = self.solver_s if self._clock is None else self._clock() - self._began
+        return self._limit_s - spent
+
+
+class Allowance:
+    """Solves one program after another until the work is done, the time is over, or `progress` says stop.
+
+    The work is what limits a search as a rule: the same input then gives the same plan on every machine.
+    Seconds are a safety net, and a search that fell into it says so (`stopped`).
     """
 
-    def __init__(self, time_limit_s: float, progress: OnProgress | None) -> None:
-        self.left, self.spent = time_limit_s, 0.0
-        self.interrupted = False
-        self._progress = progress
+    def __init__(self, work_limit: float, stopwatch: Stopwatch, progress: OnProgress | None) -> None:
+        self.work_left = work_limit
+        self.reserved_s = 0.0  # of the time, what is left to a search that follows
+        self.interrupted = self.out_of_time = False
+        self._stopwatch, self._progress = stopwatch, progress
 
     @property
     def over(self) -> bool:
         """Whether nothing more may be solved."""
-        return self.interrupted or self.left <= 0
+        self.out_of_time |= self._stopwatch.left_s <= self.reserved_s
+        return self.interrupted or self.out_of_time or self.out_of_work
+
+    @property
+    def out_of_work(self) -> bool:
+        """Whether all work is done that may be."""
+        return self.work_left <= 0
+
+    @property
+    def solver_s(self) -> float:
+        """Seconds of the solver's own clock, of all searches on this stopwatch."""
+        return self._stopwatch.solver_s
+
+    @property
+    def stopped(self) -> Stopped:
+        """Why a search that did not come to its end has stopped."""
+        if self.interrupted:
+            return Stopped.INTERRUPTED
+        return Stopped.TIME_LIMIT if self.out_of_time else Stopped.WORK_LIMIT
 
     def solve(
         self,
@@ -55,7 +95,8 @@ class Allowance:
         """As `highs.solve`. Progress is told in the units of the objective times `scale`."""
         outcome = solve(
             program,
-            time_limit_s=self.left,
+            time_limit_s=max(self._stopwatch.left_s - self.reserved_s, 0.0),
+            work_limit=max(self.work_left, 0.0),
             gap=gap,
             target=target,
             start=start,
@@ -63,9 +104,10 @@ class Allowance:
             progress=self._scaled(scale),
             options=HEURISTICS_OFF | dict(options or {}),
         )
-        self.left -= outcome.seconds
-        self.spent += outcome.seconds
+        self._stopwatch.solver_s += outcome.seconds
+        self.work_left -= outcome.work
         self.interrupted |= outcome.stopped is Stopped.INTERRUPTED
+        self.out_of_time |= outcome.stopped is Stopped.TIME_LIMIT
         return outcome
 
     def tell(self, best: float | None, bound: float) -> None:
@@ -73,7 +115,8 @@ class Allowance:
         if self._progress is not None:
             primal = math.inf if best is None else best
             gap = math.inf if best is None else relative_gap(best, bound)
-            self.interrupted |= bool(self._progress(Progress(primal, bound, gap, self.spent)))
+            now = Progress(primal, bound, gap, self._stopwatch.solver_s)
+            self.interrupted |= bool(self._progress(now))
 
     def _scaled(self, scale: float) -> OnProgress | None:
         if self._progress is None:

@@ -183,7 +183,7 @@ def blamed(
     if not culprits:
         return error
     return InfeasibleConstraints(
-        budget, error.proven_floor, error.smallest_found, error.peak_at, live, culprits
+        budget, error.proven_floor, error.smallest_found, error.peak_at, live, culprits, error.save_set
     )
 
 

@@ -15,7 +15,7 @@
     |   +-- ConflictingPins       an op would have to be saved and run again
     +-- InfeasibleBudget      no plan fits; says what would
     |   +-- InfeasibleConstraints   and constraints have to do with it
-    +-- SolverOutOfTime       the time was over before any plan was found
+    +-- SolverOutOfTime       the work or the time was over before any plan was found
 
 Each error carries its numbers as fields and pickles, since it crosses a process boundary.
 """
@@ -25,9 +25,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoac.planner.units import GIB, exact_bytes, format_bytes, gb_from_bytes
+
+if TYPE_CHECKING:
+    from autoac.planner.graph import SaveSet
 
 
 class PlannerError(Exception):
@@ -159,7 +162,8 @@ class InfeasibleBudget(PlannerError):
 
     Fields, all in bytes: `budget`; `proven_floor`, which no save set beats; `smallest_found`, the
     smallest peak of any plan that was found, or None. `peak_at` names the place of that peak and
-    `live` what is live there, largest first.
+    `live` what is live there, largest first. `save_set`, the ops that are saved for that peak, is a start for
+    a plan within a larger budget of the same profile; None where a service planned.
     """
 
     def __init__(
@@ -169,8 +173,10 @@ class InfeasibleBudget(PlannerError):
         smallest_found: int | None,
         peak_at: str,
         live: Sequence[Holding],
+        save_set: SaveSet | None = None,
     ) -> None:
         self.budget, self.proven_floor, self.smallest_found = budget, proven_floor, smallest_found
+        self.save_set = save_set
         self.peak_at, self.live = peak_at, tuple(live)
         needed = smallest_found if smallest_found is not None else proven_floor
         lines = [
@@ -201,20 +207,39 @@ class InfeasibleConstraints(InfeasibleBudget):
         peak_at: str,
         live: Sequence[Holding],
         culprits: Sequence[str],
+        save_set: SaveSet | None = None,
     ) -> None:
-        super().__init__(budget, proven_floor, smallest_found, peak_at, live)
+        super().__init__(budget, proven_floor, smallest_found, peak_at, live, save_set)
         self.culprits = tuple(culprits)
         self.args = ("\n".join([str(self.args[0]), *self.culprits]),)
 
 
 class SolverOutOfTime(PlannerError):
-    """The time was over before any plan within the budget was found."""
+    """The limits on work and time were reached before any plan within the budget was found.
 
-    def __init__(self, budget: int, time_limit_s: float) -> None:
+    Fields as of InfeasibleBudget, in bytes: `budget`, `proven_floor`, `smallest_found`; the last two are
+    None where a service that does not say them planned. `time_limit_s` is the limit that was asked for.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        time_limit_s: float,
+        proven_floor: int | None = None,
+        smallest_found: int | None = None,
+    ) -> None:
         self.budget, self.time_limit_s = budget, time_limit_s
+        self.proven_floor, self.smallest_found = proven_floor, smallest_found
+        tried = (
+            f"no plan within {format_bytes(budget)} was found within the limits on work and time "
+            f"({time_limit_s:g} s), and none was ruled out"
+        )
+        if smallest_found is None or proven_floor is None:
+            super().__init__(f"{tried}; pass a larger budget")
+            return
         super().__init__(
-            f"no plan within {format_bytes(budget)} was found in {time_limit_s:g} s, and none was ruled out; "
-            "allow more time or a larger budget"
+            f"{tried}; the smallest peak found is {format_bytes(smallest_found)} (proven bound "
+            f"{format_bytes(proven_floor)}): pass budget_gb={_ceil_gb(smallest_found)} or more"
         )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from autoac.planner.allowance import Allowance, check_limits
-from autoac.planner.candidates import candidates
+from autoac.planner.allowance import Allowance, Clock, Stopwatch, check_limits
 from autoac.planner.constraints import Constraints, constrained, no_forward_budget
 from autoac.planner.graph import Graph, SaveSet, normalised
 from autoac.planner.highs import OnProgress, Outcome, Stopped
@@ -16,6 +15,8 @@ from autoac.planner.profile import Profile
 from autoac.planner.search import FEW_NODES, SHARE, Problem, priced_out
 from autoac.planner.simulate import peak_bytes, simulate
 
+WORK_LIMIT = 15.0  # see NOTE [ Work ] in highs.py
+GAP = 0.01
 NEIGHBOURHOODS = (0.1, 0.5)  # shares of the distance from bound to found that a change may cost
 
 
@@ -33,26 +34,33 @@ def floor(
     profile: Profile | Graph,
     *,
     constraints: Constraints | None = None,
-    time_limit_s: float = 15.0,
-    gap: float = 0.01,
+    work_limit: float = WORK_LIMIT,
+    time_limit_s: float = 120.0,
+    clock: Clock | None = None,
+    gap: float = GAP,
     progress: OnProgress | None = None,
 ) -> Floor:
-    """The smallest peak that any save set has, as far as it can be found and proven in the time.
+    """The smallest peak that any save set has, as far as it can be found and proven with the work.
+
+    A `plan` within a budget of `found` starts from the same search, or from `save_set` if it is passed on.
 
     Args:
         profile: one training step, or the Graph of one.
         constraints: what every save set must keep to; no budget of forward.
-        time_limit_s: seconds of the solver's own clock.
+        work_limit: units of work, each about a second of one core; the same everywhere, unlike seconds.
+        time_limit_s: seconds on `clock`, or else of the solver's own. A safety net: see `stopped`.
+        clock: such as `time.monotonic`.
         gap: stop once `found` is proven to be within this fraction of the smallest.
         progress: called now and then while solving; returning True stops the solver.
 
     Raises:
-        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative.
+        InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
         InvalidConstraints: a pattern stands for nothing, pins contradict each other, or forward has a budget.
     """
-    check_limits(gap, time_limit_s)
-    problem = Problem.of(constrained(profile, no_forward_budget(constraints)))
-    return FloorSearch(problem, problem.bounds.floor, time_limit_s, gap, progress).run()
+    check_limits(gap, time_limit_s, work_limit)
+    allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
+    problem = Problem(constrained(profile, no_forward_budget(constraints)))
+    return FloorSearch(problem, allowance, gap).run()
 
 
 class FloorSearch:
@@ -61,42 +69,53 @@ class FloorSearch:
     Any candidate counts here, for each has some peak; the best simple save set is the first.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        proven: int,
-        time_limit_s: float,
-        gap: float,
-        progress: OnProgress | None = None,
-    ) -> None:
-        """Args: `proven`, in bytes: a bound that is known already. The others as in `floor`."""
+    def __init__(self, problem: Problem, allowance: Allowance, gap: float = GAP) -> None:
+        """Args: `allowance`: what it may use up. `gap` as in `floor`."""
         self.problem, self.graph, self.f = problem, problem.graph, problem.facts
-        self.proven, self.gap = proven, gap
-        self.allowance = Allowance(time_limit_s, progress)
-        peaks = [(peak_bytes(self.graph, s), i, s) for i, s in enumerate(candidates(self.graph))]
+        self.proven, self.gap = problem.bounds.floor, gap
+        self.within: int | None = None
+        self.allowance = allowance
+        peaks = [(peak_bytes(self.graph, s), i, s) for i, (_, s) in enumerate(problem.simple)]
         self.found, _, self.save_set = min(peaks)
-        self.points: set[Point] = first_points(self.f, (self.graph.everything, self.save_set))
+        self.points: set[Point] = set()
         self.options = Options()
         self.excluded: list[SaveSet] = []
 
+    def decide(self, budget: int) -> Floor:
+        """Search until a save set within `budget` is found or proven not to exist, if the work is enough."""
+        self.within = budget
+        first = self.run()
+        if first.stopped is not Stopped.OPTIMAL or self._done_within(budget):
+            return first
+        self.gap = 0.0
+        return self.run()
+
     def run(self) -> Floor:
-        """Search until the gap is closed, the time is over or `progress` stops it."""
+        """Search until the gap is closed, the work or the time is over, or `progress` stops it.
+
+        A candidate of a solve that the limit on work has cut short is not used: so what is found with less
+        work is found with more as well.
+        """
         efforts = [self._rounded, *[self._near] * len(NEIGHBOURHOODS), self._among_all]
         at = 0
+        self.points = self.points or first_points(self.f, (self.graph.everything, self.save_set))
         while not self._done:
             if self.allowance.over:
-                stopped = Stopped.INTERRUPTED if self.allowance.interrupted else Stopped.TIME_LIMIT
-                return Floor(self.proven, self.found, self.save_set, stopped)
+                return Floor(self.proven, self.found, self.save_set, self.allowance.stopped)
             built, relaxed = self._relaxation()
             if relaxed.stopped is Stopped.INFEASIBLE:
                 self.proven = self.found  # all save sets that are smaller were ruled out: there are none
                 break
             if relaxed.stopped is not Stopped.OPTIMAL:
+                if not self.allowance.over:
+                    return Floor(self.proven, self.found, self.save_set, Stopped.FAILED)
                 continue
             new = False
             while not (new or self._done or self.allowance.over):
                 effort = min(at, len(efforts) - 1)
                 outcome = efforts[effort](built, relaxed, effort)
+                if self.allowance.out_of_work:
+                    break
                 new = self._judge(built, outcome)
                 if new:
                     at = min(at, 1)
@@ -117,7 +136,12 @@ class FloorSearch:
 
     @property
     def _done(self) -> bool:
+        if self.within is not None and self._done_within(self.within):
+            return True
         return self.found - self.proven <= self.gap * self.found
+
+    def _done_within(self, budget: int) -> bool:
+        return self.found <= budget or self.proven > budget
 
     def _relaxation(self) -> tuple[Built, Outcome]:
         built = build_program(

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoac.planner.allowance import check_limits
+from autoac.planner.allowance import Allowance, Clock, Stopwatch, check_limits
 from autoac.planner.constraints import Constraints, constrained, no_forward_budget
 from autoac.planner.errors import InvalidBudget
 from autoac.planner.floor import Floor, FloorSearch
 from autoac.planner.graph import Graph
 from autoac.planner.highs import OnProgress
 from autoac.planner.ilp import Options
-from autoac.planner.plan import Plan, plan_of
+from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, plan_of
 from autoac.planner.profile import Profile
 from autoac.planner.search import Problem, Search
 from autoac.planner.units import format_bytes, format_us
 
+FLOOR_WORK = 3.0  # that the search of the smallest peak gets
 KINK = 2.0  # slope before a kink over slope after it
 
 
@@ -52,8 +53,9 @@ def frontier(
     points: int = 16,
     constraints: Constraints | None = None,
     gap: float = 0.01,
-    time_limit_s: float = 60.0,
-    floor_time_limit_s: float = 3.0,
+    work_limit: float = DEFAULT_WORK_LIMIT,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    clock: Clock | None = None,
     progress: OnProgress | None = None,
     options: Options | None = None,
 ) -> Frontier:
@@ -68,8 +70,8 @@ def frontier(
         points: how many budgets, both ends included; at least 2.
         constraints: what must hold beside the budgets; no budget of forward.
         gap: stop each plan once its recompute time is proven to be within this fraction of the least.
-        time_limit_s: seconds of the solver's own clock, for each plan.
-        floor_time_limit_s: the same for the search of the smallest peak.
+        work_limit: as for `plan`, for each plan.
+        time_limit_s, clock: as for `plan`, for each plan.
         progress: called now and then while solving; returning True stops the solver.
         options: switches of the program, for tests.
 
@@ -78,18 +80,19 @@ def frontier(
 
     Raises:
         InvalidBudget: fewer than 2 points.
-        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative.
+        InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
         InvalidConstraints: a pattern stands for nothing, pins contradict each other, or forward has a budget.
     """
     if points < 2:
         raise InvalidBudget(f"a frontier has at least 2 points, not {points}")
-    check_limits(gap, time_limit_s)
+    check_limits(gap, time_limit_s, work_limit)
     observed = None if isinstance(profile, Graph) else profile
     graph = constrained(profile, no_forward_budget(constraints))
     options = options or Options()
-    problem = Problem.of(graph, options)
-    smallest = FloorSearch(problem, problem.bounds.floor, floor_time_limit_s, 0.02, progress).run()
-    low, high = smallest.found, problem.bounds.ceiling
+    problem = Problem(graph, options)
+    allowance = Allowance(FLOOR_WORK, Stopwatch(time_limit_s, clock), progress)
+    smallest = FloorSearch(problem, allowance).run()
+    low, high = smallest.found, problem.ceiling
     plans = [plan_of(problem, observed, high, graph.everything)]
     bound_us, moments = 0.0, None
     for i in reversed(range(points - 1)):
@@ -98,9 +101,8 @@ def frontier(
             problem,
             budget,
             gap=gap,
-            time_limit_s=time_limit_s,
+            allowance=Allowance(work_limit, Stopwatch(time_limit_s, clock), progress),
             options=options,
-            progress=progress,
             start=(smallest.save_set,),
             points=moments or (),
             bound_us=bound_us,  # of a larger budget: less memory can do no better

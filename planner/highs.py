@@ -3,10 +3,27 @@
 The only module that knows HiGHS. PuLP's own HiGHS class adds columns and rows one by one and reports a
 time-out with an incumbent as "Optimal" (PuLP 3.3.2), so `_Highs` hands everything over as arrays and
 nothing of PuLP's status is read.
+
+NOTE [ Work ]
+
+A limit in seconds gives another answer on a slower or busier machine. So effort is counted in *units of
+work*, about a second of one core each, from what HiGHS counts by itself and what does not depend on a
+clock:
+
+- a program without integers: simplex iterations (`simplex_iteration_limit`);
+- one with integers: how often branch and bound looks at its limits, which is where HiGHS calls back
+  (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node. It does not say how many simplex
+  iterations it has made, so those are not counted there;
+
+each weighed by the nonzeros of the program. The constants are measured means, off by a factor of three or
+four for a single program; only that the same program always takes the same work matters. HiGHS has no
+other limit that is both a count and read within the root node, where most of our time goes: `mip_max_nodes`
+is used in addition, for neighbourhoods.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -20,6 +37,16 @@ import pulp
 SEED = 20261121
 THREADS = 1  # one number for the whole process: HiGHS refuses a second one
 
+# Units of work.
+SOLVE = 0.01
+# The same, for each nonzero of a program.
+BUILD = 1e-6  # with presolve, and the simulation of what comes out
+SIMPLEX_ITERATION = 1e-9
+MIP_ROOT = 1e-5  # of a program that branch and bound does not decide at once
+MIP_CHECK = 5e-7
+FEW_CHECKS = 10  # at once: with no more looks at its limits than that
+MOST_ITERATIONS = 2**31 - 1  # that HiGHS takes
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -31,7 +58,8 @@ class Stopped(StrEnum):
     OPTIMAL = "optimal"  # proven, within the gap asked for
     TARGET = "target"  # a candidate as good as asked for
     INFEASIBLE = "infeasible"  # proven
-    TIME_LIMIT = "time limit"
+    WORK_LIMIT = "work limit"  # a count: the same on every machine
+    TIME_LIMIT = "time limit"  # seconds: another machine may come further
     INTERRUPTED = "interrupted"  # the progress callback said so
     FAILED = "failed"  # numerical trouble
 
@@ -143,7 +171,39 @@ class Outcome:
     objective: float | None  # of the candidate
     bound: float  # proven: no solution costs less. -inf if nothing is proven, +inf if infeasible
     seconds: float  # HiGHS's own run time
+    work: float  # what it took, in units of work
     reduced_costs: Floats | None = None  # of a program without integers: what moving a column costs
+
+
+class _Meter:
+    """Counts the work of one solve. See NOTE [ Work ]."""
+
+    def __init__(self, nonzeros: int, linear: bool, limit: float) -> None:
+        self._nonzeros, self._linear, self._limit = max(nonzeros, 1), linear, limit
+        self._checks = 0
+        left = (limit - SOLVE) / self._nonzeros - BUILD
+        most = left / SIMPLEX_ITERATION if linear else FEW_CHECKS + (left - MIP_ROOT) / MIP_CHECK
+        self.most = int(min(max(most, 0), MOST_ITERATIONS))  # iterations, or checks
+
+    def check(self) -> bool:
+        """Count a look of branch and bound at its limits; return True if that was one too many."""
+        self._checks += 1
+        return self.exhausted
+
+    @property
+    def exhausted(self) -> bool:
+        return self._checks > self.most
+
+    def work(self, iterations: int) -> float:
+        """Units of work so far: all of the limit, if that ended it."""
+        if self.exhausted or (self._linear and iterations >= self.most):
+            return self._limit
+        each = BUILD
+        if self._linear:
+            each += SIMPLEX_ITERATION * iterations
+        elif self._checks > FEW_CHECKS:
+            each += MIP_ROOT + MIP_CHECK * (self._checks - FEW_CHECKS)
+        return SOLVE + self._nonzeros * each
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -194,7 +254,8 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 def solve(
     program: Program,
     *,
-    time_limit_s: float,
+    time_limit_s: float = math.inf,
+    work_limit: float = math.inf,
     gap: float = 0.0,
     target: float | None = None,
     start: Floats | None = None,
@@ -202,11 +263,12 @@ def solve(
     relaxed: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Minimise `program`, deterministically: one thread and a fixed seed.
+    """Minimise `program`, deterministically: one thread and a fixed seed. See NOTE [ Work ].
 
     Args:
         program: what to solve.
         time_limit_s: seconds of HiGHS's own clock.
+        work_limit: units of work.
         gap: stop once the candidate is proven to be within this of the best, relative to the candidate.
         target: stop at a candidate that costs no more than this.
         start: a feasible assignment to start from.
@@ -214,13 +276,16 @@ def solve(
         relaxed: forget that variables are integer.
         options: further options of HiGHS, for experiments.
     """
+    linear = relaxed or not program.integer.any()
+    meter = _Meter(len(program.rows.columns), linear, work_limit)
     hooks: dict[str, Any] = {} if target is None else {"objective_target": target}
-    if progress is not None:
-        report = progress  # bound once, for the type checker
+    if linear and math.isfinite(work_limit):
+        hooks["simplex_iteration_limit"] = meter.most
+    if not linear and (progress is not None or math.isfinite(work_limit)):
 
         def on_callback(kind: Any, message: str, out: Any, into: Any, _data: Any) -> None:
             now = Progress(out.mip_primal_bound, out.mip_dual_bound, out.mip_gap, out.running_time)
-            if report(now):
+            if meter.check() or (progress is not None and progress(now)):
                 into.user_interrupt = True
 
         hooks |= {
@@ -246,10 +311,10 @@ def solve(
     solver.callSolver(problem)
     model = problem.solverModel
     problem.solverModel = None
-    return _outcome(model, relaxed or not program.integer.any())
+    return _outcome(model, linear, meter)
 
 
-def _outcome(model: Any, linear: bool) -> Outcome:
+def _outcome(model: Any, linear: bool, meter: _Meter) -> Outcome:
     status, info = model.getModelStatus(), model.getInfo()
     kinds = highspy.HighsModelStatus
     stopped = {
@@ -259,9 +324,9 @@ def _outcome(model: Any, linear: bool) -> Outcome:
         kinds.kInfeasible: Stopped.INFEASIBLE,
         kinds.kUnboundedOrInfeasible: Stopped.INFEASIBLE,  # costs are not negative: never unbounded
         kinds.kTimeLimit: Stopped.TIME_LIMIT,
-        kinds.kIterationLimit: Stopped.TIME_LIMIT,
-        kinds.kSolutionLimit: Stopped.TIME_LIMIT,
-        kinds.kInterrupt: Stopped.INTERRUPTED,
+        kinds.kIterationLimit: Stopped.WORK_LIMIT,
+        kinds.kSolutionLimit: Stopped.WORK_LIMIT,  # of nodes
+        kinds.kInterrupt: Stopped.WORK_LIMIT if meter.exhausted else Stopped.INTERRUPTED,
     }.get(status, Stopped.FAILED)
     feasible = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     values = np.array(model.getSolution().col_value, np.float64) if feasible else None
@@ -273,4 +338,5 @@ def _outcome(model: Any, linear: bool) -> Outcome:
     else:
         bound = float(info.mip_dual_bound)
     reduced_costs = np.array(model.getSolution().col_dual, np.float64) if linear and feasible else None
-    return Outcome(stopped, values, objective, float(bound), float(model.getRunTime()), reduced_costs)
+    work = meter.work(max(info.simplex_iteration_count, 0))
+    return Outcome(stopped, values, objective, float(bound), float(model.getRunTime()), work, reduced_costs)

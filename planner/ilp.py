@@ -533,7 +533,7 @@ def build_program(
     if budget is None:
         costs[peak - 1], upper[peak - 1] = 1.0, math.inf
     else:
-        cost_scale = _power_of_two(max(float(c.cost_us.sum()), 1e-9) / 4096)
+        cost_scale = _power_of_two(float(c.cost_us.sum()) / 4096, whole=c.cost_us.sum() >= 1)
         again, price = builder.x[:-1, builder.end], c.cost_us / cost_scale
         constant = (again < 0) | (again == ONE)
         costs[0] = price[constant].sum()
@@ -597,6 +597,6 @@ def _most(code: int, coefficient: float) -> float:
     return coefficient if code == ONE else max(coefficient, 0.0)
 
 
-def _power_of_two(x: float) -> float:
-    """A scale that changes no mantissa, so that a budget met to the byte stays met."""
-    return float(2.0 ** max(round(math.log2(x)), 0)) if x > 0 else 1.0
+def _power_of_two(x: float, *, whole: bool = True) -> float:
+    """A scale that changes no mantissa, so that a budget met to the byte stays met; `whole`: at least 1."""
+    return float(2.0 ** max(round(math.log2(x)), 0 if whole else -1000)) if x > 0 else 1.0

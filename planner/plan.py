@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
-from autoac.planner.allowance import check_limits, relative_gap
+from autoac.planner.allowance import Allowance, Clock, Stopwatch, check_limits, relative_gap
 from autoac.planner.bounds import bounds
 from autoac.planner.budget import budget_in_bytes
 from autoac.planner.constraints import Constraints, blamed, constrained, held_back
 from autoac.planner.errors import Holding, InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
+from autoac.planner.floor import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.floor import Floor, FloorSearch
-from autoac.planner.graph import Graph, OpId, SaveSet, build, needed, recompute_us
+from autoac.planner.graph import Graph, SaveSet, build, needed
 from autoac.planner.highs import OnProgress, Stopped
 from autoac.planner.ilp import Options
 from autoac.planner.lives import live_at_peak
@@ -20,12 +21,15 @@ from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.profile import Profile
 from autoac.planner.schedule import Recompute
 from autoac.planner.search import Problem, Search
-from autoac.planner.simulate import Instant, Timeline, peak_bytes, simulate
+from autoac.planner.simulate import Instant, Timeline, peak_bytes, peak_of, simulate
 from autoac.planner.units import format_bytes
 
 DEFAULT_GAP = 0.01
-DEFAULT_TIME_LIMIT_S = 60.0
+DEFAULT_WORK_LIMIT = 60.0  # see NOTE [ Work ] in highs.py
+DEFAULT_TIME_LIMIT_S = 600.0
 """What a plan gets where the call does not say; the service's requests too."""
+FLOOR_SHARE = 1 / 4  # of the time: left to the search of the smallest peak while no plan is found
+EVIDENCE_WORK = 10.0  # to say what would fit, where it is proven that the budget does not
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,6 @@ class Plan:
     peak: int  # the simulator's
     peak_at: str
     ceiling: int  # the peak with nothing recomputed
-    floor: int  # no save set has a smaller peak (proven)
     recompute_us: float
     bound_us: float  # proven: no plan within the budget recomputes less
     stopped: Stopped
@@ -53,6 +56,11 @@ class Plan:
     def gap(self) -> float:
         """How much of the recompute time is not proven to be necessary: (time - bound) / time."""
         return relative_gap(self.recompute_us, self.bound_us)
+
+    @property
+    def floor(self) -> int:
+        """Bytes: no save set has a smaller peak (proven)."""
+        return bounds(self.graph).floor
 
     @property
     def timeline(self) -> Timeline:
@@ -101,11 +109,17 @@ def plan(
     headroom_bytes: int = 0,
     constraints: Constraints | None = None,
     gap: float = DEFAULT_GAP,
+    work_limit: float = DEFAULT_WORK_LIMIT,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    clock: Clock | None = None,
+    start: Iterable[SaveSet] = (),
     progress: OnProgress | None = None,
     options: Options | None = None,
 ) -> Plan:
     """The save set that fits in the budget at the least recompute time.
+
+    The same input gives the same plan on every machine, idle or busy, unless `time_limit_s` is reached; then
+    `stopped` says so. Where everything fits, nothing is solved.
 
     Args:
         profile: one training step, or the Graph of one.
@@ -114,19 +128,23 @@ def plan(
         headroom_bytes: of the budget, what to leave unused.
         constraints: what must hold beside the budget. Bounds and floors are those under them.
         gap: stop once the recompute time is proven to be within this fraction of the least.
-        time_limit_s: seconds of the solver's own clock, over all rounds.
+        work_limit: units of work over all rounds, each about a second of one core; a count, not a clock.
+        time_limit_s: seconds on `clock`, or else of the solver's own. A safety net: see `stopped`.
+        clock: such as `time.monotonic`.
+        start: save sets that are known already, such as those of a `floor` or of an InfeasibleBudget.
         progress: called now and then while solving; returning True stops the solver.
         options: switches of the program, for tests.
 
     Raises:
         InvalidBudget: not exactly one budget, or one that is not positive and finite.
-        InvalidLimit: `gap` is not from 0 to 1, or `time_limit_s` is negative.
+        InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
         InvalidConstraints: a pattern stands for nothing, pins contradict each other, or the like.
         InfeasibleBudget: no save set fits. InfeasibleConstraints: because of the constraints.
-        SolverOutOfTime: neither a plan nor a proof that there is none was found in time.
+        SolverOutOfTime: neither a plan nor a proof that there is none was found with that work and time.
+            Never within a budget that `floor` finds a save set for with its defaults.
     """
     budget = _budget(budget_gb, budget_bytes, headroom_bytes)
-    check_limits(gap, time_limit_s)
+    check_limits(gap, time_limit_s, work_limit)
     if constraints is not None and constraints != Constraints():
 
         def on_graph(graph: Graph) -> Plan:
@@ -135,30 +153,38 @@ def plan(
                 budget_bytes=budget + headroom_bytes,
                 headroom_bytes=headroom_bytes,
                 gap=gap,
+                work_limit=work_limit,
                 time_limit_s=time_limit_s,
+                clock=clock,
+                start=start,
                 progress=progress,
                 options=options,
             )
 
         return _under(constraints, profile, budget, headroom_bytes, on_graph)
     graph, observed = (profile, None) if isinstance(profile, Graph) else (build(profile), profile)
-    options = options or Options()
-    problem = Problem.of(graph, options)
-    known = problem.bounds
-    if known.ceiling <= budget:
+    problem = Problem(graph, options)
+    if problem.ceiling <= budget:
         return plan_of(problem, observed, budget, graph.everything, headroom=headroom_bytes)
-    if known.floor > budget:
-        smallest = FloorSearch(problem, known.floor, min(time_limit_s, 10.0), 0.02, progress).run()
-        raise _infeasible(graph, budget, known.floor, smallest)
+    stopwatch = Stopwatch(time_limit_s, clock)
+    if problem.bounds.floor > budget:
+        evidence = FloorSearch(problem, Allowance(EVIDENCE_WORK, stopwatch, progress)).run()
+        raise _infeasible(graph, budget, evidence)
 
-    search = Search(problem, budget, gap=gap, time_limit_s=time_limit_s, options=options, progress=progress)
+    allowance = Allowance(work_limit, stopwatch, progress)
+    allowance.reserved_s = time_limit_s * FLOOR_SHARE
+    search = Search(problem, budget, gap=gap, allowance=allowance, options=options or Options(), start=start)
     stopped = search.run()
     if stopped is Stopped.INFEASIBLE:
-        proven = max(known.floor, budget + 1)
-        smallest = FloorSearch(problem, proven, min(search.allowance.left, 10.0), 0.02, progress).run()
-        raise _infeasible(graph, budget, proven, smallest)
+        evidence = FloorSearch(problem, Allowance(EVIDENCE_WORK, stopwatch, progress)).run()
+        raise _infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
     if search.best is None:
-        raise SolverOutOfTime(budget, time_limit_s)
+        smallest = FloorSearch(problem, Allowance(FLOOR_WORK_LIMIT, stopwatch, progress)).decide(budget)
+        if smallest.proven > budget:
+            raise _infeasible(graph, budget, smallest)
+        if smallest.found > budget:
+            raise SolverOutOfTime(budget, time_limit_s, smallest.proven, smallest.found)
+        return plan_of(problem, observed, budget, smallest.save_set, search, stopped, headroom_bytes)
     return plan_of(problem, observed, budget, search.best[1], search, stopped, headroom_bytes)
 
 
@@ -184,7 +210,7 @@ def _under(
         made = planned(searched)
     except InfeasibleBudget as error:
         raise blamed(error, profile, constraints, forward) from None
-    peak = simulate(graph, made.save_set).peak
+    peak = peak_of(graph, made.save_set)
     return replace(
         made,
         graph=graph,
@@ -192,7 +218,6 @@ def _under(
         peak=peak.live_bytes,
         peak_at=_where(graph, peak),
         ceiling=peak_bytes(graph, graph.everything),
-        floor=made.floor if searched is graph else bounds(graph).floor,
         constraints=constraints,
     )
 
@@ -208,24 +233,24 @@ def plan_of(
 ) -> Plan:
     """The Plan of a save set, with the evidence of the search that found it; none: nothing is recomputed."""
     graph = problem.graph
-    peak = simulate(graph, save_set).peak
-    spent = recompute_us(graph, save_set)
+    peak = peak_of(graph, save_set)
+    again = needed(graph, save_set)
+    spent = sum(op.runtime_us for op in graph.ops if again[op.id])
     return Plan(
         graph=graph,
         profile=profile,
         budget=budget,
         headroom=headroom,
         save_set=save_set,
-        recompute_set=_recompute_set(graph, save_set),
+        recompute_set=frozenset(op.id for op in graph.ops if again[op.id]),
         peak=peak.live_bytes,
         peak_at=_where(graph, peak),
-        ceiling=problem.bounds.ceiling,
-        floor=problem.bounds.floor,
+        ceiling=problem.ceiling,
         recompute_us=spent,
         bound_us=min(search.bound_us, spent) if search else spent,
         stopped=stopped,
         rounds=search.rounds if search else 0,
-        solver_s=search.allowance.spent if search else 0.0,
+        solver_s=search.allowance.solver_s if search else 0.0,
     )
 
 
@@ -248,10 +273,11 @@ def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: i
     return nbytes - headroom_bytes
 
 
-def _infeasible(graph: Graph, budget: int, proven: int, smallest: Floor) -> InfeasibleBudget:
-    peak = simulate(graph, smallest.save_set).peak
+def _infeasible(graph: Graph, budget: int, smallest: Floor) -> InfeasibleBudget:
+    peak = peak_of(graph, smallest.save_set)
     live: list[Holding] = live_at_peak(graph, smallest.save_set)
-    return InfeasibleBudget(budget, max(proven, smallest.proven), smallest.found, _where(graph, peak), live)
+    at = _where(graph, peak)
+    return InfeasibleBudget(budget, smallest.proven, smallest.found, at, live, smallest.save_set)
 
 
 def _where(graph: Graph, instant: Instant) -> str:
@@ -260,10 +286,6 @@ def _where(graph: Graph, instant: Instant) -> str:
             return f"{graph.ops[op].name}, run again in backward step {step} ({graph.steps[step].name})"
         case _:
             return graph.moment_name(instant.place)
-
-
-def _recompute_set(graph: Graph, save_set: SaveSet) -> SaveSet:
-    return frozenset(OpId(op) for op, run in enumerate(needed(graph, save_set)) if run)
 
 
 def _step_us(graph: Graph) -> float:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import islice
 
 import numpy as np
@@ -25,11 +25,11 @@ from autoac.planner.candidates import candidates, greedy
 from autoac.planner.columns import Columns, columns
 from autoac.planner.facts import Facts, facts
 from autoac.planner.graph import Graph, SaveSet, normalised, recompute_us
-from autoac.planner.highs import OnProgress, Outcome, Program, Stopped
+from autoac.planner.highs import Outcome, Program, Stopped
 from autoac.planner.ilp import Built, Options, Point, assignment, build_program
 from autoac.planner.likeness import Likeness
 from autoac.planner.points import first_points, too_large
-from autoac.planner.simulate import peak_bytes, simulate
+from autoac.planner.simulate import fits, peak_bytes, simulate
 
 NEIGHBOURHOODS = ((0.05, 1.0), (0.2, 2.0))  # see Search._near
 FEW_NODES = 20  # in a neighbourhood: what is not found soon is not there
@@ -45,23 +45,43 @@ SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for
 Effort = Callable[[Built, Outcome], Outcome]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """A graph with all that is known of it before a budget is given: worked out once for many plans."""
+    """A graph, and what is known of it without a budget: worked out once, when first asked for."""
 
-    graph: Graph
-    facts: Facts
-    columns: Columns
-    bounds: Bounds
-    likeness: Likeness | None
+    def __init__(self, graph: Graph, options: Options | None = None) -> None:
+        self.graph = graph
+        self._options = options or Options()
 
-    @classmethod
-    def of(cls, graph: Graph, options: Options | None = None) -> Problem:
-        """Work it out."""
-        options = options or Options()
-        f = facts(graph, merge=options.merge)
-        likeness = Likeness(f) if options.likeness else None
-        return cls(graph, f, columns(f), bounds_of(f), likeness)
+    @cached_property
+    def ceiling(self) -> int:
+        """The peak with nothing recomputed: all that a budget needs in which everything fits."""
+        return peak_bytes(self.graph, self.graph.everything)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The windows outside which a decision plays no part."""
+        return facts(self.graph, merge=self._options.merge)
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The facts as arrays."""
+        return columns(self.facts)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """The range in which a budget is worth planning for."""
+        return bounds_of(self.facts)
+
+    @cached_property
+    def likeness(self) -> Likeness | None:
+        """Which parts are built alike; None if that is switched off."""
+        return Likeness(self.facts) if self._options.likeness else None
+
+    @cached_property
+    def simple(self) -> tuple[tuple[float, SaveSet], ...]:
+        """The simple save sets with their recompute times, the fastest first."""
+        timed = [(recompute_us(self.graph, save_set), save_set) for save_set in candidates(self.graph)]
+        return tuple(sorted(timed, key=lambda item: item[0]))
 
 
 class Search:
@@ -82,9 +102,8 @@ class Search:
         budget: int,
         *,
         gap: float,
-        time_limit_s: float,
+        allowance: Allowance,
         options: Options,
-        progress: OnProgress | None = None,
         start: Iterable[SaveSet] = (),
         points: Iterable[Point] = (),
         bound_us: float = 0.0,
@@ -94,8 +113,8 @@ class Search:
         self.polish = polish
         self.problem, self.f, self.graph = problem, problem.facts, problem.graph
         self.budget, self.gap, self.options = budget, gap, options
-        self.allowance = Allowance(time_limit_s, progress)
-        self.best: tuple[float, SaveSet] | None = None  # microseconds, and who takes them
+        self.allowance = allowance
+        self.best: tuple[float, SaveSet] | None = None  # recompute time, and the save set that takes it
         self.excluded: list[SaveSet] = []
         self.bound_us, self.rounds = bound_us, 0
         self.dearest_us = float(problem.columns.cost_us.sum())  # what running everything again takes
@@ -113,6 +132,8 @@ class Search:
             self._polish()
             if self.best is not None and relative_gap(self.best[0], self.bound_us) > 0:
                 self._accept(greedy(self.graph, self.best[0]))
+            if self.allowance.out_of_time:
+                return Stopped.TIME_LIMIT  # good enough, but another machine may polish it further
         return stopped
 
     def _run(self) -> Stopped:
@@ -123,12 +144,11 @@ class Search:
         while True:
             if self._done:
                 return Stopped.OPTIMAL
-            if self.allowance.interrupted:
-                self._fall_back()
-                return Stopped.INTERRUPTED
             if self.allowance.over or relaxed.stopped not in (Stopped.OPTIMAL, Stopped.INFEASIBLE):
                 self._fall_back()
-                return Stopped.OPTIMAL if self._done else Stopped.TIME_LIMIT
+                if self._done:
+                    return Stopped.OPTIMAL
+                return self.allowance.stopped if self.allowance.over else Stopped.FAILED
             if relaxed.stopped is Stopped.INFEASIBLE:
                 return self._nothing_else()
             effort = min(at, len(efforts) - 1)
@@ -202,8 +222,12 @@ class Search:
 
     def _fall_back(self) -> None:
         """Try the simple save sets, so that no plan is slower than what people do by hand."""
-        for save_set in candidates(self.graph):
-            self._accept(save_set)
+        for spent, save_set in self.problem.simple:
+            if self.best is not None and spent >= self.best[0]:
+                return
+            if fits(self.graph, save_set, self.budget):
+                self._keep(save_set)
+                return
 
     def _likely(self) -> SaveSet:
         """A save set with peaks where a plan is likely to have them: the second simple one."""
@@ -330,13 +354,14 @@ class Search:
     def _accept(self, save_set: SaveSet) -> None:
         """Keep `save_set` if it fits and is faster than the best so far."""
         faster = self.best is None or recompute_us(self.graph, save_set) < self.best[0]
-        if faster and peak_bytes(self.graph, save_set) <= self.budget:
+        if faster and fits(self.graph, save_set, self.budget):
             self._keep(save_set)
 
     def _keep(self, save_set: SaveSet) -> None:
         spent = recompute_us(self.graph, save_set)
         if self.best is None or spent < self.best[0]:
             self.best = spent, save_set
+        self.allowance.reserved_s = 0.0  # nobody has to look for a first one
 
     def _more_points(self) -> bool:
         """Add the points at which the last candidate is too large; whether there were any new ones."""

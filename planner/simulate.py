@@ -99,6 +99,16 @@ def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
     return live
 
 
+def peak_of(graph: Graph, save_set: SaveSet) -> Instant:
+    """The peak of `simulate`, without the timeline."""
+    return Instant(*max(_instants(graph, save_set), key=lambda instant: instant[1]))
+
+
 def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
     """The most bytes live at any event of the step."""
     return max(live for _, live, _ in _instants(graph, save_set))
+
+
+def fits(graph: Graph, save_set: SaveSet, budget: int) -> bool:
+    """Whether the peak is within `budget`: as `peak_bytes`, but stops at the first event that is not."""
+    return all(live <= budget for _, live, _ in _instants(graph, save_set))

@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autoac.planner.allowance import Clock
 from autoac.planner.constraints import Constraints
 from autoac.planner.errors import InfeasibleBudget, InvalidConstraints, InvalidPipeline
 from autoac.planner.graph import Graph, build
 from autoac.planner.highs import OnProgress
 from autoac.planner.pipelines import Cost, Kind, Schedule, Times, held, times
-from autoac.planner.plan import Plan, plan
+from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, Plan, plan
 from autoac.planner.profile import Profile
 
 
@@ -83,7 +84,8 @@ def plan_stage(
     headroom_bytes: int = 0,
     constraints: Constraints | None = None,
     gap: float = 0.01,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    clock: Clock | None = None,
     progress: OnProgress | None = None,
 ) -> Plan:
     """`plan()` for a stage that holds `in_flight` microbatches at its fullest.
@@ -94,7 +96,7 @@ def plan_stage(
         beside_bytes: what the device holds beside that, such as the parameters of its other chunks.
         constraints: as for `plan`, except that the gradients of a stage exist for all microbatches but
             the first, as `stage_graph` has it.
-        budget_gb, budget_bytes, headroom_bytes, gap, time_limit_s, progress: as for `plan`.
+        budget_gb, budget_bytes, headroom_bytes, gap, time_limit_s, clock, progress: as for `plan`.
 
     Raises:
         InvalidPipeline: fewer than one microbatch, or negative bytes.
@@ -117,6 +119,7 @@ def plan_stage(
         constraints=rules,
         gap=gap,
         time_limit_s=time_limit_s,
+        clock=clock,
         progress=progress,
     )
     return replace(made, profile=None if isinstance(profile, Graph) else profile, constraints=constraints)
@@ -134,7 +137,8 @@ def plan_stages(
     headroom_bytes: int = 0,
     constraints: Constraints | Sequence[Constraints | None] | None = None,
     gap: float = 0.01,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    clock: Clock | None = None,
 ) -> Stages:
     """A plan for each stage within its device's budget, and what a step then takes.
 
@@ -152,7 +156,7 @@ def plan_stages(
         headroom_bytes: of each device's budget, what to leave unused.
         constraints: as for `plan_stage`; one for each stage, or one for all, whose patterns must then stand
             for something in every stage.
-        gap, time_limit_s: as for `plan`, each stage by itself.
+        gap, time_limit_s, clock: as for `plan`, each stage by itself.
 
     Raises:
         InvalidPipeline: as `pipelines.in_flight`; or a list has not one entry for each stage.
@@ -199,6 +203,7 @@ def plan_stages(
                 constraints=rules[s],
                 gap=gap,
                 time_limit_s=time_limit_s,
+                clock=clock,
             )
         except (InfeasibleBudget, InvalidConstraints) as error:
             error.add_note(f"This is stage {s} of {p}, which holds {n} microbatches under {schedule}.")

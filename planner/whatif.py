@@ -9,7 +9,6 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autoac.planner.bounds import bounds
 from autoac.planner.constraints import constrained
 from autoac.planner.errors import OtherProfile, UnknownKey
 from autoac.planner.facts import Role, facts
@@ -21,7 +20,7 @@ from autoac.planner.plan import plan as plan_again
 from autoac.planner.policy import Policy
 from autoac.planner.profile import Profile
 from autoac.planner.schedule import Compute, Recompute
-from autoac.planner.simulate import Timeline, simulate
+from autoac.planner.simulate import Timeline, peak_bytes, simulate
 from autoac.planner.units import GIB, format_bytes, format_us
 
 
@@ -254,7 +253,7 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     saved = frozenset(
         OpId(i) for i, key in enumerate(profile.keys()) if policy.decisions.get(key, "save") == "save"
     )
-    timeline, spent, known = simulate(graph, saved), recompute_us(graph, saved), bounds(graph)
+    timeline, spent = simulate(graph, saved), recompute_us(graph, saved)
     return Plan(
         graph=graph,
         profile=profile,
@@ -264,8 +263,7 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         recompute_set=frozenset(OpId(i) for i, run in enumerate(needed(graph, saved)) if run),
         peak=timeline.peak.live_bytes,
         peak_at=place(graph, timeline),
-        ceiling=known.ceiling,
-        floor=known.floor,
+        ceiling=peak_bytes(graph, graph.everything),
         recompute_us=spent,
         bound_us=0.0,
         stopped=Stopped(policy.stopped)

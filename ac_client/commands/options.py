@@ -15,7 +15,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE", help="As `autoac profile` wrote it.")]
 Gap = Annotated[float, typer.Option(help="Stop a plan once proven to be within this fraction of the best.")]
-TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for each plan.")]
+TimeLimit = Annotated[
+    float,
+    typer.Option("--time-limit", help="Seconds for each plan; a safety net, since work is limited too."),
+]
 
 # Constraints, of every command that plans.
 PinSave = Annotated[

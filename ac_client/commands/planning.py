@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,7 +36,7 @@ from ac_client.console import (
 from ac_client.files import write_whole
 
 if TYPE_CHECKING:
-    from autoac.planner import Stages
+    from autoac.planner import Plan, Stages
 
 
 def profile(
@@ -107,7 +108,7 @@ def plan(
     extra_static_gb: ExtraStatic = 0.0,
     gradients: GradientsOption = None,
     gap: Gap = 0.01,
-    time_limit_s: TimeLimit = 60.0,
+    time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
     """Find the save set that fits in the budget at the least recompute time, and write it as a policy."""
@@ -135,6 +136,7 @@ def plan(
             constraints=constraints,
             gap=gap,
             time_limit_s=time_limit_s,
+            clock=time.monotonic,
             progress=progress.solving,
         )
     policy = made.policy()
@@ -143,7 +145,7 @@ def plan(
         policy.to_json(),
         {"policy": str(output)} | header(policy),
         f"{policy.model}: peak {format_bytes(made.peak)} of {format_bytes(policy.budget_bytes)}, "
-        f"{format_us(made.recompute_us)} of recompute, gap {made.gap:.1%} -> {output}",
+        f"{format_us(made.recompute_us)} of recompute, gap {made.gap:.1%}{_early(made)} -> {output}",
         as_json,
     )
 
@@ -192,7 +194,7 @@ def stages(
     forward_budget_gb: ForwardBudget = None,
     extra_static_gb: ExtraStatic = 0.0,
     gap: Gap = 0.01,
-    time_limit_s: TimeLimit = 60.0,
+    time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
     """Plan every stage of a pipeline within its device's budget; the slowest stage decides.
@@ -234,6 +236,7 @@ def stages(
                 constraints=constraints,
                 gap=gap,
                 time_limit_s=time_limit_s,
+                clock=time.monotonic,
             )
         except InfeasibleBudget as error:
             where = " ".join(getattr(error, "__notes__", []))
@@ -268,7 +271,7 @@ def frontier(
     profile_file: ProfileFile,
     points: Annotated[int, typer.Option(min=2, help="Budgets, both ends included.")] = 16,
     gap: Gap = 0.01,
-    time_limit_s: TimeLimit = 60.0,
+    time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
     """Show what memory buys: plans from the smallest peak to the peak with nothing recomputed."""
@@ -278,7 +281,12 @@ def frontier(
     observed = read_profile(profile_file)
     with progress_of(f"planning {observed.model}, {points} budgets") as progress:
         made = frontier_of(
-            observed, points=points, gap=gap, time_limit_s=time_limit_s, progress=progress.solving
+            observed,
+            points=points,
+            gap=gap,
+            time_limit_s=time_limit_s,
+            clock=time.monotonic,
+            progress=progress.solving,
         )
     if not as_json:
         print(frontier_in_words(made))
@@ -296,6 +304,13 @@ def frontier(
     ]
     proven = {"floor_found_bytes": made.floor.found, "floor_proven_bytes": made.floor.proven}
     print(json.dumps(proven | {"plans": plans}, indent=1))
+
+
+def _early(made: Plan) -> str:
+    """Say which limit has stopped the solver, if one has."""
+    from autoac.planner import Stopped
+
+    return "" if made.stopped is Stopped.OPTIMAL else f", stopped early: {made.stopped}"
 
 
 def _stage_table(made: Stages) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +57,7 @@ def explain(
         Path | None,
         typer.Option("--html", help="Write a page that draws memory over the step, with what is live when."),
     ] = None,
-    time_limit_s: TimeLimit = 60.0,
+    time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
     """Say in words what a policy keeps, what it recomputes, and what that costs."""
@@ -90,6 +91,7 @@ def explain(
                 budget_bytes=budget,
                 constraints=made.constraints if made else None,
                 time_limit_s=time_limit_s,
+                clock=time.monotonic,
                 progress=progress.solving,
             )
 

@@ -18,6 +18,7 @@ gap by one of them is a plan worth keeping. So what is unchanged is not solved a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -344,6 +345,7 @@ class _Model:
                 constraints=constraints,
                 gap=self.table.gap,
                 time_limit_s=self.table.time_limit_s,
+                clock=time.monotonic,
                 progress=self.progress,
             )
         except InfeasibleBudget as error:

@@ -93,7 +93,7 @@ class ModelTable(Table):
     autocast: Literal["bfloat16", "float16"] | None = None
     headroom_gb: Gb = 0.0
     gap: Annotated[Number, Field(ge=0, lt=1)] = 0.01
-    time_limit_s: Annotated[Number, Field(gt=0)] = 60.0  # for each plan
+    time_limit_s: Annotated[Number, Field(gt=0)] = 600.0  # for each plan
     constraints: ConstraintsTable = ConstraintsTable()
 
     @field_validator("inputs")

@@ -22,6 +22,7 @@ from autoac.api import child
 from autoac.api.drawing import draw, draw_body
 from autoac.api.request import Answer, Kind, Taken, answer, take
 from autoac.api.solver import OnTold, SpawnedSolver
+from autoac.planner.allowance import Clock
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
 from autoac.planner.highs import OnProgress, Progress
 from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
@@ -118,7 +119,8 @@ def save_all(
     budget_bytes: int | None = None,
     headroom_bytes: int = 0,
     gap: float = 0.01,
-    time_limit_s: float = 60.0,
+    time_limit_s: float = 120.0,  # the most that the service gives, and its default
+    clock: Clock | None = None,
     progress: OnProgress | None = None,
 ) -> Planned:
     """A planner that saves everything and writes what it was asked for where a test can see it."""
@@ -160,7 +162,7 @@ def infeasible(profile: Profile, **options: Any) -> Planned:
 
 
 def out_of_time(profile: Profile, **options: Any) -> Planned:
-    raise SolverOutOfTime(1 << 30, options["time_limit_s"])
+    raise SolverOutOfTime(1 << 30, options["time_limit_s"], 1 << 29, 1 << 31)
 
 
 def sleeps(profile: Profile, **options: Any) -> Planned:

@@ -100,12 +100,13 @@ def test_constraints_that_cannot_be_met_are_the_planners_own_errors(
     with pytest.raises(InfeasibleConstraints) as embedded:
         plan(profile, budget_bytes=1 << 30, constraints=rules)
     assert str(caught.value) == str(embedded.value)
-    assert vars(caught.value) == vars(embedded.value)
+    assert vars(caught.value) == vars(embedded.value) | {"save_set": None}  # which a service does not send
 
 
 def test_so_are_the_others(in_app: Transport, profile: Profile) -> None:
-    with pytest.raises(SolverOutOfTime, match=r"within 1\.00 GiB was found in 3 s"):
+    with pytest.raises(SolverOutOfTime) as caught:
         ask(profile, in_app(InProcess(out_of_time)), time_limit_s=3)
+    assert vars(caught.value) == vars(SolverOutOfTime(1 << 30, 3.0, 1 << 29, 1 << 31))
     with pytest.raises(InvalidBudget):
         ask(profile, in_app(), budget=0)
 

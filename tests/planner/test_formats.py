@@ -163,6 +163,7 @@ def test_a_version_of_the_future_is_told_apart_from_nonsense() -> None:
         InfeasibleBudget(10, 20, 30, "here", [Holding(5, "x", "saved")]),
         InfeasibleBudget(10, 20, None, "here", []),
         SolverOutOfTime(10, 2.0),
+        SolverOutOfTime(10, 2.0, 5, 20),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 
 import graphs
 import numpy as np
@@ -33,7 +37,7 @@ from autoac.planner import (
 from autoac.planner.graph import chain, closed, recompute_us
 from autoac.planner.ilp import Options
 from autoac.planner.profile import OpFlag, Ops
-from autoac.planner.simulate import peak_bytes
+from autoac.planner.simulate import fits, peak_bytes, peak_of, simulate
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
@@ -228,7 +232,14 @@ def test_an_invalid_budget_is_an_error(arguments: dict[str, object], words: str)
 
 @pytest.mark.parametrize("search", [plan, floor, frontier])
 @pytest.mark.parametrize(
-    "limits", [{"gap": float("nan")}, {"gap": -0.1}, {"gap": 2.0}, {"time_limit_s": float("nan")}]
+    "limits",
+    [
+        {"gap": float("nan")},
+        {"gap": -0.1},
+        {"gap": 2.0},
+        {"time_limit_s": float("nan")},
+        {"work_limit": -1.0},
+    ],
 )
 def test_a_limit_that_no_search_can_keep_to_is_an_error(
     search: Callable[..., object], limits: dict[str, float]
@@ -261,16 +272,120 @@ def test_a_transformer_is_planned_within_the_gap_and_below_the_baselines() -> No
         assert made.timeline.peak.live_bytes == made.peak
 
 
-def test_when_the_time_is_over_the_plan_says_so_or_there_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("limits", "stopped"),
+    [({"time_limit_s": 1e-3}, Stopped.TIME_LIMIT), ({"work_limit": 1e-3}, Stopped.WORK_LIMIT)],
+)
+def test_at_a_limit_the_plan_is_a_simple_one_and_says_so(limits: dict[str, float], stopped: Stopped) -> None:
     graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
     budget = _between(graph, 0.4)
-    made = plan(graph, budget_bytes=budget, time_limit_s=1e-3, gap=0.0)  # a simple save set fits
-    assert made.stopped is Stopped.TIME_LIMIT
+    made = plan(graph, budget_bytes=budget, gap=0.0, **limits)  # type: ignore[arg-type]
+    assert made.stopped is stopped
     assert made.peak <= budget
     assert made.gap > 0
-    tight = _between(graph, 0.01)
-    with pytest.raises(SolverOutOfTime, match=r"in 0\.001 s"):
-        plan(graph, budget_bytes=tight, time_limit_s=1e-3)
+
+
+def test_out_of_time_says_the_smallest_peak_found() -> None:
+    graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
+    with pytest.raises(SolverOutOfTime, match=r"\(0\.001 s\).* budget_gb=") as caught:
+        plan(graph, budget_bytes=_between(graph, 0.01), time_limit_s=1e-3)
+    found, proven = caught.value.smallest_found, caught.value.proven_floor
+    assert found is not None
+    assert proven is not None
+    assert proven <= caught.value.budget < found
+    assert plan(graph, budget_bytes=found, time_limit_s=1e-3).peak == found
+
+
+def test_a_limit_on_work_gives_the_same_plan_on_a_slow_machine() -> None:
+    graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
+    budget = _between(graph, 0.2)
+
+    def slow(_: Progress) -> None:
+        time.sleep(0.01)  # which HiGHS's clock counts
+
+    for work in (0.05, 0.15):
+        quick = plan(graph, budget_bytes=budget, gap=0.0, work_limit=work)
+        assert quick.stopped is Stopped.WORK_LIMIT
+        assert plan(graph, budget_bytes=budget, gap=0.0, work_limit=work, progress=slow) == quick
+    assert plan(graph, budget_bytes=budget, gap=0.0).recompute_us < quick.recompute_us
+
+
+def test_the_time_limit_counts_on_the_callers_clock() -> None:
+    graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
+    reads: list[float] = []
+
+    def clock() -> float:
+        reads.append(float(len(reads)))
+        return reads[-1]
+
+    made = plan(graph, budget_bytes=_between(graph, 0.2), gap=0.0, time_limit_s=8.0, clock=clock)
+    assert made.stopped is Stopped.TIME_LIMIT
+    assert len(reads) < 20  # a second each
+
+
+def test_a_budget_that_floor_finds_a_save_set_for_is_always_planned() -> None:
+    sizes = [1, 2**50, 3, 2**30, 5, 2**51, 7, 11] * 2  # too far apart for the solver's tolerances
+    graph = chain(*sizes, runtime_us=range(1, 17))
+    smallest = floor(graph, work_limit=1.0, gap=0.0)
+    assert peak_bytes(graph, smallest.save_set) == smallest.found > smallest.proven
+    made = plan(graph, budget_bytes=smallest.found, work_limit=0.1, gap=0.0)
+    assert made.peak == smallest.found
+
+
+def test_a_search_with_less_work_finds_no_smaller_peak() -> None:
+    graph = build(graphs.gpt2(2))
+    found = [floor(graph, work_limit=work, gap=0.0).found for work in (0.0, 0.1, 0.3, 1.0)]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] < found[0]
+
+
+def test_the_save_set_of_an_infeasible_budget_is_a_start_for_a_larger_one() -> None:
+    graph = build(graphs.gpt2(2))
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan(graph, budget_bytes=bounds(graph).floor - 1)
+    found, save_set = caught.value.smallest_found, caught.value.save_set
+    assert found is not None
+    assert save_set is not None
+    made = plan(graph, budget_bytes=found, start=(save_set,), work_limit=0.0)
+    assert made.peak == found
+
+
+def test_where_everything_fits_nothing_is_worked_out() -> None:
+    profile = graphs.gpt2(2)
+    ceiling = peak_bytes(build(profile), build(profile).everything)
+    entered: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entered.add(Path(frame.f_code.co_filename).stem)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        plan(profile, budget_bytes=ceiling)
+    finally:
+        sys.setprofile(before)
+    assert "simulate" in entered
+    assert not entered & {"facts", "bounds", "columns", "likeness", "candidates", "ilp", "highs"}
+
+
+@laws
+@given(seeds)
+def test_fits_is_the_peak_compared_with_the_budget(seed: int) -> None:
+    graph, budget, rng = problem(seed)
+    save_set = frozenset(op.id for op in graph.ops if rng.random() < 0.5)
+    assert fits(graph, save_set, budget) == (peak_bytes(graph, save_set) <= budget)
+    assert peak_of(graph, save_set) == simulate(graph, save_set).peak
+
+
+def test_run_times_far_below_a_microsecond_are_planned_as_any_others() -> None:
+    times = [float(i + 1) for i in range(16)]
+    long, short = (
+        chain(*[4, 8, 1, 9, 3, 7, 2, 6] * 2, runtime_us=[t * unit for t in times]) for unit in (1.0, 1e-12)
+    )
+    for budget in (21, 22, 24):
+        expected = plan(long, budget_bytes=budget, gap=0.0).recompute_us * 1e-12
+        assert plan(short, budget_bytes=budget, gap=0.0).recompute_us == pytest.approx(expected, rel=1e-6)
 
 
 def test_progress_is_told_in_microseconds_and_can_stop_the_solver() -> None:
@@ -293,10 +408,10 @@ def _between(graph: Graph, share: float) -> int:
     return int(known.floor + share * (known.ceiling - known.floor))
 
 
-def test_twelve_layers_are_planned_in_ten_seconds_with_a_proven_gap() -> None:
+def test_twelve_layers_are_planned_with_ten_units_of_work() -> None:
     graph = build(graphs.gpt2(12))
     for share in (0.75, 0.25):
-        made = plan(graph, budget_bytes=_between(graph, share), time_limit_s=10)
+        made = plan(graph, budget_bytes=_between(graph, share), work_limit=10.0)
         assert made.stopped is Stopped.OPTIMAL
         assert made.gap <= 0.01
 

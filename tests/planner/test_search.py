@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from autoac.planner import build, search
+from autoac.planner.allowance import Allowance, Stopwatch
 from autoac.planner.facts import facts
 from autoac.planner.graph import chain
 from autoac.planner.highs import Outcome
@@ -30,7 +31,7 @@ def test_the_first_program_of_a_large_graph_has_fewer_moments() -> None:
 
 def test_costs_that_rise_along_the_model_keep_every_row_and_change_no_cost_by_more_than_the_tilt() -> None:
     graph = build(graphs.gpt2(2))
-    problem = Problem.of(graph)
+    problem = Problem(graph)
     built = build_program(
         problem.columns, problem.bounds.ceiling, first_points(problem.facts, [graph.everything])
     )
@@ -42,7 +43,7 @@ def test_costs_that_rise_along_the_model_keep_every_row_and_change_no_cost_by_mo
 
 
 def test_many_open_decisions_are_taken_in_turn_and_few_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem.of(build(graphs.gpt2(4)))
+    problem = Problem(build(graphs.gpt2(4)))
     budget = (problem.bounds.floor + 4 * problem.bounds.ceiling) // 5
     in_turn = Search._in_turn
     told: list[Outcome] = []
@@ -55,7 +56,8 @@ def test_many_open_decisions_are_taken_in_turn_and_few_are_not(monkeypatch: pyte
     plans = []
     for many in (10_000, 1):
         monkeypatch.setattr(search, "MANY_UNDECIDED", many)
-        found = Search(problem, budget, gap=0.01, time_limit_s=60, options=Options())
+        allowance = Allowance(60.0, Stopwatch(60.0), None)
+        found = Search(problem, budget, gap=0.01, allowance=allowance, options=Options())
         found.run()
         plans.append(found)
     assert [outcome.values is None for outcome in told] == [True, False]
