@@ -214,11 +214,11 @@ def test_headroom_is_left_unused() -> None:
     [
         ({}, "exactly one"),
         ({"budget_gb": 1.0, "budget_bytes": 1}, "exactly one"),
-        ({"budget_gb": 0.0}, "budget_gb must be a positive number, not 0.0"),
+        ({"budget_gb": 0.0}, "budget_gb must be a positive number of GiB, got 0.0"),
         ({"budget_gb": -1.0}, "positive"),
         ({"budget_gb": float("nan")}, "positive"),
         ({"budget_gb": float("inf")}, "positive"),
-        ({"budget_bytes": 0}, "budget_bytes must be a positive number, not 0"),
+        ({"budget_bytes": 0}, "budget_bytes must be a positive whole number, got 0"),
         ({"budget_bytes": True}, "positive"),
         ({"budget_bytes": "10"}, "positive"),
         ({"budget_bytes": 10, "headroom_bytes": 10}, "leaves nothing"),
