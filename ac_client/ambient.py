@@ -64,23 +64,29 @@ ambient: Callable[[], Ambient] = _on_gpus_too if torch.backends.cuda.is_built() 
 """What is in force now. Called for each op that is recorded."""
 
 
-class like:
-    """Have inside in force what was, and afterwards what is now."""
+class Switches:
+    """Puts in force what was for one op after another, and at the end of the with-block what is now.
 
-    __slots__ = ("_now", "_then", "_warns")
+    Ops leave these switches alone, so from one op to the next only a difference costs anything.
+    """
 
-    def __init__(self, then: Ambient) -> None:
-        self._then = then
+    __slots__ = ("_before", "_now", "_warns")
 
-    def __enter__(self) -> None:
-        self._now = ambient()
-        if self._now != self._then:
-            self._warns = torch._C._get_deterministic_algorithms_warn_only()
-            _change(self._now, self._then)
+    def __enter__(self) -> Switches:
+        self._before = self._now = ambient()
+        return self
+
+    def like(self, then: Ambient) -> None:
+        """Put `then` in force."""
+        if then != self._now:
+            if self._now == self._before:
+                self._warns = torch._C._get_deterministic_algorithms_warn_only()
+            _change(self._now, then)
+            self._now = then
 
     def __exit__(self, *_: Any) -> None:
-        if self._now != self._then:
-            _change(self._then, self._now)
+        if self._now != self._before:
+            _change(self._now, self._before)
             torch._C._set_deterministic_algorithms(_deterministic(), warn_only=self._warns)
 
 

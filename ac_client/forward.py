@@ -49,6 +49,8 @@ class Forward(threading.local):
         region, self._region = self._region, None
         cursor, self._cursor = self._cursor, None
         if region is not None:
+            if active.region is not None and active.region.orphans:
+                self._quiet.clear()
             region.__exit__(None, None, None)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
@@ -65,9 +67,12 @@ class Forward(threading.local):
             self._unseen += 1  # inside a module that runs without the mode
             return
         stretch = self._cursor.enter(path)
-        if stretch in self._quiet and not self._strict and region.pause(ops := stretch[1] - stretch[0]):
-            self._unseen = 1
-            self._unrecorded += ops
+        if stretch is not None and not self._strict:
+            if stretch not in self._quiet:
+                region.before_pause()  # for `orphans` to count from the first step on
+            elif region.pause():
+                self._unseen = 1
+                self._unrecorded += stretch[1] - stretch[0]
         self._watched.append((stretch, region.tracked_writes))
 
     def leave(self, path: str) -> None:

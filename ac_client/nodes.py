@@ -34,7 +34,16 @@ import torch
 from torch import Tensor
 
 from ac_client.ambient import ambient
-from ac_client.recipes import Guard, Recipe, StaleError, is_shown_by, recipe_of, show, without_history
+from ac_client.recipes import (
+    Guard,
+    Recipe,
+    StaleError,
+    is_shown_by,
+    recipe_of,
+    show,
+    version_of,
+    without_history,
+)
 from autoac.profiler.randomness import GeneratorState
 
 
@@ -107,15 +116,38 @@ _serials = itertools.count()
 class Value:
     """One version of a storage that an unsaved op made."""
 
-    __slots__ = ("__weakref__", "node", "packs", "recipe", "serial", "shown_by", "uses")
+    __slots__ = (
+        "__weakref__",
+        "as_memory",
+        "node",
+        "packs",
+        "recipe",
+        "serial",
+        "shown_by",
+        "uses",
+        "version",
+    )
 
-    def __init__(self, node: Node, shown_by: Tensor) -> None:
+    def __init__(self, node: Node, shown_by: Tensor, *, as_memory: bool = False) -> None:
         self.node = node
+        self.as_memory = as_memory  # made again, it is some tensor on its memory, not what the op returned
         self.shown_by = weakref.ref(shown_by)  # the tensor that the op returned or wrote
         self.recipe: Recipe | None = None  # of that tensor, once it was asked for
         self.serial = next(_serials)  # identity for those who must not keep it alive
         self.uses = 0
         self.packs: list[weakref.ref[Any]] = []  # what autograd was given for it, alive or not
+        self.version: int | None = None  # of `shown_by`, once the mode was off: it may be written unseen
+
+    def note_version(self) -> bool:
+        """Take down the version that the tensor has; False if its counter cannot be reached."""
+        tensor = self.shown_by()
+        if tensor is not None:
+            self.version = version_of(tensor)
+        elif not self.as_memory:
+            self.version = 0  # nothing has written it
+        else:
+            return False
+        return self.version >= 0
 
     def recipe_if_made(self, tensor: Tensor) -> Recipe | None:
         """The recipe of `tensor` if it is the one that the op returned, as it was: nearly always."""
@@ -263,6 +295,7 @@ def hold(value: Value, tensor: Tensor, order: int) -> None:
     node = Node(-order, "held", _itself, (Source(tensor).hold(tensor),), {}, (), None)
     node.outs = (weakref.ref(value),)
     value.node = node
+    value.as_memory = True
     if uses:
         add_use(value)
         value.uses = uses

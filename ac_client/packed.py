@@ -54,7 +54,7 @@ class Packed:
                 made = realize(value, running, self.graph)
             elif running.given_out:
                 running.check(value, "backward")
-            tensor = shown(made, self.recipe)
+            tensor = shown(value, made, self.recipe)
             if uses_up:
                 if self._pass != running.first and not (running.split is not None and leaves_gradients()):
                     running.use(value)
@@ -82,8 +82,9 @@ class Packed:
     def __del__(self) -> None:
         graph, value = self.graph, self._value
         with graph.lock:
-            for running in list(graph.passes.values()):
-                if running.first != self._pass:
+            for ref in graph.passes.valuerefs():
+                running = ref()
+                if running is not None and running.first != self._pass:
                     running.lose(value)
             take_use(value)
 

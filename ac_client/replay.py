@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ac_client.ambient import like
+from ac_client.ambient import Switches
 from ac_client.nodes import Held, Node, Ref, Source, Value, alive
-from ac_client.recipes import Recipe, StaleError, recipe_of, show
+from ac_client.recipes import Recipe, StaleError, is_shown_by, recipe_of, show
 from ac_client.split import Split, current_split
 from autoac.profiler import randomness
 from autoac.profiler.ops import outputs_of
@@ -193,9 +193,13 @@ class _Owner:
         self._graph.rest(self._owned)
 
 
-def shown(made: Tensor, recipe: Recipe) -> Tensor:
-    """What was made again, as `recipe` shows it."""
-    if recipe_of(made) == recipe:
+def shown(value: Value, made: Tensor, recipe: Recipe) -> Tensor:
+    """What was made again of `value`, as `recipe` shows it."""
+    # Mostly the tensor that the op returned, whose own recipe this is.
+    if recipe is value.recipe and not value.as_memory:
+        if is_shown_by(made, recipe):
+            return made
+    elif recipe_of(made) == recipe:
         return made
     with _Ambient():
         return show(made.untyped_storage(), recipe)
@@ -216,9 +220,9 @@ def realize(wanted: Value, running: Pass, graph: Graph) -> Tensor:
         spare, running = running, Pass(running.task)
         running.cache.update(spare.cache)
         running.given_out.update(spare.given_out)
-    with _Ambient():
-        for node in sorted(burst, key=_order):
-            _run_again(node, running, graph, wanted)
+    with _Ambient(), Switches() as switches:
+        for node in sorted(burst, key=_order) if len(burst) > 1 else burst:
+            _run_again(node, running, graph, wanted, switches)
     made = running.cache[wanted.serial]
     if running.left_of(wanted) <= 0:
         del running.cache[wanted.serial]
@@ -229,29 +233,31 @@ def _order(node: Node) -> int:
     return node.order
 
 
-def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
+def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value, switches: Switches) -> None:
     cache = running.cache
     if running.given_out:
         for read in node.reads:
             running.check(read, node.name)
-    taken = _buffers_to_write(node, running)
+    taken = _buffers_to_write(node, running) if node.rewrites or node.writes_sources else _NOTHING
 
     args = [_argument(arg, node, cache, taken) for arg in node.args]
-    kwargs = {name: _argument(arg, node, cache, taken) for name, arg in node.kwargs.items()}
+    kwargs = node.kwargs
+    if kwargs:
+        kwargs = {name: _argument(arg, node, cache, taken) for name, arg in kwargs.items()}
     if graph.log is not None and node.order >= 0:  # else it is only held
         graph.log.add("recompute", node.name)
-    with like(node.ambient):
-        if node.random is None:
+    switches.like(node.ambient)
+    if node.random is None:
+        out = node.func(*args, **kwargs)
+    else:
+        with randomness.at(node.random):
             out = node.func(*args, **kwargs)
-        else:
-            with randomness.at(node.random):
-                out = node.func(*args, **kwargs)
     for old, new in node.rewrites:
         value = new()
         if value is not None:
             storage = taken[id(old)]
             cache[value.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    for tensor, ref in zip(outputs_of(out), node.outs, strict=True):
+    for tensor, ref in zip((out,) if type(out) is Tensor else outputs_of(out), node.outs, strict=True):
         value = ref() if ref is not None else None
         if value is not None:
             cache[value.serial] = tensor
@@ -265,6 +271,9 @@ def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value) -> None:
             cache.pop(value.serial, None)
 
 
+_NOTHING: dict[int, torch.UntypedStorage] = {}
+
+
 def _argument(
     arg: Any, node: Node, cache: Mapping[int, Tensor], taken: Mapping[int, torch.UntypedStorage]
 ) -> Any:
@@ -273,7 +282,7 @@ def _argument(
     if kind is Value or kind is Ref:
         value, recipe = (arg, arg.recipe) if kind is Value else arg
         written = taken.get(id(value)) if taken else None
-        return show(written, recipe) if written is not None else shown(cache[value.serial], recipe)
+        return show(written, recipe) if written is not None else shown(value, cache[value.serial], recipe)
     if kind is Source or kind is Held:
         source, at = (arg, 0) if kind is Source else arg
         written = taken.get(id(source)) if taken else None

@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ac_client.nodes import Held, Node, OfShape, Ref, Source, Undescribed, Value, hold
 from ac_client.packed import HandedOn, Kept, Packed, unpack
 from ac_client.policies import SAVES, Packing, PolicyConflict, Pushed, Stack, decider, without_offload
-from ac_client.recipes import Guard, Recipe, recipe_of, window_by
+from ac_client.recipes import Recipe, recipe_of, window_by
 from ac_client.replay import Graph, Log, suspended
 from autoac.profiler.compiled import (
     SeesCompiled,
@@ -54,8 +54,6 @@ class _Active(threading.local):
 
 active = _Active()
 
-WORTH_PAUSING = 8  # saved ops in a row from which on taking the mode off and putting it back pays
-
 _NO_KWARGS: dict[str, Any] = {}
 
 _STRIDED = torch.strided
@@ -76,7 +74,12 @@ class Region(SeesCompiled):
         self._asked: Stack = Stack(())
         self.tracked_writes = 0  # writes to what an unsaved op made or has read
         self._untold = False  # nothing was compiled in this process when it was opened
-        self._paused: list[tuple[weakref.ref[Tensor], int]] | None = None  # the mode is off
+        self.orphans = (
+            0  # values that were read after a pause, and cannot tell whether they were written in it
+        )
+        self._paused = False  # the mode is off
+        self._was_paused = False
+        self._fresh: list[weakref.ref[torch.UntypedStorage]] = []  # entered in the table since the last pause
         self._origins: StorageTable[Value | weakref.ref[Source]] = StorageTable()
         self._name = self._origins.name
         self._outer: Packing | None = None  # the hooks around the region
@@ -144,54 +147,79 @@ class Region(SeesCompiled):
         self._asked = Stack(self.policies)
         return not self.policies
 
+    def _enter(self, storage: torch.UntypedStorage, origin: Value | weakref.ref[Source]) -> None:
+        """Make `origin` the entry of `storage` in the table."""
+        self._origins.put(storage, origin)
+        self._fresh.append(weakref.ref(storage))
+
     def _renew_guards(self) -> None:
-        # Writes up to here were seen by the mode, and a counter moves only after the mode has returned.
-        for guard in self._guards():
-            guard.renew()
+        """Take what was written to new sources so far as seen by the mode.
 
-    def _guards(self) -> Iterator[Guard]:
-        for origin in self._origins.values():
-            if type(origin) is not Value and (source := origin()) is not None and source.guard is not None:
-                yield source.guard
+        A counter moves only after the mode has returned. To older sources a write that the mode sees is one
+        that they were copied for, so a counter that has moved all the same is one that it has not seen.
+        """
+        for ref in self._fresh:
+            storage = ref()
+            origin = self._origins.of(storage) if storage is not None else None
+            if origin is not None and type(origin) is not Value:
+                source = origin()
+                if source is not None and source.guard is not None:
+                    source.guard.renew()
 
-    def pause(self, ops: int) -> bool:
-        """Run the next `ops` ops, all of them saved, without the mode; whether that is worth it.
+    def before_pause(self) -> bool:
+        """Take down the versions of what is tracked; False if some counter cannot be reached.
 
-        Nothing is recorded until `resume`. A write in place that happens all the same is noticed there.
+        What was taken down before an earlier pause is not looked at again, so pauses may be short.
+        """
+        self._renew_guards()
+        unreached = []
+        for ref in self._fresh:
+            storage = ref()
+            origin = self._origins.of(storage) if storage is not None else None
+            if type(origin) is Value and not origin.note_version():
+                unreached.append(ref)
+        self._fresh = unreached
+        return not unreached
+
+    def pause(self) -> bool:
+        """Run what follows, ops that are all saved, without the mode; False if that cannot be.
+
+        Nothing is recorded until `resume`. A write in place that happens all the same is noticed when what
+        it hit is read next.
         """
         depth = torch._C._len_torch_dispatch_stack()
         if (
-            self._paused is not None
-            or ops < WORTH_PAUSING
-            or ops * 4 < len(self._origins)
+            self._paused
             or depth == 0
             or torch._C._get_dispatch_stack_at(depth - 1) is not self
+            or not self.before_pause()
         ):
             return False
-        versions: list[tuple[weakref.ref[Tensor], int]] = []
-        for origin in self._origins.values():
-            if type(origin) is Value:
-                tensor = origin.shown_by()
-                if tensor is None or tensor.is_inference():
-                    return False  # only a view is left of it: its counter cannot be reached
-                versions.append((origin.shown_by, tensor._version))
-        self._renew_guards()
-        self._paused = versions
-        self.__exit__(None, None, None)
+        self._paused = self._was_paused = True
+        torch._C._pop_torch_dispatch_stack(None)
         return True
 
     def resume(self) -> None:
-        """Record again. What was written meanwhile counts as written by an op that is saved."""
-        versions, self._paused = self._paused, None
-        if versions is None:
-            return
-        self.__enter__()  # type: ignore[no-untyped-call]
-        for ref, version in versions:
-            tensor = ref()
-            if tensor is not None and tensor._version != version:
-                self._origins.drop(tensor)
-        for guard in self._guards():
-            guard.settle()
+        """Record again."""
+        if self._paused:
+            self._paused = False
+            torch._C._push_on_torch_dispatch_stack(self)
+
+    def _written_unseen(self, value: Value) -> bool:
+        """Return True if `value`, which is older than a pause, may have been written without the mode."""
+        tensor = value.shown_by()
+        if tensor is None:  # only a view is left of it
+            self.orphans += 1
+            return self._was_paused
+        return tensor._version != value.version
+
+    def _origin(self, tensor: Tensor) -> Value | weakref.ref[Source] | None:
+        """The entry of the storage of `tensor` in the table. What was written unseen is held from outside."""
+        origin = self._origins.get(tensor)
+        if type(origin) is Value and origin.version is not None and self._written_unseen(origin):
+            self._origins.drop(tensor)
+            return None
+        return origin
 
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
         """What compiled code runs is not recorded, and what it writes is held from outside."""
@@ -244,7 +272,7 @@ class Region(SeesCompiled):
         operands = versions((args, kwargs))
         out = func(*args, **kwargs)
         for tensor, version in operands:
-            if tensor._version == version or (origin := self._origins.get(tensor)) is None:
+            if tensor._version == version or (origin := self._origin(tensor)) is None:
                 continue
             self.tracked_writes += 1
             if type(origin) is not Value and (source := origin()) is not None and source.guard is not None:
@@ -300,9 +328,9 @@ class Region(SeesCompiled):
         if rewritten:
             rewrites = []
             for old, tensor in rewritten:
-                new = Value(node, tensor)
+                new = Value(node, tensor, as_memory=True)
                 rewrites.append((old, weakref.ref(new)))
-                self._origins.set(tensor, new)
+                self._enter(tensor.untyped_storage(), new)
             node.rewrites = tuple(rewrites)
             if facts.in_place and len(written) == 1:
                 _move_packed(old, new, window_of(tensor))
@@ -316,7 +344,7 @@ class Region(SeesCompiled):
         """The Values among what is about to be written, each once, and a tensor that shows it."""
         found: list[tuple[Value, Tensor]] = []
         for tensor in written:
-            origin = self._origins.get(tensor) if has_storage(tensor) else None
+            origin = self._origin(tensor) if has_storage(tensor) else None
             if type(origin) is Value and all(origin is not old for old, _ in found):
                 found.append((origin, tensor))
         return found
@@ -331,7 +359,7 @@ class Region(SeesCompiled):
         if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
             return None  # from outside: it was forgotten when it was written
         value = Value(node, tensor)
-        self._origins.put(storage, value)
+        self._enter(storage, value)
         return weakref.ref(value)
 
     def _saves_after(
@@ -365,6 +393,8 @@ class Region(SeesCompiled):
             if not strided:
                 raise Undescribed
             origin = arg.untyped_storage().__dict__.get(name)
+            if type(origin) is Value and origin.version is not None and self._written_unseen(origin):
+                origin = None
             if type(origin) is Value:
                 reads[origin] = None
                 as_made = origin.recipe_if_made(arg) is not None
@@ -386,12 +416,12 @@ class Region(SeesCompiled):
             raise Undescribed
         if source is None:
             source = Source(tensor)
-            self._origins.set(tensor, weakref.ref(source))
+            self._enter(tensor.untyped_storage(), weakref.ref(source))
         return source.hold(tensor)
 
     def _hold(self, tensor: Tensor) -> None:
         """What was packed of `tensor`'s storage is to show what the op that runs next writes there."""
-        origin = self._origins.get(tensor) if has_storage(tensor) else None
+        origin = self._origin(tensor) if has_storage(tensor) else None
         if type(origin) is Value:
             with self.graph.lock:
                 hold(origin, tensor, next(_orders))
@@ -399,7 +429,7 @@ class Region(SeesCompiled):
 
     def tag(self, tensor: Tensor, word: CheckpointPolicy) -> None:
         """The innermost word on one tensor, which has been made."""
-        origin = self._origins.get(tensor) if has_storage(tensor) else None
+        origin = self._origin(tensor) if has_storage(tensor) else None
         if type(origin) is not Value:
             if word is CheckpointPolicy.MUST_RECOMPUTE:
                 raise RuntimeError(
@@ -415,7 +445,7 @@ class Region(SeesCompiled):
 
     def _rewrites_tracked(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
         written = [t for t in written_tensors(facts, args, kwargs or {}) if has_storage(t)]
-        return any(type(self._origins.get(t)) is Value for t in written)
+        return any(type(self._origin(t)) is Value for t in written)
 
     def _before_write(self, tensors: Iterable[Tensor], *, forget: bool) -> None:
         """A storage is about to be written: what unsaved ops have read of it is copied first.
@@ -425,7 +455,7 @@ class Region(SeesCompiled):
         for tensor in tensors:
             if not has_storage(tensor):
                 continue
-            origin = self._origins.get(tensor)
+            origin = self._origin(tensor)
             if origin is None:
                 continue
             self.tracked_writes += 1
@@ -442,7 +472,7 @@ class Region(SeesCompiled):
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             value = tensor.untyped_storage().__dict__.get(self._name)
-            if type(value) is Value:
+            if type(value) is Value and (value.version is None or not self._written_unseen(value)):
                 recipe = value.recipe_if_made(tensor)
                 if recipe is None and has_storage(tensor):  # nested ones are strided as well
                     recipe = recipe_of(tensor)

@@ -1,4 +1,4 @@
-"""Stretches that a plan saves whole run without the mode, and nothing goes unnoticed there."""
+"""Modules that a plan saves whole run without the mode, and nothing goes unnoticed there."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def in_a_pause(write: Any) -> tuple[list[Tensor], list[Tensor]]:
         made = leaf.sin()
         early = made.exp() * constant
         if region is not None:
-            assert region._entered[0].pause(100)
+            assert region._entered[0].pause()
         write(made, constant)
         if region is not None:
             region._entered[0].resume()
@@ -116,6 +116,92 @@ def test_a_write_to_what_an_unsaved_op_has_read_is_an_error_in_backward() -> Non
         in_a_pause(lambda made, constant: constant.add_(1))
 
 
+def test_a_write_is_noticed_by_what_is_saved_before_the_mode_comes_back() -> None:
+    def run(region: save_recompute_policy | None) -> list[Tensor]:
+        leaf = torch.linspace(-1, 1, 5).requires_grad_()
+        if region is not None:
+            region.__enter__()
+        made = leaf.sin()
+        if region is not None:
+            assert region._entered[0].pause()
+        made.mul_(2)
+        y = made.cos()  # saves `made`
+        if region is not None:
+            region._entered[0].resume()
+            region.__exit__(None, None, None)
+        y.sum().backward()
+        assert leaf.grad is not None
+        return [leaf.grad, y.detach()]
+
+    assert all(map(torch.equal, run(save_recompute_policy("recompute_all")), run(None)))
+
+
+def test_a_value_of_which_only_a_view_is_left_is_taken_as_written_in_a_pause() -> None:
+    def run(region: save_recompute_policy | None) -> list[Tensor]:
+        leaf = torch.linspace(-1, 1, 6).requires_grad_()
+        if region is not None:
+            region.__enter__()
+        view = leaf.sin().detach()
+        if region is not None:
+            assert region._entered[0].pause()
+        view.mul_(2)
+        if region is not None:
+            region._entered[0].resume()
+        y = leaf * view.cos()
+        if region is not None:
+            assert region._entered[0].orphans
+            region.__exit__(None, None, None)
+        y.sum().backward()
+        assert leaf.grad is not None
+        return [leaf.grad, y.detach()]
+
+    assert all(map(torch.equal, run(save_recompute_policy("recompute_all")), run(None)))
+
+
+class Alternating(nn.Module):
+    """Saved linear layers between recomputed functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh().exp()
+        return x.sum()
+
+
+def test_one_saved_op_is_enough_for_its_module_to_run_without_the_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    torch.manual_seed(0)
+    policy = plan(profile(Alternating(), x), budget_gb=1).policy()
+    decisions = {
+        key: "recompute" if key.startswith("./aten.tanh") else decision
+        for key, decision in policy.decisions.items()
+    }
+    model = ac_client.apply(Alternating(), policy=policy.model_copy(update={"decisions": decisions}))
+    seen: list[str] = []
+    dispatch = Region.__torch_dispatch__
+
+    def watching(self: Region, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Region, "__torch_dispatch__", watching)
+    first = gradients(model, x, 1)
+    assert seen.count("aten.addmm.default") == 3
+    seen.clear()
+    second = gradients(model, x, 1)
+    assert seen.count("aten.addmm.default") == 0
+    assert seen.count("aten.tanh.default") == 3
+    torch.manual_seed(0)
+    assert ac_client.applied(model).report().off_path == ""
+    ac_client.applied(model).remove()
+    assert all(map(torch.equal, first + second, 2 * gradients(model, x, 1)))
+
+
 def test_nothing_is_left_of_a_region_that_ends_while_paused() -> None:
     with nothing_left():
         x = torch.randn(4, requires_grad=True)
@@ -123,7 +209,7 @@ def test_nothing_is_left_of_a_region_that_ends_while_paused() -> None:
             y = x.sin().exp()
             region = ac_client.runtime.active.region
             assert region is not None
-            assert region.pause(100)
+            assert region.pause()
         assert torch._C._len_torch_dispatch_stack() == 0
         y.sum().backward()
         del x, y, region
