@@ -12,6 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +55,15 @@ _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDiction
 MOST_STEP_TIMES = 1000  # kept for the median
 
 Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the allocator's counter said in one step."""
+
+    loaded: Loaded
+    counts: list[int]  # from before forward on
+    written: int  # `Applied._written` before it
 
 
 class Applied:
@@ -99,11 +109,12 @@ class Applied:
         self._forward = Forward()
         self._wrappers = wrapper_paths(model)
         self._off_path = ""
-        self._reading: tuple[Loaded, int, int] | None = None  # a step that is watched: policy, peak, _written
+        self._reading: Reading | None = None  # of the step that runs, if it is watched
         self._retries = 0
         self._measuring = Measuring()
         self._steps = 0
-        self._optimizer_steps = StepCount()
+        self._optimizer_steps = StepCount(self._read_counter)
+        self._written_at_first = self._written(model)
         self._began: list[float] = []
         self._handles: list[RemovableHandle] = []
         _applied[model] = self
@@ -308,6 +319,7 @@ class Applied:
             )
         self._reading = None  # the counter is about to be reset
         steps = {loaded: loaded.steps for loaded in self._choosing.all}
+        complete = {loaded for loaded in self._choosing.all if self._may_be_judged(model, loaded)}
         written = self._written(model)
         policies = [loaded.policy for loaded in self._choosing.all]
         with self._measuring.block(model, self._standing_bytes(model), policies) as timeline:
@@ -318,8 +330,9 @@ class Applied:
         ran = [loaded for loaded in self._choosing.all if loaded.steps > steps.get(loaded, 0)]
         if ran:
             loaded = max(ran, key=lambda loaded: loaded.policy.predicted.peak_bytes)
-            loaded.seen = Seen.exactly(timeline.peak_bytes)
-            self._planning.judge(model, loaded, whole=self._written(model) != written)
+            if loaded in complete:
+                loaded.seen = Seen.exactly(timeline.peak_bytes)
+                self._planning.judge(model, loaded, whole=self._written(model) != written)
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`. May be called twice."""
@@ -388,8 +401,8 @@ class Applied:
             self._measuring.marks.forward()
         loaded.steps += 1
         allocator = self._choosing.allocator
-        if allocator is not None and loaded.watched < WATCHED_STEPS:
-            self._reading = loaded, allocator.allocated_peak(), self._written(model)
+        if allocator is not None and loaded.watched < WATCHED_STEPS and self._may_be_judged(model, loaded):
+            self._reading = Reading(loaded, [allocator.allocated_peak()], self._written(model))
         self._steps += 1
         if self._measuring.marks is not None:
             self._measuring.meets(batch_tensors((*args, *kwargs.values())))
@@ -401,6 +414,7 @@ class Applied:
     def _left(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         error = sys.exception()
         self._forward.end(whole=error is None)
+        self._read_counter()
         if out is None and is_out_of_memory(error):
             assert error is not None
             what = "Profiling a step" if self.planning else "A planned forward"
@@ -421,17 +435,35 @@ class Applied:
             self._off_path = str(off)
             log.warning("%s left its policy: %s; what is unknown is saved", self._name, off)
 
+    def _read_counter(self) -> None:
+        """Add what the allocator's counter says now to the readings of the step that runs."""
+        if self._reading is not None and not self.planning and (allocator := self._choosing.allocator):
+            self._reading.counts.append(allocator.allocated_peak())
+
     def _read(self, model: nn.Module) -> None:
         """Compare the step that is over with what was predicted of it."""
+        self._read_counter()
         reading, self._reading = self._reading, None
-        if reading is None or (allocator := self._choosing.allocator) is None:
+        if reading is None:
             return
-        loaded, before, written = reading
-        seen = Seen.between(before, allocator.allocated_peak())
+        loaded, seen = reading.loaded, Seen.of(reading.counts)
         loaded.seen = seen if loaded.seen is None else loaded.seen.joined(seen)
         loaded.watched += 1
         self._planning.judge(
-            model, loaded, whole=loaded.watched == WATCHED_STEPS and self._written(model) != written
+            model, loaded, whole=loaded.watched == WATCHED_STEPS and self._written(model) != reading.written
+        )
+
+    def _may_be_judged(self, model: nn.Module, loaded: Loaded) -> bool:
+        """Return True if a step that begins now has all that later steps have.
+
+        Before the optimizer's first step its state is missing, so a correction would be too small, and one
+        of few would be used up.
+        """
+        profile = loaded.profile
+        return (
+            profile is None
+            or self._written(model) != self._written_at_first
+            or self._planning.state_exists(model, profile)
         )
 
     def _written(self, model: nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,15 @@ from autoac.profiler.static import innermost
 
 
 class StepCount:
-    """How often an optimizer has stepped since `watch`."""
+    """How often an optimizer has stepped since `watch`.
 
-    def __init__(self) -> None:
+    Args:
+        stepped: is called after each step.
+    """
+
+    def __init__(self, stepped: Callable[[], None] = lambda: None) -> None:
         self.steps = 0
+        self._after_step = stepped
 
     def watch(self, optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
         """Count from here on, until the handle is removed. None where an optimizer has no such hooks."""
@@ -30,6 +35,7 @@ class StepCount:
 
     def _stepped(self, *_: Any) -> None:
         self.steps += 1
+        self._after_step()
 
 
 @contextmanager

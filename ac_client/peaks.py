@@ -2,14 +2,20 @@
 
 NOTE [ The counter is the user's ] CUDA's allocator counts the most bytes that it has handed out since its
 counter was last reset, and only a reset could tell one step from those before. But the counter belongs to
-the user, and cannot be set back to what it was. So it is read, before a step and after it. Has it risen,
-the step has that peak exactly. Has it not, the step stayed below, which is enough to say that it keeps its
-budget. Has it fallen, the user has reset it in between, and the step had at least what it says now.
+the user, and cannot be set back to what it was. So it is only read: before a step, at the end of forward,
+after the optimizer has stepped, and when the next forward begins. If it rose, the step has that peak
+exactly. If it stayed the same, the step stayed below, which is enough to say that it keeps its budget. If it
+fell from one reading to the next, the user has reset it, and what came between that reading and the reset is
+unknown: the step had at least the most that was read. Many loops reset the counter at the head of each step.
+Before a step and after it such a loop shows the bytes at rest, twice; only the readings inside the step show
+that the counter fell.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -61,11 +67,15 @@ class Seen:
         return cls(nbytes, nbytes)
 
     @classmethod
-    def between(cls, before: int, after: int) -> Seen:
-        """From the counter before a step and after it. See NOTE [ The counter is the user's ]."""
-        if after > before:
-            return cls.exactly(after)
-        return cls(0, after) if after == before else cls(after, None)
+    def of(cls, readings: Sequence[int]) -> Seen:
+        """From readings of the counter, from before a step to after it.
+
+        See NOTE [ The counter is the user's ].
+        """
+        pairs = list(pairwise(readings))
+        was_reset = any(after < before for before, after in pairs)
+        at_least = max((after for before, after in pairs if after != before), default=0)
+        return cls(at_least, None if was_reset else readings[-1])
 
     def joined(self, other: Seen) -> Seen:
         """Of two steps, the larger peak."""

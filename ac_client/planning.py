@@ -136,12 +136,13 @@ class Planning:
             # Only at first: what turns out too loose can then still be tightened.
             and not loaded.corrections
             and not loaded.withheld
-            and self._state_is_there(model, loaded.profile)
+            and self.state_exists(model, loaded.profile)
             and (fall := too_little(loaded.seen, predicted, limit))
         ):
             self._correct(loaded, -fall)
 
-    def _state_is_there(self, model: nn.Module, profile: Profile) -> bool:
+    def state_exists(self, model: nn.Module, profile: Profile) -> bool:
+        """Return True if the optimizer has all the state that the profile counts."""
         if self._optimizer is None:
             return True
         return optimizer_state_nbytes(self._optimizer, device_of(model)) >= profile.static.optimizer_state

@@ -282,11 +282,19 @@ def test_what_was_planned_elsewhere_is_not_planned_again_but_said(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "seen"),
-    [(5, 9, Seen(9, 9)), (9, 9, Seen(0, 9)), (9, 5, Seen(5, None))],
+    ("readings", "seen"),
+    [
+        ((5, 9), Seen(9, 9)),
+        ((9, 9), Seen(0, 9)),
+        ((9, 5), Seen(5, None)),
+        ((5, 7, 9, 9), Seen(9, 9)),
+        ((9, 9, 9, 9), Seen(0, 9)),
+        ((3, 7, 9, 3), Seen(9, None)),  # reset at the head of each step
+        ((9, 9, 4, 6), Seen(6, None)),  # reset after forward
+    ],
 )
-def test_what_a_counter_tells_of_a_step(before: int, after: int, seen: Seen) -> None:
-    assert Seen.between(before, after) == seen
+def test_what_a_counter_tells_of_a_step(readings: tuple[int, ...], seen: Seen) -> None:
+    assert Seen.of(readings) == seen
 
 
 def test_two_steps_have_the_larger_peak_of_both() -> None:

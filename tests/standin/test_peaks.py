@@ -2,80 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from models import Transformer
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import ac_client
-from autoac.planner import Bounds, Profile, bounds, build, simulate
+from autoac.planner import build, simulate
 from autoac.planner.units import GIB
-from standin.training import Task, Training, step, train
-
-
-class LanguageModel(nn.Module):
-    """Embedding, blocks with dropout, a head and the loss."""
-
-    def __init__(self, width: int = 32, vocabulary: int = 64) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = Transformer(width=width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        logits = self.head(self.blocks(self.embedding(ids))["logits"])
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), ids.flatten()), "logits": logits}
-
-
-def ids() -> dict[str, Any]:
-    return {"ids": torch.arange(4 * 32).remainder(61).reshape(4, 32)}
-
-
-def gpt2() -> Task:
-    """GPT-2 of transformers, with its dropout of 0.1."""
-    from zoo import ZOO
-
-    entry = next(entry for entry in ZOO if entry.name == "GPT-2")
-    return Task(entry.make, entry.batch)
-
-
-def convnet() -> Task:
-    """A U-Net: convolutions, batch norms, in-place activations, long skips."""
-    from zoo import ZOO
-
-    entry = next(entry for entry in ZOO if entry.name == "U-Net")
-    return Task(entry.make, entry.batch)
-
-
-TASKS = {
-    "GPT-2": gpt2,
-    "convnet": convnet,
-    "cuda:1": lambda: Task(LanguageModel, ids, device="cuda:1"),
-    "bf16 autocast": lambda: Task(
-        LanguageModel, ids, context=lambda: torch.autocast("cuda", dtype=torch.bfloat16)
-    ),
-}
-
-
-@functools.cache
-def task_of(name: str) -> Task:
-    return TASKS[name]()
-
-
-@functools.cache
-def profile_of(name: str) -> Profile:
-    return task_of(name).observed()
-
-
-@functools.cache
-def bounds_of(name: str) -> Bounds:
-    return bounds(build(profile_of(name)))
-
+from standin.tasks import TASKS, bounds_of, profile_of, task_of
+from standin.training import Training, step, train
 
 _plain: dict[str, Training] = {}
 

@@ -1,0 +1,91 @@
+"""The loop that compares planned steps with the allocator's counter, on an allocator that counts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+import ac_client
+from ac_client.peaks import WATCHED_STEPS
+from autoac.planner import Bounds, bounds, build
+from autoac.planner.units import GIB
+from standin.tasks import bounds_of, task_of
+from standin.training import Task, Training, step
+
+EXTRA = 256 << 10  # bytes on the device that no profile knows of
+
+
+def between(known: Bounds, part: float) -> int:
+    return int(known.floor + part * (known.ceiling - known.floor))
+
+
+def train(
+    gpu: ModuleType,
+    task: Task,
+    budget: int,
+    *,
+    steps: int,
+    before: int = 0,
+    later: int = 0,
+    reset: bool = True,
+) -> tuple[list[int], list[int], ac_client.Report]:
+    """Train under a budget; returns the counter after each step, what was corrected by then, and the report.
+
+    Args:
+        before: bytes that are on the device before `apply`.
+        later: and more of them from the second step on.
+        reset: reset the counter at the head of each step, as many loops do.
+    """
+    model, optimizer, batch = task.made()
+    held = [torch.empty(before, dtype=torch.uint8, device=task.device)]
+    ac_client.apply(model, budget / GIB, optimizer=optimizer)
+    at = ac_client.applied(model)
+    peaks, corrected = [], []
+    for i in range(steps):
+        if reset:
+            torch.cuda.reset_peak_memory_stats(task.device)
+        step(task, model, optimizer, batch, Training(None))
+        optimizer.zero_grad()
+        peaks.append(gpu.peak(task.index))
+        corrected.append(at.report().corrected_by_bytes)
+        if i == 0:
+            held.append(torch.empty(later, dtype=torch.uint8, device=task.device))
+    del held
+    return peaks, corrected, at.report()
+
+
+def test_a_step_over_its_budget_is_corrected_though_the_counter_is_reset_each_step(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget = between(bounds_of("cuda:1"), 0.7)
+    with caplog.at_level(logging.WARNING):
+        peaks, _, report = train(gpu, task_of("cuda:1"), budget, later=EXTRA, steps=5)
+    assert peaks[1] > budget, "the first whole step is over"
+    assert all(peak <= budget for peak in peaks[2:])
+    assert report.predicted_peak_bytes == peaks[-1]
+    assert (report.corrections, report.corrected_by_bytes) == (1, EXTRA)
+    assert sum("planned again" in message for message in caplog.messages) == 1
+
+
+def test_a_counter_at_rest_before_and_after_a_step_is_no_reason_to_loosen(gpu: ModuleType) -> None:
+    """The optimizer's state is more than all that profiling took, so the counter only rises."""
+    task = replace(task_of("cuda:1"), batch=lambda: {"ids": torch.arange(32)[None]})
+    known = bounds(build(task.observed()))
+    budget = between(known, 0.6)
+    peaks, _, report = train(gpu, task, budget, steps=WATCHED_STEPS + 4)
+    assert report.recomputed > 0
+    assert report.corrections == 0
+    assert report.predicted_peak_bytes == peaks[-1] <= budget
+
+
+def test_no_correction_is_made_before_the_optimizer_has_its_state(gpu: ModuleType) -> None:
+    """The step lacks it, so that the correction would be too small, and there are only two."""
+    budget = between(bounds_of("cuda:1"), 0.7)
+    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, before=EXTRA, steps=WATCHED_STEPS + 1)
+    assert corrected == [0, 0, EXTRA, EXTRA]
+    assert report.corrections == 1
+    assert peaks[-1] == report.predicted_peak_bytes <= budget
