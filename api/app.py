@@ -11,6 +11,7 @@ import structlog
 from anyio import to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
@@ -49,6 +50,8 @@ async def _explain(request: Request, error: Exception) -> Response:
     if isinstance(error, JobFailed):
         metrics.errors.labels("job-failed").inc()
         return Response(error.problem, error.status, media_type=MEDIA_TYPE)
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        error = HTTPException(405, headers={"Allow": _allowed(request.scope["path"])})
     if isinstance(error, ProgrammingError):
         error = await _not_ready(request.app.state.service.database) or error
     problem = problem_of(error)
@@ -61,6 +64,14 @@ async def _explain(request: Request, error: Exception) -> Response:
             "no answer", problem=problem.type, status=problem.status, detail=problem.detail, cause=cause
         )
     return ProblemResponse(problem, headers_of(error))
+
+
+def _allowed(path: str) -> str:
+    """Return the methods of all routes of a path: FastAPI names those of the first that it finds."""
+    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    return ", ".join(
+        sorted({m for route in routes if route.path_regex.match(path) for m in route.methods or ()})
+    )
 
 
 async def _not_ready(database: Database) -> DatabaseNotReady | None:

@@ -44,7 +44,7 @@ class Kind(StrEnum):
 class SolveRequest(BaseModel):
     """What every body that asks for a solve has."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)  # true is not a number of bytes
 
     # from_data, and not pydantic's own reading: its errors tell a wrong version from a malformed profile.
     profile: Annotated[Profile, PlainValidator(Profile.from_data, json_schema_input_type=Profile)] | None = (
@@ -210,11 +210,11 @@ def read_json(body: bytes) -> Any:
     """What a decoded body says.
 
     Raises:
-        NotJson: it is no JSON, or nested too deeply, or has numbers that JSON does not have.
+        NotJson: it is not JSON, nested too deeply, has numbers that JSON does not have, or a name twice.
     """
     try:
         # As UTF-8, and not as what json.loads guesses that bytes are.
-        return json.loads(str(body, "utf-8"), parse_constant=_no_such_number)
+        return json.loads(str(body, "utf-8"), parse_constant=_no_such_number, object_pairs_hook=_once)
     except RecursionError:
         raise NotJson("the body is nested too deeply") from None
     except UnicodeDecodeError:
@@ -353,6 +353,14 @@ def _frontier(profile: Profile, found: Frontier) -> dict[str, Any]:
     ]
     floor_of = {"proven_bytes": found.floor.proven, "found_bytes": found.floor.found}
     return _head(profile, "frontier") | {"floor": floor_of, "plans": plans}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these members; each name may stand for one."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise NotJson("the body has an object with the same name twice")
+    return made
 
 
 def _no_such_number(name: str) -> float:

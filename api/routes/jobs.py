@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 import anyio
 from anyio import to_thread
@@ -44,7 +44,7 @@ async def get_jobs(
     caller: Reader,
     piece: PieceOf,
     state: State | None = None,
-    kind: Kind | None = None,
+    kind: Literal[Kind.POLICY, Kind.FRONTIER, Kind.FLOOR] | None = None,
     profile: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Its digest.")] = None,
 ) -> Page[JobView]:
     """Without their progress."""

@@ -10,7 +10,7 @@ from autoac.api.access import Admin, Planner, Reader, ServiceOf
 from autoac.api.errors import MalformedRequest
 from autoac.api.jobs import delete_profile
 from autoac.api.keys import Caller, note
-from autoac.api.problems import Problem
+from autoac.api.problems import InvalidProblem, Problem, VersionProblem
 from autoac.api.request import Kind, TakenProfile
 from autoac.api.routes.common import (
     BODY,
@@ -35,6 +35,7 @@ router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 TAKES = problems(
     BODY,
     {
+        422: ("Malformed, of another version, or of another digest", (VersionProblem, InvalidProblem)),
         500: ("The child that reads profiles died, or the service failed", (Problem,)),
         503: ("Too many requests wait, or the database is away", (Problem,)),
         504: ("The profile took too long to check", (Problem,)),

@@ -208,6 +208,36 @@ def test_other_routes_and_methods_are_problems_too(serve: Serve, method: str, pa
     assert response.headers["content-type"] == "application/problem+json"
 
 
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/policies", "GET, POST"),
+        ("/v1/profiles", "GET, POST"),
+        (f"/v1/profiles/{'0' * 64}", "DELETE, GET, HEAD, PUT"),
+        ("/v1/aliases/a/b", "DELETE, GET, PUT"),
+        ("/jobs", "GET"),
+    ],
+)
+def test_a_method_that_is_not_allowed_is_told_all_that_are(serve: Serve, path: str, methods: str) -> None:
+    response = serve().patch(path)
+    assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize(
+    "options", [{"budget_bytes": True}, {"budget_gb": "1"}, {"budget_gb": True}, {"gap": "0"}]
+)
+def test_a_number_is_not_read_out_of_a_text_or_a_bool(
+    post: Post, profile: Profile, options: dict[str, Any]
+) -> None:
+    assert_problem(post(request(profile, **options)), 422, "malformed-request")
+
+
+def test_a_name_may_stand_for_one_value(post: Post, profile: Profile) -> None:
+    twice = request(profile, budget_gb=1)[:-1] + b', "budget_gb": 2}'
+    problem = assert_problem(post(twice), 400, "not-json")
+    assert problem["detail"] == "the body has an object with the same name twice"
+
+
 TOKEN = "a token of more than sixteen"
 
 
@@ -254,3 +284,6 @@ def test_openapi_names_every_model_that_it_refers_to(serve: Serve) -> None:
     assert post["security"] == [{"HTTPBearer": []}]
     wanted = "201 202 400 401 403 404 408 409 413 415 421 422 429 500 503 504"
     assert set(post["responses"]) == set(wanted.split())
+    for path, method in (("/v1/profiles", "post"), ("/v1/profiles/{digest}", "put")):
+        assert "VersionProblem" in json.dumps(document["paths"][path][method]["responses"]["422"])
+    assert serve().get("/v1/jobs", params={"kind": "profile"}).status_code == 422
