@@ -40,6 +40,7 @@ class Pass:
         self.cache: dict[int, Tensor] = {}  # by serial of the Value
         self.left: dict[int, int] = {}  # uses, by serial of the Value
         self.ran: set[int] = set()  # orders of Nodes
+        self.in_passing = False  # for one burst: nothing is counted, and nothing of it stays (rule g)
         # What unpacks gave out of the cache and is needed there still, by serial, with its version then.
         self.given_out: dict[int, list[tuple[Tensor, int]]] = {}
 
@@ -216,15 +217,16 @@ def realize(wanted: Value, running: Pass, graph: Graph) -> Tensor:
             burst.add(value.node)
             stack.extend(value.node.reads)
     if any(node.order in running.ran for node in burst):
-        # Used up before, and wanted again (a custom function that unpacks late): not to be counted.
+        # Used up before, and wanted again (a custom function that unpacks late).
         spare, running = running, Pass(running.task)
+        running.in_passing = True
         running.cache.update(spare.cache)
         running.given_out.update(spare.given_out)
     with _Ambient(), Switches() as switches:
         for node in sorted(burst, key=_order) if len(burst) > 1 else burst:
             _run_again(node, running, graph, wanted, switches)
     made = running.cache[wanted.serial]
-    if running.left_of(wanted) <= 0:
+    if not running.in_passing and running.left_of(wanted) <= 0:
         del running.cache[wanted.serial]
     return made
 
@@ -262,6 +264,8 @@ def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value, switches:
         if value is not None:
             cache[value.serial] = tensor
     del args, kwargs, out, taken
+    if running.in_passing:
+        return
     if node.order not in running.ran:
         running.ran.add(node.order)
         for value in node.reads:
@@ -302,7 +306,7 @@ def _buffers_to_write(node: Node, running: Pass) -> dict[int, torch.UntypedStora
     taken: dict[int, torch.UntypedStorage] = {}
     for old, _ in node.rewrites:
         storage = running.cache[old.serial].untyped_storage()
-        if running.left_of(old) == 1 and not old.packs:
+        if running.left_of(old) == 1 and not old.packs and not running.in_passing:
             del running.cache[old.serial]
         else:
             storage = storage.clone()

@@ -32,7 +32,7 @@ import ac_client
 from ac_client.files import write_whole
 from ac_client.recording import recording_us
 from autoac.planner import Plan, Profile, bounds, build, floor, plan
-from autoac.planner.graph import recompute_us
+from autoac.planner.schedule import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
 from benchmarks import midsize

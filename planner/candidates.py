@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 
-from autoac.planner.graph import Graph, OpId, SaveSet, normalised, recompute_us
+from autoac.planner.graph import Graph, OpId, SaveSet, normalised
+from autoac.planner.schedule import recompute_us
 
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 

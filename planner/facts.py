@@ -238,6 +238,8 @@ def _leader(
     values = graph.values
     if not runs[op] or any(values[w].handles for w in graph.ops[op].writes):
         return None
+    if any(_held_anyway(graph, w) for w in graph.ops[op].writes):
+        return None
     bosses = {leader[r] for w in graph.ops[op].writes for r in values[w].readers if runs[r]}
     if len(bosses) != 1:
         return None
@@ -253,6 +255,12 @@ def _leader(
     if theirs and mine and max(extra_from[w] for w in mine) > min(extra_from[w] for w in theirs):
         return None
     return boss
+
+
+def _held_anyway(graph: Graph, v: ValueId) -> bool:
+    """Whether a saved tensor of an older version may hold the memory of `v`, so that saving it is free."""
+    versions = graph.storages[graph.values[v].storage].values
+    return any(graph.values[older].handles for older in versions if older < v)
 
 
 def _holdable(graph: Graph, op: OpId) -> list[ValueId]:

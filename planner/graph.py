@@ -352,12 +352,6 @@ def _asked_for(graph: Graph, save_set: SaveSet, by_handle: Sequence[bool]) -> li
     return run
 
 
-def recompute_us(graph: Graph, save_set: SaveSet) -> float:
-    """Run time, in microseconds, of what a full backward runs again."""
-    run = needed(graph, save_set)
-    return sum(op.runtime_us for op in graph.ops if run[op.id])
-
-
 def normalised(graph: Graph, ops: Iterable[OpId]) -> SaveSet:
     """`ops` and all that must be saved, and every op that would not be run again anyway.
 

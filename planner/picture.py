@@ -12,13 +12,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from autoac.planner.candidates import block_of, per_block
-from autoac.planner.graph import Graph, SaveSet, Step, closed, recompute_us
+from autoac.planner.graph import Graph, SaveSet, Step, closed
 from autoac.planner.lives import beside, lives
 from autoac.planner.measured import Clock, MeasuredStep, align, thinned
 from autoac.planner.modules import Decided, Fate, by_module, decided, folded
 from autoac.planner.plan import Plan
 from autoac.planner.policy import Policy
-from autoac.planner.schedule import Backward, Compute, Recompute
+from autoac.planner.schedule import Backward, Compute, Recompute, recompute_us
 from autoac.planner.simulate import simulate, waiting_bytes
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)

@@ -19,7 +19,7 @@ from autoac.planner.ilp import Options
 from autoac.planner.lives import live_at_peak
 from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.profile import Profile
-from autoac.planner.schedule import Recompute
+from autoac.planner.schedule import Recompute, recompute_us
 from autoac.planner.search import Problem, Search
 from autoac.planner.simulate import Instant, Timeline, peak_bytes, peak_of, simulate
 from autoac.planner.units import format_bytes
@@ -235,7 +235,7 @@ def plan_of(
     graph = problem.graph
     peak = peak_of(graph, save_set)
     again = needed(graph, save_set)
-    spent = sum(op.runtime_us for op in graph.ops if again[op.id])
+    spent = recompute_us(graph, save_set)
     return Plan(
         graph=graph,
         profile=profile,

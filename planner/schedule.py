@@ -21,6 +21,9 @@ e. *In place again.* An in-place op that is run again writes into the buffer of 
    that version's only use left and no saved tensor ever showed it, else into a fresh copy.
 f. *Never unpacked.* A saved tensor that is dropped without having been unpacked takes its use with it,
    and an op of which no output has a use left takes its own.
+g. *Unpacked again.* A saved tensor that a later step unpacks again, when its uses are over and the value is
+   gone, has what it needs run in passing: no use is counted, in-place ops write into copies, and when the
+   burst is over all goes but the value asked for, which goes at the end of the step.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.errors import UnknownOp
-from autoac.planner.graph import Graph, HandleId, Op, OpId, SaveSet, StepId, ValueId, closed
+from autoac.planner.graph import Graph, HandleId, Op, OpId, SaveSet, StepId, ValueId, closed, needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,16 @@ def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
     return uses
 
 
+def recompute_us(graph: Graph, save_set: SaveSet) -> float:
+    """Run time, in microseconds, of what a full backward runs again, as often as it does (rule g)."""
+    if all(len(set(handle.unpacked)) < 2 for handle in graph.handles):
+        return sum(
+            op.runtime_us for op, again in zip(graph.ops, needed(graph, save_set), strict=True) if again
+        )
+    events = schedule(graph, save_set)
+    return sum(graph.ops[event.op].runtime_us for event in events if isinstance(event, Recompute))
+
+
 class _Replay:
     """State of the replay. Values inside: this module is the only one that sees it."""
 
@@ -171,6 +184,8 @@ class _Replay:
         self.left = uses_of(graph, save_set)  # uses left, of unsaved values
         self.ran = [False] * n
         self.pinned: list[ValueId] = []  # unpacked in this step
+        self.passing: list[ValueId] = []  # of these, made in passing
+        self.given: set[HandleId] = set()  # unpacked in this step
         self.unpacked: set[HandleId] = set()
         self.forward = ForwardMemory.of(graph, save_set)
 
@@ -182,8 +197,10 @@ class _Replay:
         for step in graph.steps:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
-                yield from self._unpack(graph.handles[h].value, step.id, first=h not in self.unpacked)
-                self.unpacked.add(h)
+                if h not in self.given:
+                    yield from self._unpack(graph.handles[h].value, step.id, first=h not in self.unpacked)
+                self.given.add(h)
+            self.unpacked |= self.given
             yield Backward(step.id)
             yield from self._unpin()
             for h in step.drops:
@@ -198,12 +215,23 @@ class _Replay:
     def _unpack(self, v: ValueId, step: StepId, *, first: bool) -> Iterator[Event]:
         if self.saved[v]:
             return
-        if not self.cached[v]:
-            yield from self._burst(v, step)
+        if self.cached[v]:
+            self.pinned.append(v)
+        else:
+            burst = self._burst(v)
+            if any(self.ran[op] for op in burst):
+                yield from self._run_in_passing(burst, v, step)
+                self.passing.append(v)
+            else:
+                yield from self._run(burst, step)
+                self.pinned.append(v)
         self.left[v] -= first
-        self.pinned.append(v)
 
     def _unpin(self) -> Iterator[Event]:
+        self.given.clear()
+        for v in self.passing:
+            yield Free(v, self.graph.nbytes(v))
+        self.passing.clear()
         pinned, self.pinned = self.pinned, []
         for v in dict.fromkeys(pinned):
             if not self.left[v] and self.cached[v]:
@@ -213,8 +241,8 @@ class _Replay:
         self.cached[v] = False
         return Free(v, self.graph.nbytes(v))
 
-    def _burst(self, wanted: ValueId, step: StepId) -> Iterator[Event]:
-        """Run what `wanted` needs (rule c)."""
+    def _burst(self, wanted: ValueId) -> list[OpId]:
+        """What `wanted` needs, in forward order (rule c)."""
         graph = self.graph
         burst: set[OpId] = set()
         stack = [wanted]
@@ -224,7 +252,21 @@ class _Replay:
             if not self.saved[v] and not self.cached[v] and op.id not in burst:
                 burst.add(op.id)
                 stack.extend(op.reads)
-        for op_id in sorted(burst):
+        return sorted(burst)
+
+    def _run_in_passing(self, burst: list[OpId], wanted: ValueId, step: StepId) -> Iterator[Event]:
+        """Run what was run before and is gone (rule g)."""
+        graph = self.graph
+        made = [w for op in burst for w in graph.ops[op].writes]
+        for op in burst:
+            yield Recompute(op, sum(graph.nbytes(w) for w in graph.ops[op].writes), step)
+        for w in made:
+            if w != wanted:
+                yield Free(w, graph.nbytes(w))
+
+    def _run(self, burst: list[OpId], step: StepId) -> Iterator[Event]:
+        graph = self.graph
+        for op_id in burst:
             op = graph.ops[op_id]
             taken = [
                 p for w in op.writes if (p := graph.values[w].previous) is not None and self._may_take(p)

@@ -24,11 +24,12 @@ from autoac.planner.bounds import Bounds, bounds_of
 from autoac.planner.candidates import candidates, greedy
 from autoac.planner.columns import Columns, columns
 from autoac.planner.facts import Facts, facts
-from autoac.planner.graph import Graph, SaveSet, normalised, recompute_us
+from autoac.planner.graph import Graph, SaveSet, normalised
 from autoac.planner.highs import Outcome, Program, Stopped
 from autoac.planner.ilp import Built, Options, Point, assignment, build_program
 from autoac.planner.likeness import Likeness
 from autoac.planner.points import first_points, too_large
+from autoac.planner.schedule import recompute_us
 from autoac.planner.simulate import fits, peak_bytes, simulate
 
 NEIGHBOURHOODS = ((0.05, 1.0), (0.2, 2.0))  # see Search._near

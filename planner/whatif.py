@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from autoac.planner.constraints import constrained
 from autoac.planner.errors import OtherProfile, UnknownKey
 from autoac.planner.facts import Role, facts
-from autoac.planner.graph import Graph, OpId, SaveSet, build, closed, needed, normalised, recompute_us
+from autoac.planner.graph import Graph, OpId, SaveSet, build, closed, needed, normalised
 from autoac.planner.highs import Stopped
 from autoac.planner.modules import Fate, decided
 from autoac.planner.plan import Plan
 from autoac.planner.plan import plan as plan_again
 from autoac.planner.policy import Policy
 from autoac.planner.profile import Profile
-from autoac.planner.schedule import Compute, Recompute
+from autoac.planner.schedule import Compute, Recompute, recompute_us
 from autoac.planner.simulate import Timeline, peak_bytes, simulate
 from autoac.planner.units import GIB, format_bytes, format_us
 

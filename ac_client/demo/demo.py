@@ -14,7 +14,8 @@ from ac_client.demo.baselines import BASELINES, replayed_us
 from ac_client.demo.rows import Children, Measured, Row, policy_path, profile_path
 from ac_client.demo.setting import Setting, block_paths
 from autoac.planner import Floor, Policy, Profile, floor
-from autoac.planner.graph import OpId, build, recompute_us
+from autoac.planner.graph import OpId, build
+from autoac.planner.schedule import recompute_us
 
 PLAIN = "plain"
 CHECKPOINT = "checkpoint every block"

@@ -23,8 +23,9 @@ import zstandard
 
 from autoac.planner import PlannerError, Profile, bounds, build
 from autoac.planner import floor as smallest_peak
-from autoac.planner.graph import Graph, recompute_us
+from autoac.planner.graph import Graph
 from autoac.planner.plan import plan
+from autoac.planner.schedule import recompute_us
 from autoac.planner.simulate import peak_bytes
 from benchmarks.plans import checkmate
 from benchmarks.plans.baselines import BASELINES

@@ -20,7 +20,8 @@ from ac_client.runtime import save_recompute_policy
 from autoac.planner.graph import OpId, SaveSet, build, closed
 from autoac.planner.policy import decisions
 from autoac.planner.profile import Profile
-from autoac.planner.simulate import simulate
+from autoac.planner.schedule import Recompute, recompute_us, schedule
+from autoac.planner.simulate import peak_bytes, simulate
 from autoac.profiler import profile
 from autoac.profiler.modules import watch_modules
 
@@ -103,3 +104,50 @@ def test_predicted_peak_is_the_measured_one(case: str, autocast: bool) -> None:
         predicted = simulate(graph, save_set).peak.live_bytes
         assert log.events == expected_log(graph, save_set)
         assert peak == predicted
+
+
+class Late(torch.autograd.Function):
+    """Unpacks what it saved twice, with work in between, for which it drops what it had."""
+
+    @staticmethod
+    def forward(ctx, x, w):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        first = ctx.saved_tensors
+        for_x = gradient * first[1]
+        del first
+        larger = torch.cat([for_x, for_x]).sin()
+        second = ctx.saved_tensors
+        return for_x + larger[: len(for_x)] * 0, gradient * second[0]
+
+
+class Twice(nn.Module):
+    """Values that are asked for in two steps of backward, by themselves and with what they are made from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x)
+        y = Late.apply(y.tanh(), y.exp().mul(2).add_(1))
+        return Late.apply(self.after(y).sin(), y.cos() * 2)
+
+
+def test_what_is_unpacked_in_two_steps_runs_as_often_as_predicted() -> None:
+    batch = torch.randn(64, 16)
+    found = profile(made(Twice), batch, loss=scalar)
+    graph = build(found)
+    twice = 0
+    for save_set in save_sets(found, 20):
+        peak, log = measured(Twice, batch, decisions(found, save_set), found.static.total)
+        assert log.events == expected_log(graph, save_set)
+        assert peak == peak_bytes(graph, save_set)
+        runs = [event.op for event in schedule(graph, save_set) if isinstance(event, Recompute)]
+        spent = sum(graph.ops[op].runtime_us for op in runs)
+        assert recompute_us(graph, save_set) == pytest.approx(spent)
+        twice += len(runs) > len(set(runs))
+    assert twice

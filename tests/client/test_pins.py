@@ -12,7 +12,8 @@ from ac_client import PinConflict, PolicyConflict, pin
 from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
 from autoac.planner import ConflictingPins, plan
-from autoac.planner.graph import build, recompute_us
+from autoac.planner.graph import build
+from autoac.planner.schedule import recompute_us
 from autoac.planner.simulate import peak_bytes
 from autoac.profiler import profile
 

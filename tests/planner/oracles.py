@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from autoac.planner.graph import Graph, OpId, SaveSet, recompute_us
+from autoac.planner.graph import Graph, OpId, SaveSet
+from autoac.planner.schedule import recompute_us
 from autoac.planner.simulate import peak_bytes
 
 

@@ -44,10 +44,10 @@ from autoac.planner.candidates import candidates
 from autoac.planner.columns import columns
 from autoac.planner.constraints import held_back
 from autoac.planner.facts import facts
-from autoac.planner.graph import SaveSet, chain, closed, recompute_us
+from autoac.planner.graph import SaveSet, chain, closed
 from autoac.planner.ilp import Burst, Forward, Point, Work, assignment, build_program
 from autoac.planner.profile import DECIDES, OpFlag
-from autoac.planner.schedule import Compute
+from autoac.planner.schedule import Compute, recompute_us
 from autoac.planner.simulate import peak_bytes
 from autoac.planner.stages import stage_graph
 

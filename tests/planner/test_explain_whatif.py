@@ -25,8 +25,9 @@ from autoac.planner import (
     why,
     why_in_words,
 )
-from autoac.planner.graph import Graph, chain, closed, needed, normalised, recompute_us
+from autoac.planner.graph import Graph, chain, closed, needed, normalised
 from autoac.planner.modules import Fate, decided
+from autoac.planner.schedule import recompute_us
 from autoac.planner.whatif import as_planned, carried, find_op, marginal
 
 seeds = st.integers(0, 2**32 - 1)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoac.planner import build, schedule, simulate
-from autoac.planner.graph import Graph, Moment, chain, closed, recompute_us
+from autoac.planner.graph import Graph, Moment, chain, closed
 from autoac.planner.levels import anytime_floor, cost, replay
-from autoac.planner.schedule import Compute, Free, Recompute
+from autoac.planner.schedule import Compute, Free, Recompute, recompute_us
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=100, derandomize=True, deadline=None)

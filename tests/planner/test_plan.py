@@ -34,9 +34,10 @@ from autoac.planner import (
     frontier,
     plan,
 )
-from autoac.planner.graph import chain, closed, recompute_us
+from autoac.planner.graph import chain, closed
 from autoac.planner.ilp import Options
 from autoac.planner.profile import OpFlag, Ops
+from autoac.planner.schedule import recompute_us
 from autoac.planner.simulate import fits, peak_bytes, peak_of, simulate
 
 seeds = st.integers(0, 2**32 - 1)

@@ -15,11 +15,11 @@ from autoac.planner import Graph, InfeasibleBudget, bounds, build, floor, plan, 
 from autoac.planner.columns import columns
 from autoac.planner.errors import InvalidPipeline
 from autoac.planner.facts import facts
-from autoac.planner.graph import SaveSet, chain, recompute_us
+from autoac.planner.graph import SaveSet, chain
 from autoac.planner.ilp import Burst, Forward, Work, assignment, build_program
 from autoac.planner.lives import live_at_peak
 from autoac.planner.pipelines import Kind, Schedule, actions, in_flight
-from autoac.planner.schedule import Backward, Compute, Free, Recompute, schedule
+from autoac.planner.schedule import Backward, Compute, Free, Recompute, recompute_us, schedule
 from autoac.planner.simulate import peak_bytes, waiting_bytes
 from autoac.planner.stages import plan_stage, plan_stages, stage_graph
 
