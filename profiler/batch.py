@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autoac.profiler.backward_hooks import BackwardHooks
 from autoac.profiler.module_state import forget_cached
 from autoac.profiler.ops import has_storage
 from autoac.profiler.originals import Originals
@@ -204,6 +205,7 @@ class Call:
     batch: Batch
     originals: Originals
     before: Callable[[], None]
+    hooks: BackwardHooks
 
     def __call__(self) -> Any:
         self.before()

@@ -3,7 +3,7 @@
 Forward runs as it is. Autograd is handed descriptions in place of floating-point activations, and
 backward gets ones of the right shape, so every kernel runs, in order, on meaningless numbers. The
 step works on aliases of the parameters and copies of the buffers, so gradients, buffers and the hooks
-of parameters (an optimizer in backward, DDP) are not touched.
+of parameters (an optimizer in backward, DDP) are not touched. Other hooks of backward are not called.
 
 A plain step (`keep=True`) is the same with everything kept: it needs the memory that training needs.
 """
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from autoac.profiler.allocations import AllocationRecord, Allocations, Block
+from autoac.profiler.backward_hooks import backward_hooks
 from autoac.profiler.batch import Batch, Call
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import CannotProfile, NothingToProfile
@@ -282,13 +283,16 @@ def take_step(
     # What autocast cached belongs to the caller's context, which a real backward is outside of.
     torch.clear_autocast_cache()
     began = mark()
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), call.hooks.silenced():
         gradients = [torch.ones_like(root) for root in roots]
         try:
             torch.autograd.backward(roots, gradients, inputs=[t for t in leaves if t.requires_grad])
         except RuntimeError as error:
             if why := _checkpoint_refused(error):
                 raise CannotProfile(type(model).__name__, *why) from error
+            error.add_note(
+                "autoac: this came from the backward of a profiled step, which runs on made-up numbers"
+            )
             raise
     del gradients, roots
     ended = mark()
@@ -383,9 +387,13 @@ def isolated(
 
     # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
     # (torch.utils.checkpoint), and hooks, find the aliases.
-    with _reparametrize_module(model, tensors, tie_weights=True), nothing_cached():
+    with (
+        _reparametrize_module(model, tensors, tie_weights=True),
+        nothing_cached(),
+        backward_hooks(model) as hooks,
+    ):
         try:
-            yield Call(model, batch, originals, before), leaves
+            yield Call(model, batch, originals, before, hooks), leaves
         finally:
             batch.let_go()
             originals.restore()

@@ -1,0 +1,176 @@
+"""Checks and hooks of backward are silent in a profile, and in force in the step that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.modules.module import (
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
+
+import ac_client
+from autoac.planner import build, simulate
+from autoac.profiler import DATASHEETS, profile
+
+X = torch.linspace(-1, 2, 32).view(8, 4)
+CALLS: list[Tensor] = []
+"""Gradients that a hook was given. Outside of the model, whose own lists are put back."""
+
+
+class Steep(nn.Module):
+    """Has finite gradients on true numbers, and infinite ones where activations are ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(1 - x) + torch.atanh(x)
+
+
+def made() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), Steep(), nn.Linear(4, 1))
+
+
+def check(gradient: Tensor) -> None:
+    CALLS.append(gradient.clone())
+    if not torch.isfinite(gradient).all():
+        raise FloatingPointError
+
+
+def on_output(model: nn.Sequential, register: Callable[[Tensor], Any]) -> None:
+    model[1].register_forward_hook(lambda _module, _args, out: register(out) and None)
+
+
+def scales(_module: nn.Module, outgoing: Any) -> Any:
+    check(outgoing[0])
+    return (outgoing[0] * 1.5,)
+
+
+HOOKS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "tensor": lambda m: on_output(m, lambda out: out.register_hook(check)),
+    "node": lambda m: on_output(m, lambda out: out.grad_fn.register_hook(lambda g, _: check(g[0]))),
+    "node, before": lambda m: on_output(m, lambda out: out.grad_fn.register_prehook(lambda g: check(g[0]))),
+    "several tensors": lambda m: on_output(
+        m, lambda out: register_multi_grad_hook([out, out * 1], lambda gs: check(gs[0]))
+    ),
+    "any tensor": lambda m: on_output(m, lambda out: register_multi_grad_hook([out], check, mode="any")),
+    "module": lambda m: m[1].register_full_backward_hook(lambda _m, _in, out: check(out[0])),
+    "module, before": lambda m: m[1].register_full_backward_pre_hook(scales),
+    "module, old": lambda m: m[1].register_backward_hook(lambda _m, given, _out: check(given[0])),
+    "all modules": lambda _: register_module_full_backward_hook(lambda _m, _in, out: check(out[0])),
+    "all modules, before": lambda _: register_module_full_backward_pre_hook(scales),
+}
+
+
+def gradients(model: nn.Sequential) -> list[Tensor]:
+    CALLS.clear()
+    model.zero_grad()
+    model(X.clone().requires_grad_()).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None] + CALLS
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_are_called_in_real_steps_only(name: str) -> None:
+    plain, planned = made(), made()
+    handle = HOOKS[name](plain)
+    if not name.startswith("all"):
+        HOOKS[name](planned)
+    try:
+        ac_client.apply(planned, 1.0)
+        for _ in range(2):
+            expected, found = gradients(plain), gradients(planned)
+            assert len(expected) > 4
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, found, expected))
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@pytest.mark.parametrize("mode", ["hollow", "measured", "fake"])
+def test_no_mode_calls_hooks(mode: Any) -> None:
+    model = made()
+    HOOKS["tensor"](model)
+    HOOKS["module"](model)
+    CALLS.clear()
+    profile(model, X, mode=mode, on=DATASHEETS["h100"] if mode == "fake" else None)
+    assert not CALLS
+
+
+def test_torch_is_as_before_when_a_profile_is_over() -> None:
+    before = Tensor.register_hook, torch.autograd.Function._register_hook
+    profile(made(), X)
+    assert (Tensor.register_hook, torch.autograd.Function._register_hook) == before
+
+
+@contextmanager
+def anomaly() -> Iterator[None]:
+    before = torch.is_anomaly_enabled()
+    torch.autograd.set_detect_anomaly(True)
+    try:
+        yield
+    finally:
+        torch.autograd.set_detect_anomaly(before)
+
+
+def test_anomaly_mode_checks_real_steps_only() -> None:
+    plain, planned = made(), made()
+    ac_client.apply(planned, 1.0)
+    with anomaly():
+        assert all(map(torch.equal, gradients(planned), gradients(plain)))
+        assert torch.is_anomaly_enabled()
+        assert torch.is_anomaly_check_nan_enabled()
+        with (
+            pytest.raises(RuntimeError, match="returned nan values"),
+            pytest.warns(UserWarning, match="Error detected"),
+        ):
+            (planned(X) * float("nan")).sum().backward()
+
+
+class Inner(nn.Module):
+    """Differentiates inside of forward, and reads what a hook found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        hidden = self.linear(x)
+        hidden.register_hook(found.append)
+        torch.autograd.grad(hidden.sin().sum(), hidden)
+        out: Tensor = (hidden * found[0]).sum()
+        return out
+
+
+def test_a_backward_inside_forward_calls_its_hooks() -> None:
+    def trained(*, planned: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Inner()
+        if planned:
+            ac_client.apply(model, 1.0)
+        model(X).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, trained(planned=True), trained(planned=False)))
+
+
+def test_what_a_hook_holds_is_held_in_the_profile_too() -> None:
+    def peak(*, held: bool) -> int:
+        model = nn.Sequential(nn.Linear(4, 64), nn.Identity(), nn.Linear(64, 1))
+
+        def hold(_module: nn.Module, _args: Any, out: Tensor) -> None:
+            extra = out.detach() + 1
+            if held:
+                out.register_hook(lambda _: extra.sum() and None)
+
+        model[0].register_forward_hook(hold)
+        graph = build(profile(model, X))
+        return simulate(graph, graph.everything).peak.live_bytes
+
+    assert peak(held=True) == peak(held=False) + 8 * 64 * 4
