@@ -409,7 +409,7 @@ class Applied:
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
         if loaded.recomputes:
-            self._forward.begin(loaded, strict=self._strict, report=self._off, beside=self._wrappers)
+            self._forward.begin(loaded, model, strict=self._strict, report=self._off, beside=self._wrappers)
 
     def _left(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         error = sys.exception()

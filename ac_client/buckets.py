@@ -18,6 +18,10 @@ MOST_BUCKETS = 32  # a loop that meets ever larger batches is not to plan for ev
 MOST_KEYS = 10_000
 
 
+Quiet = dict[tuple[str, int], int]
+"""Calls of modules: the module's path and the position in the route at which it begins -> that behind it."""
+
+
 class Loaded:
     """A policy as it is carried out, and what was seen of its steps."""
 
@@ -46,8 +50,8 @@ class Loaded:
         self.policy, self.plan = policy, plan
         self._live_at_peak: tuple[Holding, ...] | None = None
         self.recomputes = "recompute" in policy.decisions.values()
-        # With it, stretches of saved ops that once wrote to nothing tracked.
-        self.way: tuple[Route, set[tuple[int, int]]] = Route(policy.decisions), set()
+        # With it, calls of modules all of whose ops are saved, and which once wrote to nothing tracked.
+        self.way: tuple[Route, Quiet] = Route(policy.decisions), {}
         self.unrecorded = 0  # ops that the last forward ran without the mode
         self.watched = 0  # steps that were compared with the prediction
         self.seen: Seen | None = None  # of those steps

@@ -8,16 +8,21 @@ That may leave ops out: a layer that was taken out, or is called once more, has 
 module begins elsewhere than at the next op, the cursor remembers that op, and has left the path if the next
 one to run is of that module. It has not if another module is entered first that does have the op: one that is
 called from here, but lives elsewhere in the model.
+
+A copy may be left out. A policy serves smaller batches than the one that it was planned for, and `reshape`,
+`contiguous` and `matmul` copy nothing where a dimension of size 1 lets them return a view.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoac.planner.policy import Decision
 
 ROOT = "."
+COPY = "aten.clone.default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,12 @@ class Route:
         begin, end = stretch
         return self._unsaved[begin] == self._unsaved[end]
 
+    def behind_copies(self, position: int) -> int:
+        """Return the position of the first op from `position` on that is not a copy."""
+        while position < len(self.ops) and self.ops[position] == COPY:
+            position += 1
+        return position
+
     def _runs(self) -> dict[str, list[tuple[int, int]]]:
         """For each module, the stretches [begin, end) in which it or a module inside it runs."""
         runs: dict[str, list[tuple[int, int]]] = {}
@@ -89,6 +100,14 @@ def _prefixes(module: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
+class _Call(NamedTuple):
+    """A module that is being called."""
+
+    stretch: tuple[int, int] | None  # where the module is in the route; calls in a row are one stretch
+    begin: int | None  # where this call began; None if that is not certain
+    times_off: int  # how often the path had been left by then
+
+
 class Cursor:
     """One walk along a route: one forward pass.
 
@@ -96,6 +115,8 @@ class Cursor:
         route: where it should lead.
         strict: raise where it leads elsewhere.
         report: told of the first place where it does.
+        in_forward: return True while the forward that it walks with is running. One that KeyboardInterrupt
+            ends says so nowhere: later ops on the thread are none of its own.
         beside: modules that run ops of their own now and then, which no policy has (DistributedDataParallel).
     """
 
@@ -105,8 +126,12 @@ class Cursor:
         *,
         strict: bool = False,
         report: Callable[[OffPath], None] | None = None,
+        in_forward: Callable[[], bool] = lambda: True,
         beside: Set[str] = frozenset(),
     ) -> None:
+        self._in_forward = in_forward
+        self.over = False  # the forward was interrupted
+        self._times_off = 0
         self._route = route
         self._beside = beside
         self._within = [ROOT]  # the modules that are being called
@@ -115,7 +140,7 @@ class Cursor:
         self._position = 0
         self._missed: int | None = None  # where a module was entered that does not go on there
         self._lost = False
-        self._stack: list[tuple[int, int] | None] = []
+        self._stack: list[_Call] = []
         self.off: OffPath | None = None  # the first time that it was lost
 
     def op(self, name: str) -> Decision | None:
@@ -133,49 +158,61 @@ class Cursor:
             self._position = i + 1
             return route.decisions[i]
         if not self._lost:
+            behind = route.behind_copies(i)
+            if i < behind < len(route.ops) and route.ops[behind] == name and self._missed is None:
+                self._position = behind + 1
+                return route.decisions[behind]
             self._lost = True
             self._left(name)
         return None
 
-    def enter(self, path: str) -> tuple[int, int] | None:
-        """A module's forward begins. Returns where in the route it is, if that is known and all its ops are
-        saved.
-        """
+    def enter(self, path: str) -> int | None:
+        """A module's forward begins. Returns where in the route its first op is, if that is certain."""
         self._within.append(path)
         came_to = self._next
         stretch = self._route.run_from(path, came_to)
         if stretch is not None and not stretch[0] <= came_to < stretch[1]:
-            stretch = self._route.run_from(path, self._position)
-        self._stack.append(stretch)
-        if stretch is None:
-            return None
-        begin, end = stretch
-        if self._lost:
-            self._position, self._missed = begin, None
-            self._lost = False
-        elif begin <= came_to < end:
-            self._position, self._missed = came_to, None
-        else:
-            self._position, self._missed = begin, came_to
-            if self.off is None:
-                return None
-        ahead = self._position, end
-        return ahead if self._route.saved_whole(ahead) else None
-
-    def skip(self) -> None:
-        """The innermost module's ops ran unseen: go on behind them."""
-        stretch = self._stack[-1] if self._stack else None
+            behind = self._route.behind_copies(came_to)
+            if stretch[0] <= behind < stretch[1]:
+                came_to = behind
+            else:
+                stretch = self._route.run_from(path, self._position)
+        begin: int | None = None
         if stretch is not None:
-            self._position, self._missed = stretch[1], None
+            if self._lost:
+                begin = self._position = stretch[0]
+                self._missed, self._lost = None, False
+            elif stretch[0] <= came_to < stretch[1]:
+                begin = self._position = came_to
+                self._missed = None
+            else:
+                self._position, self._missed = stretch[0], came_to
+                if self.off is not None:
+                    begin = self._position
+        self._stack.append(_Call(stretch, begin, self._times_off))
+        return begin
 
-    def leave(self, path: str) -> None:
-        """A module's forward is over."""
+    def skip(self, end: int) -> None:
+        """The innermost module's ops ran unseen: go on at `end`."""
+        self._position, self._missed = end, None
+
+    def leave(self, path: str) -> tuple[int, int] | None:
+        """A module's forward is over. Returns the ops of this call in the route, if that is certain."""
         if len(self._within) > 1:
             self._within.pop()
-        stretch = self._stack.pop() if self._stack else None
-        if stretch is not None and self._lost:
-            self._position = stretch[1]
+        if not self._stack:
+            return None
+        call = self._stack.pop()
+        if call.stretch is not None and self._lost:
+            self._position = call.stretch[1]
             self._lost = False
+        if call.begin is None or call.times_off != self._times_off or self._missed is not None:
+            return None
+        return call.begin, self._position
+
+    def saved_whole(self, stretch: tuple[int, int]) -> bool:
+        """Return True if every op of `stretch` is saved."""
+        return self._route.saved_whole(stretch)
 
     def finish(self) -> None:
         """Forward is over.
@@ -183,7 +220,7 @@ class Cursor:
         Raises:
             LeftThePath: ops are left that it should have run, and the cursor is strict.
         """
-        if not self._lost and self._next <= self._route.last_in_module:
+        if not self._lost and self._route.behind_copies(self._next) <= self._route.last_in_module:
             self._left("the end of forward")
 
     @property
@@ -194,6 +231,10 @@ class Cursor:
     def _left(self, found: str) -> None:
         route, i = self._route, self._next
         self._missed = None
+        self._times_off += 1
+        if (self._strict or self.off is None) and not self._in_forward():
+            self.over = self._lost = True
+            return
         off = OffPath(route.keys[i] if i < len(route.keys) else "the end", found)
         if self._strict:
             raise LeftThePath(off)

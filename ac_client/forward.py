@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Set
+from functools import partial
 
-from ac_client.buckets import Loaded
+from torch import nn
+
+from ac_client.buckets import Loaded, Quiet
 from ac_client.cursor import Cursor, OffPath
 from ac_client.runtime import active, save_recompute_policy
 
@@ -19,19 +24,31 @@ class Forward(threading.local):
         self._loaded: Loaded | None = None
         self._unrecorded = 0  # ops that ran while the mode was off
         self._strict = False
-        self._quiet: set[tuple[int, int]] = set()  # of the policy that the cursor walks
+        self._quiet: Quiet = {}  # of the policy that the cursor walks
         self._unseen = 0  # modules that are being called while the mode is off
-        self._watched: list[tuple[tuple[int, int] | None, int]] = []  # by module that is being called
+        self._watched: list[int] = []  # writes before, by module that is being called
 
     def begin(
-        self, loaded: Loaded, *, strict: bool, report: Callable[[OffPath], None], beside: Set[str]
+        self,
+        loaded: Loaded,
+        model: nn.Module,
+        *,
+        strict: bool,
+        report: Callable[[OffPath], None],
+        beside: Set[str],
     ) -> None:
-        """Carry `loaded` out from here on; `report` is told where the forward leaves its path.
+        """Carry `loaded` out from here on; `report` is told where the forward of `model` leaves its path.
 
         What the modules `beside` run themselves is no part of it.
         """
         route, self._quiet = loaded.way
-        self._cursor = Cursor(route, strict=strict, report=report, beside=beside)
+        self._cursor = Cursor(
+            route,
+            strict=strict,
+            report=report,
+            in_forward=partial(_is_called, weakref.ref(model)),
+            beside=beside,
+        )
         self._loaded, self._unrecorded = loaded, 0
         self._strict = strict
         self._unseen = 0
@@ -63,17 +80,23 @@ class Forward(threading.local):
         region = active.region
         if self._cursor is None or region is None:
             return
+        if self._cursor.over:
+            self.end()
+            return
         if self._unseen:
             self._unseen += 1  # inside a module that runs without the mode
             return
-        stretch = self._cursor.enter(path)
-        if stretch is not None and not self._strict:
-            if stretch not in self._quiet:
-                region.before_pause()  # for `orphans` to count from the first step on
+        begin = self._cursor.enter(path)
+        if begin is not None and not self._strict:
+            end = self._quiet.get((path, begin))
+            if end is None:
+                if self._cursor.saved_whole((begin, begin + 1)):
+                    region.before_pause()  # for `orphans` to count from the first step on
             elif region.pause():
                 self._unseen = 1
-                self._unrecorded += stretch[1] - stretch[0]
-        self._watched.append((stretch, region.tracked_writes))
+                self._unrecorded += end - begin
+                self._cursor.skip(end)
+        self._watched.append(region.tracked_writes)
 
     def leave(self, path: str) -> None:
         """And returns."""
@@ -85,8 +108,21 @@ class Forward(threading.local):
             if self._unseen:
                 return
             region.resume()
-            self._cursor.skip()
-        stretch, writes = self._watched.pop() if self._watched else (None, 0)
-        if stretch is not None and writes == region.tracked_writes:
-            self._quiet.add(stretch)
-        self._cursor.leave(path)
+        called = self._cursor.leave(path)
+        writes = self._watched.pop() if self._watched else -1
+        if called is not None and writes == region.tracked_writes and self._cursor.saved_whole(called):
+            self._quiet[path, called[0]] = called[1]
+
+
+def _is_called(model: weakref.ref[nn.Module]) -> bool:
+    """Return True if a call of the model is on this thread's stack."""
+    called = model()
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is called:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_CALL = nn.Module._call_impl.__code__

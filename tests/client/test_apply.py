@@ -16,7 +16,7 @@ from stepping import scalar
 from torch import nn
 
 import ac_client
-from autoac.planner import floor
+from autoac.planner import build, floor, plan, simulate
 from autoac.planner.errors import MalformedPolicy
 from autoac.planner.units import GIB
 from autoac.profiler import profile
@@ -34,8 +34,6 @@ def budget_gb() -> float:
     """Half way between the smallest feasible peak and save-all's."""
     found = profile(made(), BATCH)
     bounds = floor(found, time_limit_s=10)
-    from autoac.planner import build, simulate
-
     graph = build(found)
     return (bounds.found + simulate(graph, graph.everything).peak.live_bytes) / 2 / GIB
 
@@ -236,6 +234,71 @@ def test_a_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_bat
     assert torch._C._len_torch_dispatch_stack() == 0
     assert_equal(gradients(model), gradients(made()))
     assert ac_client.applied(model).policy is not None
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_code_after_an_interrupted_forward_is_not_taken_for_its_own(
+    strict: bool, budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = made(), ac_client.apply(made(), budget_gb, strict=strict)
+    want = gradients(plain)
+    gradients(model)
+    model.zero_grad()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), model.blocks[1].register_forward_hook(interrupt):
+        model(BATCH)
+    assert torch._C._len_torch_dispatch_stack() == 1
+    x = torch.randn(3, requires_grad=True)
+    (torch.randn(3) * x.exp()).sum().backward()  # a line of the user's own
+    model.blocks[2](torch.randn(4, 64, 64)).sum().backward()
+    assert ac_client.applied(model).report().off_path == ""
+    assert not caplog.messages
+    assert_equal(gradients(model), want)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_batch_of_one_is_on_the_path_of_larger_ones(budget_gb: float) -> None:
+    """Attention copies its heads, but for one batch entry of one head."""
+    model = ac_client.apply(made(), budget_gb, strict=True)
+    gradients(model)
+    scalar(model(BATCH[:1])).backward()
+    assert ac_client.applied(model).report().buckets == 1
+
+
+class Cell(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10):
+            x = x.sin()
+        return x
+
+
+class Looping(nn.Module):
+    """Calls one module several times in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.cell = Cell()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        for _ in range(4):
+            x = self.cell(x)
+        return x.exp().exp().sum()
+
+
+def test_a_module_called_in_a_loop_stays_on_the_path() -> None:
+    x = torch.randn(4, 8)
+    found = plan(profile(Looping(), x), budget_bytes=GIB).policy()
+    decisions = {key: "save" if key.startswith("cell") else "recompute" for key in found.decisions}
+    model = ac_client.apply(Looping(), policy=found.model_copy(update={"decisions": decisions}))
+    for _ in range(3):
+        model(x).backward()
+        assert ac_client.applied(model).report().off_path == ""
+    assert ac_client.applied(model).report().recorded < 40  # the cell's ops ran without the mode
 
 
 def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(

@@ -127,6 +127,61 @@ def test_a_module_may_begin_with_a_call_of_one_that_lives_elsewhere() -> None:
     assert got == ["save", "recompute", "save"]
 
 
+CALLED_TWICE = Route({"cell/mm#0": "save", "cell/mm#1": "save", "./exp#0": "recompute"})
+
+
+def test_calls_in_a_row_of_one_module_are_told_apart() -> None:
+    cursor = Cursor(CALLED_TWICE, strict=True)
+    calls = []
+    for _ in range(2):
+        walk(cursor, ">cell", "mm")
+        calls.append(cursor.leave("cell"))
+    assert calls == [(0, 1), (1, 2)]
+    again = Cursor(CALLED_TWICE, strict=True)
+    for begin, end in ((0, 1), (1, 2)):
+        assert again.enter("cell") == begin
+        again.skip(end)
+        assert again.leave("cell") == (begin, end)
+    assert walk(again, "exp") == ["recompute"]
+
+
+def test_what_left_the_path_is_no_known_call() -> None:
+    cursor = Cursor(ROUTE)
+    walk(cursor, "embed", ">a", "mm", "conv", ">a.b", "mm")
+    assert cursor.leave("a.b") == (3, 4)
+    assert cursor.leave("a") is None
+
+
+COPIES = Route(
+    {
+        "a/aten.clone.default#0": "save",
+        "a/mm#0": "recompute",
+        "a/aten.clone.default#1": "recompute",
+        "a.b/mm#0": "save",
+        "a/aten.clone.default#2": "save",
+    }
+)
+
+
+def test_copies_may_be_left_out() -> None:
+    """`reshape` copies nothing where a dimension of size 1 makes a view possible."""
+    cursor = Cursor(COPIES, strict=True)
+    assert walk(cursor, ">a", "mm", ">a.b", "mm", "<a.b", "<a") == ["recompute", "save"]
+    cursor.finish()
+    with pytest.raises(LeftThePath):
+        walk(Cursor(COPIES, strict=True), ">a", "exp")
+
+
+def test_ops_after_an_interrupted_forward_are_none_of_its_own() -> None:
+    told: list[OffPath] = []
+    for strict in (False, True):
+        cursor = Cursor(ROUTE, strict=strict, report=told.append, in_forward=lambda: False)
+        assert walk(cursor, "embed", ">a", "randn", "mm", "<a", "add") == ["save", None, None, None]
+        assert cursor.over
+        cursor.finish()
+    assert not told
+
+
 def test_what_is_not_certain_is_not_run_unseen() -> None:
     """A module that is saved whole may run without the mode, but not while one may have been left out."""
     cursor = Cursor(SHARED)
