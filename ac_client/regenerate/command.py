@@ -98,6 +98,10 @@ def regenerate(
     if output_format is OutputFormat.GITHUB and summary:
         with open(summary, "a", encoding="utf-8") as file:
             file.write(telling.as_summary(outcome))
+    outputs = os.environ.get("GITHUB_OUTPUT")
+    if output_format is OutputFormat.GITHUB and outputs:
+        with open(outputs, "a", encoding="utf-8") as file:
+            file.write(f"drifted={str(outcome.out_of_date).lower()}\n")
     if outcome.failed:
         raise typer.Exit(ERROR)
     if outcome.drifted:

@@ -100,8 +100,14 @@ class Outcome:
     @property
     def drifted(self) -> bool:
         """Whether a check found what the same run without `check` would change."""
-        found = any(result.verdict is Verdict.DRIFTED for result in self.results)
-        return self.check and (found or (self.pruned and bool(self.stale)))
+        return self.check and self.out_of_date
+
+    @property
+    def out_of_date(self) -> bool:
+        """Return True if the folder was not what such a run leaves there."""
+        fine = (Verdict.UNCHANGED, Verdict.FAILED)
+        changed = any(result.verdict not in fine for result in self.results)
+        return changed or (self.pruned and bool(self.stale))
 
     @property
     def failed(self) -> bool:

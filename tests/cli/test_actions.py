@@ -68,10 +68,43 @@ def test_the_workflow_can_be_called_and_uses_only_inputs_that_it_has():
 
 
 @pytest.mark.parametrize("steps", [ACTION["runs"]["steps"], JOB["steps"]], ids=["action", "workflow"])
-def test_the_installing_step_hands_its_requirements_to_pip(steps, tmp_path):
+def test_the_installing_step_pins_torch_and_hands_requirements_to_pip(steps, tmp_path):
     step = step_of(steps, "Install autoac")
-    words = called(step, tmp_path, AUTOAC_SOURCE="/a b", AUTOAC="/a b", REQUIREMENTS="-r requirements.txt")
-    assert words[-6:] == ["-m", "pip", "install", "/a b", "-r", "requirements.txt"]
+    inputs = {
+        "AUTOAC_SOURCE": "/a b",
+        "AUTOAC": "/a b",
+        "TORCH": "2.13.0",
+        "TORCH_INDEX": "https://index",
+        "CONSTRAINTS": "my versions.txt",
+        "REQUIREMENTS": "-r requirements.txt",
+    }
+    pips = " ".join(called(step, tmp_path, **inputs)).split("-m pip install ")[1:]
+    assert pips == [
+        "--no-deps torch==2.13.0 --index-url https://index ",
+        "torch==2.13.0 /a b -c my versions.txt -r requirements.txt",
+    ]
+    pips = " ".join(called(step, tmp_path, **inputs | {"TORCH_INDEX": "", "CONSTRAINTS": ""}))
+    assert "--index-url" not in pips
+    assert "-c " not in pips
+
+
+def test_the_action_installs_the_torch_of_its_release_from_an_index_for_cpus(tmp_path):
+    defaults = {name.upper().replace("-", "_"): i["default"] for name, i in ACTION["inputs"].items()}
+    step = step_of(ACTION["runs"]["steps"], "Install autoac")
+    words = called(step, tmp_path, **defaults | {"AUTOAC_SOURCE": str(ROOT)})
+    pin = re.search(r"^torch==[\d.]+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    assert words.count(pin) == 2
+    assert words[words.index("--index-url") + 1].endswith("/cpu")
+    assert set(step["env"]) <= {*defaults, "AUTOAC_SOURCE"}
+
+
+def test_what_runs_on_a_runner_of_ones_own_is_named_by_its_caller():
+    declared = WORKFLOW[True]["workflow_call"]["inputs"]
+    assert [name for name, given in declared.items() if given.get("required")] == [
+        "runner",
+        "autoac",
+        "torch",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +112,7 @@ def test_the_installing_step_hands_its_requirements_to_pip(steps, tmp_path):
     [
         (ACTION["runs"]["steps"], {"CHECK": "true", "PRUNE": "true", "ONLY": "a\nb"}),
         (ACTION["runs"]["steps"], {"CHECK": "false", "PRUNE": "false", "ONLY": ""}),
-        (JOB["steps"], {"CHECK": "true", "ONLY": "a"}),
+        (JOB["steps"], {"CHECK": "true", "ONLY": "a\nb"}),
         (JOB["steps"], {"CHECK": "false", "ONLY": ""}),
     ],
 )
@@ -94,10 +127,21 @@ def test_the_step_runs_a_command_that_exists_with_options_that_it_has(steps, inp
     assert "my models.toml: no such file" in capsys.readouterr().err
 
 
-def test_other_actions_are_named_with_their_version():
+def test_other_actions_are_pinned_to_a_commit():
     used = [step["uses"] for step in JOB["steps"] if "uses" in step]
     assert used
-    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", name) for name in used)
+    assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", name) for name in used)
+
+
+def test_whether_policies_drifted_is_an_output():
+    assert step_of(ACTION["runs"]["steps"], "autoac regenerate")["id"] == "regenerate"
+    assert ACTION["outputs"]["drifted"]["value"] == "${{ steps.regenerate.outputs.drifted }}"
+    assert JOB["outputs"]["drifted"] == "${{ steps.regenerate.outputs.drifted }}"
+    assert (
+        WORKFLOW[True]["workflow_call"]["outputs"]["drifted"]["value"]
+        == "${{ jobs.regenerate.outputs.drifted }}"
+    )
+    assert step_of(JOB["steps"], "autoac regenerate")["id"] == "regenerate"
 
 
 def test_the_hook_is_a_script_that_checks_the_policies_of_the_repository():

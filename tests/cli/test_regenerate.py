@@ -508,7 +508,9 @@ def test_a_model_that_cannot_take_a_fake_step_is_seen_where_it_is(local, capsys,
 
 def test_github_gets_an_annotation_for_each_file_and_a_summary(fresh, capsys, monkeypatch):
     summary = fresh / "summary.md"
+    outputs = fresh / "outputs"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    monkeypatch.setenv("GITHUB_OUTPUT", str(outputs))
     code, out, _ = autoac(capsys, "--check", "--output-format", "github")
     assert (code, out) == (cli.OK, "2 policies: 2 unchanged.\n")
     model(fresh, MODEL.replace("nn.GELU()", "nn.ReLU()"))
@@ -521,6 +523,7 @@ def test_github_gets_an_annotation_for_each_file_and_a_summary(fresh, capsys, mo
     assert "%0A" in lines[0]
     assert "layers.0-3.1 (4 modules) changed:" in lines[0]
     assert "| `net-0.06gib.json` | 0.06 GiB | drifted |" in summary.read_text()
+    assert outputs.read_text() == "drifted=false\ndrifted=true\n"
 
 
 def test_the_model_is_told_once_for_all_its_policies(fresh, capsys):
