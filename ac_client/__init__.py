@@ -50,6 +50,7 @@ from autoac.planner import (
     SolverOutOfTime,
 )
 from autoac.planner.policy_set import SET_FORMAT
+from autoac.profiler.arguments import check_one_device
 from autoac.profiler.errors import PinConflict
 
 __all__ = [
@@ -154,7 +155,8 @@ def apply(
         CheckpointingActive: the model checkpoints itself.
         CompiledModel: torch.compile was called on the whole model. Blocks that were compiled before are fine;
             nothing inside of them is recomputed.
-        CannotProfile: from a training forward that runs inside of torch.compile or is traced.
+        CannotProfile: the model lies on several devices, or partly on the CPU. Else from a training forward:
+            it runs inside of torch.compile or is traced, or for one of the reasons in docs/profiling.md.
         InvalidConstraints: a pattern stands for nothing, or constraints contradict each other. From the first
             training forward, which leaves the model as it was; from `apply` if a policy is given as well.
         InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
@@ -169,6 +171,8 @@ def apply(
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
     check_untouched(model)
+    if policy is None and alias is None:
+        check_one_device(model)
     loaded = _read(policy)
     if alias is not None and service is not None:
         loaded = _named(service, alias, required=require_service or budget_bytes is None)

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from autoac.planner.profile import Environment, Profile
 from autoac.profiler import fake, hollow
+from autoac.profiler.arguments import check_one_device
+from autoac.profiler.arguments import device_of as device_of
 from autoac.profiler.assemble import assemble
-from autoac.profiler.batch import batch_tensors
 from autoac.profiler.devices import DATASHEETS, Device
 from autoac.profiler.errors import (
     CannotFake,
@@ -91,9 +92,10 @@ def profile(
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse: FSDP holds gradients that are not reduced yet.
         CannotProfile: the model is sharded in a way that docs/ranks.md excludes, has lazy layers, is on meta
-            without `on`, or runs torch.utils.checkpoint in a way that docs/profiling.md excludes; or the
-            device's allocator reports nothing, as CUDA's `cudaMallocAsync` and pluggable ones; or a part of
-            the step allocates where torch.profiler does not look.
+            or on several devices without `on`, or runs torch.utils.checkpoint in a way that
+            docs/profiling.md excludes; or the device's allocator reports nothing, as CUDA's
+            `cudaMallocAsync` and pluggable ones; or a part of the step allocates where torch.profiler does
+            not look.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
         Unsteady: with mode="measured", the model took another path the second time.
         ValueError: `mode` and `on` do not go together, or are none; or `on` names a device that is not here.
@@ -151,6 +153,7 @@ def observe(
         environment = _environment_on(on, model)
         device = fake.CPU
     else:
+        check_one_device(model, args, kwargs)
         device, notes = device_of(model, args, kwargs), []
         if device.type == "meta":
             raise CannotProfile(
@@ -273,15 +276,6 @@ def _with_kept_backward(found: Profile, times: Times, here: str) -> Profile:
         return found
     backward = found.backward.model_copy(update={"runtime_us": tuple(kept)})
     return found.model_copy(update={"backward": backward})
-
-
-def device_of(
-    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-) -> torch.device:
-    """Where the model trains: the device of its first parameter, else of its first input."""
-    for tensor in (*model.parameters(), *model.buffers(), *batch_tensors((*args, *(kwargs or {}).values()))):
-        return tensor.device
-    return torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:
