@@ -14,6 +14,7 @@ from ac_client.applied import Applied, applied, check_untouched
 from ac_client.arguments import (
     check_budget,
     check_constraints,
+    check_loop,
     check_model,
     check_optimizer,
     check_source,
@@ -52,6 +53,7 @@ from autoac.planner import (
 from autoac.planner.policy_set import SET_FORMAT
 from autoac.profiler.arguments import check_one_device
 from autoac.profiler.errors import PinConflict
+from autoac.profiler.hollow import Loss
 
 __all__ = [
     "AlreadyApplied",
@@ -106,6 +108,8 @@ def apply(
     strict: bool = False,
     shapes: Shapes = "bucket",
     group: Group = AUTO,
+    loss: Loss | None = None,
+    forwards_in_flight: int | None = None,
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
@@ -138,10 +142,15 @@ def apply(
             first one, and get the same policy, which keeps the budget on each of them (docs/ranks.md).
             "auto": that of the model's DistributedDataParallel or `fully_shard`, and none for other models.
             None: each rank plans for itself.
+        loss: output of the model -> the scalar that backward starts from, where that is not computed in the
+            model's forward. It is called while a step is profiled, and the plan counts what it needs; nothing
+            of it is recomputed. With `forwards_in_flight` above 1 it takes a list of all outputs.
+        forwards_in_flight: training forwards that run before one backward (2 for a siamese or contrastive
+            loss, 4 for DPO). By default one; more are planned for once they are seen (docs/budget.md).
 
     Raises:
         TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
-            `constraints` not Constraints, `group` not a group, or a switch not a bool.
+            `constraints` not Constraints, `group` not a group, `loss` not a function, or a switch not a bool.
         InvalidBudget: budget or headroom is not a number of GiB, as one in bytes is not; or there is no
             budget, and the policy set is empty.
         ValueError: `shapes` or `group` is not one of its words; `service` is not a URL; `alias` cannot
@@ -170,6 +179,7 @@ def apply(
     check_source(budget_gb, policy, alias, service, require_service=require_service)
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
+    check_loop(loss, forwards_in_flight)
     check_untouched(model)
     if policy is None and alias is None:
         check_one_device(model)
@@ -195,6 +205,8 @@ def apply(
         strict=strict,
         shapes=shapes,
         group=group,
+        loss=loss,
+        forwards_in_flight=forwards_in_flight,
     )
     return model
 

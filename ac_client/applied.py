@@ -26,8 +26,9 @@ from ac_client.cursor import OffPath
 from ac_client.errors import AlreadyApplied, CheckpointingActive, CompiledModel, NotApplied
 from ac_client.files import write_whole
 from ac_client.forward import Forward
+from ac_client.loop_watch import LoopWatch
 from ac_client.measuring import Measuring
-from ac_client.optimizers import StepCount
+from ac_client.optimizers import ModelOptimizers
 from ac_client.outofmemory import Before, is_out_of_memory
 from ac_client.peaks import WATCHED_STEPS, Seen, proposed_headroom
 from ac_client.planning import Planning
@@ -43,9 +44,10 @@ from autoac.profiler import device_of
 from autoac.profiler.batch import batch_tensors
 from autoac.profiler.compiled import is_compiled, is_optimized
 from autoac.profiler.errors import CannotProfile
+from autoac.profiler.hollow import Loss
 from autoac.profiler.modules import ModuleHook, watch_modules
 from autoac.profiler.sharding import gathered_nbytes, parameters_of
-from autoac.profiler.static import optimizer_state_nbytes, static_bytes
+from autoac.profiler.static import static_bytes
 from autoac.profiler.wrappers import wrapper_paths
 
 log = logging.getLogger("ac_client")
@@ -87,19 +89,25 @@ class Applied:
         strict: bool,
         shapes: Shapes = "bucket",
         group: Group = AUTO,
+        loss: Loss | None = None,
+        forwards_in_flight: int | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
-        self._optimizer = optimizer
+        self._optimizers = ModelOptimizers(model, optimizer)
         self._strict = strict
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._planning = Planning(
-            self._name, budget_bytes, headroom_bytes, constraints, optimizer, service, require_service
+            self._name, budget_bytes, headroom_bytes, constraints, self._optimizers, service, require_service
         )
+        self._watch = LoopWatch(self._planning, forwards_in_flight, has_loss=loss is not None)
         self._choosing = Choosing(
             model,
             self._planning,
-            optimizer=optimizer,
+            self._watch,
+            optimizers=self._optimizers,
+            loss=loss,
+            loss_takes_all=forwards_in_flight is not None and forwards_in_flight > 1,
             policy=policy,
             strict=strict,
             shapes=shapes,
@@ -113,7 +121,7 @@ class Applied:
         self._retries = 0
         self._measuring = Measuring()
         self._steps = 0
-        self._optimizer_steps = StepCount(self._read_counter)
+        self._optimizers.after_step = weakref.WeakMethod(self._read_counter)
         self._written_at_first = self._written(model)
         self._began: list[float] = []
         self._handles: list[RemovableHandle] = []
@@ -341,13 +349,15 @@ class Applied:
         self._handles.clear()
         if not self.planning:
             self._forward.end()  # left open by a forward that was interrupted
+        self._watch.close()
+        self._optimizers.close()
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
 
     def _standing_bytes(self, model: nn.Module) -> int:
         device = device_of(model)
-        state = optimizer_state_nbytes(self._optimizer, device) if self._optimizer is not None else 0
+        state = self._optimizers.state_nbytes(device)
         return static_bytes(model, (), {}, state, device).total + gathered_nbytes(model)
 
     def _peak(self) -> int | None:
@@ -372,13 +382,12 @@ class Applied:
             model.register_forward_hook(ModuleHook(self._left), always_call=True),
             *watch_modules(model, self._enter, self._leave),
         ]
-        if self._optimizer is not None:
-            self._handles += self._optimizer_steps.watch(self._optimizer)
 
     def _before(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.planning:
             return
-        if self._reading is not None:
+        waiting = self._watch.waiting()
+        if self._reading is not None and not waiting:
             self._read(model)  # the step that was watched is over
         if not model.training or not torch.is_grad_enabled():
             if not model.training:
@@ -393,28 +402,33 @@ class Applied:
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
         self._forward.end()
-        loaded = self._choosing.for_batch(model, args, kwargs, self.remove)
+        loaded = self._choosing.for_batch(model, args, kwargs, self.remove, waiting)
         if loaded is None:
             return
         self._current = loaded
-        if self._measuring.marks is not None:
+        if self._measuring.marks is not None and not waiting:
             self._measuring.marks.forward()
         loaded.steps += 1
         allocator = self._choosing.allocator
-        if allocator is not None and loaded.watched < WATCHED_STEPS and self._may_be_judged(model, loaded):
+        watched = allocator is not None and not waiting and loaded.watched < WATCHED_STEPS
+        if watched and self._may_be_judged(model, loaded):
+            assert allocator is not None
             self._reading = Reading(loaded, [allocator.allocated_peak()], self._written(model))
         self._steps += 1
         if self._measuring.marks is not None:
             self._measuring.meets(batch_tensors((*args, *kwargs.values())))
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
-        if loaded.recomputes:
-            self._forward.begin(loaded, model, strict=self._strict, report=self._off, beside=self._wrappers)
+        self._forward.begin(
+            loaded, model, waiting=waiting, strict=self._strict, report=self._off, beside=self._wrappers
+        )
 
     def _left(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         error = sys.exception()
-        self._forward.end(whole=error is None)
+        loaded = self._forward.end(whole=error is None)
         self._read_counter()
+        if loaded is not None and error is None:
+            self._watch.forward_ended(loaded, out)
         if out is None and is_out_of_memory(error):
             assert error is not None
             what = "Profiling a step" if self.planning else "A planned forward"
@@ -469,7 +483,7 @@ class Applied:
     def _written(self, model: nn.Module) -> int:
         """Rises with every step of the optimizer; one that is not known has to count what it writes."""
         versions = sum(version_of(p) for p in parameters_of(model) if p.requires_grad)
-        return versions + self._optimizer_steps.steps
+        return versions + self._optimizers.steps
 
     def _abandon(self) -> None:
         """The step that is running will not end."""

@@ -134,6 +134,23 @@ def check_switches(*, strict: Any, require_service: Any, shapes: Any, group: Any
         raise TypeError(f'group must be "auto", a ProcessGroup or None, got {named(group)}')
 
 
+def check_loop(loss: Any, forwards_in_flight: Any) -> None:
+    """Check what is known of the training loop.
+
+    Raises:
+        TypeError: `loss` is not a function, or `forwards_in_flight` not an integer.
+        ValueError: `forwards_in_flight` is below 1.
+    """
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function from the model's output to a scalar, got {named(loss)}")
+    if forwards_in_flight is None:
+        return
+    if isinstance(forwards_in_flight, bool) or not isinstance(forwards_in_flight, int):
+        raise TypeError(f"forwards_in_flight must be a positive integer, got {forwards_in_flight!r}")
+    if forwards_in_flight < 1:
+        raise ValueError(f"forwards_in_flight must be a positive integer, got {forwards_in_flight}")
+
+
 def _is_process_group(group: Any) -> bool:
     return torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
 

@@ -13,6 +13,7 @@ from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.lives import live_at_peak
 from autoac.planner.policy_set import Extent, Shape
+from autoac.profiler.hollow import ONE_FORWARD, Loop
 
 MOST_BUCKETS = 32  # a loop that meets ever larger batches is not to plan for ever
 MOST_KEYS = 10_000
@@ -32,11 +33,19 @@ class Loaded:
         plan: Plan | None = None,
         profile: Profile | None = None,
         extra_static: int = 0,
+        loop: Loop = ONE_FORWARD,
     ) -> None:
         self.shape = shape  # None: it serves every batch
         self.planned_for = shape  # the batch that was profiled
         self.profile = profile  # None: it was planned elsewhere, and cannot be planned again here
         self.extra_static = extra_static  # bytes that another rank holds beyond what is in the profile
+        self.loop = loop  # that was profiled
+        self.seen_loop = loop  # what steps showed since: planned for when it differs
+        self.replaced = False  # by a plan for the same batch
+        self.holds_outputs = False  # a step held again what others had let go of
+        self.told_of_graph = False  # that a backward creates a graph
+        self.told_of_loss = False  # that a loss outside of the model is large
+        self.optimizers = 0  # how many were adopted when it was planned
         self.steps = 0
         self.corrections = 0
         self.correction = 0  # bytes that the device needs beside what the simulator says
@@ -50,16 +59,26 @@ class Loaded:
         self.policy, self.plan = policy, plan
         self._live_at_peak: tuple[Holding, ...] | None = None
         self.recomputes = "recompute" in policy.decisions.values()
-        # With it, calls of modules all of whose ops are saved, and which once wrote to nothing tracked.
-        self.way: tuple[Route, Quiet] = Route(policy.decisions), {}
-        self.unrecorded = 0  # ops that the last forward ran without the mode
+        # For each forward before a backward; with it, calls of modules that once wrote to nothing tracked.
+        self.ways: list[tuple[Route, Quiet]] = [(Route(decisions), {}) for decisions in policy.forwards]
+        self.unrecorded = [0] * len(self.ways)  # ops that the last of each ran without the mode
         self.watched = 0  # steps that were compared with the prediction
         self.seen: Seen | None = None  # of those steps
+
+    def hand_on(self, to: Loaded) -> None:
+        """Give way to a plan for the same batch in another situation."""
+        self.replaced = True
+        to.holds_outputs = self.holds_outputs
+        to.told_of_graph, to.told_of_loss = self.told_of_graph, self.told_of_loss
 
     @property
     def recorded(self) -> int:
         """Ops of forward that the runtime sees: none where nothing is recomputed."""
-        return len(self.policy.decisions) - self.unrecorded if self.recomputes else 0
+        return len(self.policy.decisions) - sum(self.unrecorded) if self.recomputes else 0
+
+    def forward_at(self, waiting: int) -> int:
+        """Return which of the planned forwards runs while `waiting` others wait for their backward."""
+        return min(waiting, len(self.ways) - 1)
 
     @property
     def live_at_peak(self) -> tuple[Holding, ...]:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded, largest
 from ac_client.errors import ShapeNotPlanned
+from ac_client.loop_watch import LoopWatch
+from ac_client.optimizers import ModelOptimizers
 from ac_client.peaks import AllocatorPeak, allocator_peak
 from ac_client.planning import Planning
 from ac_client.ranks import AUTO, Group, Need, Ranks, Terms, meet, ranks_of
@@ -28,8 +30,10 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
 from autoac.profiler.compiled import compiled_parts
 from autoac.profiler.errors import ProfilerError
+from autoac.profiler.hollow import Loop, Loss
 from autoac.profiler.recording import profiler_is_running
 from autoac.profiler.sharding import parameters_of, process_group_of
+from autoac.profiler.static import optimizer_bytes
 
 log = logging.getLogger("ac_client")
 
@@ -37,6 +41,8 @@ PROBES = 8  # parameters that are asked whether gradients exist
 ASKED = 16  # parameters that each forward asks whether they train
 
 Shapes = Literal["bucket", "first"]
+Kinds = tuple[tuple[bool, torch.dtype], ...]
+"""By parameter: does it train, and in which dtype. What is saved depends on both."""
 
 
 class _Thread(threading.local):
@@ -57,8 +63,11 @@ class Choosing:
         self,
         model: nn.Module,
         planning: Planning,
+        watch: LoopWatch,
         *,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: ModelOptimizers,
+        loss: Loss | None,
+        loss_takes_all: bool,
         policy: Policy | PolicySet | None,
         strict: bool,
         shapes: Shapes,
@@ -66,7 +75,10 @@ class Choosing:
     ) -> None:
         self._name = planning.name
         self._planning = planning
-        self._optimizer = optimizer
+        self._watch = watch
+        self._optimizers = optimizers
+        self._loss = loss
+        self._loss_takes_all = loss_takes_all  # the outputs of all forwards in flight, in a list
         self._strict = strict
         self._shapes = shapes
         self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
@@ -79,10 +91,10 @@ class Choosing:
         self._given = [Loaded(None, policy)] if isinstance(policy, Policy) else []
         if isinstance(policy, PolicySet):
             self._given = [Loaded(bucket.shape, bucket.policy) for bucket in policy.buckets]
-        self._looked_at: tuple[list[weakref.ref[nn.Parameter]], bytes] = [], b""  # and which of them train
+        self._looked_at: tuple[list[weakref.ref[nn.Parameter]], Kinds] = [], ()
         self._turn = 0  # of those that are asked whether they still do
         self._probes: list[weakref.ref[nn.Parameter]] = []  # to see whether gradients exist
-        self._by_trained: dict[bytes, Buckets] = {}
+        self._by_trained: dict[Kinds, Buckets] = {}
         self._look_at_parameters(model)
         for loaded in self._given:
             self._told_of(loaded)
@@ -119,10 +131,12 @@ class Choosing:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         give_up: Callable[[], None],
+        waiting: int = 0,
     ) -> Loaded | None:
         """What runs this batch, planned if need be; None: it runs unplanned.
 
-        `give_up` is called before an error goes on that leaves the model without any plan.
+        So many forwards are `waiting` for their backward. `give_up` is called before an error goes on that
+        leaves the model without any plan.
 
         Raises:
             ShapeNotPlanned: strict, and beyond all buckets.
@@ -138,8 +152,15 @@ class Choosing:
         elif loaded is None:
             key = key_of(args, kwargs)
             loaded = self._buckets.known.get(key) or self._meet(model, args, kwargs, key, give_up)
-        if loaded is not None and loaded.knows_no_gradients and self._gradients_exist():
-            loaded = self._plan_with_gradients(model, args, kwargs, loaded)
+        if loaded is not None:
+            loop = self._watch.wanted(loaded, waiting)
+            if loaded.knows_no_gradients and self._gradients_exist():
+                loaded = self._plan_with_gradients(model, args, kwargs, loaded, loop)
+            if loaded.profile is not None and self._planning.budget_bytes is not None:
+                if loaded.optimizers != self._optimizers.adopted:
+                    self._count_optimizers(model, loaded)
+                if loop != loaded.loop:
+                    loaded = self._plan_for_loop(model, args, kwargs, loaded, loop)
         return loaded
 
     def plan_for(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
@@ -150,7 +171,7 @@ class Choosing:
             return self._plan(model, args, kwargs, shape_of(args, kwargs)).policy
 
     def others_train(self) -> bool:
-        """Whether other parameters seem to train than when they were looked at.
+        """Return True if parameters train that did not, or changed their dtype, since they were looked at.
 
         Asking all of them would take longer than everything else here. Each call asks some, evenly spread,
         and the next call their neighbours: what is frozen or thawed by layers is seen at once, a parameter
@@ -167,13 +188,16 @@ class Choosing:
         """
         parameters, trained = self._looked_at
         known = zip(parameters[some], trained[some], strict=True)
-        return any((p := ref()) is not None and p.requires_grad != trains for ref, trains in known)
+        return any(
+            (p := ref()) is not None and (p.requires_grad != kind[0] or p.dtype is not kind[1])
+            for ref, kind in known
+        )
 
     def _look_at_parameters(self, model: nn.Module) -> None:
-        """Note which train: that decides what is saved."""
+        """Note which train, and in which dtype: that decides what is saved, and how large it is."""
         with self._lock:
             parameters = list(parameters_of(model))
-            trained = bytes([p.requires_grad for p in parameters])
+            trained = tuple((p.requires_grad, p.dtype) for p in parameters)
             self._looked_at = [weakref.ref(p) for p in parameters], trained
             trainable = [weakref.ref(p) for p in parameters if p.requires_grad]
             self._probes = trainable[:: max(1, len(trainable) // PROBES)]
@@ -184,7 +208,10 @@ class Choosing:
                 if len(self._given) == 1 and self._given[0].shape is None:
                     buckets.serves_all = self._given[0]
                 if len(self._by_trained) > 1 and buckets.serves_all is None:
-                    log.info("%s: other parameters train: batches are planned anew", self._name)
+                    log.info(
+                        "%s: other parameters train, or in another dtype: batches are planned for them",
+                        self._name,
+                    )
             self._buckets = self._by_trained[trained]
 
     def _meet(
@@ -255,7 +282,7 @@ class Choosing:
             need: Need | Exception
             shape = shape_of(args, kwargs)
             try:
-                profile = self._profiled(model, args, kwargs)
+                profile = self._profiled(model, args, kwargs, Loop(self._watch.forwards))
                 need = Need(shape, self._planning.limit, profile.static.total)
             except Exception as error:  # noqa: BLE001 - told to all ranks, and raised on each
                 need = error
@@ -282,6 +309,7 @@ class Choosing:
                     made[0] if one.planner == ranks.rank else None,
                     profile if one.shape == shape else None,
                     agreed.static - profile.static.total,
+                    Loop(self._watch.forwards),
                 )
                 self._keep(model, loaded)
                 log.info("%s: planned by rank %d of %d", self._name, one.planner, ranks.size)
@@ -296,7 +324,7 @@ class Choosing:
         return any((p := ref()) is not None and p.grad is not None for ref in self._probes)
 
     def _plan_with_gradients(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: Loaded
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: Loaded, loop: Loop
     ) -> Loaded:
         """Plan again where gradients exist before a step that was planned as one that makes them.
 
@@ -309,7 +337,7 @@ class Choosing:
         loaded.knows_no_gradients = False  # asked once, whatever comes of it
         with self._lock:
             try:
-                again = self._plan(model, args, kwargs, shape)
+                again = self._plan(model, args, kwargs, shape, loop)
             except ProfilerBusy:
                 loaded.knows_no_gradients = True
                 return loaded
@@ -321,8 +349,74 @@ class Choosing:
                     str(error).partition("\n")[0],
                 )
                 return loaded
+        loaded.hand_on(again)
         log.info("%s: planned again, since gradients exist before the step", self._name)
         return again
+
+    def _plan_for_loop(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: Loaded, loop: Loop
+    ) -> Loaded:
+        """Plan again for a loop of another form than the one that `loaded` was planned for."""
+        shape = shape_of(args, kwargs)
+        if shape != loaded.planned_for:
+            return loaded  # wait for a batch like the one that was profiled
+        with self._lock:
+            try:
+                again = self._plan(model, args, kwargs, shape, loop, running=True)
+            except ProfilerBusy:
+                return loaded
+            except (ProfilerError, PlannerError, RemoteError) as error:
+                loaded.loop = loaded.seen_loop = loop  # asked once
+                self._tell_once(
+                    "loop",
+                    "%s: its loop has %s, and it could not be planned for that (%s): its plan stays",
+                    self._name,
+                    _in_words(loop),
+                    str(error).partition("\n")[0],
+                )
+                return loaded
+        loaded.hand_on(again)
+        log.info("%s: planned again, for a loop with %s", self._name, _in_words(loop))
+        return again
+
+    def _count_optimizers(self, model: nn.Module, loaded: Loaded) -> None:
+        """Plan again with the state of optimizers that were not passed to `apply` and have stepped."""
+        assert loaded.profile is not None
+        with self._lock:
+            loaded.optimizers = self._optimizers.adopted
+            static, device = loaded.profile.static, device_of(model)
+            needs = optimizer_bytes(self._optimizers.all, device)
+            if needs.state <= static.optimizer_state and (
+                needs.workspace <= loaded.profile.optimizer_workspace_nbytes
+            ):
+                return
+            more = needs.state - static.optimizer_state
+            loaded.profile = loaded.profile.model_copy(
+                update={
+                    "static": static.model_copy(update={"optimizer_state": needs.state}),
+                    "optimizer_workspace_nbytes": needs.workspace,
+                }
+            )
+            names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers.all))
+            why = f"{format_bytes(needs.state)} of it the state of {names}"
+            try:
+                loaded.load(*self._planning.tightest(loaded.profile, why, loaded.extra_static))
+            except (PlannerError, RemoteError) as error:
+                log.warning(
+                    "%s: %s steps it, and no plan leaves room for its state (%s): its plan stays",
+                    self._name,
+                    names,
+                    str(error).partition("\n")[0],
+                )
+                return
+        self._tell_once(
+            "optimizer",
+            "%s: %s steps it and was not passed to ac_client.apply: planned again with %s of state. Pass "
+            "optimizer=... to have it counted from the first step on",
+            self._name,
+            names,
+            format_bytes(more),
+        )
 
     def _beyond(self, shape: Shape, key: Key) -> Loaded:
         """What runs a batch that no bucket covers and that is not planned."""
@@ -339,10 +433,24 @@ class Choosing:
         self._buckets.remember(key, loaded)
         return loaded
 
-    def _plan(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], shape: Shape) -> Loaded:
-        profile = self._profiled(model, args, kwargs)
+    def _plan(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        shape: Shape,
+        loop: Loop | None = None,
+        *,
+        running: bool = False,
+    ) -> Loaded:
+        """Profile a batch and plan it; a loop that is `running` takes the tightest plan where none fits."""
+        loop = loop or Loop(self._watch.forwards)
+        profile = self._profiled(model, args, kwargs, loop)
         try:
-            policy, made = self._planning.first(profile)
+            if running:
+                policy, made = self._planning.tightest(profile, f"with {_in_words(loop)}")
+            else:
+                policy, made = self._planning.first(profile)
         except InfeasibleBudget as error:
             if parts := compiled_parts(model):
                 more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
@@ -351,17 +459,31 @@ class Choosing:
                     f"{', '.join(parts[:3])}{more}. With fewer of them the step needs less."
                 )
             raise
-        loaded = self._keep(model, Loaded(shape, policy, made, profile))
+        loaded = self._keep(model, Loaded(shape, policy, made, profile, loop=loop))
         if self._shapes == "first":
             loaded.shape = None
             self._buckets.serves_all = loaded
         return loaded
 
-    def _profiled(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Profile:
+    def _profiled(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loop: Loop
+    ) -> Profile:
         _check_hooks()
         self._thread.profiling = True
+        loss = self._loss
+        if loss is not None and loop.forwards > 1 and not self._loss_takes_all:
+            loss = _summed(loss)
+        accumulates = True if loop.retains else None  # the second backward finds the gradients of the first
         try:
-            return observe(model, args, kwargs, optimizer=self._optimizer)
+            return observe(
+                model,
+                args,
+                kwargs,
+                loss=loss,
+                optimizer=self._optimizers.all,
+                accumulates=accumulates,
+                loop=loop,
+            )
         finally:
             self._thread.profiling = False
 
@@ -369,6 +491,7 @@ class Choosing:
         """Carry out what was planned here."""
         if self.allocator is None:
             self.allocator = allocator_peak(device_of(model))
+        loaded.optimizers = self._optimizers.adopted
         self._buckets.add(loaded)
         self._told_of(loaded)
         return loaded
@@ -387,6 +510,27 @@ class Choosing:
         if what not in self._told:
             self._told.add(what)
             log.warning(message, *args)
+
+
+def _summed(loss: Loss) -> Loss:
+    """Return the loss of several outputs, of each of which `loss` is taken."""
+
+    def of_all(outs: Sequence[Any]) -> Tensor:
+        total = loss(outs[0])
+        for out in outs[1:]:
+            total = total + loss(out)
+        return total
+
+    return of_all
+
+
+def _in_words(loop: Loop) -> str:
+    """Return what a loop does, in words."""
+    n = loop.forwards
+    words = f"{n} forward{'s' if n > 1 else ''} before one backward"
+    if loop.retains:
+        words += " that retains its graph"
+    return words + (", and outputs that are dropped before it" if loop.drops else "")
 
 
 def _check_hooks() -> None:

@@ -22,6 +22,7 @@ class Forward(threading.local):
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
         self._loaded: Loaded | None = None
+        self._index = 0  # of the forward, among those that wait for one backward
         self._unrecorded = 0  # ops that ran while the mode was off
         self._strict = False
         self._quiet: Quiet = {}  # of the policy that the cursor walks
@@ -33,15 +34,22 @@ class Forward(threading.local):
         loaded: Loaded,
         model: nn.Module,
         *,
+        waiting: int = 0,
         strict: bool,
         report: Callable[[OffPath], None],
         beside: Set[str],
     ) -> None:
         """Carry `loaded` out from here on; `report` is told where the forward of `model` leaves its path.
 
+        So many others are `waiting` for their backward.
+
         What the modules `beside` run themselves is no part of it.
         """
-        route, self._quiet = loaded.way
+        self._index = loaded.forward_at(waiting)
+        self._loaded, self._unrecorded = loaded, 0
+        if not loaded.recomputes:
+            return
+        route, self._quiet = loaded.ways[self._index]
         self._cursor = Cursor(
             route,
             strict=strict,
@@ -49,7 +57,6 @@ class Forward(threading.local):
             in_forward=partial(_is_called, weakref.ref(model)),
             beside=beside,
         )
-        self._loaded, self._unrecorded = loaded, 0
         self._strict = strict
         self._unseen = 0
         self._watched = []
@@ -57,8 +64,8 @@ class Forward(threading.local):
         region.__enter__()
         self._region = region
 
-    def end(self, *, whole: bool = False) -> None:
-        """It is over, or was left open. May be called when none is running.
+    def end(self, *, whole: bool = False) -> Loaded | None:
+        """It is over, or was left open. May be called when none is running. Returns what it ran under.
 
         Raises:
             LeftThePath: it is over as a `whole`, some ops of its policy did not run, and it is strict.
@@ -70,10 +77,11 @@ class Forward(threading.local):
                 self._quiet.clear()
             region.__exit__(None, None, None)
         loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            loaded.unrecorded = self._unrecorded
+        if loaded is not None and self._index < len(loaded.unrecorded):  # else planned again meanwhile
+            loaded.unrecorded[self._index] = self._unrecorded
         if whole and cursor is not None:
             cursor.finish()
+        return loaded
 
     def enter(self, path: str) -> None:
         """The module at `path` is called. Stretches that are saved whole run without the mode."""

@@ -9,10 +9,10 @@ import logging
 import threading
 import time
 
-import torch
 from torch import nn
 
 from ac_client.buckets import Loaded
+from ac_client.optimizers import ModelOptimizers
 from ac_client.peaks import MOST_CORRECTIONS, AllocatorPeak, too_little, too_much
 from ac_client.ranks import Terms
 from ac_client.remote import RemoteError, ServiceUnavailable, request_policy
@@ -20,7 +20,6 @@ from autoac.planner import Constraints, InfeasibleBudget, Plan, PlannerError, Po
 from autoac.planner.graph import SaveSet
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
-from autoac.profiler.static import optimizer_state_nbytes
 
 log = logging.getLogger("ac_client")
 
@@ -36,7 +35,7 @@ class Planning:
         budget_bytes: int | None,
         headroom_bytes: int,
         constraints: Constraints | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: ModelOptimizers,
         service: str | None,
         require_service: bool = False,
     ) -> None:
@@ -44,7 +43,7 @@ class Planning:
         self.budget_bytes = budget_bytes
         self.headroom_bytes = headroom_bytes
         self.constraints = constraints
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._service = service
         self._require_service = require_service
         self._lock = threading.Lock()  # of corrections
@@ -108,9 +107,41 @@ class Planning:
         )
         return made.policy(), made
 
+    def tightest(self, profile: Profile, why: str, extra_static: int = 0) -> tuple[Policy, Plan | None]:
+        """As `planned` within the limit; where there is no such plan, the tightest, with a warning.
+
+        For a loop that is running, which an error would break off.
+
+        Args:
+            profile, extra_static: as for `planned`.
+            why: what the step needs so much for, in words.
+
+        Raises:
+            PlannerError, RemoteError: as `planned`, if no plan at all was found.
+        """
+        try:
+            return self.planned(profile, self.limit, extra_static)
+        except InfeasibleBudget as error:
+            if error.smallest_found is None:
+                raise
+            policy, made = self.planned(profile, error.smallest_found, extra_static, error.save_set)
+        self.warn_not_kept(policy.predicted.peak_bytes, why)
+        return policy, made
+
+    def warn_not_kept(self, needs: int, why: str) -> None:
+        """Warn that no plan keeps the budget."""
+        log.warning(
+            "%s: the budget of %s cannot be kept: the step needs at least %s, %s. It runs under its tightest "
+            "plan",
+            self.name,
+            format_bytes(self.budget_bytes or 0),
+            format_bytes(needs),
+            why,
+        )
+
     def judge(self, model: nn.Module, loaded: Loaded, *, whole: bool) -> None:
         """Plan again if the steps seen were over the budget; or, `whole` ones, far from using it."""
-        if self.budget_bytes is None or loaded.seen is None:
+        if self.budget_bytes is None or loaded.seen is None or loaded.replaced:
             return
         limit = self.limit
         predicted = loaded.policy.predicted.peak_bytes
@@ -143,9 +174,7 @@ class Planning:
 
     def state_exists(self, model: nn.Module, profile: Profile) -> bool:
         """Return True if the optimizer has all the state that the profile counts."""
-        if self._optimizer is None:
-            return True
-        return optimizer_state_nbytes(self._optimizer, device_of(model)) >= profile.static.optimizer_state
+        return self._optimizers.state_nbytes(device_of(model)) >= profile.static.optimizer_state
 
     def _correct(self, loaded: Loaded, change: int) -> None:
         """Add what the prediction missed to it, and plan again."""
@@ -156,17 +185,25 @@ class Planning:
             loaded.corrections += 1
             loaded.correction += change
             try:
-                self._plan_again(loaded)
+                needs = self._plan_again(loaded)
             except (PlannerError, RemoteError) as error:
                 loaded.correction -= change
                 log.warning(
-                    "%s: measured %s where %s was predicted, and no plan makes up for it (%s): it stays",
+                    "%s: measured %s where %s was predicted, and planning again failed (%s): its plan stays",
                     self.name,
                     format_bytes(seen or 0),
                     format_bytes(predicted),
                     str(error).partition("\n")[0],
                 )
                 return
+        if needs is not None:
+            loaded.told = True
+            self.warn_not_kept(
+                needs,
+                f"measured {format_bytes(seen or 0)} where {format_bytes(predicted)} was predicted, of which "
+                f"{format_bytes(change)} are in no plan",
+            )
+            return
         log.warning(
             "%s: measured %s where %s was predicted and %s is the budget: planned again, corrected by %s; "
             "%d of %d ops recomputed, predicted %s",
@@ -201,7 +238,7 @@ class Planning:
         with self._lock:
             loaded.withheld = max(0, limit - aim)
             try:
-                self._plan_again(loaded)
+                self._plan_again(loaded, otherwise=True)
             except (PlannerError, RemoteError):
                 loaded.withheld = withheld
                 raise
@@ -212,15 +249,21 @@ class Planning:
             format_bytes(loaded.policy.predicted.peak_bytes),
         )
 
-    def _plan_again(self, loaded: Loaded) -> None:
+    def _plan_again(self, loaded: Loaded, *, otherwise: bool = False) -> int | None:
         """As first, with `loaded`'s corrections; where that is too tight, the tightest plan there is.
 
+        Returns the bytes that the step then needs, corrections included; None if they are within the limit.
+
+        Args:
+            otherwise: raise where the tightest plan is the one that it has.
+
         Raises:
-            PlannerError: that is no other than the plan that it has.
+            PlannerError: no plan was found.
             RemoteError: the service would not make one.
         """
         assert loaded.profile is not None
         within = max(1, self.limit - loaded.correction - loaded.withheld)
+        needs = None
         try:
             policy, made = self.planned(loaded.profile, within, loaded.extra_static)
         except InfeasibleBudget as error:
@@ -229,8 +272,9 @@ class Planning:
             policy, made = self.planned(
                 loaded.profile, error.smallest_found, loaded.extra_static, error.save_set
             )
-            if policy.decisions == loaded.policy.decisions:
+            if otherwise and policy.decisions == loaded.policy.decisions:
                 raise
+            needs = policy.predicted.peak_bytes + loaded.correction + loaded.withheld
         predicted = policy.predicted
         moved = {
             name: max(0, getattr(predicted, name) + loaded.correction)
@@ -244,3 +288,4 @@ class Planning:
             }
         )
         loaded.load(policy, made)
+        return needs

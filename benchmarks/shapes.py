@@ -16,6 +16,8 @@ import torch
 
 from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded
 from ac_client.choosing import Choosing
+from ac_client.loop_watch import LoopWatch
+from ac_client.optimizers import ModelOptimizers
 from ac_client.planning import Planning
 from ac_client.shapes import key_of, shape_of
 from autoac.planner import Policy, plan
@@ -82,10 +84,15 @@ def main() -> None:
         buckets.remember(key, buckets.all[-1])
         print(f"| {name} | {median_us(again):.1f} | {new:.1f} |")
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(500)])
+    optimizers = ModelOptimizers(model, None)
+    planning = Planning("model", None, 0, None, optimizers, None)
     choosing = Choosing(
         model,
-        Planning("model", None, 0, None, None, None),
-        optimizer=None,
+        planning,
+        LoopWatch(planning, None, has_loss=False),
+        optimizers=optimizers,
+        loss=None,
+        loss_takes_all=False,
         policy=policy,
         strict=False,
         shapes="bucket",

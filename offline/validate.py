@@ -158,6 +158,11 @@ def _patterns(value: Any) -> str:
     return "" if good else "a list of at most 1000 patterns"
 
 
+def _ends(value: Any) -> str:
+    good = isinstance(value, list) and not any(map(_COUNT, value)) and value == sorted(value)
+    return "" if good else "a list of whole numbers that ascend"
+
+
 def _text_by_text(value: Any) -> str:
     good = isinstance(value, dict) and not any(_text(k) or _text(v) for k, v in value.items())
     return "" if good else "texts by name"
@@ -212,9 +217,10 @@ _POLICY: dict[str, Rule] = {
     "predicted": _anything,
     "tools": _text_by_text,
     "constraints": _anything,
+    "forward_ends": _ends,
     "decisions": _anything,
 }
-_POLICY_MAY_LACK = {"format", "corrected_by_bytes", "constraints"}
+_POLICY_MAY_LACK = {"format", "corrected_by_bytes", "constraints", "forward_ends"}
 
 
 def _fields(data: Any, rules: dict[str, Rule], may_lack: set[str], where: str = "") -> Iterator[str]:
@@ -260,6 +266,8 @@ def _policy(data: Any, where: str = "") -> Iterator[str]:
 
 def _numbers_agree(data: dict[str, Any], where: str) -> Iterator[str]:
     told, budget = data["predicted"], data["budget_bytes"]
+    if (ends := data.get("forward_ends")) and ends[-1] > len(data["decisions"]):
+        yield f"{where}forward_ends ends at {ends[-1]}, beyond the {len(data['decisions'])} decisions"
     if told["peak_bytes"] > budget:
         yield f"{where}predicted.peak_bytes is {told['peak_bytes']}, over budget_bytes, {budget}"
     if told["recompute_bound_us"] > told["recompute_us"] * (1 + 1e-9):

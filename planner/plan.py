@@ -97,6 +97,7 @@ class Plan:
             ),
             tools=tool_versions(),
             constraints=self.constraints,
+            forward_ends=profile.forward_ends,
             decisions=decisions(profile, self.save_set),
         )
 

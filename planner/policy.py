@@ -6,15 +6,16 @@ a header and one line for each op.
 
 from __future__ import annotations
 
+import itertools
 import json
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoac.planner.constraints import Constraints
 from autoac.planner.errors import MalformedPolicy, UnknownVersion
-from autoac.planner.profile import MAX_INT, Count, Microseconds, Name, Profile, describe, other_format
+from autoac.planner.profile import MAX_INT, Count, Index, Microseconds, Name, Profile, describe, other_format
 
 FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
@@ -56,6 +57,8 @@ class Policy(BaseModel):
     predicted: Predicted
     tools: dict[str, Name]  # versions of what made it
     constraints: Constraints | None = None  # what it was planned under; left out where there are none
+    # Several forwards that run before one backward: how many decisions there are up to the end of each.
+    forward_ends: tuple[Index, ...] = ()  # left out where there is one forward
     decisions: dict[Name, Decision]  # by op key, in execution order
 
     def to_json(self) -> str:
@@ -65,9 +68,24 @@ class Policy(BaseModel):
     def data(self) -> dict[str, Any]:
         """The published form before it is text. What does not apply is not mentioned."""
         left_out = {"constraints"} if self.constraints is None else set()
-        if not self.corrected_by_bytes:
-            left_out.add("corrected_by_bytes")
+        left_out |= {name for name in ("corrected_by_bytes", "forward_ends") if not getattr(self, name)}
         return self.model_dump(mode="json", exclude=left_out)
+
+    @property
+    def forwards(self) -> tuple[dict[str, Decision], ...]:
+        """The decisions of each forward that runs before one backward; those of a loss go with the last."""
+        if not self.forward_ends:
+            return (self.decisions,)
+        items = list(self.decisions.items())
+        ends = (*self.forward_ends[:-1], len(items))
+        return tuple(dict(items[begin:end]) for begin, end in itertools.pairwise((0, *ends)))
+
+    @model_validator(mode="after")
+    def _forward_ends_ascend(self) -> Self:
+        ends = (*self.forward_ends, len(self.decisions))
+        if any(a > b for a, b in itertools.pairwise(ends)):
+            raise ValueError("forward_ends must ascend, up to the number of decisions")
+        return self
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Policy:

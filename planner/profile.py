@@ -211,6 +211,8 @@ class Profile(BaseModel):
     saved: SavedTensors
     backward: BackwardSteps
     notes: tuple[Name, ...] = ()  # what was estimated, and what could not be seen
+    # Where several forwards of the model run before one backward: the number of ops up to the end of each.
+    forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
 
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
@@ -232,6 +234,9 @@ class Profile(BaseModel):
         within("storages.released", self.storages.released, end + 1)
         within("backward.name", self.backward.name, len(self.nodes))
         within("backward.unpacks", self.backward.unpacks.items, len(self.saved))
+        within("forward_ends", self.forward_ends, n + 1)
+        if any(a > b for a, b in itertools.pairwise(self.forward_ends)):
+            raise ValueError("forward_ends must ascend")
         for step, unpacks in enumerate(self.backward.unpacks.rows()):
             for saved in unpacks:
                 if self.saved.dropped[saved] <= n + step:

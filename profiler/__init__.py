@@ -27,7 +27,7 @@ from autoac.profiler.errors import (
     ShardsInUse,
     Unsteady,
 )
-from autoac.profiler.hollow import HollowStep, Loss
+from autoac.profiler.hollow import ONE_FORWARD, HollowStep, Loop, Loss
 from autoac.profiler.local import LocalTimes, datasheet_of, datasheet_of_this_cpu
 from autoac.profiler.plain import with_times_of
 from autoac.profiler.sharding import check_sharded
@@ -110,19 +110,22 @@ def observe(
     kwargs: Mapping[str, Any],
     *,
     loss: Loss | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     on: Device | torch.device | None = None,
     mode: Mode | None = None,
     times: Times | str | os.PathLike[str] | None = None,
     accumulates: bool | None = None,
+    loop: Loop = ONE_FORWARD,
 ) -> Profile:
-    """As `profile`, with the state and workspace of `optimizer` counted.
+    """As `profile`, with the state and workspace of `optimizer` counted, in a loop of any form.
 
     Args:
         model, args, kwargs, loss, on, mode, times: as for `profile`.
-        optimizer: counted as it is, and as it will be after its first step.
+        optimizer: one or several; counted as they are, and as they will be after their first step.
         accumulates: gradients are there before the step, as for all microbatches but the first. By
             default what holds for `model` now; True counts them where they are not there yet.
+        loop: how many forwards run before one backward, each on a batch like this one, and what becomes of
+            their outputs. `loss` gets a list of the outputs where there are several.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"profile takes an nn.Module, and was given a {type(model).__name__}")
@@ -143,7 +146,7 @@ def observe(
         local = LocalTimes(on, datasheet_of(on), times)
         on = local.sheet
     if on is not None:
-        step, notes = fake.run(model, args, kwargs, loss, on, accumulates, local)
+        step, notes = fake.run(model, args, kwargs, loss, on, accumulates, local, loop)
         if local is None:
             notes.append(f"run times are estimated from the datasheet of {on.name}")
         else:
@@ -162,14 +165,17 @@ def observe(
                 "move it to the device that it trains on (to_empty), or profile it with on=DATASHEETS[...]",
             )
         environment = _environment(model, device)
-        step = _observed(model, args, kwargs, loss, device, environment, accumulates, mode, times, notes)
+        step = _observed(
+            model, args, kwargs, loss, device, environment, accumulates, mode, times, notes, loop
+        )
     needs = optimizer_bytes(optimizer, device, on)
+    static = static_bytes(model, args, kwargs, needs.state, device, on, accumulates=accumulates)
     found = assemble(
         step,
         model=type(model).__name__,
         inputs=inputs,
         environment=environment,
-        static=static_bytes(model, args, kwargs, needs.state, device, on, accumulates=accumulates),
+        static=static.model_copy(update={"inputs": loop.forwards * static.inputs}),
         optimizer_workspace_nbytes=needs.workspace,
         notes=[*notes, *([needs.note] if needs.note else [])],
     )
@@ -238,6 +244,7 @@ def _observed(
     mode: Mode,
     times: Times | None,
     notes: list[str],
+    loop: Loop,
 ) -> HollowStep:
     """A hollow step with run times of its own, of a plain step, or of the file; adds to `notes`."""
     here = machine(device, environment.device_name)
@@ -249,15 +256,19 @@ def _observed(
 
     if mode == "measured":
         # A plain step does not show what Python holds without autograd; a hollow one before it does.
-        hollow_step = hollow.run(model, args, kwargs, loss, device, accumulates=accumulates, time_ops=False)
+        hollow_step = hollow.run(
+            model, args, kwargs, loss, device, accumulates=accumulates, time_ops=False, loop=loop
+        )
         plain = hollow.run(
-            model, args, kwargs, loss, device, accumulates=accumulates, keep=True, known=look_up
+            model, args, kwargs, loss, device, accumulates=accumulates, keep=True, known=look_up, loop=loop
         )
         step = with_times_of(hollow_step, plain)
         above = max([0, *accumulate(change.nbytes for change in plain.allocations.changes)])
         notes.append(f"measured: a plain step held {above} bytes at most beside what was there before")
     else:
-        step = hollow.run(model, args, kwargs, loss, device, accumulates=accumulates, known=look_up)
+        step = hollow.run(
+            model, args, kwargs, loss, device, accumulates=accumulates, known=look_up, loop=loop
+        )
     fresh = {signature: row for signature, row in step.measured.items() if signature not in known}
     if times is not None:
         times.keep_ops(here, fresh)

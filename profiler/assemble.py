@@ -144,6 +144,7 @@ def assemble(
         nodes=tuple(nodes),
         reasons=tuple(reasons),
         notes=tuple(notes),
+        forward_ends=tuple(forward.forward_ends) if len(forward.forward_ends) > 1 else (),
     )
 
 

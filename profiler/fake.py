@@ -44,7 +44,7 @@ from autoac.profiler.allocations import Block, Change
 from autoac.profiler.devices import Device
 from autoac.profiler.errors import CannotFake
 from autoac.profiler.gpu_paths import gpu_paths
-from autoac.profiler.hollow import HollowStep, Loss, isolated, take_step
+from autoac.profiler.hollow import ONE_FORWARD, HollowStep, Loop, Loss, isolated, take_step
 from autoac.profiler.local import LocalTimes
 from autoac.profiler.module_state import modules_restored
 from autoac.profiler.ops import OpFacts, facts_of, outputs_of, tensors_in, written_tensors
@@ -259,6 +259,7 @@ def run(
     device: Device,
     accumulates: bool | None = None,
     local: LocalTimes | None = None,
+    loop: Loop = ONE_FORWARD,
 ) -> tuple[HollowStep, list[str]]:
     """Run one fake step; nothing of the model's size is allocated.
 
@@ -293,7 +294,7 @@ def run(
     ):
         try:
             with allocations, torch.enable_grad():
-                marks = take_step(model, call, leaves, loss, recorder, saved, allocations.mark, CPU)
+                marks = take_step(model, call, leaves, loss, recorder, saved, allocations.mark, CPU, loop)
         finally:
             saved.closed = True
             allocations.close()

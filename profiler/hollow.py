@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from autoac.profiler.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.backward_hooks import backward_hooks
-from autoac.profiler.batch import Batch, Call
+from autoac.profiler.batch import Batch, Call, batch_tensors
 from autoac.profiler.compiled import watch_compiled
 from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.module_state import modules_restored, nothing_cached
@@ -47,6 +47,18 @@ from autoac.profiler.timing import (
 from autoac.profiler.wrappers import disarmed
 
 Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """What a training loop does with the model between two steps of the optimizer."""
+
+    forwards: int = 1  # that run before one backward, which goes through all of them
+    drops: frozenset[int] = frozenset()  # outputs that are not held until backward, by position among all
+    retains: bool = False  # backward frees nothing of what forward saved (`retain_graph=True`)
+
+
+ONE_FORWARD = Loop()
 
 Known = Callable[[Set[Hashable]], Mapping[Hashable, Measured]]
 
@@ -80,6 +92,7 @@ def run(
     keep: bool = False,
     known: Known = _nothing_known,
     time_ops: bool = True,
+    loop: Loop = ONE_FORWARD,
 ) -> HollowStep:
     """Run one hollow step, or with `keep` a plain one.
 
@@ -90,6 +103,7 @@ def run(
         keep: keep what autograd saves.
         known: signatures of ops -> run times of those that need not be measured.
         time_ops: False if the run times are of no interest: then no forward is run for them alone.
+        loop: what the training loop does with the model's forwards and outputs.
 
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
@@ -122,7 +136,7 @@ def run(
             leaves += shards.leaves()
             cold_ns = now_ns() - began
             if chooses_at_first(device):
-                warm_up(model, call, leaves, loss, device)
+                warm_up(model, call, leaves, loss, device, loop)
                 for leaf in (*leaves, *shards.aliases):
                     leaf.grad = None
                 began = now_ns() - cold_ns
@@ -130,7 +144,7 @@ def run(
             with allocations:
                 with torch.enable_grad():
                     backward_began, backward_ended = take_step(
-                        model, call, leaves, loss, recorder, saved, allocations.mark, device
+                        model, call, leaves, loss, recorder, saved, allocations.mark, device, loop
                     )
                 saved.closed = True
                 ended = allocations.mark()
@@ -197,13 +211,14 @@ def warm_up(
     leaves: Sequence[Tensor],
     loss: Loss | None,
     device: torch.device,
+    loop: Loop = ONE_FORWARD,
 ) -> None:
     """Take a hollow step of which nothing is written down. Leaves gradients."""
     recorder = Recorder(_unmarked)
     saved = SavedTensorsRecord(recorder, _unmarked)
     try:
         with torch.enable_grad():
-            take_step(model, call, leaves, loss, recorder, saved, _unmarked, device)
+            take_step(model, call, leaves, loss, recorder, saved, _unmarked, device, loop)
     finally:
         saved.closed = True
         for state in recorder.generators.values():
@@ -244,6 +259,7 @@ def take_step(
     saved: SavedTensorsRecord,
     mark: Callable[[], int],
     device: torch.device,
+    loop: Loop = ONE_FORWARD,
 ) -> tuple[int, int]:
     """Forward under the recorder and backward after it; returns the marks around backward."""
     path = [recorder.module]
@@ -263,8 +279,19 @@ def take_step(
     handles = watch_modules(model, enter, leave)
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
-            out = call()
-            roots = [_loss_of(loss, out)] if loss is not None else _roots(out)
+            outs: list[Any] = []
+            roots: list[Tensor] = []
+            for _ in range(loop.forwards):
+                out = call()
+                recorder.end_forward()
+                if loss is None:
+                    roots += roots_of(out)
+                outs.append(_held(out, loop) if loss is None else out)
+                del out
+            if loss is not None:
+                recorder.begin_loss()
+                roots = [_loss_of(loss, outs if loop.forwards > 1 else outs[0])]
+                outs = [_held(out, loop) for out in outs]
         saved.forward_over = True
     finally:
         for handle in handles:
@@ -286,7 +313,9 @@ def take_step(
     with torch.autocast(device.type, enabled=False), call.hooks.silenced():
         gradients = [torch.ones_like(root) for root in roots]
         try:
-            torch.autograd.backward(roots, gradients, inputs=[t for t in leaves if t.requires_grad])
+            torch.autograd.backward(
+                roots, gradients, loop.retains, inputs=[t for t in leaves if t.requires_grad]
+            )
         except RuntimeError as error:
             if why := _checkpoint_refused(error):
                 raise CannotProfile(type(model).__name__, *why) from error
@@ -295,8 +324,10 @@ def take_step(
             )
             raise
     del gradients, roots
+    if loop.retains:
+        outs.clear()  # their graph holds all that forward saved, until here
     ended = mark()
-    del out
+    del outs
     return began, ended
 
 
@@ -326,13 +357,20 @@ def _loss_of(loss: Loss, out: Any) -> Tensor:
     return root
 
 
-def _roots(out: Any) -> list[Tensor]:
-    """Where backward starts: `.loss` or `["loss"]` of the output if there is one, else all of it."""
+def roots_of(out: Any) -> list[Tensor]:
+    """Return where backward starts: `.loss` or `["loss"]` of the output if there is one, else all of it."""
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         return [loss]
     found = tree_leaves(list(out.values()) if isinstance(out, Mapping) else out)
     return [t for t in found if isinstance(t, Tensor) and t.requires_grad]
+
+
+def _held(out: Any, loop: Loop) -> Any:
+    """Return what the loop holds of an output until the end of backward."""
+    if not loop.drops:
+        return out
+    return [tensor for i, tensor in enumerate(batch_tensors([out])) if i not in loop.drops]
 
 
 def _cloned(tensor: Tensor) -> Tensor:

@@ -80,6 +80,7 @@ class ForwardRecord:
     ops: list[RecordedOp] = field(default_factory=list)
     values: list[RecordedValue] = field(default_factory=list)
     storages: list[RecordedStorage] = field(default_factory=list)
+    forward_ends: list[int] = field(default_factory=list)  # by forward of the model: ops up to its end
 
 
 class Recorder(SeesCompiled):
@@ -105,6 +106,7 @@ class Recorder(SeesCompiled):
         self.originals: Originals | None = None  # what forward is not to change
         self.generators: dict[int, GeneratorState] = {}  # explicit ones, as they were
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read a storage from outside
+        self._in_loss = False
         self._mark = mark
 
     @classmethod
@@ -123,6 +125,8 @@ class Recorder(SeesCompiled):
         index = len(self.record.ops)
         pin = self.pins.get(self.module)
         must_save = facts.must_save if pin is None else PINNED if pin == MUST_SAVE else ""
+        if self._in_loss:
+            must_save = must_save or OUTSIDE_OF_MODEL
         written = list(written_tensors(facts, args, kwargs))
         reads: list[int] = []
         for tensor in tensors_in(args, kwargs):
@@ -130,6 +134,7 @@ class Recorder(SeesCompiled):
                 must_save = must_save or "reads a tensor without a storage of its own"
             elif (value := self.current.get(tensor)) is not None:
                 reads.append(value)
+                self._note_crossing(value)
             elif not any(tensor is w for w in written):
                 self._note_reader(tensor, index)
         draws = facts.draws(args, kwargs)
@@ -162,6 +167,20 @@ class Recorder(SeesCompiled):
         for tensor in outputs_of(out):
             self._new_output(tensor, index, args, kwargs)
         return out
+
+    def end_forward(self) -> None:
+        """Mark the end of one forward of the model."""
+        self.record.forward_ends.append(len(self.record.ops))
+
+    def begin_loss(self) -> None:
+        """Record what runs from here on as outside of the model, where no plan is carried out."""
+        self._in_loss = True
+
+    def _note_crossing(self, value: int) -> None:
+        # What a forward reads of one before it (autocast's copy of a weight) it finds held from outside.
+        ends, maker = self.record.forward_ends, self.record.values[value].op
+        if ends and maker < ends[-1] and not self._in_loss:
+            self.record.ops[maker].insist_on_saving(CROSSES_FORWARDS)
 
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
         """What compiled code runs is no op of the plan, and what it writes is from outside."""
@@ -357,6 +376,8 @@ class SavedTensorsRecord:
 
 
 UNPACKED = "a backward inside forward reads it"
+CROSSES_FORWARDS = "another forward reads it"
+OUTSIDE_OF_MODEL = "it runs outside of the model"
 
 _BYTE_OF_NUMBERS = 0x3F  # four of them are 0.747 in float32, two are 0.746 in bfloat16
 

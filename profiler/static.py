@@ -93,16 +93,25 @@ def allocator_rounding(device: torch.device) -> int:
 
 
 def optimizer_bytes(
-    optimizer: torch.optim.Optimizer | None, device: torch.device, on: Device | None = None
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    device: torch.device,
+    on: Device | None = None,
 ) -> OptimizerBytes:
     """State and workspace of `optimizer` on `device`, also before its first step.
 
-    In bytes, as the allocator rounds them. Runs two steps of a copy of the optimizer on fake tensors, which
-    allocates nothing. Where it looks at a number (Adafactor at norms), it finds a one. With `on`, its
-    parameters are taken to be there, wherever they are.
+    In bytes, as the allocator rounds them. Several optimizers step one after the other.
+    Runs two steps of a copy of each on fake tensors, which allocates nothing. Where one looks at a number
+    (Adafactor at norms), it finds a one. With `on`, its parameters are taken to be there, wherever they are.
     """
     if optimizer is None:
         return OptimizerBytes(0, 0)
+    if isinstance(optimizer, Sequence):
+        several = [optimizer_bytes(one, device, on) for one in optimizer]
+        return OptimizerBytes(
+            sum(one.state for one in several),
+            max((one.workspace for one in several), default=0),
+            "; ".join(one.note for one in several if one.note),
+        )
     optimizer = innermost(optimizer)
     existing = optimizer_state_nbytes(optimizer, device)
     try:
