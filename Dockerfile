@@ -5,27 +5,32 @@
 #
 # A container listens on all of its addresses, so it does not start without AUTOAC_TOKEN, unless its
 # database has keys. The database is a file in /data, or what AUTOAC_DATABASE_URL says. The same image is a
-# worker: `docker run ... autoac python -m autoac.api worker`.
+# worker: `docker run ... autoac python -m autoac.api worker`. Either answers the health check, a worker with its
+# metrics. For builds that never change, name the base image by its digest.
 # tests/api/test_image.py follows the COPY, RUN, ENV, HEALTHCHECK and CMD lines outside of Docker:
-# keep RUN lines that install in the form `pip install ...`.
+# keep RUN lines that install in the form `pip ...` or `python ...`.
 FROM python:3.11-slim
 
 WORKDIR /src
+# What the sources need comes first, so that a change of theirs installs nothing else again.
 COPY constraints.txt ./
 COPY service.pyproject.toml pyproject.toml
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['postgres'], sep='\n', file=open('requirements.txt', 'w'))"
+RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY planner planner
 COPY pages pages
 COPY api api
-RUN pip install --no-cache-dir -c constraints.txt ".[postgres]"
+RUN pip install --no-cache-dir --no-deps .
 RUN pip check
-RUN useradd --system --no-create-home autoac
+# The number is that of deploy/kubernetes.yaml: what one writes to a volume, the other can read.
+RUN useradd --system --no-create-home --uid 10001 autoac
 
-RUN mkdir /data && chown autoac /data
+RUN mkdir -m 700 /data && chown autoac /data
 
 WORKDIR /
-USER autoac
-ENV AUTOAC_HOST=0.0.0.0 AUTOAC_PORT=8421 XDG_DATA_HOME=/data
+USER 10001
+ENV AUTOAC_HOST=0.0.0.0 AUTOAC_PORT=8421 AUTOAC_WORKER_PORT=9421 XDG_DATA_HOME=/data
 VOLUME /data
 EXPOSE 8421
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10s CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"AUTOAC_PORT\"]}/livez', timeout=4)"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s CMD ["python", "-m", "autoac.api.health_check"]
 CMD ["python", "-m", "autoac.api"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +82,41 @@ def test_every_setting_is_in_the_docs() -> None:
     page = (ROOT / "docs" / "service.md").read_text()
     missing = [name for name in Settings.model_fields if f"`AUTOAC_{name.upper()}`" not in page]
     assert missing == []
+
+
+def test_pods_have_no_more_rights_than_they_need() -> None:
+    for manifest in PODS:
+        pod = manifest["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert re.fullmatch(r"autoac:[\d.]+", container["image"])
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {c["image"] for m in PODS for c in m["spec"]["template"]["spec"]["containers"]} == {
+        f"autoac:{version}"
+    }
+
+
+def test_policies_and_budgets_select_pods_that_there_are() -> None:
+    labels = [m["spec"]["template"]["metadata"]["labels"] for m in PODS]
+    selectors = [
+        m["spec"].get("selector") or m["spec"]["podSelector"]
+        for m in MANIFESTS
+        if m["kind"] in ("PodDisruptionBudget", "NetworkPolicy")
+    ]
+    assert len(selectors) == 3
+    for selector in selectors:
+        assert any(selector["matchLabels"].items() <= has.items() for has in labels)
+
+
+def test_compose_has_no_password_of_its_own() -> None:
+    text = (ROOT / "compose.yaml").read_text()
+    used = re.findall(r"\$\{(\w+)(:[-?])", text)
+    assert {how for name, how in used if name in ("POSTGRES_PASSWORD", "AUTOAC_TOKEN")} == {":?"}
+
+
+def test_what_the_image_copies_is_sent_to_its_build() -> None:
+    sources = re.findall(r"^COPY (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    assert [source for source in sources if f"!{source}" not in allowed] == []

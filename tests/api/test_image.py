@@ -18,6 +18,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
+import yaml
+from prometheus_client import start_http_server
 from service_fakes import request
 
 from autoac.planner import Policy, Profile
@@ -68,11 +70,12 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
                 shutil.copytree(origin, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(origin, target)
-        elif name == "RUN" and words[0] == "pip":
+        elif name == "RUN" and words[0] in ("pip", "python"):
             # The cache is the machine's, and so is the mirror; nothing else is taken over.
             arguments = [word for word in words[1:] if word != "--no-cache-dir"]
+            pip = ["-m", "pip", "--disable-pip-version-check"] if words[0] == "pip" else []
             done = subprocess.run(
-                [made.bin / "python", "-m", "pip", "--disable-pip-version-check", *arguments],
+                [made.bin / "python", *pip, *arguments],
                 cwd=src,
                 capture_output=True,
                 text=True,
@@ -129,13 +132,35 @@ def test_it_starts_and_answers_and_plans(image: Image, url: str, profile: Profil
     assert policy.tools["autoac"] != "unknown"
 
 
-def test_its_health_check_passes_while_it_runs(image: Image, url: str) -> None:
+def healthy(image: Image, **ports: str) -> bool:
+    """Whether the image's health check passes."""
     command = json.loads(said("HEALTHCHECK").partition("CMD ")[2])
-    environment = os.environ | {"AUTOAC_PORT": url.rpartition(":")[2]}
-    assert subprocess.run([image.bin / command[0], *command[1:]], env=environment).returncode == 0
-    environment["AUTOAC_PORT"] = "9"
-    failed = subprocess.run([image.bin / command[0], *command[1:]], env=environment, capture_output=True)
-    assert failed.returncode == 1
+    environment = os.environ | {"AUTOAC_PORT": "9", "AUTOAC_WORKER_PORT": "9"} | ports
+    done = subprocess.run([image.bin / command[0], *command[1:]], env=environment, capture_output=True)
+    assert done.returncode in (0, 1), done.stderr
+    assert not done.stderr
+    return done.returncode == 0
+
+
+def test_its_health_check_passes_while_it_runs(image: Image, url: str) -> None:
+    assert healthy(image, AUTOAC_PORT=url.rpartition(":")[2])
+    assert not healthy(image)
+
+
+def test_its_health_check_passes_for_a_worker_too(image: Image) -> None:
+    server = start_http_server(0, addr="127.0.0.1")[0]  # as a worker serves its metrics
+    try:
+        assert healthy(image, AUTOAC_WORKER_PORT=str(server.server_port))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "AUTOAC_WORKER_PORT=9421" in said("ENV")
+
+
+def test_sources_are_copied_after_what_they_need_is_installed() -> None:
+    lines = [" ".join(step) for step in steps()]
+    install = next(i for i, line in enumerate(lines) if "-r requirements.txt" in line)
+    assert min(lines.index(f"COPY {name} {name}") for name in ("planner", "pages", "api")) > install
 
 
 def test_without_a_token_it_does_not_start(image: Image, tmp_path: Path) -> None:
@@ -150,7 +175,11 @@ def test_without_a_token_it_does_not_start(image: Image, tmp_path: Path) -> None
 
 
 def test_it_runs_as_a_user_of_its_own() -> None:
-    assert said("USER") not in ("root", "0")
+    assert f"--uid {said('USER')} " in "".join(rest for name, rest in steps() if name == "RUN")
+    manifests = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+    deployments = [m for m in manifests if m["kind"] == "Deployment"]
+    users = {m["spec"]["template"]["spec"]["securityContext"]["runAsUser"] for m in deployments}
+    assert users == {int(said("USER"))}
     assert said("FROM") == "python:3.11-slim"
 
 
