@@ -27,6 +27,7 @@ from autoac.profiler.errors import (
     ShardsInUse,
     Unsteady,
 )
+from autoac.profiler.garbage import heap_frozen, not_collecting
 from autoac.profiler.hollow import ONE_FORWARD, HollowStep, Loop, Loss
 from autoac.profiler.local import LocalTimes, datasheet_of, datasheet_of_this_cpu
 from autoac.profiler.plain import with_times_of
@@ -104,6 +105,7 @@ def profile(
     return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times)
 
 
+@heap_frozen()
 def observe(
     model: nn.Module,
     args: Sequence[Any],
@@ -170,15 +172,16 @@ def observe(
         )
     needs = optimizer_bytes(optimizer, device, on)
     static = static_bytes(model, args, kwargs, needs.state, device, on, accumulates=accumulates)
-    found = assemble(
-        step,
-        model=type(model).__name__,
-        inputs=inputs,
-        environment=environment,
-        static=static.model_copy(update={"inputs": loop.forwards * static.inputs}),
-        optimizer_workspace_nbytes=needs.workspace,
-        notes=[*notes, *([needs.note] if needs.note else [])],
-    )
+    with not_collecting():
+        found = assemble(
+            step,
+            model=type(model).__name__,
+            inputs=inputs,
+            environment=environment,
+            static=static.model_copy(update={"inputs": loop.forwards * static.inputs}),
+            optimizer_workspace_nbytes=needs.workspace,
+            notes=[*notes, *([needs.note] if needs.note else [])],
+        )
     if on is None and times is not None:
         found = _with_kept_backward(found, times, machine(device, environment.device_name))
     return found

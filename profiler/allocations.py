@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autoac.profiler.garbage import not_collecting
 from autoac.profiler.recording import Allocated, Marked, Recording
 from autoac.profiler.timing import Clock, clock_of
 
@@ -80,7 +81,8 @@ class AllocationRecord:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._recording.__exit__(kind, error, trace)
         if kind is None:
-            self._read()
+            with not_collecting():
+                self._read()
             self.times_ns = self._clock.times_ns()
             assert len(self.places) == self._marks == len(self.times_ns), "the profiler lost a mark"
 

@@ -170,12 +170,16 @@ def run(
             silent = not any(op.facts.collective for op in ops)
             if wanted:
                 more: Samples = {}
+                in_step = [(at[op.ended] - at[op.began]) / 1e3 for op in ops]
                 if time_ops and silent:
                     forward_ns = min(cold_ns, at[backward_began] - at[0])  # one was cold, one recorded
                     step_ns = forward_ns + at[backward_ended] - at[backward_began]
                     left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
-                    more = forwards(call, device, wanted, forward_ns / 1e9, max(EXTRA_S, left_s))
-                in_step = [(at[op.ended] - at[op.began]) / 1e3 for op in ops]
+                    took = dict.fromkeys(wanted, 0.0)
+                    for signature, us in zip(signatures, in_step, strict=True):
+                        if signature in took:
+                            took[signature] += us
+                    more = forwards(call, device, took, forward_ns / 1e9, max(EXTRA_S, left_s))
                 more.setdefault(BETWEEN, first.get(BETWEEN, []))
                 measured = {**middle_and_spread(in_step, signatures, more), **measured}
         finally:

@@ -154,10 +154,17 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
     twin = copy.copy(optimizer)
     with FakeTensorMode(allow_non_fake_inputs=True):
         groups = []
+        stands_for: dict[Tensor, int] = {}  # fake parameter -> how many real ones
         for group in optimizer.param_groups:
-            fakes = []
+            fakes: list[nn.Parameter] = []
+            alike: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 held = local(parameter)
+                kind = held.size(), held.stride(), held.dtype, held.device, parameter.requires_grad
+                same = alike.setdefault(kind, [])
+                if len(same) == ALIKE and _updates_one_by_one(optimizer, group, device_type):
+                    stands_for[same[-1]] += 1
+                    continue
                 fake = nn.Parameter(
                     torch.empty_strided(
                         held.size(),
@@ -169,6 +176,8 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
                 if parameter.requires_grad:
                     fake.grad = torch.empty_like(fake)
                 fakes.append(fake)
+                same.append(fake)
+                stands_for[fake] = 1
             chosen = {"foreach": True} if _chooses_foreach(group, fakes) else {}
             groups.append({**group, **chosen, "params": fakes})
         twin.param_groups = groups
@@ -179,9 +188,23 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
             type(optimizer).step(twin)  # makes the state
         with torch.no_grad(), _Workspace(device_type, rounding) as second:
             type(optimizer).step(twin)
-        state = _state_nbytes(twin.state.values(), device_type, rounding)
+        made = {fake: _state_nbytes([state], device_type, rounding) for fake, state in twin.state.items()}
         # The state is counted as there from the beginning, so of the first step what is more than that.
-        return state, max(second.peak, first.peak - state)
+        workspace = max(second.peak, first.peak - sum(made.values()))
+        return sum(nbytes * stands_for.get(fake, 1) for fake, nbytes in made.items()), workspace
+
+
+ALIKE = 2  # equal parameters of a group that are updated for all of them, where one comes after the other
+
+
+def _updates_one_by_one(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device_type: str) -> bool:
+    """Return True if each parameter of `group` is surely updated by itself, as torch does on a CPU."""
+    return (
+        f"{type(optimizer).__module__}.".startswith("torch.optim.")
+        and device_type == "cpu"
+        and not group.get("foreach")
+        and not group.get("fused")
+    )
 
 
 def _chooses_foreach(group: Mapping[str, Any], fakes: Sequence[Tensor]) -> bool:

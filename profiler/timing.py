@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,9 @@ from autoac.profiler.record import signature_of
 SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards
 LEAST_SAMPLES = 3  # of them, that do without those of the profiled step
 MOST_STEPS = 1.75  # that a profile may take, in steps, more forwards included, or
-EXTRA_S = 0.25  # that more forwards may take, in seconds, where steps are short
+CLOCK_READ_EVERY = 8  # stops of the clock
+EXTRA_S = 0.1  # that more forwards may take, in seconds, where steps are short
+RARE = 0.1  # part of forward's time that may be in kinds of op with fewer samples than that
 
 Samples = dict[Hashable, list[float]]
 """Run times in microseconds, by signature."""
@@ -57,24 +59,29 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's clock, which stands still from `stop` to `go_on`, while something else is done."""
+    """The host's clock, which stands still from `stop` to `go_on`, while something else is done.
+
+    Reading a thread's clock is a system call, which can take longer than an op. So how long it stood still is
+    read for one stop in `CLOCK_READ_EVERY`, and taken to be the median of these for all.
+    """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
-        self._stopped_ns = 0
-        self._lost_ns = 0  # while it stood still
-        self._times_ns: list[int] = []
+        self._stopped_ns: list[int] = []
+        self._lost_ns: list[int] = []  # while it stood still, where that was read
 
     def stop(self) -> None:
-        self._stopped_ns = self._now_ns()
-        self._times_ns.append(self._stopped_ns - self._lost_ns)
+        self._stopped_ns.append(self._now_ns())
 
     def go_on(self) -> None:
-        self._lost_ns += self._now_ns() - self._stopped_ns
+        if len(self._stopped_ns) % CLOCK_READ_EVERY == 1:
+            self._lost_ns.append(self._now_ns() - self._stopped_ns[-1])
 
     def times_ns(self) -> list[int]:
         """When it was stopped, each time."""
-        return self._times_ns
+        lost = round(statistics.median(self._lost_ns)) if self._lost_ns else 0
+        times = (stopped - i * lost for i, stopped in enumerate(self._stopped_ns))
+        return list(itertools.accumulate(times, max))  # a stop that was shorter moves no time back
 
 
 class DeviceClock:
@@ -197,16 +204,18 @@ def timed_forward(call: Call, device: torch.device) -> Samples:
 def forwards(
     call: Call,
     device: torch.device,
-    wanted: Set[Hashable],
+    wanted: Mapping[Hashable, float],
     forward_s: float,
     left_s: float,
 ) -> Samples:
-    """Run forward again and again, until every kind of op in `wanted` has been seen often enough.
+    """Run forward again and again, until the kinds of op in `wanted` have been seen often enough.
+
+    Those that together take a small part of the time need not be (`RARE`).
 
     Args:
         call: runs forward.
         device: where.
-        wanted: kinds of op.
+        wanted: kinds of op, and what all calls of each took.
         forward_s: what one forward takes, in seconds.
         left_s: what all may take, in seconds.
     """
@@ -214,11 +223,12 @@ def forwards(
     now_ns = host_clock(device)
     spent, last = 0.0, forward_s
     for _ in range(SAMPLES):
-        if spent + last > left_s or all(len(samples.get(key, ())) >= SAMPLES for key in wanted):
+        lacking = sum(took for key, took in wanted.items() if len(samples.get(key, ())) < SAMPLES)
+        if spent + last > left_s or (samples and lacking <= RARE * sum(wanted.values())):
             break
         began = now_ns()
         found = timed_forward(call, device)
-        for key in wanted & found.keys():
+        for key in wanted.keys() & found.keys():
             samples.setdefault(key, []).extend(found[key])
         last = (now_ns() - began) / 1e9
         spent += last

@@ -14,11 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.allocations import AllocationRecord
+from autoac.profiler.backward_hooks import BackwardHooks
 from autoac.profiler.batch import Batch, Call
 from autoac.profiler.local import seconds
 from autoac.profiler.originals import Originals
 from autoac.profiler.recording import Allocated, Marked, Ran, Recording
-from autoac.profiler.timing import DeviceClock, HostClock, clock_of, host_clock, timed_forward
+from autoac.profiler.timing import (
+    CLOCK_READ_EVERY,
+    DeviceClock,
+    HostClock,
+    clock_of,
+    host_clock,
+    timed_forward,
+)
 
 CPU = torch.device("cpu")
 
@@ -92,11 +100,38 @@ def test_one_record_at_a_time() -> None:
 
 
 def test_the_clock_of_marks_stands_still_while_they_are_placed() -> None:
+    now, read = 0, 0
+
+    def clock() -> int:
+        nonlocal read
+        read += 1
+        return now
+
+    host = HostClock(clock)
+    for _ in range(40):
+        now += 100  # work
+        host.stop()
+        now += 7  # a mark
+        host.go_on()
+    assert host.times_ns() == list(range(100, 4100, 100))
+    assert read == 40 + 40 // CLOCK_READ_EVERY  # a system call each
+
+
+def test_the_clock_of_marks_never_runs_backward() -> None:
+    readings = iter([0, 9, 9, 10, 11])  # the first mark takes 9, the others nothing
+    host = HostClock(lambda: next(readings))
+    for _ in range(4):
+        host.stop()
+        host.go_on()
+    assert host.times_ns() == [0, 0, 0, 0]
+
+
+def test_a_record_counts_its_marks_by_the_clock() -> None:
     ticks = itertools.count()
-    with AllocationRecord(CPU, HostClock(lambda: next(ticks))) as record:  # a tick between any two readings
+    with AllocationRecord(CPU, HostClock(lambda: next(ticks))) as record:
         for _ in range(4):
             record.mark()
-    assert record.times_ns == [0, 1, 2, 3]
+    assert len(record.times_ns) == len(record.places) == 4
 
 
 def test_the_clock_is_the_threads_own_only_where_backward_runs_on_that_thread() -> None:
@@ -160,7 +195,7 @@ def test_an_op_on_a_device_is_timed_by_events_of_its_stream(monkeypatch: pytest.
     assert seconds(lambda: None, second) == pytest.approx(1.5e-6)
     originals = Originals()
     batch = Batch((torch.ones(2),), {}, torch.Tensor.detach, originals)
-    samples = timed_forward(Call(nn.Tanh(), batch, originals, lambda: None), second)
+    samples = timed_forward(Call(nn.Tanh(), batch, originals, lambda: None, BackwardHooks()), second)
     assert [value for found in samples.values() for value in found] == pytest.approx([1.5])
     assert stream.synchronized
 

@@ -1,0 +1,113 @@
+"""A profile costs little: the collector leaves the heap alone, and nothing is run more often than needed."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoac.profiler import hollow, observe, static, timing
+from autoac.profiler.batch import Call
+from autoac.profiler.garbage import heap_frozen, not_collecting
+from autoac.profiler.static import optimizer_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_the_heap_is_frozen_while_a_step_is_observed_and_thawed_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frozen: list[int] = []
+    take_step = hollow.take_step
+
+    def looking(*args: Any) -> Any:
+        frozen.append(gc.get_freeze_count())
+        return take_step(*args)
+
+    monkeypatch.setattr(hollow, "take_step", looking)
+    observe(nn.Linear(4, 4), (torch.ones(4),), {})
+    assert frozen[0] > 0
+    assert gc.get_freeze_count() == 0
+    assert gc.isenabled()
+
+
+def test_what_the_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        with heap_frozen():
+            pass
+        assert gc.get_freeze_count() == before
+    finally:
+        gc.unfreeze()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with heap_frozen(), not_collecting():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+        torch.optim.Adafactor,
+    ],
+    ids=["SGD", "Adam", "Adafactor"],
+)
+def test_an_optimizer_of_many_equal_parameters_is_run_on_a_few(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = 0
+    dispatch = static._Workspace.__torch_dispatch__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        return dispatch(self, *args, **kwargs)
+
+    monkeypatch.setattr(static._Workspace, "__torch_dispatch__", counted)
+    shapes = [(3, 5)] * 9 + [(7,)] + [(5, 3)] * 2 + [(7,)] * 4
+
+    def bytes_of() -> tuple[Any, int]:
+        nonlocal ran
+        ran = 0
+        optimizer = make([nn.Parameter(torch.ones(shape)) for shape in shapes])
+        return optimizer_bytes(optimizer, CPU), ran
+
+    few, ran_few = bytes_of()
+    monkeypatch.setattr(static, "ALIKE", len(shapes))
+    each, ran_each = bytes_of()
+    assert few == each
+    assert few.state > 0
+    assert ran_few < ran_each / 2
+
+
+def test_forwards_for_the_clock_end_once_the_ops_that_take_time_were_seen_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran = 0
+
+    def forward(_call: Any, _device: Any) -> dict[str, list[float]]:
+        nonlocal ran
+        ran += 1
+        return {"matmul": [9.0] * timing.SAMPLES, "embedding": [1.0]}
+
+    monkeypatch.setattr(timing, "timed_forward", forward)
+    call: Call = None  # type: ignore[assignment]
+    took = {"matmul": 95.0, "embedding": 5.0}
+    found = timing.forwards(call, CPU, took, 0.0, 10.0)
+    assert ran == 1
+    assert found["embedding"] == [1.0]
+    ran = 0
+    timing.forwards(call, CPU, took | {"embedding": 50.0}, 0.0, 10.0)
+    assert ran == timing.SAMPLES
