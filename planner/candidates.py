@@ -6,9 +6,11 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 
-from autoac.planner.graph import Graph, OpId, SaveSet, normalised
+from autoac.planner.graph import Graph, OpId, SaveSet, needed, normalised
 from autoac.planner.schedule import recompute_us
+from autoac.planner.simulate import fits
 
+FILL_TRIES = 60  # each a simulation
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 
 
@@ -39,6 +41,27 @@ def greedy(graph: Graph, faster_than_us: float) -> SaveSet:
         else:
             few = middle + 1
     return normalised(graph, order[:few])
+
+
+def filled(graph: Graph, save_set: SaveSet, budget: int, tries: int = FILL_TRIES) -> SaveSet:
+    """`save_set`, which fits, with as much as fits of what it recomputes, the dearest for its bytes first.
+
+    Ops are added many at a time: twice as many after each success, half as many after each failure.
+    """
+    worth, run = _worth(graph), needed(graph, save_set)
+    order = sorted((op.id for op in graph.ops if run[op.id]), key=lambda op: -worth[op])
+    begin, many = 0, len(order)
+    for _ in range(tries):
+        if begin >= len(order):
+            break
+        more = normalised(graph, save_set | set(order[begin : begin + many]))
+        if fits(graph, more, budget):
+            save_set, begin, many = more, begin + many, 2 * many
+        elif many > 1:
+            many //= 2
+        else:
+            begin += 1
+    return save_set
 
 
 def per_block(graph: Graph) -> SaveSet | None:

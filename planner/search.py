@@ -21,7 +21,7 @@ import numpy as np
 
 from autoac.planner.allowance import Allowance, relative_gap
 from autoac.planner.bounds import Bounds, bounds_of
-from autoac.planner.candidates import candidates, greedy
+from autoac.planner.candidates import candidates, filled, greedy
 from autoac.planner.columns import Columns, columns
 from autoac.planner.facts import Facts, facts
 from autoac.planner.graph import Graph, SaveSet, normalised
@@ -222,13 +222,15 @@ class Search:
         return Stopped.OPTIMAL
 
     def _fall_back(self) -> None:
-        """Try the simple save sets, so that no plan is slower than what people do by hand."""
+        """Try the simple save sets, so that no plan is slower than what people do by hand; fill the best."""
         for spent, save_set in self.problem.simple:
             if self.best is not None and spent >= self.best[0]:
-                return
+                break
             if fits(self.graph, save_set, self.budget):
                 self._keep(save_set)
-                return
+                break
+        if self.best is not None and not (self._done or self.allowance.out_of_time):
+            self._accept(filled(self.graph, self.best[1], self.budget))
 
     def _likely(self) -> SaveSet:
         """A save set with peaks where a plan is likely to have them: the second simple one."""

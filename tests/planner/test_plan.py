@@ -34,7 +34,8 @@ from autoac.planner import (
     frontier,
     plan,
 )
-from autoac.planner.graph import chain, closed
+from autoac.planner.candidates import candidates, filled
+from autoac.planner.graph import OpId, chain, closed
 from autoac.planner.ilp import Options
 from autoac.planner.profile import OpFlag, Ops
 from autoac.planner.schedule import recompute_us
@@ -340,15 +341,40 @@ def test_a_search_with_less_work_finds_no_smaller_peak() -> None:
     assert found[-1] < found[0]
 
 
-def test_the_save_set_of_an_infeasible_budget_is_a_start_for_a_larger_one() -> None:
+def test_an_infeasible_budget_carries_the_save_set_of_the_smallest_peak() -> None:
     graph = build(graphs.gpt2(2))
     with pytest.raises(InfeasibleBudget) as caught:
         plan(graph, budget_bytes=bounds(graph).floor - 1)
-    found, save_set = caught.value.smallest_found, caught.value.save_set
-    assert found is not None
-    assert save_set is not None
-    made = plan(graph, budget_bytes=found, start=(save_set,), work_limit=0.0)
-    assert made.peak == found
+    assert caught.value.save_set is not None
+    assert peak_bytes(graph, caught.value.save_set) == caught.value.smallest_found
+
+
+def test_a_save_set_that_is_known_is_a_start() -> None:
+    graph = build(graphs.gpt2(2))
+    smallest = floor(graph, work_limit=1.0, gap=0.0)
+    with pytest.raises(SolverOutOfTime):
+        plan(graph, budget_bytes=smallest.found, time_limit_s=0.0)
+    made = plan(graph, budget_bytes=smallest.found, time_limit_s=0.0, start=(smallest.save_set,))
+    assert made.peak <= smallest.found
+
+
+@laws
+@given(seeds)
+def test_what_is_filled_fits_and_recomputes_no_more(seed: int) -> None:
+    graph, budget, _ = problem(seed)
+    for save_set in candidates(graph):
+        if fits(graph, save_set, budget):
+            more = filled(graph, save_set, budget)
+            assert fits(graph, more, budget)
+            assert recompute_us(graph, more) <= recompute_us(graph, save_set)
+
+
+def test_many_small_ops_are_filled_in_a_few_tries() -> None:
+    graph = chain(*[1] * 300, runtime_us=[float(i % 7) for i in range(300)])
+    start = frozenset(OpId(op) for op in range(0, 300, 15))
+    more = filled(graph, start, 150, tries=40)
+    assert peak_bytes(graph, more) <= 150
+    assert recompute_us(graph, more) < 0.3 * recompute_us(graph, start)
 
 
 def test_where_everything_fits_nothing_is_worked_out() -> None:
