@@ -29,6 +29,7 @@ from autoac.api.queue import enqueue_with
 from autoac.api.request import FloorRequest, FrontierRequest, PolicyRequest
 from autoac.api.routes import ROUTERS
 from autoac.api.routes.aliases import AliasRequest
+from autoac.api.routes.models import NameRequest
 from autoac.api.routes.results import FloorView, FrontierView, JobResult
 from autoac.api.routes.views import JobView
 from autoac.api.runner import Runner
@@ -41,7 +42,7 @@ from autoac.planner.profile import Profile
 
 log = structlog.get_logger("autoac.api")
 
-BODIES = (Policy, Profile, PolicyRequest, FrontierRequest, FloorRequest, AliasRequest)
+BODIES = (Policy, Profile, PolicyRequest, FrontierRequest, FloorRequest, AliasRequest, NameRequest)
 RESULTS = (JobView, FrontierView, FloorView, JobResult)
 
 

@@ -19,14 +19,15 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import BinaryIO
 
-from autoac.api.drawing import draw, draw_body
+from autoac.api.drawing import draw, draw_body, outline
 from autoac.api.errors import ServiceError, SolverDied
 from autoac.api.request import Answer, Kind, Planner, Taken, answer, take
 from autoac.planner.errors import PlannerError
+from autoac.planner.frontier import Frontier
 from autoac.planner.highs import Progress
 from autoac.planner.plan import plan
 from autoac.planner.policy import Policy
@@ -38,6 +39,7 @@ log = logging.getLogger("autoac.api.child")  # goes to stderr as it is: the serv
 PR_SET_PDEATHSIG = 1
 TELL_EVERY_S = 0.25  # HiGHS calls back hundreds of times a second
 DRAW_S = 5.0  # that an answer waits for its drawing; one of an 80-layer Llama takes 1 s
+OUTLINE_S = 20.0  # that a frontier waits for its own
 
 
 def main(argv: Sequence[str], plan: Planner = plan) -> None:
@@ -58,7 +60,7 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
             outcome = draw_body(body)
         else:
             told = Teller(outlet)
-            drawn = draw_if_quick if verb == "answer-and-draw" else None
+            draws = verb == "answer-and-draw"
             outcome = answer(
                 kind,
                 body,
@@ -66,7 +68,8 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
                 plan=plan,
                 progress=told,
                 clock=time.monotonic,
-                draw=drawn,
+                draw=draw_if_quick if draws else None,
+                outline=outline_if_quick if draws else None,
             )
             told.last()
     except (PlannerError, ServiceError) as error:
@@ -80,19 +83,27 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
 def draw_if_quick(profile: Profile, policy: Policy) -> bytes | None:
     """The drawing of a policy that has just been made. None where it fails or takes long: the answer matters
     more, and the first visit draws it by itself."""
+    return _if_quick(lambda: draw(profile, policy), DRAW_S)
 
+
+def outline_if_quick(found: Frontier) -> bytes | None:
+    """The drawing of a frontier that has just been computed; None where it fails or takes long."""
+    return _if_quick(lambda: outline(found), OUTLINE_S)
+
+
+def _if_quick(work: Callable[[], bytes], seconds: float) -> bytes | None:
     def too_long(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"a drawing took more than {DRAW_S:g} s")
+        raise TimeoutError(f"a drawing took more than {seconds:g} s")
 
     signal.signal(signal.SIGALRM, too_long)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, DRAW_S)
-            return draw(profile, policy)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return work()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except Exception:
-        log.exception("a policy was not drawn ahead")
+        log.exception("an answer was not drawn")
         return None
 
 
@@ -128,7 +139,8 @@ class Teller:
             "seconds": now.seconds,
         }
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        frame(self._outlet, b"P", json.dumps(finite).encode())
+        place = {"point": now.point, "points": now.points} if now.points else {}
+        frame(self._outlet, b"P", json.dumps(finite | place).encode())
 
 
 def end_with(parent: int) -> None:

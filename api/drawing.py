@@ -1,17 +1,24 @@
-"""What the page of a policy draws: the policy carried out on the profile that it was made from. Pure.
+"""What the pages draw of plans carried out on the profile that they were made from. Pure.
 
-`planner.picture` has the timelines; beside them stands what became of each op, for the map of layers and ops.
+Of a policy: `planner.picture` has the timelines; with them stands what became of each op, for the map of
+layers and ops. Of a frontier the same for each of its points, but only in outline, so that a page can have
+all of them and follow a budget that is dragged.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+from typing import Any
 
+from autoac.planner.frontier import Frontier
+from autoac.planner.measured import Clock, thinned
 from autoac.planner.modules import Decided, Fate, decided
 from autoac.planner.picture import picture
+from autoac.planner.plan import Plan
 from autoac.planner.policy import Policy
 from autoac.planner.profile import Profile
+from autoac.planner.simulate import simulate
 from autoac.planner.whatif import as_planned
 
 IDLE, KEPT, AGAIN = range(3)
@@ -19,6 +26,7 @@ IDLE, KEPT, AGAIN = range(3)
 
 _FATES = {Fate.IDLE: IDLE, Fate.KEPT: KEPT, Fate.AGAIN: AGAIN}
 _OF_FATES = {number: fate for fate, number in _FATES.items()}
+OUTLINE = 400  # moments of a point's memory that are drawn
 LEVEL = 6  # of gzip: a fourth of the JSON, in hundredths of a second
 
 
@@ -53,6 +61,53 @@ def draw(profile: Profile, policy: Policy) -> bytes:
             "runtime_us": [op.runtime_us for op in fates],
         }
     }
+    return _compressed(data)
+
+
+def outline(found: Frontier) -> bytes:
+    """What the page of a model draws of the plans of a frontier: JSON, gzip. Bytes and microseconds.
+
+    `live_bytes` of a point keeps the highest and the last of each stretch, so its highest is the peak.
+    """
+    graph = found.plans[0].graph
+    names = [op.name.rpartition("/") for op in graph.ops]
+    modules, labels = (
+        list(dict.fromkeys(column)) for column in ([n[0] for n in names], [n[2] for n in names])
+    )
+    at_module = {name: i for i, name in enumerate(modules)}
+    at_label = {name: i for i, name in enumerate(labels)}
+    return _compressed(
+        {
+            "version": 1,
+            "modules": modules,
+            "labels": [label.removeprefix("aten.") for label in labels],
+            "ops": {
+                "module": [at_module[name[0]] for name in names],
+                "label": [at_label[name[2]] for name in names],
+                "nbytes": [sum(graph.nbytes(w) for w in op.writes) for op in graph.ops],
+                "runtime_us": [op.runtime_us for op in graph.ops],
+            },
+            "points": [_outlined(made) for made in found.plans],
+        }
+    )
+
+
+def _outlined(plan: Plan) -> dict[str, Any]:
+    timeline = simulate(plan.graph, plan.save_set)
+    clock = Clock.of(plan.graph, timeline)
+    levels = [timeline.instants[i].live_bytes for i in clock.events]
+    kept = thinned(levels, OUTLINE)
+    return {
+        "budget_bytes": plan.budget,
+        "peak_bytes": plan.peak,
+        "end_us": round(clock.end_us, 1),
+        "begin_us": [round(clock.begin_us[i], 1) for i in kept],
+        "live_bytes": [levels[i] for i in kept],
+        "fates": "".join(str(_FATES[op.fate]) for op in decided(plan.graph, plan.save_set)),  # by op
+    }
+
+
+def _compressed(data: dict[str, Any]) -> bytes:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return gzip.compress(text.encode(), LEVEL, mtime=0)
 

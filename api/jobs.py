@@ -275,6 +275,18 @@ class Jobs:
         assert content is not None
         return zstandard.decompress(content)
 
+    def drawing(self, id: str) -> bytes:
+        """What a page draws of a finished frontier, as `drawing.outline` gives it.
+
+        Raises:
+            NotFound: there is no such job, or it has no drawing.
+        """
+        with self.database.read() as connection:
+            found: bytes | None = connection.scalar(select(jobs.c.drawing).where(jobs.c.id == id))
+        if found is None:
+            raise NotFound(f"no drawing of job {id}: only frontiers have one, where AUTOAC_DRAW_AHEAD is set")
+        return found
+
     def events(self, id: str, after: int = 0, limit: int = 500) -> list[Event]:
         """What happened to a job after the event `after`, in order."""
         with self.database.read() as connection:
@@ -391,7 +403,7 @@ class Jobs:
                     keep_drawing(connection, id, result.drawing, self.settings.keep_drawings_bytes)
                 made: dict[str, Any] = {"policy_id": id}
             else:
-                made = {"result": zstandard.compress(result.text.encode())}
+                made = {"result": zstandard.compress(result.text.encode()), "drawing": result.drawing}
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(**made))
             for piece in progress:
                 self._say(connection, job.id, "progress", piece)

@@ -143,6 +143,8 @@ class TakenProfile:
     model: str
     device: str
     ops: int
+    inputs: tuple[str, ...]
+    parameter_bytes: int
     plain_bytes: int
     content: bytes = field(repr=False)  # the published form, zstd
 
@@ -159,6 +161,8 @@ class TakenProfile:
             model=profile.model,
             device=profile.environment.device_name,
             ops=len(profile.ops),
+            inputs=profile.inputs,
+            parameter_bytes=profile.static.parameters,
             plain_bytes=len(text),
             content=zstandard.compress(text),
         )
@@ -197,13 +201,16 @@ Planner = Callable[..., Planned]
 Draw = Callable[[Profile, Policy], bytes | None]
 """`drawing.draw`, or None where a policy cannot be drawn."""
 
+Outline = Callable[[Frontier], bytes | None]
+"""`drawing.outline`, or None where a frontier cannot be drawn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a solve gives."""
 
     text: str  # JSON
-    drawing: bytes | None = field(default=None, repr=False)  # of a policy, if it was drawn
+    drawing: bytes | None = field(default=None, repr=False)  # of a policy or a frontier, if it was drawn
 
 
 def read_json(body: bytes) -> Any:
@@ -282,6 +289,7 @@ def answer(
     progress: OnProgress | None = None,
     clock: Clock | None = None,
     draw: Draw | None = None,
+    outline: Outline | None = None,
 ) -> Answer:
     """What a solve gives; of a policy exactly the text of the embedded planner.
 
@@ -293,6 +301,7 @@ def answer(
         progress: told how far a solve is.
         clock: on which the time limit counts.
         draw: draws a policy that was made; none: it is left undrawn.
+        outline: the same for a frontier.
 
     Raises:
         what `read_request` does, and what the planner does.
@@ -315,7 +324,9 @@ def answer(
             policy = made.policy()
             return Answer(policy.to_json(), None if draw is None else draw(profile, policy))
         case FrontierRequest():
-            return Answer(json.dumps(_frontier(profile, frontier(profile, points=request.points, **common))))
+            found = frontier(profile, points=request.points, **common)
+            text = json.dumps(_frontier(profile, found))
+            return Answer(text, None if outline is None else outline(found))
         case _:
             return Answer(json.dumps(_floor(profile, floor(profile, **common))))
 

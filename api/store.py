@@ -6,6 +6,7 @@ Functions of a connection, so that several make one transaction.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from autoac.api.database import now
 from autoac.api.errors import InUse, NotFound, PreconditionFailed
 from autoac.api.request import TakenProfile
 from autoac.api.settings import Settings
-from autoac.api.tables import alias_moves, aliases, jobs, policies, policy_options, profiles
+from autoac.api.tables import alias_moves, aliases, jobs, model_names, policies, policy_options, profiles
 from autoac.planner.constraints import Constraints
 from autoac.planner.policy import Policy
 
@@ -50,9 +51,24 @@ class StoredProfile:
     fingerprint: str
     device: str
     ops: int
+    inputs: str  # JSON
+    parameter_bytes: int
     plain_bytes: int
     created_at: float
     created_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """Profiles of one fingerprint: what people call them, and their newest frontier."""
+
+    number: int  # of the newest profile
+    fingerprint: str
+    model: str
+    name: str | None
+    named_at: float | None
+    named_by: str | None
+    frontier: bytes | None  # JSON, as `request.answer` gives it
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +156,8 @@ def add_profile(connection: Connection, taken: TakenProfile, who: str) -> bool:
             fingerprint=taken.fingerprint,
             device=taken.device,
             ops=taken.ops,
+            inputs=json.dumps(taken.inputs),
+            parameter_bytes=taken.parameter_bytes,
             plain_bytes=taken.plain_bytes,
             content=taken.content,
             created_at=now(),
@@ -182,6 +200,78 @@ def list_profiles(
     if before is not None:
         query = query.where(profiles.c.number < before)
     return [StoredProfile(*row) for row in connection.execute(query)]
+
+
+# --- models ---------------------------------------------------------------------------------------------
+
+
+def list_models(
+    connection: Connection, *, fingerprint: str | None = None, before: int | None = None, limit: int
+) -> list[StoredModel]:
+    """Newest first, those before the number `before`."""
+    newest = select(func.max(profiles.c.number).label("number")).group_by(profiles.c.fingerprint)
+    if fingerprint is not None:
+        newest = newest.where(profiles.c.fingerprint == fingerprint)
+    numbers = newest.subquery()
+    query = (
+        select(
+            profiles.c.number,
+            profiles.c.fingerprint,
+            profiles.c.model,
+            model_names.c.name,
+            model_names.c.named_at,
+            model_names.c.named_by,
+        )
+        .join(numbers, numbers.c.number == profiles.c.number)
+        .outerjoin(model_names, model_names.c.fingerprint == profiles.c.fingerprint)
+        .order_by(profiles.c.number.desc())
+        .limit(limit)
+    )
+    if before is not None:
+        query = query.where(profiles.c.number < before)
+    rows = connection.execute(query).all()
+    frontiers = _newest_frontiers(connection, [row.fingerprint for row in rows])
+    return [StoredModel(*row, frontiers.get(row.fingerprint)) for row in rows]
+
+
+def _newest_frontiers(connection: Connection, fingerprints: Sequence[str]) -> dict[str, bytes]:
+    newest = (
+        select(func.max(jobs.c.number))
+        .join(profiles, profiles.c.digest == jobs.c.profile_digest)
+        .where(
+            profiles.c.fingerprint.in_(fingerprints), jobs.c.kind == "frontier", jobs.c.state == "succeeded"
+        )
+        .group_by(profiles.c.fingerprint)
+    )
+    found = connection.execute(
+        select(profiles.c.fingerprint, jobs.c.result)
+        .join(profiles, profiles.c.digest == jobs.c.profile_digest)
+        .where(jobs.c.number.in_(newest))
+    )
+    return {row.fingerprint: zstandard.decompress(row.result) for row in found}
+
+
+def get_model(connection: Connection, fingerprint: str) -> StoredModel:
+    """Raises: NotFound: there is no profile of it."""
+    found = list_models(connection, fingerprint=fingerprint, limit=1)
+    if not found:
+        raise NotFound(f"no profile of the fingerprint {fingerprint}")
+    return found[0]
+
+
+def name_model(connection: Connection, fingerprint: str, name: str | None, who: str) -> StoredModel:
+    """Call a model `name`, or by none; who comes last is right.
+
+    Raises:
+        NotFound: there is no profile of it.
+    """
+    get_model(connection, fingerprint)
+    connection.execute(delete(model_names).where(model_names.c.fingerprint == fingerprint))
+    if name is not None:
+        connection.execute(
+            insert(model_names).values(fingerprint=fingerprint, name=name, named_at=now(), named_by=who)
+        )
+    return get_model(connection, fingerprint)
 
 
 # --- policies -------------------------------------------------------------------------------------------

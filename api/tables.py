@@ -45,6 +45,8 @@ profiles = Table(
     Column("fingerprint", Digest, nullable=False, index=True),
     Column("device", Text, nullable=False),
     Column("ops", BigInteger, nullable=False),
+    Column("inputs", Text, nullable=False, server_default="[]"),  # JSON: "int64[8, 1024]", ...
+    Column("parameter_bytes", BigInteger, nullable=False, server_default="0"),
     Column("plain_bytes", BigInteger, nullable=False),
     Column("content", LargeBinary, nullable=False),  # the published form, zstd
     Column("created_at", Double, nullable=False),
@@ -96,6 +98,15 @@ drawings = Table(  # what the pages draw of policies; a copy of what profile and
     Column("content", LargeBinary, nullable=False),  # JSON, gzip
 )
 
+model_names = Table(  # what people call a model; the fingerprint covers its shapes and device too
+    "model_names",
+    metadata,
+    Column("fingerprint", Digest, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("named_at", Double, nullable=False),
+    Column("named_by", Text, nullable=False),
+)
+
 aliases = Table(
     "aliases",
     metadata,
@@ -141,6 +152,7 @@ jobs = Table(
     Column("policy_id", Digest, nullable=True),
     Column("result", LargeBinary, nullable=True),  # of a frontier or a floor: JSON, zstd
     Column("problem", Text, nullable=True),  # of a failure: the problem document
+    Column("drawing", LargeBinary, nullable=True),  # of a frontier: `drawing.outline`
     Index("ix_jobs_state", "state", "number"),
     Index("ix_jobs_request_key", "request_key"),
     Index(

@@ -9,7 +9,7 @@ from autoac.planner.constraints import Constraints, constrained, no_forward_budg
 from autoac.planner.errors import InvalidBudget
 from autoac.planner.floor import Floor, FloorSearch
 from autoac.planner.graph import Graph
-from autoac.planner.highs import OnProgress
+from autoac.planner.highs import OnProgress, Progress
 from autoac.planner.ilp import Options
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, plan_of
 from autoac.planner.profile import Profile
@@ -72,7 +72,8 @@ def frontier(
         gap: stop each plan once its recompute time is proven to be within this fraction of the least.
         work_limit: as for `plan`, for each plan.
         time_limit_s, clock: as for `plan`, for each plan.
-        progress: called now and then while solving; returning True stops the solver.
+        progress: called now and then while solving, with the `point` that is sought; returning True stops
+            the solver.
         options: switches of the program, for tests.
 
     Returns:
@@ -96,12 +97,18 @@ def frontier(
     plans = [plan_of(problem, observed, high, graph.everything)]
     bound_us, moments = 0.0, None
     for i in reversed(range(points - 1)):
+
+        def reached(now: Progress, point: int = points - 1 - i) -> bool | None:
+            return None if progress is None else progress(replace(now, point=point, points=points - 1))
+
         budget = low + (high - low) * i // (points - 1)
         search = Search(
             problem,
             budget,
             gap=gap,
-            allowance=Allowance(work_limit, Stopwatch(time_limit_s, clock), progress),
+            allowance=Allowance(
+                work_limit, Stopwatch(time_limit_s, clock), None if progress is None else reached
+            ),
             options=options,
             start=(smallest.save_set,),
             points=moments or (),

@@ -72,6 +72,10 @@ class Progress:
     dual: float
     gap: float
     seconds: float  # since this solve began
+    point: int = (
+        0  # of a frontier: which plan is sought, from 1 on; 0 where only one is, or the smallest peak
+    )
+    points: int = 0  # of how many
 
 
 OnProgress = Callable[[Progress], bool | None]

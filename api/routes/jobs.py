@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
@@ -92,6 +93,27 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
     if not job.final:
         return json_text(JobView.of(job).model_dump_json(), 202, {"Retry-After": str(RETRY_AFTER_S)})
     return json_text(result)
+
+
+@router.get(
+    "/{id}/drawing",
+    summary="What a page draws of a frontier",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "Memory over the step, and what became of each op, for each point",
+            "content": {"application/json": {"schema": {"type": "object"}}},
+        },
+        **problems(GONE),
+    },
+)
+async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: Reader) -> Response:
+    """As the pages of this release draw it; other releases may have other members."""
+    drawn = await to_thread.run_sync(service.jobs.drawing, id)
+    headers = {"Cache-Control": "private, max-age=3600", "Vary": "Accept-Encoding"}
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
+    return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
 
 
 @router.delete("/{id}", summary="Cancel a job", responses=problems(GONE))

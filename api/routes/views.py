@@ -29,13 +29,15 @@ class ProfileView(View):
     fingerprint: str
     device: str
     ops: int
+    inputs: list[str] = Field(description='Of the profiled step: "int64[8, 1024]".')
+    parameter_bytes: int
     plain_bytes: int = Field(description="Size of the published form.")
     created_at: datetime
     created_by: str
 
     @classmethod
     def of(cls, row: StoredProfile) -> Self:
-        return cls(**_fields(row, "created_at"))
+        return cls(**_fields(row, "created_at") | {"inputs": json.loads(row.inputs)})
 
 
 class PolicyView(View):
@@ -97,6 +99,8 @@ class ProgressView(View):
     bound: float | None = Field(description="Nothing better is possible.")
     gap: float | None
     seconds: float | None
+    point: int = Field(0, description="Of a frontier: which plan is sought, from 1 on; 0 before the first.")
+    points: int = Field(0, description="Of how many.")
 
 
 class JobView(View):
@@ -129,9 +133,9 @@ class JobView(View):
             options=job.options,
             owner=job.owner,
             attempt=job.attempt,
-            created_at=_time(job.created_at),
-            started_at=None if job.started_at is None else _time(job.started_at),
-            finished_at=None if job.finished_at is None else _time(job.finished_at),
+            created_at=when(job.created_at),
+            started_at=None if job.started_at is None else when(job.started_at),
+            finished_at=None if job.finished_at is None else when(job.finished_at),
             progress=None if progress is None else ProgressView(**progress),
             policy_id=job.policy_id,
             problem=None if job.problem is None else json.loads(job.problem),
@@ -157,13 +161,14 @@ def audit_lines(connection: Connection, before: int | None, limit: int) -> list[
     query = select(audit).order_by(audit.c.number.desc()).limit(limit)
     if before is not None:
         query = query.where(audit.c.number < before)
-    return [AuditLine(**row._asdict() | {"at": _time(row.at)}) for row in connection.execute(query)]
+    return [AuditLine(**row._asdict() | {"at": when(row.at)}) for row in connection.execute(query)]
 
 
 def _fields(row: Any, time: str) -> dict[str, Any]:
     said = {name: getattr(row, name) for name in row.__slots__ if name != "number"}
-    return said | {time: _time(said[time])}
+    return said | {time: when(said[time])}
 
 
-def _time(seconds: float) -> datetime:
+def when(seconds: float) -> datetime:
+    """A time of the database as clients see it."""
     return datetime.fromtimestamp(seconds, UTC)

@@ -43,6 +43,7 @@ OURS = (
     "model.js",
     "policy.js",
     "map.js",
+    "preview.js",
     "difference.js",
     "jobs.js",
 )

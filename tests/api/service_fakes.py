@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 
 from autoac.api import child
-from autoac.api.drawing import draw, draw_body
+from autoac.api.drawing import draw, draw_body, outline
 from autoac.api.request import Answer, Kind, Taken, answer, take
 from autoac.api.solver import OnTold, SpawnedSolver
 from autoac.planner.allowance import Clock
@@ -225,10 +225,18 @@ class InProcess:
         """What `answer` gives."""
 
         def progress(now: Progress) -> None:
-            told({"incumbent": now.primal, "bound": now.dual, "gap": now.gap, "seconds": now.seconds})
+            numbers = {"incumbent": now.primal, "bound": now.dual, "gap": now.gap, "seconds": now.seconds}
+            told(numbers | {"point": now.point, "points": now.points})
 
-        drawn, most = draw if draws else None, self.most_seconds
-        return answer(kind, body, most_seconds=most, plan=self.plan, progress=progress, draw=drawn)
+        return answer(
+            kind,
+            body,
+            most_seconds=self.most_seconds,
+            plan=self.plan,
+            progress=progress,
+            draw=draw if draws else None,
+            outline=outline if draws else None,
+        )
 
     async def draw(self, body: bytes) -> bytes:
         return draw_body(body)

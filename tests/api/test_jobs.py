@@ -67,7 +67,14 @@ def test_what_takes_long_is_a_job_and_its_result_is_the_policy(serve: Serve, pro
     assert accepted.headers["preference-applied"] == "wait=0"
     url = job_of(accepted)
     running = until(lambda: (j := http.get(url).json())["state"] == "running" and j["progress"] and j)
-    assert running["progress"] == {"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1}
+    assert running["progress"] == {
+        "incumbent": 10.0,
+        "bound": 5.0,
+        "gap": 0.5,
+        "seconds": 0.1,
+        "point": 0,
+        "points": 0,
+    }
     assert http.get(running["result_url"]).status_code == 202
     gate.open(http)
     done = until(lambda: (j := http.get(url).json())["state"] == "succeeded" and j)
@@ -291,7 +298,14 @@ def test_events_tell_states_and_progress_as_they_happen(
     told = events(answer.text)
     assert [data["state"] for kind, data in told if kind == "state"] == ["queued", "running", "succeeded"]
     progress = [data for kind, data in told if kind == "progress"]
-    assert progress[0] == {"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1}
+    assert progress[0] == {
+        "incumbent": 10.0,
+        "bound": 5.0,
+        "gap": 0.5,
+        "seconds": 0.1,
+        "point": 0,
+        "points": 0,
+    }
     # who comes later hears the same, who comes back goes on, and who has heard all is told to stop
     assert http.get(f"{url}/events").text == answer.text
     ids = [line.removeprefix("id: ") for line in answer.text.splitlines() if line.startswith("id: ")]

@@ -60,7 +60,8 @@ def with_examples(url: str) -> dict[str, Any]:
         assert named.status_code == 201
         job = http.get("/v1/jobs").json()["items"][0]["id"]
         document: dict[str, Any] = http.get("/openapi.json").json()
-    there = {"digest": chain_profile().digest, "id": policy, "name": "a"}
+    chain = chain_profile()
+    there = {"digest": chain.digest, "fingerprint": chain.fingerprint, "id": policy, "name": "a"}
     for path, methods in document["paths"].items():
         for operation in methods.values():
             for parameter in operation.get("parameters", []):

@@ -47,7 +47,8 @@ class Gated(InProcess):
     ) -> Answer:
         seconds = 0.0
         while not self.gate.is_set():
-            told({"incumbent": 2500.0, "bound": 1200.0, "gap": 0.5, "seconds": seconds})
+            numbers = {"incumbent": 2500.0, "bound": 1200.0, "gap": 0.5, "seconds": seconds}
+            told(numbers | ({"point": 3, "points": 15} if kind is Kind.FRONTIER else {}))
             await anyio.sleep(0.05)
             seconds += 0.05
         return await to_thread.run_sync(self.solve, kind, body, told, draws)
@@ -191,7 +192,9 @@ def test_the_registry_is_filtered_and_left_from_the_keyboard(visit: Visit, store
     assert page.locator("#policies tbody tr").count() == 4
     assert "gpt2@test/production" in page.inner_text("#aliases")
     (mine,) = [row for row in page.locator("#models tbody tr").all() if names(row)[0] == stored.profile.model]
-    assert names(mine)[3] == "2"
+    assert "of parameters" in names(mine)[1]
+    assert stored.profile.inputs[0] in names(mine)[1]
+    assert names(mine)[4].startswith("2")
     assert all(format_bytes(budget) in names(mine)[4] for budget in stored.budgets)
 
     page.keyboard.press("Tab")
@@ -256,6 +259,7 @@ def test_a_frontier_is_computed_watched_cancelled_and_chosen_from(visit: Visit, 
     assert "not computed yet" in page.inner_text("#progress")
     live.gate.clear()
     page.click("#compute")
+    visit.until("() => document.querySelector('#progress').textContent.includes('point 3 of 15, ')")
     visit.until(
         "() => document.querySelector('#progress').textContent.includes('best 2.5 ms, proven 1.2 ms')"
     )
@@ -420,10 +424,7 @@ def test_axe_finds_nothing(visit: Visit, stored: Stored) -> None:
 
 def test_a_budget_below_the_least_is_refused_where_it_is_typed(visit: Visit, stored: Stored) -> None:
     profile = chain_profile(*[3 << 20] * 4)
-    asked = {"profile": profile.model_dump(mode="json"), "points": 3}
-    made = stored.live.http.post("/v1/frontiers", json=asked, headers={"Prefer": "wait=120"})
-    assert made.status_code == 200, made.text
-    least = made.json()["floor"]["found_bytes"]
+    least = frontier_of(stored.live, profile, 3)["floor"]["found_bytes"]
     page = visit.go(f"/models/{profile.fingerprint}")
     assert page.inner_text("#unit") == "MiB"
     page.fill("#budget-number", "1")
@@ -435,6 +436,80 @@ def test_a_budget_below_the_least_is_refused_where_it_is_typed(visit: Visit, sto
     assert not page.is_visible("#least")
     assert bytes_of(page.inner_text("#one-liner")) == (-(-least // (1 << 20)) + 1) << 20
     assert "slower than with nothing recomputed" in page.inner_text("#slower")
+
+
+def frontier_of(live: Live, profile: Profile, points: int) -> dict[str, Any]:
+    asked = {"profile": profile.model_dump(mode="json"), "points": points}
+    made = live.http.post("/v1/frontiers", json=asked, headers={"Prefer": "wait=120"})
+    assert made.status_code == 200, made.text
+    found: dict[str, Any] = made.json()
+    return found
+
+
+def test_timeline_and_map_follow_the_budget_that_is_dragged(visit: Visit, stored: Stored) -> None:
+    profile = chain_profile(*[3 << 30] * 6)
+    plans = frontier_of(stored.live, profile, 4)["plans"]
+    assert len(plans) > 2
+    page = visit.go(f"/models/{profile.fingerprint}")
+    area = page.locator("#plot .u-over").bounding_box()
+    shows = "peak => document.querySelector('#preview').dataset.shows === String(peak)"
+    again = []
+    page.mouse.move(area["x"] + 2, area["y"] + 60)
+    page.mouse.down()
+    for plan_, x in ((plans[0], 3), (plans[-1], area["width"] - 2)):
+        page.mouse.move(area["x"] + x, area["y"] + 60)
+        visit.until(shows, plan_["peak_bytes"])
+        again.append(page.locator("#map td.again").count())
+        assert bytes_of(page.inner_text("#one-liner")) == plan_["budget_bytes"]
+    page.mouse.up()
+    assert again[0] > again[1] == 0
+    assert f"{again[1]} are run again" in page.inner_text("#map-says")
+    assert page.locator("#map tbody tr").count() == len(profile.ops)  # rows stay while it is dragged
+    assert page.locator("#plot .device").all_text_contents() == ["fits T4"]
+    assert "L4 or A10" in page.inner_text("#facts")  # 18 GiB and more
+    before = visit.page.url
+    assert bytes_of(before) == plans[-1]["budget_bytes"]
+    asked = len(visit.requests)
+    page.focus("#budget")
+    page.keyboard.press("Home")
+    visit.until(shows, plans[0]["peak_bytes"])
+    assert page.url != before
+    assert len(visit.requests) == asked  # all of it was there
+
+
+def test_a_stored_policy_is_drawn_on_its_models_page(visit: Visit, stored: Stored) -> None:
+    page = visit.go(f"/models/{stored.profile.fingerprint}")
+    page.focus("#budget")
+    for key, id in (("Home", stored.ids[1]), ("End", stored.ids[0])):
+        page.keyboard.press(key)
+        drawing = stored.live.http.get(f"/v1/policies/{id}/drawing").json()
+        track = drawing["tracks"][0]
+        peak = track["live_bytes"][track["peak"]]
+        visit.until("peak => document.querySelector('#preview').dataset.shows === String(peak)", peak)
+        assert page.locator("#map td.again").count() == drawing["fates"]["fate"].count(2)
+
+
+def test_a_model_gets_a_name_and_a_small_frontier_in_the_registry(visit: Visit, stored: Stored) -> None:
+    profile = chain_profile(*[5 << 20] * 5)
+    plans = frontier_of(stored.live, profile, 3)["plans"]
+    page = visit.go(f"/models/{profile.fingerprint}")
+    page.click("#rename")
+    page.keyboard.type(HOSTILE[0])
+    page.keyboard.press("Enter")
+    visit.until("name => document.querySelector('#name').textContent === name", HOSTILE[0])
+    assert page.inner_text("#class") == profile.model
+    assert page.evaluate("() => document.activeElement.id") == "rename"
+    page = visit.go("/")
+    row = page.locator("#models tbody tr", has=page.locator(f'a[href*="{profile.fingerprint}"]'))
+    assert HOSTILE[0] in row.inner_text()
+    words = row.locator("svg").get_attribute("aria-label")
+    assert format_bytes(plans[0]["peak_bytes"]) in words
+    assert page.evaluate("() => window.broken") is None
+    page = visit.go(f"/models/{profile.fingerprint}")
+    page.click("#rename")
+    page.fill("#new-name", "")
+    page.keyboard.press("Enter")
+    visit.until("name => document.querySelector('#name').textContent === name", profile.model)
 
 
 def test_an_empty_service_says_how_to_begin(browser: Any, sqlite_template: Path, tmp_path: Path) -> None:
@@ -475,14 +550,16 @@ def test_jobs_tell_how_far_they_are_and_can_be_ended(visit: Visit, stored: Store
         job = stored.live.http.post("/v1/frontiers", json=asked, headers={"Prefer": "wait=0"}).json()["id"]
         page = visit.go("/jobs")
         visit.until(
-            "id => document.querySelector(`[data-how='${id}']`)?.textContent.startsWith('best 2.5 ms')",
+            "id => document.querySelector(`[data-how='${id}']`)?.textContent.includes('best 2.5 ms')",
             job,
         )
         button = page.get_by_role("button", name=f"Cancel the frontier job {job[:8]}")
         button.focus()
         page.keyboard.press("Enter")
         visit.until("() => !document.querySelector('tr[data-state=running]')")
-        assert names(page.locator("#jobs tbody tr").first)[3] == "cancelled"
+        ended = names(page.locator("#jobs tbody tr").first)
+        assert ended[3] == "cancelled"
+        assert all(re.fullmatch(r"\d+\.\d s", seconds) for seconds in ended[4:6]), ended  # waited, took
     finally:
         stored.live.gate.set()
 

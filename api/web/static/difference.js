@@ -4,7 +4,7 @@
 service.run(async () => {
   const {find, json, every, run, table, text, toPolicy, link} = service;
   const {row, size, time, make} = parts;
-  const [policies, aliases] = await Promise.all([every("/v1/policies"), every("/v1/aliases")]);
+  const [policies, aliases] = await Promise.all([every("/v1/policies"), every("/v1/aliases"), service.learnModels()]);
   const before = find("before"), after = find("after");
   const byId = new Map(policies.items.map(policy => [policy.id, policy]));
   const wanted = new URLSearchParams(location.search);
@@ -17,7 +17,7 @@ service.run(async () => {
     };
     select.append(new Option("choose a policy", ""));
     group("aliases", aliases.items.map(alias => new Option(alias.name, alias.name)));
-    group("policies, newest first", policies.items.map(policy => new Option(`${policy.model} · ${policy.device} · ${size(policy.budget_bytes)} · version ${policy.version} · ${policy.created_at.slice(0, 10)}`, policy.id)));
+    group("policies, newest first", policies.items.map(policy => new Option(`${service.nameOf(policy)} · ${policy.device} · ${size(policy.budget_bytes)} · version ${policy.version} · ${policy.created_at.slice(0, 10)}`, policy.id)));
     const given = wanted.get(name);
     if (given && ![...select.options].some(option => option.value === given)) select.append(new Option(given, given));
     if (given) select.value = given;

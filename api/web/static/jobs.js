@@ -8,7 +8,8 @@ service.run(async () => {
   const FRESH_MS = 3000;
   const models = new Map();  // by profile digest
   async function learn() {
-    for (const profile of (await every("/v1/profiles")).items) models.set(profile.digest, profile);
+    const [profiles] = await Promise.all([every("/v1/profiles"), service.learnModels()]);
+    for (const profile of profiles.items) models.set(profile.digest, profile);
   }
   await learn();
 
@@ -84,7 +85,7 @@ service.run(async () => {
         try {
           await events(job.events_url, (kind, data) => {
             if (kind !== "progress") return;
-            progress.set(job.id, service.progressWords(job.kind, data));
+            progress.set(job.id, service.progressWords(job.kind, data, job.options.time_limit_s));
             const cell = find("jobs").querySelector(`[data-how="${CSS.escape(job.id)}"]`);
             if (cell) cell.textContent = progress.get(job.id);
           }, end.signal);

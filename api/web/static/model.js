@@ -10,12 +10,41 @@ service.run(async () => {
   const [profiles, stored] = await Promise.all([every(`/v1/profiles?fingerprint=${fingerprint}`), every(`/v1/policies?fingerprint=${fingerprint}`)]);
   const profile = profiles.items[0], any = profile || stored.items[0];
   if (!any) return nobody();
-  document.title = `${any.model} · autoac`;
-  find("name").textContent = any.model;
-  find("about").textContent = [any.device, profile ? `${profile.ops} ops` : "its profile was deleted", `fingerprint ${fingerprint.slice(0, 12)}`].join(" · ");
+  await service.learnModel(fingerprint);
+  function describe() {
+    const name = service.nameOf(any);
+    document.title = `${name} · autoac`;
+    find("name").textContent = name;
+    find("class").textContent = name === any.model ? "" : any.model;
+    find("about").textContent = [any.device, profile ? service.stepOf(profile) : "its profile was deleted", `fingerprint ${fingerprint.slice(0, 12)}`].join(" · ");
+    find("rename").hidden = !profile;
+  }
+  describe();
   find("content").hidden = false;
 
+  find("rename").onclick = () => {
+    const closed = find("name-form").hidden;
+    find("name-form").hidden = !closed;
+    find("rename").setAttribute("aria-expanded", String(closed));
+    find("new-name").value = service.models.has(fingerprint) ? service.models.get(fingerprint).name || "" : "";
+    find("new-name").placeholder = any.model;
+    if (closed) find("new-name").focus();
+  };
+  find("name-form").onsubmit = event => {
+    event.preventDefault();
+    run(async () => {
+      service.fine();
+      const name = find("new-name").value.trim(), path = `/v1/models/${fingerprint}/name`;
+      service.models.set(fingerprint, await json(path, name ? {method: "PUT", body: {name}} : {method: "DELETE"}));
+      describe();
+      find("rename").click();
+      find("rename").focus();
+      service.say(name ? `Called ${name}` : "Goes by its class again");
+    });
+  };
+
   let policies = stored.items, frontier = null;
+  const preview = stepPreview();
 
   function budgetOfAddress() {
     const bytes = Math.floor(Number(new URLSearchParams(location.search).get("budget_gb")) * parts.GIB);
@@ -68,6 +97,7 @@ service.run(async () => {
     const fit = policies.find(policy => policy.budget_bytes === budget);
     find("there").replaceChildren(...(fit ? ["A policy for this budget is stored: ", toPolicy(fit)] : ["No policy is stored for exactly this budget; the line has one planned."]));
     find("plan").hidden = Boolean(fit) || !profile;
+    run(() => preview.choose(point, budget));
     if (plot) plot.redraw(false);
   }
   function slower(point) {
@@ -109,7 +139,7 @@ service.run(async () => {
       scales: {x: {time: false, range: () => [low - room, (beyond || high) + room]}, y: {range: (u, a, b) => [0, Math.max(b, 1) * 1.08]}},
       axes: [{...axis, label: `${unit[0]} of peak`, labelSize: 20, size: 32, space: 60}, {...axis, label: "recompute, % of the step", labelSize: 20, size: 54}],
       series: [{}, {stroke: color("plan"), width: 2, fill: color("plan") + "1c", paths: uPlot.paths.stepped({align: 1}), points: {show: true, size: 6, fill: color("plan"), stroke: color("plan")}}],
-      hooks: {drawClear: [lines], draw: [mark]},
+      hooks: {ready: [standDevices], draw: [mark]},
     }, [points.map(point => point.peak / unit[1]), points.map(overhead)], box);
     const {over} = plot, under = event => choose((within(plot.posToVal(event.clientX - over.getBoundingClientRect().left, "x") * unit[1]) || points[0]).budget);
     over.onpointerdown = event => { over.setPointerCapture(event.pointerId); under(event); };
@@ -117,32 +147,16 @@ service.run(async () => {
     over.onpointerup = keepInAddress;
   }
   /* The memory of devices, where it is within the plot. */
-  function lines(u) {
-    const {ctx, bbox} = u, r = devicePixelRatio;
-    ctx.save();
-    ctx.strokeStyle = color("held");
-    ctx.fillStyle = color("soft");
-    ctx.font = `${11.5 * r}px system-ui, sans-serif`;
-    ctx.textAlign = "right";
-    ctx.lineWidth = r;
-    let named = -Infinity;
+  function standDevices(u) {
+    let named = Infinity;
     for (const [name, gib] of [...DEVICES].reverse()) {  // where two stand close together, the larger is named
-      const value = gib * parts.GIB / unit[1];
-      if (value < u.scales.x.min || value > u.scales.x.max) continue;
-      const x = u.valToPos(value, "x", true);
-      ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
-      ctx.lineTo(x, bbox.top + bbox.height);
-      ctx.stroke();
-      if (Math.abs(x - named) < 17 * r) continue;
-      named = x;
-      ctx.save();
-      ctx.translate(x - 4 * r, bbox.top + 4 * r);
-      ctx.rotate(-Math.PI / 2);
-      ctx.fillText(`fits ${name}`, 0, 0);
-      ctx.restore();
+      const value = gib * parts.GIB / unit[1], {min, max} = u.scales.x;
+      if (value < min || value > max) continue;
+      const x = u.valToPos(value, "x"), line = make("div", named - x < 17 ? "" : `fits ${name}`, "device");
+      if (line.textContent) named = x;
+      line.style.left = `${x}px`;
+      u.over.append(line);
     }
-    ctx.restore();
   }
   function mark(u) {
     const {ctx, bbox} = u, r = devicePixelRatio, point = within(budget);
@@ -199,7 +213,7 @@ service.run(async () => {
     try {
       await events(job.events_url, (kind, data) => {
         if (kind === "state") state = data.state;
-        find("progress").textContent = kind === "progress" ? `${said}: ${service.progressWords(job.kind, data)}.` : `${said}: ${state}.`;
+        find("progress").textContent = kind === "progress" ? `${said}: ${service.progressWords(job.kind, data, job.options.time_limit_s)}.` : `${said}: ${state}.`;
       }, watching.signal);
       find("progress").textContent = state === "cancelled" ? "Cancelled." : "";
       if (state !== "cancelled") await done(await json(job.result_url));
@@ -211,8 +225,15 @@ service.run(async () => {
       find("compute").disabled = find("plan").disabled = false;
     }
   }
-  const gotFrontier = result => {
+  /* The newest frontier that was computed, with its drawings. */
+  async function newest() {
+    const {items: [job]} = await json(`/v1/jobs?kind=frontier&profile=${profile.digest}&limit=1&state=succeeded`);
+    if (!job) return;
+    const [result] = await Promise.all([json(job.result_url), preview.learn(job)]);
     frontier = result;
+  }
+  const gotFrontier = async () => {
+    await newest();
     show();
     service.say(`The frontier has ${frontier.plans.length} points.`);
   };
@@ -231,8 +252,7 @@ service.run(async () => {
 
   if (profile) {
     const jobs = `/v1/jobs?kind=frontier&profile=${profile.digest}&limit=1`;
-    const [done, running, queued] = await Promise.all(["succeeded", "running", "queued"].map(state => json(`${jobs}&state=${state}`)));
-    if (done.items.length) frontier = await json(done.items[0].result_url);
+    const [running, queued] = await Promise.all(["running", "queued"].map(state => json(`${jobs}&state=${state}`)).concat(newest()));
     show();
     find("main").dataset.ready = "true";
     const live = running.items[0] || queued.items[0];

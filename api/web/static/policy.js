@@ -15,8 +15,10 @@ service.run(async () => {
     service.missing(`There is no policy ${id.slice(0, 12)}… here. It may have been deleted.`);
     return;
   }
-  document.title = `${about.model}, ${size(about.budget_bytes)} · autoac`;
-  find("timeline").querySelector('[data-part="model"]').textContent = about.model;
+  await service.learnModel(about.fingerprint);
+  const name = service.nameOf(about);
+  document.title = `${name}, ${size(about.budget_bytes)} · autoac`;
+  find("timeline").querySelector('[data-part="model"]').textContent = name;
   find("which").textContent = `${size(about.budget_bytes)}, version ${about.version}`;
   find("made").replaceChildren("Made ", when(about.created_at), ` by ${about.created_by} · id ${id.slice(0, 12)}`);
   find("to-model").href = toModel(about).href;
@@ -51,7 +53,7 @@ service.run(async () => {
     throw error;
   }
   find("drawing").hidden = true;
-  timeline(find("timeline"), picture);
+  timeline(find("timeline"), {...picture, model: name});
   performance.mark("interactive");
   await lined;
   setTimeout(() => {  // the timeline is there and answers; what follows may come a moment later

@@ -149,7 +149,22 @@ const service = (() => {
     a.href = path.startsWith("/") ? at(path) : path;
     return a;
   }
-  const toModel = row => link(row.model || "(no name)", `/models/${row.fingerprint}`);
+  /* Models by fingerprint, with the names that people gave them; those that `learnModels` has seen. */
+  const models = new Map();
+  async function learnModels() {
+    for (const model of (await every("/v1/models")).items) models.set(model.fingerprint, model);
+  }
+  async function learnModel(fingerprint) {
+    try {
+      models.set(fingerprint, await json(`/v1/models/${fingerprint}`));
+    } catch (error) {
+      if (error.status !== 404) throw error;  // its profile was deleted: it goes by its class
+    }
+  }
+  const nameOf = row => (models.has(row.fingerprint) && models.get(row.fingerprint).name) || row.model || "(no name)";
+  const toModel = row => link(nameOf(row), `/models/${row.fingerprint}`);
+  /* What tells a profile from others of the same class. */
+  const stepOf = profile => [`${size(profile.parameter_bytes)} of parameters`, profile.inputs.join(", "), `${profile.ops} ops`].filter(Boolean).join(" · ");
   const toPolicy = (row, text = `${size(row.budget_bytes)}, version ${row.version}`) => link(text, `/policies/${row.id}`);
   function when(iso) {
     const time = make("time", iso.slice(0, 16).replace("T", " "));
@@ -194,9 +209,10 @@ const service = (() => {
   }
   const lastOfPath = () => location.pathname.split("/").pop();
   /* How far a solve is, in words. */
-  function progressWords(kind, {incumbent, bound, gap, seconds}) {
-    const number = kind === "floor" ? size : parts.time;
-    return [incumbent === null ? "no plan yet" : `best ${number(incumbent)}`, bound === null ? "" : `proven ${number(Math.max(bound, 0))}`,
+  function progressWords(kind, {incumbent, bound, gap, seconds, point, points}, limitS = 0) {
+    const number = kind === "floor" || kind === "frontier" && !points ? size : parts.time;  // a frontier begins with the smallest peak
+    const left = limitS * (points - point) + Math.max(0, limitS - seconds);
+    return [points ? `point ${point} of ${points}${limitS ? `, at most ${duration(left)} more` : ""}` : kind === "frontier" ? "the smallest peak" : "", incumbent === null ? "no plan yet" : `best ${number(incumbent)}`, bound === null ? "" : `proven ${number(Math.max(bound, 0))}`,
       gap === null ? "" : `gap ${(100 * gap).toFixed(1)} %`, seconds === null ? "" : `${seconds.toFixed(1)} s`].filter(Boolean).join(", ");
   }
 
@@ -207,5 +223,5 @@ const service = (() => {
     });
   });
 
-  return {find, at, ask, json, every, events, run, trouble, fine, say, missing, link, toModel, toPolicy, when, made, duration, share, text, gb, oneLiner, aliasLine, copies, table, lastOfPath, progressWords};
+  return {find, at, ask, json, every, events, run, trouble, fine, say, missing, link, models, learnModels, learnModel, nameOf, stepOf, toModel, toPolicy, when, made, duration, share, text, gb, oneLiner, aliasLine, copies, table, lastOfPath, progressWords};
 })();

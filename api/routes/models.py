@@ -1,0 +1,127 @@
+"""Models: what people call them, and their frontiers in small. A model is all profiles of one fingerprint."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Annotated, Self
+
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autoac.api.access import Planner, Reader, ServiceOf
+from autoac.api.bodies import read_body
+from autoac.api.errors import MalformedRequest
+from autoac.api.keys import Caller, note
+from autoac.api.request import read_json
+from autoac.api.routes.common import BODY, GONE, Digest, body_of, problems
+from autoac.api.routes.paging import Page, PieceOf
+from autoac.api.routes.views import View, when
+from autoac.api.service import Service
+from autoac.api.store import StoredModel, get_model, list_models, name_model
+from autoac.planner.profile import describe
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+
+class PointView(BaseModel):
+    """A plan of a frontier, in small."""
+
+    peak_bytes: int
+    recompute_us: float
+    step_us: float
+
+
+class ModelView(View):
+    """A model: all profiles of one fingerprint."""
+
+    fingerprint: str
+    model: str = Field(description="The class's name.")
+    name: str | None = Field(description="What people call it; null while nobody has named it.")
+    named_by: str | None
+    named_at: datetime | None
+    frontier: list[PointView] | None = Field(description="The newest that was computed, by peak.")
+
+    @classmethod
+    def of(cls, row: StoredModel) -> Self:
+        plans = None if row.frontier is None else json.loads(row.frontier)["plans"]
+        return cls(
+            fingerprint=row.fingerprint,
+            model=row.model,
+            name=row.name,
+            named_by=row.named_by,
+            named_at=None if row.named_at is None else when(row.named_at),
+            frontier=None
+            if plans is None
+            else [PointView(**{name: plan[name] for name in PointView.model_fields}) for plan in plans],
+        )
+
+
+class NameRequest(BaseModel):
+    """The body of `PUT /v1/models/FINGERPRINT/name`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=100)]
+
+
+@router.get("", summary="Models, newest first", responses=problems())
+async def get_models(service: ServiceOf, caller: Reader, piece: PieceOf) -> Page[ModelView]:
+    """Those of which there is a profile."""
+
+    def look() -> Page[ModelView]:
+        with service.database.read() as connection:
+            found = list_models(connection, before=piece.before, limit=piece.rows)
+        return piece.page(found, ModelView.of)
+
+    return await to_thread.run_sync(look)
+
+
+@router.get("/{fingerprint}", summary="A model", responses=problems(GONE))
+async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader) -> ModelView:
+    """Its name and its frontier in small."""
+
+    def look() -> ModelView:
+        with service.database.read() as connection:
+            return ModelView.of(get_model(connection, fingerprint))
+
+    return await to_thread.run_sync(look)
+
+
+@router.put(
+    "/{fingerprint}/name",
+    summary="Call a model something",
+    responses=problems(GONE, BODY),
+    openapi_extra=body_of("NameRequest"),
+)
+async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner) -> ModelView:
+    """A name for people, such as `llama-70b, 8k tokens`; nothing else goes by it."""
+    body = await read_body(request, service.settings)
+    try:
+        name = NameRequest.model_validate(read_json(body[:4096])).name.strip()
+    except ValidationError as error:
+        raise MalformedRequest(describe(error)) from None
+    if not name or not name.isprintable():
+        raise MalformedRequest(["body.name: must be printable text that is not blank"])
+    return await _named(service, fingerprint, name, caller, request)
+
+
+@router.delete("/{fingerprint}/name", summary="Take a model's name away", responses=problems(GONE))
+async def delete_name(
+    fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner
+) -> ModelView:
+    """It goes by its class again."""
+    return await _named(service, fingerprint, None, caller, request)
+
+
+async def _named(
+    service: Service, fingerprint: str, name: str | None, caller: Caller, request: Request
+) -> ModelView:
+    def write() -> ModelView:
+        with service.database.write() as connection:
+            found = name_model(connection, fingerprint, name, caller.name)
+            note(connection, caller.name, "name model", fingerprint, request.state.request_id)
+            return ModelView.of(found)
+
+    return await to_thread.run_sync(write)
