@@ -11,7 +11,6 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autoac.api.access import Planner, Reader, ServiceOf
-from autoac.api.bodies import read_body
 from autoac.api.errors import MalformedRequest
 from autoac.api.keys import Caller, note
 from autoac.api.request import read_json
@@ -97,9 +96,9 @@ async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader)
 )
 async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner) -> ModelView:
     """A name for people, such as `llama-70b, 8k tokens`; nothing else goes by it."""
-    body = await read_body(request, service.settings)
+    wanted = read_json(await service.small_body(request))
     try:
-        name = NameRequest.model_validate(read_json(body[:4096])).name.strip()
+        name = NameRequest.model_validate(wanted).name.strip()
     except ValidationError as error:
         raise MalformedRequest(describe(error)) from None
     if not name or not name.isprintable():

@@ -571,9 +571,17 @@ def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
     assert "transformer.h" in page.inner_text("#changes")
     page.click("#swap")
     visit.until("() => document.querySelector('#verdict').textContent.includes('higher')")
+    held: list[Any] = []  # the first of two comparisons is answered last
+    page.route("**/v1/differences?*", lambda route: route.continue_() if held else held.append(route))
     page.select_option("#before", stored.ids[1])
     page.select_option("#after", stored.ids[1])
-    visit.until("() => document.querySelector('#verdict').textContent.includes('Both keep the same.')")
+    same = "() => document.querySelector('#verdict').textContent.includes('Both keep the same.')"
+    visit.until(same)
+    with page.expect_response("**/v1/differences?*") as late:
+        held[0].continue_()
+    late.value.finished()
+    page.evaluate("() => new Promise(done => setTimeout(() => requestAnimationFrame(done)))")
+    assert page.evaluate(same)
 
 
 def test_names_are_shown_and_not_run_and_each_page_has_its_landmarks(visit: Visit, stored: Stored) -> None:

@@ -27,13 +27,15 @@ service.run(async () => {
   find("none").hidden = policies.items.length > 1 || wanted.size > 0;
   find("none").textContent = policies.items.length ? "One policy is stored; a second one is needed to compare. Plan another budget on the model's page." : "No policy is stored yet. Plan two budgets of a model, on its page or with POST /v1/policies, and compare them here.";
 
+  let asked = 0;
   async function compare() {
-    const names = {before: before.value, after: after.value};
+    const mine = ++asked, names = {before: before.value, after: after.value};
     history.replaceState(null, "", `?${new URLSearchParams(Object.entries(names).filter(([, value]) => value))}`);
     find("answer").hidden = true;
     if (!names.before || !names.after) return;
     service.fine();
     const found = await json(`/v1/differences?${new URLSearchParams(names)}`);
+    if (mine !== asked) return;  // others were chosen in the meantime
     const name = (id, said) => byId.has(id) ? toPolicy(byId.get(id), said.length === 64 ? undefined : said) : link(said.slice(0, 40), `/policies/${id}`);
     const sides = [["first", found.before_id, names.before, found.before], ["second", found.after_id, names.after, found.after]];
     table(find("sides"), ["", "policy", "model", "budget", "peak", "recompute", "kept", "run again", "not needed", "the peak is at"], sides.map(([which, id, said, side]) =>
