@@ -177,7 +177,7 @@ def test_where_no_drawing_is_kept_none_is_made_ahead(
 async def test_a_child_draws_what_it_plans_and_what_is_stored(profile: Profile) -> None:
     solver = SpawnedSolver(60.0, 30.0, 2048 * MIB, child_command(save_all))
     made = await solver.answer(Kind.POLICY, request(profile), lambda told: None, draws=True)
-    policy = save_all(profile, budget_gb=1).policy()
+    policy = save_all(profile, budget_gb=1, time_limit_s=60.0).policy()
     assert made == Answer(policy.to_json(), draw(profile, policy))
     assert await solver.draw(drawing_body(profile.to_json().encode(), made.text.encode())) == made.drawing
 
