@@ -157,6 +157,8 @@ def run(
                     "let torch use its own (on CUDA the backend `native`, no pluggable one)",
                 )
             allocations.check_complete(type(model).__name__)
+            for leaf in (*leaves, *shards.aliases):
+                leaf.grad = None  # a further forward beside them would hold more than any step
             shards.mark(recorder.record, saved.out_of_reach)
             for state in recorder.generators.values():
                 state.restore()

@@ -160,6 +160,29 @@ def test_the_step_needs_no_memory_for_saved_activations() -> None:
     assert hollow < plain / 4
 
 
+seen: list[bool] = []
+
+
+class Bag(nn.Module):
+    """A table with sparse gradients, which notes if a forward finds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(50, 8, mode="sum", sparse=True), nn.Linear(8, 1)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        seen.append(self.table.weight.grad is not None)
+        return self.head(self.table(ids, offsets).tanh()).square().mean()
+
+
+def test_no_forward_of_a_profile_runs_beside_the_gradients_of_its_step() -> None:
+    """Together they are more than any step holds: with sparse gradients, the rows of a whole batch more."""
+    seen.clear()
+    profile(Bag(), torch.arange(40), torch.arange(0, 40, 4))
+    assert len(seen) > 2
+    assert not any(seen)
+
+
 def test_the_same_step_has_the_same_fingerprint_and_a_profile_survives_json() -> None:
     torch.manual_seed(0)
     model = Transformer()

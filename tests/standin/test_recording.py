@@ -154,3 +154,24 @@ def test_events_are_absolute_and_the_peak_is_the_allocators(gpu: ModuleType) -> 
         torch.empty(1 << 18, device="cuda")
     assert timeline.peak_bytes == gpu.peak(0) == 2 * held.nbytes
     assert [event.live_bytes for event in timeline.events] == [2 * held.nbytes, held.nbytes]
+
+
+class Wide(nn.Module):
+    """A table with a large gradient, made when the wide activations are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8192, 64)
+        self.layers = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layers(self.table(ids)).square().mean()
+
+
+def test_a_profile_holds_no_more_than_the_tightest_plan(gpu: ModuleType) -> None:
+    model, ids = Wide().cuda(), torch.arange(256, device="cuda")
+    gpu.reset_peak(0)
+    before = gpu.live(0)
+    found = profile(model, ids)
+    held = gpu.peak(0) - before + found.static.total
+    assert held <= bounds(build(found)).floor
