@@ -28,6 +28,7 @@ from ac_client.files import write_whole
 from ac_client.forward import Forward
 from ac_client.loop_watch import LoopWatch
 from ac_client.measuring import Measuring
+from ac_client.neighbors import Neighbors
 from ac_client.optimizers import ModelOptimizers
 from ac_client.outofmemory import Before, is_out_of_memory
 from ac_client.peaks import WATCHED_STEPS, Seen, proposed_headroom
@@ -38,7 +39,8 @@ from ac_client.recording import recording_us_of_process
 from ac_client.remote import RemoteError
 from ac_client.report import Report
 from ac_client.runtime import active
-from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet
+from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet, as_planned
+from autoac.planner.simulate import waiting_bytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.batch import batch_tensors
@@ -54,6 +56,7 @@ log = logging.getLogger("ac_client")
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 
+MOST_ASKED_FOR_ROOM = 3  # by other planned models, of one policy
 MOST_STEP_TIMES = 1000  # kept for the median
 
 Result = TypeVar("Result")
@@ -113,6 +116,10 @@ class Applied:
             shapes=shapes,
             group=group,
         )
+        self._neighbors = Neighbors(self)
+        self._planning.held_beside = self._neighbors.held_nbytes
+        self._planning.ask_for_room = self._neighbors.ask_for_room
+        self._told_of_neighbors = False
         self._current: Loaded | None = None  # of the last forward
         self._forward = Forward()
         self._wrappers = wrapper_paths(model)
@@ -330,7 +337,8 @@ class Applied:
         complete = {loaded for loaded in self._choosing.all if self._may_be_judged(model, loaded)}
         written = self._written(model)
         policies = [loaded.policy for loaded in self._choosing.all]
-        with self._measuring.block(model, self._standing_bytes(model), policies) as timeline:
+        base = self._standing_bytes(model) + sum(n.standing_nbytes for n in self._neighbors.active())
+        with self._measuring.block(model, base, policies) as timeline:
             yield
         if self._current is not None:
             self._measuring.keep(timeline, self._current)
@@ -351,9 +359,58 @@ class Applied:
             self._forward.end()  # left open by a forward that was interrupted
         self._watch.close()
         self._optimizers.close()
+        self._neighbors.close()
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the model trains; None if it is gone."""
+        model = self._model()
+        return device_of(model) if model is not None else None
+
+    @property
+    def held_nbytes(self) -> int:
+        """The bytes that the model and its optimizers hold between steps, and its forwards in flight now."""
+        loaded = self._current
+        model = self._model()
+        if loaded is None or loaded.profile is None or model is None:
+            return 0 if model is None else self._standing_bytes(model)
+        static = loaded.profile.static
+        held = static.total - static.inputs + (0 if static.gradients else loaded.profile.gradient_nbytes)
+        if waiting := self._watch.waiting():
+            plan = loaded.plan or as_planned(loaded.policy, loaded.profile)
+            held += waiting * waiting_bytes(plan.graph, plan.save_set) // len(loaded.ways)
+        return held
+
+    @property
+    def standing_nbytes(self) -> int:
+        """The bytes that the model and its optimizers hold now, forwards in flight aside."""
+        model = self._model()
+        return self._standing_bytes(model) if model is not None else 0
+
+    def make_room(self, nbytes: int) -> None:
+        """Plan the next step with so many bytes less, if that was not asked for often before."""
+        loaded = self._current
+        if loaded is not None and loaded.profile is not None and loaded.asked_for_room < MOST_ASKED_FOR_ROOM:
+            loaded.asked_for_room += 1
+            loaded.makes_room = True
+            loaded.withheld += nbytes
+
+    def meet(self) -> None:
+        """Warn if what others hold takes the step that is running over the budget."""
+        loaded = self._current
+        if loaded is None or self._told_of_neighbors or not self._watch.waiting():
+            return  # between steps: the next forward counts it
+        if self._planning.lacks_room(loaded, self._neighbors.held_nbytes() - loaded.beside):
+            self._told_of_neighbors = True
+            log.warning(
+                "%s: another planned model trains on the same device, and what it holds is not in this plan: "
+                "this step may go over the budget of %s. The plan is made again at the next step",
+                self._name,
+                format_bytes(self.budget_bytes or 0),
+            )
 
     def _standing_bytes(self, model: nn.Module) -> int:
         device = device_of(model)
@@ -406,6 +463,9 @@ class Applied:
         if loaded is None:
             return
         self._current = loaded
+        self._neighbors.took_turn()
+        for neighbor in self._neighbors.active():
+            neighbor.meet()
         if self._measuring.marks is not None and not waiting:
             self._measuring.marks.forward()
         loaded.steps += 1

@@ -39,6 +39,9 @@ class Loaded:
         self.planned_for = shape  # the batch that was profiled
         self.profile = profile  # None: it was planned elsewhere, and cannot be planned again here
         self.extra_static = extra_static  # bytes that another rank holds beyond what is in the profile
+        self.beside = 0  # bytes of other planned models that are counted
+        self.asked_for_room = 0  # how often others asked for it
+        self.makes_room = False  # it is to be planned again, since others asked
         self.loop = loop  # that was profiled
         self.seen_loop = loop  # what steps showed since: planned for when it differs
         self.replaced = False  # by a plan for the same batch

@@ -159,6 +159,7 @@ class Choosing:
             if loaded.profile is not None and self._planning.budget_bytes is not None:
                 if loaded.optimizers != self._optimizers.adopted:
                     self._count_optimizers(model, loaded)
+                self._planning.count_beside(loaded)
                 if loop != loaded.loop:
                     loaded = self._plan_for_loop(model, args, kwargs, loaded, loop)
         return loaded
@@ -459,7 +460,9 @@ class Choosing:
                     f"{', '.join(parts[:3])}{more}. With fewer of them the step needs less."
                 )
             raise
-        loaded = self._keep(model, Loaded(shape, policy, made, profile, loop=loop))
+        beside = self._planning.held_beside()
+        loaded = self._keep(model, Loaded(shape, policy, made, profile, beside, loop))
+        loaded.beside = beside
         if self._shapes == "first":
             loaded.shape = None
             self._buckets.serves_all = loaded

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from torch import nn
 
@@ -24,6 +25,14 @@ from autoac.profiler import device_of
 log = logging.getLogger("ac_client")
 
 TIGHTER = 0.9  # of a planned peak that the device did not have room for
+
+
+def _nothing(_nbytes: int) -> None:
+    return None
+
+
+def _of_others(nbytes: int) -> str:
+    return f"{format_bytes(nbytes)} of it held by other planned models on the device"
 
 
 class Planning:
@@ -47,6 +56,8 @@ class Planning:
         self._service = service
         self._require_service = require_service
         self._lock = threading.Lock()  # of corrections
+        self.held_beside: Callable[[], int] = int  # bytes that other planned models hold on the device
+        self.ask_for_room: Callable[[int], None] = _nothing  # have them hold so many bytes less
 
     @property
     def limit(self) -> int:
@@ -57,6 +68,10 @@ class Planning:
     def first(self, profile: Profile, terms: Terms | None = None) -> tuple[Policy, Plan | None]:
         """A policy within the budget; within all ranks' budgets, if there are terms."""
         if terms is None:
+            if beside := self.held_beside():
+                policy, made = self.tightest(profile, _of_others(beside), beside)
+                self._ask_for_room(policy.predicted.peak_bytes)
+                return policy, made
             return self.planned(profile, self.limit)
         return self.planned(profile, terms.limit, terms.extra_static)
 
@@ -127,6 +142,48 @@ class Planning:
             policy, made = self.planned(profile, error.smallest_found, extra_static, error.save_set)
         self.warn_not_kept(policy.predicted.peak_bytes, why)
         return policy, made
+
+    def count_beside(self, loaded: Loaded) -> None:
+        """Plan again with what other planned models hold by now.
+
+        That is if the plan leaves no room for it, if no plan did and they hold less now, or if they asked for
+        room themselves.
+        """
+        more = self.held_beside() - loaded.beside
+        over = loaded.policy.predicted.peak_bytes > self.limit
+        makes_room, loaded.makes_room = loaded.makes_room, False
+        if loaded.profile is None or not (
+            makes_room or self.lacks_room(loaded, more) or (over and loaded.beside and more < 0)
+        ):
+            return
+        loaded.beside += more
+        loaded.extra_static += more
+        with self._lock:
+            try:
+                needs = self._plan_again(loaded)
+            except (PlannerError, RemoteError) as error:
+                log.warning(
+                    "%s: no plan leaves room for %s (%s): its plan stays",
+                    self.name,
+                    _of_others(loaded.beside),
+                    str(error).partition("\n")[0],
+                )
+                return
+        if needs is None or loaded.withheld:
+            log.info("%s: planned again, %s", self.name, _of_others(loaded.beside))
+        else:
+            self.warn_not_kept(needs, _of_others(loaded.beside))
+            self._ask_for_room(needs)
+
+    def _ask_for_room(self, needs: int) -> None:
+        if needs > self.limit:
+            self.ask_for_room(needs - self.limit)
+
+    def lacks_room(self, loaded: Loaded, more: int) -> bool:
+        """Return True if the step goes over the budget with so many bytes more."""
+        return self.budget_bytes is not None and (
+            more > 0 and loaded.policy.predicted.peak_bytes + more > self.limit
+        )
 
     def warn_not_kept(self, needs: int, why: str) -> None:
         """Warn that no plan keeps the budget."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client import Report
+from ac_client.measure import AllocatorTimeline
 from autoac.planner import Policy, build, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import observe
@@ -283,6 +284,47 @@ def test_another_dtype_is_planned_for() -> None:
     report = measured(model, step)
     assert report.recomputed > 0
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+
+
+def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogCaptureFixture) -> None:
+    models = Net(), WithLoss()
+    x = batches()[0]
+
+    def step() -> None:
+        torch.manual_seed(2)
+        models[1](models[0](x)).backward()
+        for model in models:
+            model.zero_grad()
+
+    def peak() -> int:
+        standing = x.nbytes + sum(p.nbytes for model in models for p in model.parameters())
+        with AllocatorTimeline(base=standing) as timeline:
+            step()
+        return timeline.peak_bytes
+
+    step()
+    budget = int(0.75 * peak())
+    for model in models:
+        ac_client.apply(model, budget / GIB)
+    step()
+    assert (
+        "other planned models on the device" in warnings(caplog)[0]
+    )  # in the step in which both train first
+    for _ in range(3):
+        step()
+    caplog.clear()
+    assert peak() <= budget
+    assert not warnings(caplog)
+    assert any(ac_client.applied(model).report().recomputed for model in models)
+
+
+def test_a_planned_model_that_does_not_train_takes_no_room() -> None:
+    idle = ac_client.apply(WithLoss(), 1.0)
+    several(1)(idle)
+    model = ac_client.apply(WithLoss(), 1.0)
+    several(1)(model)
+    peaks = [ac_client.applied(one).policy.predicted.peak_bytes for one in (idle, model)]
+    assert peaks[0] == peaks[1]
 
 
 def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogCaptureFixture) -> None:
