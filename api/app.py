@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from autoac.api.answers import headers_of, problem_of
 from autoac.api.database import AWAY, Database, DatabaseNotReady, cause_of
@@ -43,6 +44,7 @@ from autoac.planner.profile import Profile
 log = structlog.get_logger("autoac.api")
 
 BODIES = (Policy, Profile, PolicyRequest, FrontierRequest, FloorRequest, AliasRequest, NameRequest)
+ROUTES = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 RESULTS = (JobView, FrontierView, FloorView, JobResult)
 
 
@@ -52,7 +54,7 @@ async def _explain(request: Request, error: Exception) -> Response:
         metrics.errors.labels("job-failed").inc()
         return Response(error.problem, error.status, media_type=MEDIA_TYPE)
     if isinstance(error, HTTPException) and error.status_code == 405:
-        error = HTTPException(405, headers={"Allow": _allowed(request.scope["path"])})
+        error = HTTPException(405, headers={"Allow": ", ".join(sorted(_allowed(request.scope["path"])))})
     if isinstance(error, ProgrammingError):
         error = await _not_ready(request.app.state.service.database) or error
     problem = problem_of(error)
@@ -67,12 +69,34 @@ async def _explain(request: Request, error: Exception) -> Response:
     return ProblemResponse(problem, headers_of(error))
 
 
-def _allowed(path: str) -> str:
+def _allowed(path: str) -> set[str]:
     """Return the methods of all routes of a path: FastAPI names those of the first that it finds."""
-    routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
-    return ", ".join(
-        sorted({m for route in routes if route.path_regex.match(path) for m in route.methods or ()})
-    )
+    methods = {m for route in ROUTES if route.path_regex.match(path) for m in route.methods or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods
+
+
+class _HeadAsGet:
+    """ASGI middleware: answers HEAD with the head of what GET gives, unless the route has a cheaper way."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._cheaper = [route for route in ROUTES if "HEAD" in (route.methods or ())]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") != "HEAD" or any(r.path_regex.match(scope["path"]) for r in self._cheaper):
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        as_get = {**scope, "method": "GET"}
+        try:
+            await self.app(as_get, receive, send_head)
+        finally:
+            scope["route"] = as_get.get("route")  # for the log and the counters
 
 
 async def _not_ready(database: Database) -> DatabaseNotReady | None:
@@ -163,6 +187,7 @@ def create_app(
     for kind in (*kinds, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _explain)
     app.add_exception_handler(ClientDisconnect, _nobody_reads)
+    app.add_middleware(_HeadAsGet)
     app.add_middleware(RequestLog, metrics=metrics)
     return app
 

@@ -211,16 +211,27 @@ def test_other_routes_and_methods_are_problems_too(serve: Serve, method: str, pa
 @pytest.mark.parametrize(
     ("path", "methods"),
     [
-        ("/v1/policies", "GET, POST"),
-        ("/v1/profiles", "GET, POST"),
+        ("/v1/policies", "GET, HEAD, POST"),
+        ("/v1/profiles", "GET, HEAD, POST"),
         (f"/v1/profiles/{'0' * 64}", "DELETE, GET, HEAD, PUT"),
-        ("/v1/aliases/a/b", "DELETE, GET, PUT"),
-        ("/jobs", "GET"),
+        ("/v1/aliases/a/b", "DELETE, GET, HEAD, PUT"),
+        ("/jobs", "GET, HEAD"),
     ],
 )
 def test_a_method_that_is_not_allowed_is_told_all_that_are(serve: Serve, path: str, methods: str) -> None:
     response = serve().patch(path)
     assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/jobs", "/v1/policies", "/livez", "/openapi.json", "/v1/jobs/none", "/nothing"]
+)
+def test_head_is_the_head_of_get(serve: Serve, path: str) -> None:
+    http = serve()
+    got, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    for name in ("content-type", "content-length"):
+        assert head.headers[name] == got.headers[name]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 def test_over_the_network(url: str, tmp_path: Path) -> None:
     with httpx2.Client(base_url=url, timeout=30) as http:
         assert http.get("/livez").json() == {"status": "alive"}
+        assert http.head("/").headers["content-type"].startswith("text/html")
         headers = {"Content-Type": "application/json"}
         # By the real child: the errors of a body come from there.
         assert http.post("/v1/policies", content=b"{", headers=headers).status_code == 400
