@@ -280,9 +280,9 @@ def closed(graph: Graph, save_set: SaveSet) -> SaveSet:
     old one, the old one is saved with it as well. Those that must be run again are left out.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
-    for op in reversed(graph.ops):
-        if op.id in result:
-            result.update(carried(graph, op))
+    for value in reversed(graph.values):
+        if value.carries and value.previous is not None and value.op in result:
+            result.add(graph.values[value.previous].op)
     for op in graph.ops:
         if op.id not in result and op.writes:
             previous = [graph.values[w].previous for w in op.writes]
@@ -291,7 +291,7 @@ def closed(graph: Graph, save_set: SaveSet) -> SaveSet:
     return frozenset(result)
 
 
-def carried(graph: Graph, op: Op) -> Iterator[OpId]:
+def carried_over(graph: Graph, op: Op) -> Iterator[OpId]:
     """Yield the ops over whose outputs `op` writes where a saved tensor does not show them (`carries`)."""
     for w in op.writes:
         value = graph.values[w]
@@ -311,7 +311,7 @@ def unsaved_with(graph: Graph, op: OpId) -> list[OpId]:
         previous = [graph.values[w].previous for w in graph.ops[link].writes]
         others = [graph.values[p].op for p in previous if p is not None] if None not in previous else []
         readers = (r for w in graph.ops[link].writes for r in graph.values[w].readers)
-        others += [r for r in readers if link in carried(graph, graph.ops[r])]
+        others += [r for r in readers if link in carried_over(graph, graph.ops[r])]
         together += [other for other in dict.fromkeys(others) if other not in together]
     return together
 

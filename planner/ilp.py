@@ -18,7 +18,7 @@ import numpy as np
 
 from autoac.planner.columns import Bools, Columns, Longs
 from autoac.planner.facts import END, NEVER, Facts, Role, canonical, starts
-from autoac.planner.graph import OpId, SaveSet, ValueId, carried
+from autoac.planner.graph import OpId, SaveSet, ValueId, carried_over
 from autoac.planner.highs import Floats, Program
 from autoac.planner.rows import ONE, ZERO, Codes, Largest, RowTable
 
@@ -262,7 +262,7 @@ class Builder:
                 codes = [self.x_end(op.id), *(int(self.s_of_op[w]) for w in writers)]
                 self.table.add([0] * len(codes), np.array(codes), 1.0, len(writers))
         for op in self.c.free.tolist():
-            for source in carried(self.graph, self.graph.ops[op]):
+            for source in carried_over(self.graph, self.graph.ops[op]):
                 if self.f.role[source] in (Role.FREE, Role.FOLLOWS):
                     codes = [self.x_end(source), int(self.s_of_op[op])]
                     self.table.add([0, 0], np.array(codes), 1.0, 1)

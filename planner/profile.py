@@ -171,7 +171,11 @@ class Ops(Table):
 
 
 class SavedTensors(Table):
-    """What autograd kept for backward, in the order in which it was packed."""
+    """What autograd kept for backward, in the order in which it was packed.
+
+    A tensor that shows no byte of what an op writes to its storage later is a saved tensor of the version
+    that this op makes, and `packed` is before the op.
+    """
 
     value: tuple[Index, ...]
     packed: tuple[Index, ...]  # ops that had started by then

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autoac.planner.constraints import constrained
 from autoac.planner.errors import OtherProfile, UnknownKey
 from autoac.planner.facts import Role, facts
-from autoac.planner.graph import Graph, OpId, SaveSet, build, closed, needed, normalised
+from autoac.planner.graph import Graph, OpId, build, closed, needed, normalised, unsaved_with
 from autoac.planner.highs import Stopped
 from autoac.planner.modules import Fate, decided
 from autoac.planner.plan import Plan
@@ -116,9 +116,8 @@ def why(plan: Plan, key: str) -> Why:
         other = normalised(graph, kept | {op})
     else:
         kept -= {op}
-        # An op that writes in place over saved values alone is saved with them, so they go together.
-        while op in closed(graph, kept) and (sources := _over(graph, op) & kept - graph.must_save):
-            kept -= sources
+        if op in closed(graph, kept):
+            kept -= frozenset(unsaved_with(graph, op)) - graph.must_save
         other = normalised(graph, kept)
     before, after = simulate(graph, plan.save_set), simulate(graph, other)
     spent = recompute_us(graph, other)
@@ -148,12 +147,6 @@ def _forward_over(plan: Plan, timeline: Timeline) -> int:
         return 0
     most = max((i.live_bytes for i in timeline.instants if isinstance(i.event, Compute)), default=0)
     return max(most - (rules.forward_budget_bytes - plan.headroom), 0)
-
-
-def _over(graph: Graph, op: OpId) -> SaveSet:
-    """The ops whose outputs `op` writes over in place."""
-    values = graph.values
-    return frozenset(values[p].op for w in graph.ops[op].writes if (p := values[w].previous) is not None)
 
 
 def more(

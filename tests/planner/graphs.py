@@ -449,3 +449,18 @@ def dropout() -> Profile:
     tape.step("loss", [], peak=20)
     tape.step("MulBackward0", [mask], other=10)
     return tape.profile()
+
+
+def chunks() -> Profile:
+    """Two in-place ops on halves of one storage, each with a saved tensor of its half."""
+    tape = Tape()
+    (x,) = tape.op("x", [], 8)
+    (left,) = tape.op("sigmoid_", [], into=x)
+    first = tape.save(left)
+    (both,) = tape.op("tanh_", [], into=left)
+    tape.handles[first] = (both, tape.handles[first][1])  # read off the newest version, packed before it
+    second = tape.save(both)
+    tape.op("loss", [], 0)
+    tape.step("second", [second])
+    tape.step("first", [first])
+    return tape.profile()

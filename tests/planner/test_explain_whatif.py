@@ -60,6 +60,13 @@ def test_the_other_decision_is_what_the_simulator_says_of_it(seed: int) -> None:
             assert answer.fits == (answer.peak <= made.budget)
 
 
+@pytest.mark.parametrize("op", ["sigmoid_", "tanh_"])
+def test_chunks_that_are_written_in_place_are_judged_together(op: str) -> None:
+    graph = build(graphs.chunks())
+    answer = why(plan(graph, budget_bytes=100), op)
+    assert answer.recompute_us == recompute_us(graph, frozenset({3})) == 3
+
+
 @laws
 @given(seeds)
 def test_what_a_plan_is_told_to_keep_is_all_that_it_keeps(seed: int) -> None:

@@ -127,23 +127,8 @@ def test_rule_b_a_write_over_a_value_that_a_recompute_reads_copies_it_first() ->
     ]
 
 
-def chunks() -> graphs.Tape:
-    """Two in-place ops on halves of one storage, each with a saved tensor of its half."""
-    tape = graphs.Tape()
-    (x,) = tape.op("x", [], 8)
-    (left,) = tape.op("sigmoid_", [], into=x)
-    first = tape.save(left)
-    (both,) = tape.op("tanh_", [], into=left)
-    tape.handles[first] = (both, tape.handles[first][1])  # read off the newest version, packed before it
-    second = tape.save(both)
-    tape.op("loss", [], 0)
-    tape.step("second", [second])
-    tape.step("first", [first])
-    return tape
-
-
 def test_chunks_that_are_written_in_place_share_one_storage_saved_or_made_again() -> None:
-    graph = build(chunks().profile())
+    graph = build(graphs.chunks())
     forward = ["+x 8", "+sigmoid_ 0", "+tanh_ 0", "+loss 0"]
     assert told(graph, {0, 1, 2, 3}) == [*forward, "-loss 0", ".0", ".1", "-tanh_ 8"]
     assert told(graph, {3}) == [
@@ -153,7 +138,7 @@ def test_chunks_that_are_written_in_place_share_one_storage_saved_or_made_again(
 
 
 def test_writes_to_chunks_are_saved_together() -> None:
-    graph = build(chunks().profile())
+    graph = build(graphs.chunks())
     assert closed(graph, frozenset({2})) == {1, 2}
     assert closed(graph, frozenset({1})) == {1, 2}
     assert closed(graph, frozenset({3})) == {3}
