@@ -114,7 +114,8 @@ def apply(
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
     Changes the model in place and returns it. The first training forward is profiled on its real batch,
-    planned, and already runs planned; a forward in `eval()` or under `no_grad` is left alone. A batch of a
+    planned, and already runs planned; a forward under `no_grad` is left alone, and so
+    is one in `eval()` unless optimizer steps show that it trains. A batch of a
     shape that no earlier plan covers is planned when it is met.
 
     Args:

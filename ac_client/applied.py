@@ -29,7 +29,7 @@ from ac_client.forward import Forward
 from ac_client.loop_watch import LoopWatch
 from ac_client.measuring import Measuring
 from ac_client.neighbors import Neighbors
-from ac_client.optimizers import ModelOptimizers
+from ac_client.optimizers import ModelOptimizers, UnplannedSteps
 from ac_client.outofmemory import Before, is_out_of_memory
 from ac_client.peaks import WATCHED_STEPS, Seen, proposed_headroom
 from ac_client.planning import Planning
@@ -128,8 +128,10 @@ class Applied:
         self._retries = 0
         self._measuring = Measuring()
         self._steps = 0
-        self._optimizers.after_step = weakref.WeakMethod(self._read_counter)
+        self._optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
         self._written_at_first = self._written(model)
+        self._forwards = 0  # that train, planned or not
+        self._unplanned = UnplannedSteps(self._name)
         self._began: list[float] = []
         self._handles: list[RemovableHandle] = []
         _applied[model] = self
@@ -446,10 +448,11 @@ class Applied:
         waiting = self._watch.waiting()
         if self._reading is not None and not waiting:
             self._read(model)  # the step that was watched is over
-        if not model.training or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._unplanned.trains_in(model):
             if not model.training:
                 self._forward.end()  # as below; no part of a forward in training
             return
+        self._forwards += 1
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             raise CannotProfile(
                 self._name,
@@ -482,6 +485,10 @@ class Applied:
         self._forward.begin(
             loaded, model, waiting=waiting, strict=self._strict, report=self._off, beside=self._wrappers
         )
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._read_counter()
+        self._unplanned.optimizer_stepped(optimizer, self._forwards)
 
     def _left(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         error = sys.exception()

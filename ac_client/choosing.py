@@ -33,7 +33,7 @@ from autoac.profiler.errors import ProfilerError
 from autoac.profiler.hollow import Loop, Loss
 from autoac.profiler.recording import profiler_is_running
 from autoac.profiler.sharding import parameters_of, process_group_of
-from autoac.profiler.static import optimizer_bytes
+from autoac.profiler.static import gradient_of, optimizer_bytes
 
 log = logging.getLogger("ac_client")
 
@@ -92,9 +92,10 @@ class Choosing:
         if isinstance(policy, PolicySet):
             self._given = [Loaded(bucket.shape, bucket.policy) for bucket in policy.buckets]
         self._looked_at: tuple[list[weakref.ref[nn.Parameter]], Kinds] = [], ()
+        self._training = True  # the model's mode by then
         self._turn = 0  # of those that are asked whether they still do
         self._probes: list[weakref.ref[nn.Parameter]] = []  # to see whether gradients exist
-        self._by_trained: dict[Kinds, Buckets] = {}
+        self._by_trained: dict[tuple[bool, Kinds], Buckets] = {}  # the mode decides which ops run
         self._look_at_parameters(model)
         for loaded in self._given:
             self._told_of(loaded)
@@ -142,7 +143,7 @@ class Choosing:
             ShapeNotPlanned: strict, and beyond all buckets.
             PlannerError, RemoteError: there is no plan.
         """
-        if self.others_train():
+        if self.others_train() or model.training is not self._training:
             self._look_at_parameters(model)
         loaded = self._buckets.serves_all
         if self.ranks is None:
@@ -167,7 +168,7 @@ class Choosing:
     def plan_for(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Policy:
         """Plan for one more shape of batch."""
         with self._lock:
-            if self._others_train(slice(None)):
+            if self._others_train(slice(None)) or model.training is not self._training:
                 self._look_at_parameters(model)
             return self._plan(model, args, kwargs, shape_of(args, kwargs)).policy
 
@@ -200,20 +201,22 @@ class Choosing:
             parameters = list(parameters_of(model))
             trained = tuple((p.requires_grad, p.dtype) for p in parameters)
             self._looked_at = [weakref.ref(p) for p in parameters], trained
+            self._training = model.training
             trainable = [weakref.ref(p) for p in parameters if p.requires_grad]
             self._probes = trainable[:: max(1, len(trainable) // PROBES)]
-            if trained not in self._by_trained:
-                buckets = self._by_trained[trained] = Buckets()
+            if (self._training, trained) not in self._by_trained:
+                planned = bool(self.all)
+                buckets = self._by_trained[self._training, trained] = Buckets()
                 for loaded in self._given:
                     buckets.add(loaded)
                 if len(self._given) == 1 and self._given[0].shape is None:
                     buckets.serves_all = self._given[0]
-                if len(self._by_trained) > 1 and buckets.serves_all is None:
+                if planned and buckets.serves_all is None:
                     log.info(
-                        "%s: other parameters train, or in another dtype: batches are planned for them",
+                        "%s: other parameters train, or in another dtype or mode: batches are planned again",
                         self._name,
                     )
-            self._buckets = self._by_trained[trained]
+            self._buckets = self._by_trained[self._training, trained]
 
     def _meet(
         self,
@@ -252,9 +255,28 @@ class Choosing:
                     elif isinstance(error, NothingToProfile):
                         self._buckets.unplanned.add(key)
                         return None
+                    elif isinstance(error, InfeasibleBudget) and not self._buckets.all:
+                        loaded = self._of_another_set(key, args, kwargs, error)
+                        self._buckets.remember(key, loaded)
+                        return loaded
                     raise
             if self._buckets.serves_all is None:
                 self._buckets.remember(key, loaded)
+        return loaded
+
+    def _of_another_set(
+        self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any], error: InfeasibleBudget
+    ) -> Loaded:
+        """Return what runs a batch where other parameters train than before, and no plan fits for them."""
+        covering = (buckets.covering(key, args, kwargs) for buckets in self._by_trained.values())
+        loaded = next((one for one in covering if one is not None), None) or largest(self.all)
+        self._tell_once(
+            "another set",
+            "%s: other parameters train, or in another dtype or mode, and no plan for that fits (%s): it "
+            "runs under the plan made before, and goes over the budget",
+            self._name,
+            str(error).partition("\n")[0],
+        )
         return loaded
 
     def _unplanned_now(self, busy: ProfilerBusy) -> Loaded | None:
@@ -322,7 +344,7 @@ class Choosing:
             return covering
 
     def _gradients_exist(self) -> bool:
-        return any((p := ref()) is not None and p.grad is not None for ref in self._probes)
+        return any((p := ref()) is not None and gradient_of(p) is not None for ref in self._probes)
 
     def _plan_with_gradients(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: Loaded, loop: Loop

@@ -22,6 +22,7 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.ops import has_storage
 from autoac.profiler.sharding import parameters_of
+from autoac.profiler.static import gradient_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Measuring:
 
 def _told_when_they_go(model: nn.Module, timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
     """While the list lives, tell `timeline` of gradients that are there now and are dropped (`zero_grad`)."""
-    gradients = (p.grad for p in parameters_of(model) if p.grad is not None)
+    gradients = (g for p in parameters_of(model) if (g := gradient_of(p)) is not None)
     storages = {storage._cdata: storage for storage in _storages(gradients)}
 
     def watched(storage: torch.UntypedStorage) -> weakref.ref[Any]:

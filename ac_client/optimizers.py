@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from autoac.profiler.sharding import parameters_of
 from autoac.profiler.static import innermost, optimizer_state_nbytes
 
+log = logging.getLogger("ac_client")
+
 
 class ModelOptimizers:
     """The optimizers of one model's parameters, and how often they have stepped.
@@ -25,13 +28,13 @@ class ModelOptimizers:
     Attributes:
         steps: since they are watched.
         adopted: how many were not given, and were seen to step the model.
-        after_step: a reference to what is called after each step.
+        after_step: a reference to what is called with the optimizer after each step.
     """
 
     def __init__(self, model: nn.Module, given: torch.optim.Optimizer | None) -> None:
         self.steps = 0
         self.adopted = 0
-        self.after_step: Callable[[], Callable[[], None] | None] = _nothing
+        self.after_step: Callable[[], Callable[[torch.optim.Optimizer], None] | None] = _nothing
         self._model = weakref.ref(model)
         self._given = given
         self._adopted: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -68,7 +71,7 @@ class ModelOptimizers:
         if any(optimizer is one for one in self.all):
             self.steps += 1
             if (after := self.after_step()) is not None:
-                after()
+                after(optimizer)
 
 
 _watched: weakref.WeakSet[ModelOptimizers] = weakref.WeakSet()
@@ -102,6 +105,63 @@ def _watch(of_model: ModelOptimizers) -> None:
 def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     mine = {id(parameter) for parameter in parameters_of(model)}
     return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+
+
+class UnplannedSteps:
+    """Notices training that no plan runs in: in `eval()`, or past the model's own call.
+
+    A forward in `eval()` that could be differentiated is an evaluation as a rule, and not planned. If an
+    optimizer steps after it, with no forward in `train()` since its last step, it was training (BatchNorm is
+    frozen so): forwards in `eval()` are planned from then on, until the model is called in `train()`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._forwards_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._in_eval = False  # a forward that could be differentiated ran in eval() since the last step
+        self._trains_in_eval = False
+        self._in_a_row = 0  # steps without a forward that trains
+        self._told: set[str] = set()
+
+    def trains_in(self, model: nn.Module) -> bool:
+        """Return True if a forward of `model` now, in its mode, is one that trains."""
+        if model.training:
+            self._trains_in_eval = self._in_eval = False
+            return True
+        self._in_eval = True
+        return self._trains_in_eval
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
+        """Take note of a step, after so many forwards that train."""
+        before = self._forwards_at.get(optimizer, 0)
+        self._forwards_at[optimizer] = forwards
+        in_eval, self._in_eval = self._in_eval, False
+        if forwards != before:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if in_eval:
+            self._trains_in_eval = True
+            self._tell(
+                "eval",
+                "%s is trained in eval(): this step ran unplanned, and the next forwards are planned, "
+                "evaluations too unless they run under torch.no_grad()",
+                self._name,
+            )
+        elif self._in_a_row > 1:  # one alone may be a step that only makes the optimizer's state
+            self._tell(
+                "unseen",
+                "%s: the optimizer has stepped %d times without a training forward of the model, so nothing "
+                "is planned and the budget is not kept. Call the model itself, not model.forward or "
+                "parts of it; apply to the module that is called, which an nn.ModuleList never is",
+                self._name,
+                self._in_a_row,
+            )
+
+    def _tell(self, what: str, message: str, *args: Any) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning(message, *args)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ def pin(module: nn.Module, policy: str | CheckpointPolicy) -> Pin:
 
     Args:
         module: a part of a model, or all of it.
-        policy: "must_save" or "must_recompute", or torch's words for them.
+        policy: "must_save" or "must_recompute", torch's words for them, or a Policy's "save", "recompute".
 
     Raises:
         ValueError: `policy` is neither.
@@ -72,6 +72,7 @@ def pin(module: nn.Module, policy: str | CheckpointPolicy) -> Pin:
             output of one pinned "must_save".
     """
     word = policy.name.lower() if isinstance(policy, CheckpointPolicy) else policy
+    word = {"save": MUST_SAVE, "recompute": MUST_RECOMPUTE}.get(word, word)  # as policies say
     if word not in _WORDS:
         raise ValueError(f'cannot pin {policy!r}: use "must_save" or "must_recompute"')
     caller = sys._getframe(1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autoac.planner.errors import Holding
+from autoac.planner.errors import Holding, holdings_in_lines
 from autoac.planner.units import format_bytes, format_us, gb_from_bytes
-
-MOST_HOLDINGS = 6  # that the text names
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +68,16 @@ class Report:
         def time(us: float | None) -> str:
             return format_us(us) if us is not None else "not measured"
 
+        budget = "a policy and no budget"
+        if self.budget_bytes is not None:
+            budget = f"budget {format_bytes(self.budget_bytes)}"
         if self.predicted_peak_bytes is None:
-            return f"{self.model}: budget {size(self.budget_bytes)}; planned at the first training step"
+            return f"{self.model}: {budget}; planned at the first training step"
         recompute = f"{time(self.recompute_us)} of recompute for {self.recomputed} of {self.ops} ops"
         gap = f", within {self.gap:.1%} of the best plan" if self.gap is not None else ""
         recording = f", {time(self.recording_us)} of recording in forward" if self.recording_us else ""
         lines = [
-            f"{self.model}: budget {size(self.budget_bytes)}, {self.steps} planned steps",
+            f"{self.model}: {budget}, {self.steps} planned steps",
             f"  peak   predicted {size(self.predicted_peak_bytes)}, "
             f"measured {size(self.measured_peak_bytes)}{self._off_by()}, "
             f"save-all {size(self.save_all_peak_bytes)}",
@@ -102,11 +103,8 @@ class Report:
         if self.off_path:
             lines.append(f"  off the path: {self.off_path}")
         if self.live_at_peak:
-            few, rest = self.live_at_peak[:MOST_HOLDINGS], self.live_at_peak[MOST_HOLDINGS:]
             lines.append(f"  the peak is at {self.peak_at}, while these are live:")
-            lines += [f"    {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})" for h in few]
-            if rest:
-                lines.append(f"    {format_bytes(sum(h.nbytes for h in rest)):>10}  {len(rest)} more")
+            lines += [f"  {line}" for line in holdings_in_lines(self.live_at_peak)]
         return "\n".join(lines)
 
     def _off_by(self) -> str:

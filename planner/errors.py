@@ -157,6 +157,18 @@ class Holding:
     why: str  # "saved", "recomputed", "not planned", ...
 
 
+MOST_HOLDINGS = 8  # that a text names
+
+
+def holdings_in_lines(live: Sequence[Holding]) -> list[str]:
+    """Return a line for each of the first few, and one for the rest."""
+    few, rest = live[:MOST_HOLDINGS], live[MOST_HOLDINGS:]
+    lines = [f"  {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})" for h in few]
+    if rest:
+        lines.append(f"  {format_bytes(sum(h.nbytes for h in rest)):>10}  {len(rest)} more")
+    return lines
+
+
 class InfeasibleBudget(PlannerError):
     """No plan fits in the budget.
 
@@ -186,7 +198,7 @@ class InfeasibleBudget(PlannerError):
             lines.append(f"The smallest peak found is {exact_bytes(smallest_found)}.")
         if self.live:
             lines.append(f"That peak is at {peak_at}, while these are live:")
-            lines += [f"  {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})" for h in self.live[:8]]
+            lines += holdings_in_lines(self.live)
         lines.append(f"Pass budget_gb={_ceil_gb(needed)} or more, or use a smaller batch.")
         super().__init__("\n".join(lines))
 

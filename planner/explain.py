@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoac.planner.errors import PlannerError
+from autoac.planner.errors import PlannerError, holdings_in_lines
 from autoac.planner.highs import Stopped
 from autoac.planner.lives import live_at_peak
 from autoac.planner.modules import Decided, Fate, as_table, by_module, decided, in_words
@@ -42,10 +42,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
         *(as_table(rows) if table else in_words(rows)),
         "",
         f"The peak is at {plan.peak_at}, while these are live:",
-        *(
-            f"  {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})"
-            for h in live_at_peak(graph, plan.save_set)[:8]
-        ),
+        *holdings_in_lines(live_at_peak(graph, plan.save_set)),
     ]
     return "\n".join(lines)
 

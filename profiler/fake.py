@@ -51,6 +51,7 @@ from autoac.profiler.ops import OpFacts, facts_of, outputs_of, tensors_in, writt
 from autoac.profiler.ops import has_storage_or_fake as has_storage
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import Recorder, SavedTensorsRecord
+from autoac.profiler.static import gradient_of
 from autoac.profiler.storages import StorageTable
 from autoac.profiler.timing import middle_and_spread
 from autoac.profiler.wrappers import disarmed
@@ -274,7 +275,7 @@ def run(
         CannotFake: an op needs values that are not known, or a kernel that torch has no fake of.
     """
     if accumulates is None:
-        accumulates = any(parameter.grad is not None for parameter in model.parameters())
+        accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
     allocations = FakeAllocations(device, (local or device).runtime_us)
     recorder = Recorder(allocations.mark, allocations.locate, has_storage)
     saved = SavedTensorsRecord(recorder, allocations.mark)

@@ -33,6 +33,7 @@ from autoac.profiler.pins import pins_of
 from autoac.profiler.randomness import generators_restored
 from autoac.profiler.record import ForwardRecord, Recorder, SavedTensorsRecord
 from autoac.profiler.sharding import alone, parameters_of, watch_sharding
+from autoac.profiler.static import gradient_of
 from autoac.profiler.times import Measured
 from autoac.profiler.timing import (
     BETWEEN,
@@ -113,7 +114,7 @@ def run(
             cannot run its part again.
     """
     if accumulates is None:
-        accumulates = any(parameter.grad is not None for parameter in parameters_of(model))
+        accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
     now_ns = host_clock(device)
     allocations = AllocationRecord(device)
     recorder = Recorder(allocations.mark)

@@ -36,6 +36,14 @@ class OptimizerBytes:
     note: str = ""  # what had to be guessed
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return the gradient that is there.
+
+    What `torch.func.functional_call` puts in place of a parameter need not be a leaf: then torch warns.
+    """
+    return parameter.grad if parameter.is_leaf else None
+
+
 def static_bytes(
     model: nn.Module,
     args: Sequence[Any],
@@ -73,13 +81,13 @@ def static_bytes(
     to_come = sum(
         rounded_bytes(local(parameter).nbytes, rounding)
         for parameter in parameters
-        if parameter.requires_grad and parameter.grad is None
+        if parameter.requires_grad and gradient_of(parameter) is None
         if on is not None or parameter.device.type == device.type
     )
     return StaticBytes(
         parameters=count(parameters),
         buffers=count(model.buffers()),
-        gradients=count(p.grad for p in parameters)
+        gradients=count(gradient_of(p) for p in parameters)
         + (to_come if accumulates else 0)
         + (0 if buckets.holds_gradients else buckets.nbytes),
         optimizer_state=optimizer_state,

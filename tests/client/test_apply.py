@@ -17,8 +17,8 @@ from torch import nn
 
 import ac_client
 from autoac.planner import build, floor, plan, simulate
-from autoac.planner.errors import MalformedPolicy
-from autoac.planner.units import GIB
+from autoac.planner.errors import MOST_HOLDINGS, MalformedPolicy
+from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
 
 BATCH = torch.randn(4, 64, 64)
@@ -196,6 +196,36 @@ def test_transformers_own_switch_is_seen() -> None:
     model.activation_checkpointing_enable()
     with pytest.raises(ac_client.CheckpointingActive, match=r"activation_checkpointing_disable\(\)"):
         ac_client.apply(model, 1.0)
+
+
+def test_weights_of_functional_call_are_asked_for_no_gradient(budget_gb: float) -> None:
+    """They are no leaves here, and torch warns of their `.grad`."""
+
+    def trained(model: nn.Module) -> list[torch.Tensor]:
+        leaves = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        for _ in range(2):
+            torch.manual_seed(1)
+            weights = {name: leaf * 1.5 for name, leaf in leaves.items()}
+            scalar(torch.func.functional_call(model, weights, (BATCH,))).backward()
+        return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+
+    assert_equal(trained(ac_client.apply(made(), budget_gb * 2)), trained(made()))
+
+
+def test_a_report_without_a_budget_says_so(budget_gb: float) -> None:
+    found = plan(profile(made(), BATCH), budget_bytes=GIB)
+    model = ac_client.apply(made(), policy=found.policy())
+    model(BATCH)
+    assert str(ac_client.applied(model).report()).startswith("Transformer: a policy and no budget, 1 planned")
+
+
+def test_a_list_of_what_is_live_counts_the_rest() -> None:
+    with pytest.raises(ac_client.InfeasibleBudget) as refused:
+        ac_client.apply(made(), 1e-6)(BATCH)
+    live = refused.value.live
+    assert len(live) > MOST_HOLDINGS
+    rest = sum(holding.nbytes for holding in live[MOST_HOLDINGS:])
+    assert f"{format_bytes(rest):>10}  {len(live) - MOST_HOLDINGS} more\n" in str(refused.value)
 
 
 def test_remove_leaves_the_model_as_it_was(budget_gb: float) -> None:

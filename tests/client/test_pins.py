@@ -16,6 +16,7 @@ from autoac.planner.graph import build
 from autoac.planner.schedule import recompute_us
 from autoac.planner.simulate import peak_bytes
 from autoac.profiler import profile
+from autoac.profiler.pins import pins_of
 
 
 def block() -> nn.Module:
@@ -41,6 +42,15 @@ def test_a_pinned_module_is_saved_in_a_region_that_recomputes() -> None:
     assert len(recomputed(net, x, "recompute_all")) == everything - 4
     pinned.remove()
     assert len(recomputed(net, x, "recompute_all")) == everything
+
+
+def test_pins_take_the_words_of_a_policy_file() -> None:
+    net, x = model(), torch.randn(4, 16)
+    everything = len(recomputed(net, x, "recompute_all"))
+    pin(net[2], "save")
+    assert len(recomputed(net, x, "recompute_all")) == everything - 4
+    pin(net[3], "recompute")
+    assert pins_of(net)["3"] == "must_recompute"
 
 
 def test_a_pin_changes_no_gradient() -> None:
