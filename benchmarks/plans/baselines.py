@@ -2,9 +2,9 @@
 
 A baseline gives a *family*: a save set for each of its settings (a depth of blocks, a fraction of memory).
 Its own idea of memory and time ends there; `planner.simulate` says what each save set really takes, under
-the rules that ours is judged by. That is in the baselines' favour: under the runtime's lazy rules an op
-outside the save set runs again only if something needs it, where `torch.utils.checkpoint` runs the whole
-block up to its last saved tensor.
+the rules that ours is judged by. For all but one that is in the baselines' favour: under the runtime's lazy
+rules an op outside the save set runs again only if something needs it. A selective policy of
+`torch.utils.checkpoint` is judged as torch runs it (`as_run`).
 
 Every save set is `normalised`: what must be saved is, and what nothing asks for costs nothing.
 """
@@ -14,17 +14,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pulp
 
-from autoac.planner.graph import Graph, OpId, SaveSet, normalised, wanted
+from autoac.planner.graph import Graph, Handle, HandleId, Moment, OpId, SaveSet, StepId, normalised, wanted
 
 Family = dict[str, SaveSet]
 """Setting -> save set."""
 Baseline = Callable[[Graph], Family]
 
+SELECTIVE = "selective list"
+EVERY = {"every matmul": 1, "every second matmul": 2}
 MOST_DEPTHS = 2  # of blocks within blocks
 FRACTIONS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 """Of memory, for the baselines that are given one."""
@@ -140,31 +142,85 @@ def attention_outputs(graph: Graph) -> SaveSet:
 
 
 def selective(graph: Graph) -> Family:
-    """torch's selective list, `create_selective_checkpoint_contexts` with matmuls and attention.
+    """torch's selective list: checkpoint around each block, with matmuls and attention as the policy.
 
-    "Every second" saves the first, third, ... matmul of each block, as torchtitan's `selective` option
-    does (torchtitan/distributed/activation_checkpoint.py). With block outputs: as a policy of
-    checkpoint around each block. Without: around the whole model.
+    As `create_selective_checkpoint_contexts` takes it. "Every second" saves the first, third, ... matmul of
+    each block, as torchtitan's `selective` option does (torchtitan/distributed/activation_checkpoint.py).
+    Empty where there are no blocks. What these take is judged on the graph of `as_run`.
     """
-    listed = [is_matmul(overload_of(op.name)) for op in graph.ops]
-    attention = frozenset(op.id for op in graph.ops if is_attention(overload_of(op.name)))
-    every = frozenset(op.id for op in graph.ops if listed[op.id]) | attention
-    family: Family = {"every matmul": normalised(graph, every)}
-    for depth in depths(graph) or [0]:
-        blocks = _blocks(graph, depth)
-        seen: dict[str, int] = {}
-        second = set(attention)
-        for op in graph.ops:
-            if listed[op.id]:
-                seen[blocks[op.id]] = seen.get(blocks[op.id], 0) + 1
-                if seen[blocks[op.id]] % 2:
-                    second.add(op.id)
-        family[f"every second matmul, depth {depth}"] = normalised(graph, second)
-        if depth:
-            outputs = boundary(graph, blocks)
-            family[f"every matmul, block outputs, depth {depth}"] = normalised(graph, every | outputs)
-            family[f"every second matmul, block outputs, depth {depth}"] = normalised(graph, second | outputs)
+    family: Family = {}
+    for depth in depths(graph):
+        outputs = boundary(graph, _blocks(graph, depth))
+        for which in EVERY:
+            setting = f"{which}, depth {depth}"
+            family[setting] = normalised(graph, listed(graph, setting) | outputs)
     return family
+
+
+def listed(graph: Graph, setting: str) -> SaveSet:
+    """What the policy of a setting of `selective` lists."""
+    which, depth = setting.split(", depth ")
+    blocks, every = _blocks(graph, int(depth)), EVERY[which]
+    seen: dict[str, int] = {}
+    found = set()
+    for op in graph.ops:
+        overload, block = overload_of(op.name), blocks[op.id]
+        if is_matmul(overload):
+            seen[block] = seen.get(block, 0) + 1
+            if seen[block] % every == 1 % every:
+                found.add(op.id)
+        elif is_attention(overload):
+            found.add(op.id)
+    return frozenset(found)
+
+
+def as_run(graph: Graph, baseline: str, setting: str, save_set: SaveSet) -> tuple[Graph, SaveSet]:
+    """A graph and a save set that take what the baseline's takes; only selective checkpoint differs.
+
+    `torch.utils.checkpoint` with a policy is not lazy. The first unpack in a block runs the whole block
+    again, up to its last saved tensor: here every saved tensor of a block is unpacked in that step too. And
+    what the policy saves is held until then, even if backward asks for none of it: here as bytes that
+    belong to no storage.
+    """
+    if baseline != SELECTIVE:
+        return graph, save_set
+    n = len(graph.ops)
+    blocks = _blocks(graph, int(setting.rpartition(" ")[2]))
+    begins: dict[str, StepId] = {}  # by block: the step of its first unpack
+    for step in graph.steps:
+        for h in step.unpacks:
+            begins.setdefault(blocks[graph.values[graph.handles[h].value].op], step.id)
+    crossing = boundary(graph, blocks)
+    parked = {
+        op
+        for op in listed(graph, setting) - crossing
+        if blocks[op] in begins and not any(graph.values[w].handles for w in graph.ops[op].writes)
+    }
+    extra = [0] * (n + len(graph.steps) + 1)  # bytes, by moment
+    values, handles, steps = list(graph.values), list(graph.handles), list(graph.steps)
+    for value in graph.values:
+        begin = begins.get(blocks[value.op]) if blocks[value.op] else None
+        if begin is None:
+            continue
+        if value.op in parked:
+            for moment in range(graph.storages[value.storage].released, n + begin):
+                extra[moment] += graph.nbytes(value.id)
+        elif value.handles:
+            h = HandleId(len(handles))
+            handles.append(Handle(h, value.id, value.op + 1, (begin,), Moment(n + begin + 1)))
+            values[value.id] = replace(value, handles=(*value.handles, h))
+            step = steps[begin]
+            steps[begin] = replace(step, unpacks=(*step.unpacks, h), drops=(*step.drops, h))
+    return replace(
+        graph,
+        ops=tuple(replace(op, other=op.other + extra[op.id]) for op in graph.ops),
+        values=tuple(values),
+        handles=tuple(handles),
+        steps=tuple(
+            replace(step, other=step.other + extra[n + step.id], peak=step.peak + extra[n + step.id])
+            for step in steps
+        ),
+    ), save_set - parked
 
 
 # torch's knapsack.
@@ -558,7 +614,7 @@ def _blocks(graph: Graph, depth: int) -> list[str]:
 BASELINES: dict[str, Baseline] = {
     "per-block checkpoint": per_block,
     "attention and block outputs": attention_and_blocks,
-    "selective list": selective,
+    SELECTIVE: selective,
     "dp_knapsack": dp_knapsack,
     "greedy_knapsack": greedy_knapsack,
     "ilp_knapsack": ilp_knapsack,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -30,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "bench" / "plans"
 
 DEVICES = ("h100", "h200")
-CASES = MODELS | SMALL
+SHARDED = "_sharded"  # ends the name of a model whose parameters lie elsewhere
+CASES = MODELS | SMALL | {f"{name}{SHARDED}": MODELS[name] for name in ("mixtral_8x7b",)}
 
 
 def load(name: str, device: str = "h100") -> Profile:
@@ -48,10 +50,40 @@ def load(name: str, device: str = "h100") -> Profile:
 
 def make(name: str, device: str) -> Profile:
     """Profile one training step of a model with AdamW."""
+    if name.endswith(SHARDED):
+        return sharded(make(name.removesuffix(SHARDED), device))
     model, batch = CASES[name].make()
     # One parameter at a time: on a GPU the default step holds a copy of all of them.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     return observe(model, (), batch, optimizer=optimizer, on=DATASHEETS[device])
+
+
+def sharded(profile: Profile) -> Profile:
+    """The step without what sharding over many devices takes off this one.
+
+    That is parameters, optimizer state, and those gradients that last: what backward holds from some step on
+    for good. An approximation: what is gathered for an op counts as nothing. On one device the optimizer's
+    step is the peak of a large mixture of experts, and no budget binds.
+    """
+    backward = profile.backward
+    lasting, least = [], math.inf
+    for other, peak in zip(reversed(backward.other_nbytes), reversed(backward.peak_nbytes), strict=True):
+        least = min(least, other, peak)
+        lasting.append(int(least))
+    lasting.reverse()
+    static = profile.static.model_copy(update={"parameters": 0, "gradients": 0, "optimizer_state": 0})
+    less = {
+        column: tuple(nbytes - gone for nbytes, gone in zip(getattr(backward, column), lasting, strict=True))
+        for column in ("other_nbytes", "peak_nbytes")
+    }
+    return profile.model_copy(
+        update={
+            "static": static,
+            "gradient_nbytes": 0,
+            "optimizer_workspace_nbytes": 0,
+            "backward": backward.model_copy(update=less),
+        }
+    )
 
 
 def path_of(name: str, device: str) -> Path:

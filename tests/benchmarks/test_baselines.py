@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 
 import pytest
+import torch
+import transformers
 from graphs import Tape, gpt2, random_profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ac_client.measure import AllocatorTimeline
 from autoac.planner.graph import OpId, build, chain, closed, normalised
 from autoac.planner.simulate import peak_bytes
+from autoac.profiler import profile
 from benchmarks.plans import baselines
 from benchmarks.plans.baselines import BASELINES, block_of, module_of, overload_of
 
@@ -82,13 +88,81 @@ def test_checkpoint_around_blocks_saves_what_crosses_and_what_is_outside():
 
 
 def test_the_selective_list_counts_matmuls_in_each_block():
-    family = baselines.selective(two_blocks())
-    every, second = family["every matmul"], family["every second matmul, depth 1"]
+    every, second = (baselines.listed(two_blocks(), f"{which}, depth 1") for which in baselines.EVERY)
     assert {name for name in names(two_blocks(), every) if "mm" in name} == {
         f"layers.{i}.{m}/aten.mm.default#0" for i in (0, 1) for m in ("up", "down")
     }
-    dropped = [op for op in sorted(every - second) if "mm" in two_blocks().ops[op].name]
-    assert [two_blocks().ops[op].name for op in dropped] == ["layers.0.down/aten.mm.default#0"]
+    dropped = [f"layers.{i}.down/aten.mm.default#0" for i in (0, 1)]
+    assert names(two_blocks(), every - second) == dropped
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_selective_checkpoint_takes_what_torch_takes(kind):
+    model, batch, optimizer = trainee(kind)
+    step(model, batch, optimizer)
+    graph = build(profile(model, **batch, optimizer=optimizer))
+    measured = {}
+    for which, seconds in (("every matmul, depth 1", False), ("every second matmul, depth 1", True)):
+        with AllocatorTimeline() as timeline:
+            model, batch, optimizer = trainee(kind)
+            under_selective_checkpoint(blocks_of(model), every_second=seconds)
+            step(model, batch, optimizer)
+            timeline.mark("second step")
+            step(model, batch, optimizer)
+        measured[which] = timeline.peak_since("second step")
+    predicted = {
+        setting: peak_bytes(*baselines.as_run(graph, baselines.SELECTIVE, setting, save_set))
+        for setting, save_set in baselines.selective(graph).items()
+    }
+    assert predicted == pytest.approx(measured, rel=0.015)
+
+
+def trainee(kind):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=128, n_layer=4, n_head=2, vocab_size=200, n_positions=128, use_cache=False
+        )
+        model = transformers.GPT2LMHeadModel(config).train()
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=200, hidden_size=128, intermediate_size=352, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).train()
+    ids = torch.randint(0, 200, (4, 128), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": ids, "labels": ids}, torch.optim.AdamW(model.parameters(), foreach=False)
+
+
+def step(model, batch, optimizer):
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def blocks_of(model):
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+def under_selective_checkpoint(blocks, *, every_second):
+    """torch's own, with matmuls and attention on the list, as torchtitan's option sets it up."""
+    aten = torch.ops.aten
+    matmuls = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+
+    def contexts():
+        seen = {False: 0, True: 0}
+
+        def policy(context, op, *args, **kwargs):
+            seen[context.is_recompute] += op in matmuls
+            skipped = every_second and seen[context.is_recompute] % 2 == 0
+            if (op in matmuls and not skipped) or "attention" in op.name():
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
 
 def test_attention_is_the_product_after_each_softmax_where_no_kernel_is_fused():

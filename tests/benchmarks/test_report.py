@@ -23,6 +23,22 @@ MODEL = Comparison(
 )  # fmt: skip
 
 
+def test_each_model_counts_once_however_many_devices_and_peaks_it_has():
+    half = replace(MODEL, points=MODEL.points[:1])  # at one peak: 0.5
+    other = replace(MODEL, name="gpt2_xl.h100", points=[Point("minimum cut", "", 60, 16.0)])  # 0.25
+    twice = [half, replace(half, name="m.h200"), other]
+    assert report.of_models(twice) == pytest.approx((0.5 * 0.25) ** 0.5)
+    assert report.of_models(twice, without=["gpt2_xl"]) == 0.5
+    assert "Without gpt2_xl and lstm, where it is smallest: 0.50." in report.verdict(twice, twice)
+
+
+def test_the_table_has_the_minimum_found_and_the_proven_bound():
+    found = report.models_table([replace(MODEL, floor_found=30 << 30, floor_proven=20 << 30)])
+    head, _, row = (line.split(" | ") for line in found.splitlines()[:3])
+    assert dict(zip(head, row, strict=True))["minimum peak found"] == "30.00 GiB"
+    assert dict(zip(head, row, strict=True))["proven bound"] == "20.00 GiB"
+
+
 def growing(layers, cpu_s):
     answers = [replace(MODEL.answers[0], budget=b, cpu_s=cpu_s) for b in (20, 30)]
     return replace(MODEL, name=f"llama_l{layers}.h100", ops=40 * layers, points=[], answers=answers)
