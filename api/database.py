@@ -54,12 +54,12 @@ def cause_of(error: BaseException) -> str:
 class DatabaseNotReady(Exception):
     """The database has other tables than this release needs. `move` is the next move."""
 
-    def __init__(self, said: str, move: str) -> None:
-        self.said, self.move = said, move
-        super().__init__(said, move)
+    def __init__(self, reason: str, move: str) -> None:
+        self.reason, self.move = reason, move
+        super().__init__(reason, move)
 
     def __str__(self) -> str:
-        return f"{self.said}: {self.move}"
+        return f"{self.reason}: {self.move}"
 
 
 class DatabaseReadOnly(Exception):

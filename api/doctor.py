@@ -69,7 +69,7 @@ def _database(settings: Settings, database: Database) -> Iterator[Finding]:
     try:
         database.check()
     except DatabaseNotReady as error:
-        yield Finding("migrations", False, error.said, error.move)
+        yield Finding("migrations", False, error.reason, error.move)
         return
     yield Finding("migrations", True, f"at {database.revision()}, the newest")
     yield _write(database)

@@ -168,7 +168,7 @@ def test_delete_kills_the_solve_and_waiters_are_told(
     assert post(http, profile).status_code == 201  # and the next who asks gets a solve
 
 
-def test_who_shares_a_job_that_its_owner_cancels_gets_a_job_of_its_own(
+def test_a_waiter_with_another_key_gets_its_own_job_when_the_owner_cancels(
     serve: Serve, database: Database, profile: Profile, threads: ThreadPoolExecutor
 ) -> None:
     gate = Gate()

@@ -218,7 +218,7 @@ def test_other_routes_and_methods_are_problems_too(serve: Serve, method: str, pa
         ("/jobs", "GET, HEAD"),
     ],
 )
-def test_a_method_that_is_not_allowed_is_told_all_that_are(serve: Serve, path: str, methods: str) -> None:
+def test_allow_names_every_method_of_the_path(serve: Serve, path: str, methods: str) -> None:
     response = serve().patch(path)
     assert (response.status_code, response.headers["allow"]) == (405, methods)
 
