@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from ac_client.cursor import Route
@@ -39,6 +39,9 @@ class Loaded:
         self.planned_for = shape  # the batch that was profiled
         self.profile = profile  # None: it was planned elsewhere, and cannot be planned again here
         self.extra_static = extra_static  # bytes that another rank holds beyond what is in the profile
+        self.skipped: Set[str] = frozenset()  # modules with parameters that the profiled forward did not run
+        self.met: set[str] = set()  # those of them that a forward has run since
+        self.tries = 0  # further batches that were profiled, and ran no more modules
         self.beside = 0  # bytes of other planned models that are counted
         self.asked_for_room = 0  # how often others asked for it
         self.makes_room = False  # it is to be planned again, since others asked

@@ -37,6 +37,7 @@ from autoac.profiler.static import gradient_of, optimizer_bytes
 
 log = logging.getLogger("ac_client")
 
+MOST_TRIES = 8  # batches that are profiled to find one that runs more modules
 PROBES = 8  # parameters that are asked whether gradients exist
 ASKED = 16  # parameters that each forward asks whether they train
 
@@ -160,6 +161,8 @@ class Choosing:
             if loaded.profile is not None and self._planning.budget_bytes is not None:
                 if loaded.optimizers != self._optimizers.adopted:
                     self._count_optimizers(model, loaded)
+                if loaded.met and not waiting and not self._watch.fits(loaded):
+                    loaded = self._plan_for_more_modules(model, args, kwargs, loaded)
                 self._planning.count_beside(loaded)
                 if loop != loaded.loop:
                     loaded = self._plan_for_loop(model, args, kwargs, loaded, loop)
@@ -402,6 +405,39 @@ class Choosing:
         log.info("%s: planned again, for a loop with %s", self._name, _in_words(loop))
         return again
 
+    def _plan_for_more_modules(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loaded: Loaded
+    ) -> Loaded:
+        """Plan this batch, if its forward runs more modules than the one that `loaded` was planned for.
+
+        Which of its modules a forward runs may be drawn (stochastic depth), so only its own profile tells.
+        """
+        shape = shape_of(args, kwargs)
+        if shape != loaded.planned_for or loaded.tries >= MOST_TRIES or loaded.profile is None:
+            return loaded
+        with self._lock:
+            loaded.tries += 1
+            try:
+                profile = self._profiled(model, args, kwargs, loaded.loop)
+                if len(profile.ops) <= len(loaded.profile.ops):
+                    return loaded
+                beside = self._planning.held_beside()
+                words = "in a forward that runs more modules than the one before"
+                policy, made = self._planning.tightest(profile, words, beside)
+            except ProfilerBusy:
+                return loaded
+            except (ProfilerError, PlannerError, RemoteError):
+                loaded.tries = MOST_TRIES
+                return loaded
+            again = Loaded(loaded.shape, policy, made, profile, beside, loaded.loop)
+            again.planned_for, again.tries, again.beside = shape, loaded.tries, beside
+            loaded.hand_on(again)
+            if self._buckets.serves_all is loaded:
+                self._buckets.serves_all = again
+            self._keep(model, again)
+        log.info("%s: planned again, for a forward that runs more modules", self._name)
+        return again
+
     def _count_optimizers(self, model: nn.Module, loaded: Loaded) -> None:
         """Plan again with the state of optimizers that were not passed to `apply` and have stepped."""
         assert loaded.profile is not None
@@ -517,6 +553,8 @@ class Choosing:
         if self.allocator is None:
             self.allocator = allocator_peak(device_of(model))
         loaded.optimizers = self._optimizers.adopted
+        if loaded.profile is not None and not compiled_parts(model):
+            loaded.skipped = _skipped(model, loaded.profile)
         self._buckets.add(loaded)
         self._told_of(loaded)
         return loaded
@@ -535,6 +573,16 @@ class Choosing:
         if what not in self._told:
             self._told.add(what)
             log.warning(message, *args)
+
+
+def _skipped(model: nn.Module, profile: Profile) -> frozenset[str]:
+    """Return the paths of modules with parameters of their own, of which the profiled forward ran nothing."""
+    ran = set(profile.modules)
+    return frozenset(
+        path
+        for path, module in model.named_modules()
+        if path and path not in ran and any(True for _ in module.parameters(recurse=False))
+    )
 
 
 def _summed(loss: Loss) -> Loss:

@@ -85,6 +85,8 @@ class Forward(threading.local):
 
     def enter(self, path: str) -> None:
         """The module at `path` is called. Stretches that are saved whole run without the mode."""
+        if self._loaded is not None and path in self._loaded.skipped:
+            self._loaded.met.add(path)
         region = active.region
         if self._cursor is None or region is None:
             return

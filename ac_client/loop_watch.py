@@ -37,6 +37,7 @@ class LoopWatch:
         self._name = planning.name
         self._has_loss = has_loss
         self._in_flight = ForwardsInFlight()
+        self._told_of_skipped = False
         self._most = 1  # in flight at once, so far
         self._warned = 0  # of plans for fewer forwards than this
 
@@ -91,11 +92,22 @@ class LoopWatch:
             seen,
             format_bytes(self._planning.budget_bytes or loaded.policy.budget_bytes),
             then,
-            advice,
+            advice if then else advice[0].upper() + advice[1:],
         )
 
     def forward_ended(self, loaded: Loaded, out: Any) -> None:
         """Watch the forward that has ended with `out`."""
+        if loaded.met and not self._told_of_skipped and not self._fits(loaded, 1):
+            self._told_of_skipped = True
+            some = sorted(loaded.met, key=lambda path: (len(path), path))
+            more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+            self._warn(
+                loaded,
+                f"modules run that the profiled forward skipped ({', '.join(some[:3])}{more}), and all that "
+                "they save is kept",
+                "a first batch that runs all modules is planned best",
+                again=True,
+            )
         self._in_flight.add(loaded, out, self, has_loss=self._has_loss)
 
     def backward_begins(self, seen: SeenBackward) -> None:
@@ -112,6 +124,10 @@ class LoopWatch:
         self._outputs(loaded, seen)
         if seen.made_outside and not self._has_loss and not loaded.told_of_loss:
             self._loss_outside(loaded, seen.made_outside)
+
+    def fits(self, loaded: Loaded) -> bool:
+        """Return True if a step that needs twice as much beyond the static bytes fits as well."""
+        return self._fits(loaded, 1)
 
     def close(self) -> None:
         """Watch no longer."""
@@ -133,8 +149,8 @@ class LoopWatch:
         loaded.told_of_graph = True
         self._warn(
             loaded,
-            "a backward with create_graph=True runs over its forward (a gradient penalty), and what that "
-            "holds is in no plan: the budget cannot be kept",
+            "a backward with create_graph=True (a gradient penalty) runs over its forward, which no plan "
+            "counts, so the budget cannot be kept",
             "compute the penalty in the forward of the module that is planned, or leave headroom_gb for it",
         )
 

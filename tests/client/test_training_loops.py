@@ -178,7 +178,7 @@ def loss_of(out: Tensor) -> Tensor:
 def test_a_large_loss_outside_of_the_model_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(Net(), budget_for(Net(), 0.7) / GIB)
     with_cross_entropy(model)
-    assert "pass loss=..." in warnings(caplog)[0]
+    assert "Pass loss=..." in warnings(caplog)[0]
 
 
 def test_a_loss_that_is_passed_is_part_of_the_plan(caplog: pytest.LogCaptureFixture) -> None:
@@ -325,6 +325,45 @@ def test_a_planned_model_that_does_not_train_takes_no_room() -> None:
     several(1)(model)
     peaks = [ac_client.applied(one).policy.predicted.peak_bytes for one in (idle, model)]
     assert peaks[0] == peaks[1]
+
+
+class Skips(nn.Module):
+    """Layers of which some are left out, as with stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Net() for _ in range(3)])
+        self.runs = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.runs:
+            x = self.layers[i](x)
+        return x.square().mean()
+
+
+def test_modules_that_the_first_batch_skipped_are_planned_once_they_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = Skips()
+    whole.runs = [0, 1, 2]
+    budget = budget_for(whole, 0.7)
+    model = ac_client.apply(Skips(), budget / GIB)
+    several(1)(model)
+    assert ac_client.applied(model).report().recomputed == 0
+    model.runs = [0, 1, 2]
+    model.zero_grad()
+    several(1)(model)
+    (said,) = [message for message in warnings(caplog) if "skipped" in message]
+    assert "layers.1.0, " in said
+    model.zero_grad()
+    several(1)(model)  # planned again
+    report = measured(model, several(1))
+    assert report.recomputed > 0
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+    assert_gradients_of_the_plain_model(model, whole, several(1))
+    model.runs = [0]
+    several(1)(model)
+    assert ac_client.applied(model).report().buckets == 1
 
 
 def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogCaptureFixture) -> None:
