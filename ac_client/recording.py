@@ -1,10 +1,12 @@
-"""What recording takes: an op of forward costs more while the runtime is there to see it."""
+"""What recording an op of forward and running it again take beside its run time, measured on the spot."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import torch
 
@@ -54,3 +56,41 @@ def recording_us(repeats: int = REPEATS) -> float:
 def recording_us_of_process() -> float:
     """`recording_us`, measured when it is first asked for and remembered."""
     return recording_us()
+
+
+CHAIN = 64  # ops that run again in one burst
+ROUNDS = 5
+
+
+def replay_us(rounds: int = ROUNDS) -> float:
+    """Return what running an op again adds to its run time on the CPU, in whole microseconds.
+
+    That is what the runtime does to record the op, to hold it, and to run it again. Plans count it, so that
+    they leave alone what costs more to run again than it saves. A chain of tiny ops is run in a region and
+    outside of one, in some ten milliseconds, with caches warm: in a training step it takes longer.
+    """
+
+    def step_us(policy: str | None) -> float:
+        tiny = torch.ones(8, device="cpu", requires_grad=True)
+        began = time.thread_time_ns()
+        with save_recompute_policy(policy) if policy is not None else nullcontext():
+            out = tiny
+            for _ in range(CHAIN):
+                out = out.tanh()
+        out.backward(tiny.detach())
+        return (time.thread_time_ns() - began) / 1e3
+
+    with torch.enable_grad():
+        pairs = [(step_us("recompute_all"), step_us("must_save_all")) for _ in range(rounds)]
+    recomputed, saved = (min(column) for column in zip(*pairs, strict=True))
+    return float(max(0, round((recomputed - saved) / CHAIN)))
+
+
+@functools.cache
+def replay_us_of_process() -> float:
+    """`replay_us`, measured when it is first asked for and remembered.
+
+    On a thread of its own, where no mode, hook or region of the caller is in force.
+    """
+    with ThreadPoolExecutor(1) as alone:
+        return alone.submit(replay_us).result()

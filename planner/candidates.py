@@ -138,5 +138,5 @@ def _worth(graph: Graph) -> list[float]:
     worth = []
     for op in graph.ops:
         nbytes = sum(graph.nbytes(w) for w in op.writes)
-        worth.append(op.runtime_us / nbytes if nbytes else 0.0)
+        worth.append(op.recompute_us / nbytes if nbytes else 0.0)
     return worth

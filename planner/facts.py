@@ -122,7 +122,7 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
     for op in ops:
         if runs[op.id]:
             boss = leader[op.id]
-            cost[boss] += op.runtime_us
+            cost[boss] += op.recompute_us
             for v in op.reads:
                 source = leader[values[v].op]
                 if source != boss:

@@ -42,6 +42,12 @@ class Op:
     other: int  # bytes live in forward at this op that belong to no storage of the graph
     must_save: str  # why the planner may not drop its outputs; "" if it may
     must_recompute: bool = False  # the user insists that its outputs are not saved
+    replay_us: float = 0.0  # what running it again takes beside its run time
+
+    @property
+    def recompute_us(self) -> float:
+        """Time, in microseconds, that running the op again takes."""
+        return self.runtime_us + self.replay_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,7 @@ def build(profile: Profile) -> Graph:
                 workspace=columns.workspace_nbytes[i],
                 other=columns.other_nbytes[i],
                 must_save=_must_save(profile, i),
+                replay_us=profile.replay_us,
             )
             for i, name in enumerate(profile.keys())
         ),

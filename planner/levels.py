@@ -65,7 +65,7 @@ def cost(graph: Graph, levels: Sequence[int]) -> Cost:
             case Recompute(op, nbytes, step):
                 place, extra = n + step, graph.ops[op].workspace + graph.steps[step].other
                 live += nbytes
-                spent += graph.ops[op].runtime_us
+                spent += graph.ops[op].recompute_us
                 runs[op] += 1
             case Backward(step):
                 place, extra = n + step, graph.steps[step].peak

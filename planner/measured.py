@@ -63,8 +63,10 @@ class Clock:
             events.append(i)
             begin.append(now)
             match instant.event:
-                case Compute(op) | Recompute(op):
+                case Compute(op):
                     now += graph.ops[op].runtime_us
+                case Recompute(op):
+                    now += graph.ops[op].recompute_us
                 case Backward(step):
                     now += graph.steps[step].runtime_us
                 case _:

@@ -59,7 +59,7 @@ def decided(graph: Graph, save_set: SaveSet) -> list[Decided]:
     for op in graph.ops:
         if again[op.id]:
             fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
-            found.append(Decided(op.name, Fate.AGAIN, 0, fresh, op.runtime_us))
+            found.append(Decided(op.name, Fate.AGAIN, 0, fresh, op.recompute_us))
         elif op.id in save_set and any(until[w] > n for w in op.writes):
             found.append(Decided(op.name, Fate.KEPT, sum(graph.nbytes(w) for w in op.writes if until[w] > n)))
         else:

@@ -205,6 +205,8 @@ class Profile(BaseModel):
     static: StaticBytes
     gradient_nbytes: Count  # gradients that the step leaves behind
     optimizer_workspace_nbytes: Count  # most that optimizer.step() holds for itself
+    # What running an op again takes beside its run time, to record and replay it; 0 where that is not known.
+    replay_us: Annotated[Microseconds, Field(exclude_if=lambda us: us == 0)] = 0.0
     modules: tuple[Name, ...]
     overloads: tuple[Name, ...]
     nodes: tuple[Name, ...]
@@ -290,13 +292,14 @@ class Profile(BaseModel):
     def fingerprint(self) -> str:
         """Identifies the same model at the same shapes on the same kind of device.
 
-        Left out is what differs from one measurement to the next: run times, workspaces, the allocator's
-        slack, and the bytes of temporaries and gradients, which are read off the allocator.
+        Left out is what differs from one measurement to the next: run times and replays, workspaces, the
+        allocator's slack, and the bytes of temporaries and gradients, which are read off the allocator.
         """
         content = self.model_dump(
             mode="json",
             exclude={
                 "notes": True,
+                "replay_us": True,
                 "gradient_nbytes": True,
                 "storages": {"slack_nbytes"},
                 "ops": {"runtime_us", "spread_us", "workspace_nbytes", "other_nbytes"},

@@ -167,10 +167,10 @@ def recompute_us(graph: Graph, save_set: SaveSet) -> float:
     """Run time, in microseconds, of what a full backward runs again, as often as it does (rule g)."""
     if all(len(set(handle.unpacked)) < 2 for handle in graph.handles):
         return sum(
-            op.runtime_us for op, again in zip(graph.ops, needed(graph, save_set), strict=True) if again
+            op.recompute_us for op, again in zip(graph.ops, needed(graph, save_set), strict=True) if again
         )
     events = schedule(graph, save_set)
-    return sum(graph.ops[event.op].runtime_us for event in events if isinstance(event, Recompute))
+    return sum(graph.ops[event.op].recompute_us for event in events if isinstance(event, Recompute))
 
 
 class _Replay:

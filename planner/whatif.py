@@ -199,7 +199,7 @@ def marginal(plan: Plan, tried: int = 40) -> Marginal | None:
     graph = plan.graph
 
     def worth(op: OpId) -> float:
-        return graph.ops[op].runtime_us / max(sum(graph.nbytes(w) for w in graph.ops[op].writes), 1)
+        return graph.ops[op].recompute_us / max(sum(graph.nbytes(w) for w in graph.ops[op].writes), 1)
 
     best: tuple[float, Marginal] | None = None
     for op in sorted(plan.recompute_set, key=lambda o: (-worth(o), o))[:tried]:

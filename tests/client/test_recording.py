@@ -12,8 +12,8 @@ from stepping import scalar
 from torch import nn
 
 import ac_client
-from ac_client import recording
-from ac_client.recording import recording_us
+from ac_client import recording, replay
+from ac_client.recording import recording_us, replay_us, replay_us_of_process
 from ac_client.runtime import Region, active
 from autoac.planner import Policy, build, plan
 from autoac.planner.simulate import peak_bytes
@@ -109,3 +109,49 @@ def test_while_a_peak_is_measured_it_is_not_told() -> None:
     assert report.recording_us is None
     assert "autoac/recording_ms" not in report.metrics()
     assert at.report().recording_us == 2 * report.recorded
+
+
+def test_replay_takes_what_the_runtime_does_and_a_plain_op_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves a microsecond for each op that is recorded, and two for each that is replayed."""
+    us = 0
+    unsaved, again = Region._run_unsaved, replay._run_again
+
+    def recorded(self: Region, *args: Any) -> Any:
+        nonlocal us
+        us += 1
+        return unsaved(self, *args)
+
+    def replayed(*args: Any) -> None:
+        nonlocal us
+        us += 2
+        again(*args)
+
+    monkeypatch.setattr(Region, "_run_unsaved", recorded)
+    monkeypatch.setattr(replay, "_run_again", replayed)
+    monkeypatch.setattr(recording.time, "thread_time_ns", lambda: us * 1000)
+    assert replay_us(rounds=2) == 3
+
+
+def test_what_replay_takes_is_measured_out_of_sight_of_the_callers_hooks() -> None:
+    replay_us_of_process.cache_clear()
+    packed = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal packed
+        packed += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert replay_us_of_process() >= 0
+    assert packed == 0
+
+
+def test_what_apply_plans_counts_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["ac_client.choosing"], "replay_us_of_process", lambda: 7.0)
+    model = ac_client.apply(Transformer(), 10.0)
+    step(model)
+    made = ac_client.applied(model).plan
+    assert made is not None
+    assert made.profile is not None
+    assert made.profile.replay_us == 7
+    assert {op.replay_us for op in made.graph.ops} == {7}

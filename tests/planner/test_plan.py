@@ -35,7 +35,7 @@ from autoac.planner import (
     plan,
 )
 from autoac.planner.candidates import candidates, filled
-from autoac.planner.graph import OpId, chain, closed
+from autoac.planner.graph import OpId, chain, closed, needed
 from autoac.planner.ilp import Options
 from autoac.planner.profile import OpFlag, Ops
 from autoac.planner.schedule import recompute_us
@@ -64,6 +64,17 @@ def test_plan_is_the_fastest_save_set_that_fits(seed: int) -> None:
     assert made.recompute_us == pytest.approx(oracles.least_time(table, budget))
     assert made.bound_us == pytest.approx(made.recompute_us)
     assert made.peak == peak_bytes(graph, made.save_set) <= budget
+
+
+@few
+@given(seeds)
+def test_what_replaying_an_op_takes_is_part_of_its_cost(seed: int) -> None:
+    graph, budget, _ = problem(seed)
+    graph = replace(graph, ops=tuple(replace(op, replay_us=5.0) for op in graph.ops))
+    made = plan(graph, budget_bytes=budget, gap=0.0)
+    runs = [op for op, again in zip(graph.ops, needed(graph, made.save_set), strict=True) if again]
+    assert made.recompute_us >= sum(op.runtime_us for op in runs) + 5 * len(runs)
+    assert made.recompute_us == pytest.approx(oracles.least_time(oracles.peaks_and_times(graph), budget))
 
 
 @pytest.mark.parametrize(
