@@ -65,6 +65,8 @@ class StoredModel:
     number: int  # of the newest profile
     fingerprint: str
     model: str
+    inputs: str  # JSON; this and the next of the newest profile
+    parameter_bytes: int
     name: str | None
     named_at: float | None
     named_by: str | None
@@ -218,6 +220,8 @@ def list_models(
             profiles.c.number,
             profiles.c.fingerprint,
             profiles.c.model,
+            profiles.c.inputs,
+            profiles.c.parameter_bytes,
             model_names.c.name,
             model_names.c.named_at,
             model_names.c.named_by,

@@ -37,6 +37,8 @@ class ModelView(View):
 
     fingerprint: str
     model: str = Field(description="The class's name.")
+    inputs: list[str] = Field(description='Of the profiled step: "int64[8, 1024]".')
+    parameter_bytes: int
     name: str | None = Field(description="What people call it; null while nobody has named it.")
     named_by: str | None
     named_at: datetime | None
@@ -48,6 +50,8 @@ class ModelView(View):
         return cls(
             fingerprint=row.fingerprint,
             model=row.model,
+            inputs=json.loads(row.inputs),
+            parameter_bytes=row.parameter_bytes,
             name=row.name,
             named_by=row.named_by,
             named_at=None if row.named_at is None else when(row.named_at),

@@ -145,9 +145,10 @@ def test_progress_names_the_point_of_the_frontier() -> None:
 def test_profiles_say_what_tells_them_apart(serve: Serve, profile: Profile) -> None:
     http = serve()
     http.post("/v1/profiles", content=profile.to_json(), headers=JSON)
-    (found,) = http.get("/v1/profiles").json()["items"]
-    assert found["inputs"] == list(profile.inputs) != []
-    assert found["parameter_bytes"] == profile.static.parameters > 0
+    for listed in ("profiles", "models"):
+        (found,) = http.get(f"/v1/{listed}").json()["items"]
+        assert found["inputs"] == list(profile.inputs) != []
+        assert found["parameter_bytes"] == profile.static.parameters > 0
 
 
 @BOTH

@@ -489,6 +489,33 @@ def test_a_stored_policy_is_drawn_on_its_models_page(visit: Visit, stored: Store
         assert page.locator("#map td.again").count() == drawing["fates"]["fate"].count(2)
 
 
+# Blue pixels in a column of the step's plot, which is in `share` of its width.
+BLUE = """share => {
+    const canvas = document.querySelector('#step canvas'), copy = document.createElement('canvas');
+    [copy.width, copy.height] = [canvas.width, canvas.height];
+    const read = copy.getContext('2d', {willReadFrequently: true});
+    read.drawImage(canvas, 0, 0);
+    const pixels = read.getImageData(Math.floor(canvas.width * share), 0, 2, canvas.height).data;
+    let blue = 0;
+    for (let i = 0; i < pixels.length; i += 4) blue += pixels[i + 2] > pixels[i] + 60 && pixels[i + 3] > 200;
+    return blue;
+}"""
+
+
+def test_a_step_of_more_events_than_the_one_before_is_drawn_to_its_end(visit: Visit, stored: Stored) -> None:
+    profile = chain_profile(*[1 << 20] * 16)
+    plans = frontier_of(stored.live, profile, 2)["plans"]
+    stored.live.policy(profile, plans[-1]["peak_bytes"])
+    page = visit.go(f"/models/{profile.fingerprint}")
+    page.focus("#budget")
+    for key, plan_ in (("End", plans[-1]), ("Home", plans[0])):
+        page.keyboard.press(key)
+        shows = "peak => document.querySelector('#preview').dataset.shows === String(peak)"
+        visit.until(shows, plan_["peak_bytes"])
+        visit.until(f"share => ({BLUE})(share) > 0", 0.6)
+    visit.until(f"share => ({BLUE})(share) > 0", 0.9)
+
+
 def test_a_model_gets_a_name_and_a_small_frontier_in_the_registry(visit: Visit, stored: Stored) -> None:
     profile = chain_profile(*[5 << 20] * 5)
     plans = frontier_of(stored.live, profile, 3)["plans"]

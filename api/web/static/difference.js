@@ -8,6 +8,10 @@ service.run(async () => {
   const before = find("before"), after = find("after");
   const byId = new Map(policies.items.map(policy => [policy.id, policy]));
   const wanted = new URLSearchParams(location.search);
+  const spelled = policy => {
+    const model = service.models.get(policy.fingerprint);
+    return model && !model.name ? `${policy.model}, ${size(model.parameter_bytes)} of parameters` : service.nameOf(policy);
+  };
   for (const [select, name] of [[before, "before"], [after, "after"]]) {
     const group = (label, options) => {
       const optgroup = make("optgroup");
@@ -17,7 +21,7 @@ service.run(async () => {
     };
     select.append(new Option("choose a policy", ""));
     group("aliases", aliases.items.map(alias => new Option(alias.name, alias.name)));
-    group("policies, newest first", policies.items.map(policy => new Option(`${service.nameOf(policy)} · ${policy.device} · ${size(policy.budget_bytes)} · version ${policy.version} · ${policy.created_at.slice(0, 10)}`, policy.id)));
+    group("policies, newest first", policies.items.map(policy => new Option(`${spelled(policy)} · ${policy.device} · ${size(policy.budget_bytes)} · version ${policy.version} · ${policy.created_at.slice(0, 10)}`, policy.id)));
     const given = wanted.get(name);
     if (given && ![...select.options].some(option => option.value === given)) select.append(new Option(given, given));
     if (given) select.value = given;

@@ -69,7 +69,7 @@ service.run(async () => {
       const name = make("span", `${job.kind} `);
       name.append(make("span", job.id.slice(0, 8), "soft"));
       const clocks = [waited(job), took(job)].map((words, i) => { const td = make("td", words); td.dataset.clock = `${"wt"[i]}${job.id}`; return td; });
-      const tr = row("", name, text(profile ? service.toModel(profile) : job.profile_digest.slice(0, 12)), text(about(job)),
+      const tr = row("", name, text(profile ? service.toModelCell(profile) : job.profile_digest.slice(0, 12)), text(about(job)),
         state, ...clocks, text(result(job)), service.made(job.created_at, job.owner), final(job) ? "" : cancelButton(job));
       tr.dataset.state = job.state;
       return tr;

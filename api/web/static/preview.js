@@ -64,7 +64,11 @@ function stepPreview() {
     plot.unit = unit;
   }
   function data(unit) {
-    const columns = line => line ? [[...line.begin_us.map(us => us / 1e3), line.end_us / 1e3], [...line.live_bytes.map(bytes => bytes / unit[1]), 0]] : [[], []];
+    const columns = line => {  // the optimizer's step has no time of its own: it is drawn as a short stretch at the end
+      if (!line) return [[], []];
+      const x = [...line.begin_us, line.end_us * 1.02].map(us => us / 1e3), y = line.live_bytes.map(bytes => bytes / unit[1]);
+      return [x, [...y, y[y.length - 1]]];
+    };
     return uPlot.join([drawn.plain, drawn].map(line => {
       const [x, y] = columns(line);
       const last = new Map(x.map((at, i) => [at, y[i]]));  // of events at one time the last, as uPlot's axis has each once
@@ -84,8 +88,7 @@ function stepPreview() {
     find("preview-about").textContent = words;
     find("preview-drawn").hidden = false;
     SECTION.hidden = false;
-    if (whole) draw(); else plot.setData(data(plot.unit), false);
-    if (!whole) plot.redraw(false);
+    if (whole) draw(); else plot.setData(data(plot.unit));
     SECTION.dataset.shows = String(found.peak_bytes || found.live_bytes.reduce((a, b) => Math.max(a, b), 0));
   }
   async function choose(point, bytes) {

@@ -2,7 +2,7 @@
 "use strict";
 
 service.run(async () => {
-  const {find, every, table, text, toModel, toPolicy, made, share, nameOf} = service;
+  const {find, every, table, text, toModelCell, toPolicy, made, share} = service;
   const {row, size, make} = parts;
   const [profiles, policies, aliases] = await Promise.all([every("/v1/profiles"), every("/v1/policies"), every("/v1/aliases"), service.learnModels()]);
   const byId = new Map(policies.items.map(policy => [policy.id, policy]));
@@ -35,27 +35,21 @@ service.run(async () => {
   }
   const few = names => names.length > 6 ? `${names.slice(0, 6).join(", ")} and ${names.length - 6} more` : names.join(", ");
 
-  function modelCell(model) {
-    const cell = make("span");
-    cell.append(toModel(model));
-    if (nameOf(model) !== model.model) cell.append(make("span", model.model, "soft under"));
-    return cell;
-  }
   function budgets(model) {
     const cell = make("span", String(model.policies));
     if (model.policies) cell.append(make("span", few([...model.budgets].sort((a, b) => a - b).map(size)), "soft under"));
     return cell;
   }
   table(find("models"), ["model", "step", "device", "frontier", "policies", "newest"], [...models.values()].map(model =>
-    row("", modelCell(model), text(model.profile ? service.stepOf(model.profile) : ""), text(model.device), text(small(service.models.get(model.fingerprint))), text(budgets(model)),
+    row("", toModelCell(model, true), text(model.profile ? service.stepOf(model.profile) : ""), text(model.device), text(small(service.models.get(model.fingerprint))), text(budgets(model)),
       made(model.created_at, model.created_by))), "No profile and no policy is stored.");
   table(find("aliases"), ["alias", "policy", "model", "revision", "moved"], aliases.items.map(alias => {
     const policy = byId.get(alias.policy_id);
     return row("", alias.name, text(policy ? toPolicy(policy) : service.link(alias.policy_id.slice(0, 12), `/policies/${alias.policy_id}`)),
-      text(policy ? nameOf(policy) : ""), String(alias.revision), made(alias.moved_at, alias.moved_by));
+      text(policy ? toModelCell(policy) : ""), String(alias.revision), made(alias.moved_at, alias.moved_by));
   }), "No alias is set. PUT /v1/aliases/NAME makes one.");
   table(find("policies"), ["model", "policy", "device", "peak", "recompute", "aliases", "made"], policies.items.map(policy =>
-    row("", toModel(policy), text(toPolicy(policy)), text(policy.device), size(policy.peak_bytes), share(policy.recompute_us, policy.step_us),
+    row("", toModelCell(policy), text(toPolicy(policy)), text(policy.device), size(policy.peak_bytes), share(policy.recompute_us, policy.step_us),
       text((named.get(policy.id) || []).join(", ")), made(policy.created_at, policy.created_by))), "No policy is stored.");
   if (policies.more) find("policies").append(make("caption", "The newest 2,000; the rest is in /v1/policies."));
   if (!models.size) {

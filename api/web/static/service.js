@@ -163,6 +163,14 @@ const service = (() => {
   }
   const nameOf = row => (models.has(row.fingerprint) && models.get(row.fingerprint).name) || row.model || "(no name)";
   const toModel = row => link(nameOf(row), `/models/${row.fingerprint}`);
+  /* A link to a model, and below it what tells it from others: its class where it has a name, else its size. */
+  function toModelCell(row, alone = false) {
+    const cell = make("span"), model = models.get(row.fingerprint);
+    cell.append(toModel(row));
+    if (model && model.name) cell.append(make("span", row.model, "soft under"));
+    else if (model && !alone) cell.append(make("span", `${size(model.parameter_bytes)} of parameters`, "soft under"));
+    return cell;
+  }
   /* What tells a profile from others of the same class. */
   const stepOf = profile => [`${size(profile.parameter_bytes)} of parameters`, profile.inputs.join(", "), `${profile.ops} ops`].filter(Boolean).join(" · ");
   const toPolicy = (row, text = `${size(row.budget_bytes)}, version ${row.version}`) => link(text, `/policies/${row.id}`);
@@ -223,5 +231,5 @@ const service = (() => {
     });
   });
 
-  return {find, at, ask, json, every, events, run, trouble, fine, say, missing, link, models, learnModels, learnModel, nameOf, stepOf, toModel, toPolicy, when, made, duration, share, text, gb, oneLiner, aliasLine, copies, table, lastOfPath, progressWords};
+  return {find, at, ask, json, every, events, run, trouble, fine, say, missing, link, models, learnModels, learnModel, nameOf, stepOf, toModel, toModelCell, toPolicy, when, made, duration, share, text, gb, oneLiner, aliasLine, copies, table, lastOfPath, progressWords};
 })();
