@@ -87,7 +87,7 @@ service.run(async () => {
             if (kind !== "progress") return;
             progress.set(job.id, service.progressWords(job.kind, data, job.options.time_limit_s));
             const cell = find("jobs").querySelector(`[data-how="${CSS.escape(job.id)}"]`);
-            if (cell) cell.textContent = progress.get(job.id);
+            if (cell && cell.closest("tr").dataset.state === "running") cell.textContent = progress.get(job.id);  // not what comes after its end
           }, end.signal);
         } finally {
           streams.delete(job.id);
