@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autoac.planner.graph import Graph, SaveSet, closed, needed
-from autoac.planner.schedule import held_until
+from autoac.planner.schedule import held_until, readers_until
 from autoac.planner.units import format_bytes, format_us
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
@@ -53,7 +53,7 @@ def decided(graph: Graph, save_set: SaveSet) -> list[Decided]:
     """What `save_set` decides about each op of `graph`, in forward order."""
     save_set = closed(graph, save_set)
     again = needed(graph, save_set)
-    until = held_until(graph, save_set)
+    until, nbytes = held_until(graph, save_set), _kept_nbytes(graph, save_set)
     n = len(graph.ops)
     found = []
     for op in graph.ops:
@@ -61,10 +61,31 @@ def decided(graph: Graph, save_set: SaveSet) -> list[Decided]:
             fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
             found.append(Decided(op.name, Fate.AGAIN, 0, fresh, op.recompute_us))
         elif op.id in save_set and any(until[w] > n for w in op.writes):
-            found.append(Decided(op.name, Fate.KEPT, sum(graph.nbytes(w) for w in op.writes if until[w] > n)))
+            found.append(Decided(op.name, Fate.KEPT, sum(nbytes[w] for w in op.writes)))
         else:
             found.append(Decided(op.name, Fate.IDLE))
     return found
+
+
+def _kept_nbytes(graph: Graph, save_set: SaveSet) -> list[int]:
+    """By value: the bytes that saving it holds when backward begins.
+
+    A version that was written over is held as a private copy for ops that read it again; what autograd holds
+    of it is in the storage, which counts for the newest version that it is held for.
+    """
+    n = len(graph.ops)
+    until, readers = held_until(graph, save_set), readers_until(graph, save_set)
+    kept = [0] * len(graph.values)
+    for storage in graph.storages:
+        saved = [v for v in storage.values if graph.values[v].op in save_set and until[v] > n]
+        for v in saved:
+            if v != storage.values[-1] and readers[v] > n:
+                kept[v] = storage.nbytes
+        packed = [v for v in saved if any(graph.handles[h].dropped > n for h in graph.values[v].handles)]
+        holding = saved[-1:] if storage.values[-1] in saved else packed[-1:]
+        for v in holding:
+            kept[v] += storage.nbytes
+    return kept
 
 
 def by_module(ops: Iterable[Decided]) -> tuple[Row, ...]:

@@ -91,7 +91,7 @@ def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
 
     0 for a value that nothing needs. For a saved value this is how long it is held (rule a).
     """
-    until, dropped = _readers_until(graph, save_set), _dropped(graph)
+    until, dropped = readers_until(graph, save_set), _dropped(graph)
     return [max(pair) for pair in zip(until, dropped, strict=True)]
 
 
@@ -100,7 +100,7 @@ def _dropped(graph: Graph) -> list[int]:
     return [max((graph.handles[h].dropped for h in value.handles), default=0) for value in graph.values]
 
 
-def _readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
+def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
     """By value: the first moment at which nothing unsaved that is made from it is needed; 0 if nothing is."""
     n = len(graph.ops)
     until, dropped = [0] * len(graph.values), _dropped(graph)
@@ -129,7 +129,7 @@ class ForwardMemory:
     def of(cls, graph: Graph, save_set: SaveSet) -> ForwardMemory:
         """Work it out for a save set."""
         found = cls({}, {}, {})
-        until, dropped = _readers_until(graph, save_set), _dropped(graph)
+        until, dropped = readers_until(graph, save_set), _dropped(graph)
         for storage in graph.storages:
             last = storage.values[-1]
             op = graph.values[last].op
