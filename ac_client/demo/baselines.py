@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,14 +29,16 @@ SAVED_BY_SELECTIVE = (
 """Matmuls and attention. With dropout torch splits attention on CPU into two `bmm` and a softmax."""
 
 
-def wrap_blocks(blocks: Iterable[nn.Module], baseline: Baseline) -> None:
+def wrap_blocks(
+    blocks: Iterable[nn.Module], baseline: Baseline, saved_by_selective: Sequence[str] = SAVED_BY_SELECTIVE
+) -> None:
     """Run every block's forward under torch's non-reentrant checkpoint from now on."""
     import torch
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
     options: dict[str, Any] = {"use_reentrant": False}
     if baseline == "selective":
-        saved = [overload(torch.ops, name) for name in SAVED_BY_SELECTIVE]
+        saved = [overload(torch.ops, name) for name in saved_by_selective]
         options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, **options)
@@ -49,12 +51,23 @@ def overload(ops: Any, name: str) -> Any:
     return ops
 
 
-def replayed_us(profile: Profile, blocks: Iterable[str], baseline: Baseline) -> float:
+def replayed_us(
+    profile: Profile,
+    blocks: Iterable[str],
+    baseline: Baseline,
+    saved_by_selective: Sequence[str] = SAVED_BY_SELECTIVE,
+) -> float:
     """The run time, by the profile, of what `baseline` runs again."""
-    return sum(profile.ops.runtime_us[op] for op in replayed_ops(profile, blocks, baseline))
+    replayed = replayed_ops(profile, blocks, baseline, saved_by_selective)
+    return sum(profile.ops.runtime_us[op] for op in replayed)
 
 
-def replayed_ops(profile: Profile, blocks: Iterable[str], baseline: Baseline) -> list[int]:
+def replayed_ops(
+    profile: Profile,
+    blocks: Iterable[str],
+    baseline: Baseline,
+    saved_by_selective: Sequence[str] = SAVED_BY_SELECTIVE,
+) -> list[int]:
     """Forward ops that torch's checkpoint around each of `blocks` runs again in backward.
 
     It starts at the block's first op and stops where the last tensor that backward needs has been
@@ -62,7 +75,7 @@ def replayed_ops(profile: Profile, blocks: Iterable[str], baseline: Baseline) ->
     Selective checkpoint runs the same ops but for those whose outputs it has kept.
     """
     modules = [profile.modules[row] for row in profile.ops.module]
-    kept = set(SAVED_BY_SELECTIVE) if baseline == "selective" else set()
+    kept = set(saved_by_selective) if baseline == "selective" else set()
     replayed = []
     for block in blocks:
         inside = [op for op, name in enumerate(modules) if name == block or name.startswith(block + ".")]
