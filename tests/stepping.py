@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import ac_client
 from ac_client import replay
 from ac_client.measure import AllocatorTimeline
-from ac_client.nodes import Node, Value, alive
+from ac_client.nodes import Node, alive
 from ac_client.replay import Log
 from ac_client.runtime import save_recompute_policy
 from autoac.planner import Graph, Policy, schedule
@@ -177,8 +177,8 @@ def replays() -> Iterator[Replays]:
     seen = Replays()
     run_again = replay._run_again
 
-    def watched(node: Node, running: replay.Pass, graph: replay.Graph, wanted: Value) -> None:
-        run_again(node, running, graph, wanted)
+    def watched(node: Node, running: replay.Pass, *rest: Any) -> None:
+        run_again(node, running, *rest)
         for value in alive(node):
             tensor = running.cache.get(value.serial)
             if tensor is not None:
