@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded, largest
 from ac_client.errors import ShapeNotPlanned
@@ -34,7 +35,7 @@ from autoac.profiler.errors import ProfilerError
 from autoac.profiler.hollow import Loop, Loss
 from autoac.profiler.recording import profiler_is_running
 from autoac.profiler.sharding import parameters_of, process_group_of
-from autoac.profiler.static import gradient_of, optimizer_bytes
+from autoac.profiler.static import gradient_of, optimizer_bytes, static_bytes
 
 log = logging.getLogger("ac_client")
 
@@ -531,6 +532,7 @@ class Choosing:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], loop: Loop
     ) -> Profile:
         _check_hooks()
+        self._say_what_copies_need(model, args, kwargs)
         self._thread.profiling = True
         loss = self._loss
         if loss is not None and loop.forwards > 1 and not self._loss_takes_all:
@@ -551,6 +553,24 @@ class Choosing:
             return found.model_copy(update={"replay_us": replay_us_of_process()})
         finally:
             self._thread.profiling = False
+
+    def _say_what_copies_need(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Warn if profiling goes over a budget that has room for the model, since it copies buffers."""
+        if self._planning.budget_bytes is None or any(map(is_lazy, model.parameters())):
+            return
+        device = device_of(model, args, kwargs)
+        static = static_bytes(model, args, kwargs, self._optimizers.state_nbytes(device), device)
+        needs, limit = static.total + static.buffers, self._planning.limit
+        if static.total <= limit < needs:
+            self._tell_once(
+                "copies",
+                "%s: profiling a step copies the model's buffers (%s) and so holds at least %s, which is "
+                "over the budget of %s; to profile without memory, plan for a datasheet and pass policy=...",
+                self._name,
+                format_bytes(static.buffers),
+                format_bytes(needs),
+                format_bytes(limit),
+            )
 
     def _keep(self, model: nn.Module, loaded: Loaded) -> Loaded:
         """Carry out what was planned here."""

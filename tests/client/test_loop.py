@@ -335,3 +335,27 @@ def test_a_headroom_is_proposed_where_fragments_go_over_the_budget(
     fake.reserved = budget + 3 * MIB
     assert at.report().proposed_headroom_bytes >= 3 * MIB
     assert "headroom_gb=0.0" in str(at.report())
+
+
+class Banked(nn.Module):
+    """A memory bank in a buffer, and a small layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("bank", torch.zeros(MIB // 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) + self.bank[:8]).square().mean()
+
+
+@pytest.mark.parametrize(("budget_mib", "warns"), [(1.5, True), (2.5, False)])
+def test_a_profile_that_needs_more_than_the_budget_says_so_beforehand(
+    budget_mib: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It copies buffers, which a planned step does not."""
+    model = ac_client.apply(Banked(), budget_mib / 1024)
+    with caplog.at_level(logging.WARNING):
+        model(torch.randn(4, 8)).backward()
+    assert any("copies the model's buffers (1.00 MiB)" in message for message in caplog.messages) == warns
+    assert ac_client.applied(model).report().predicted_peak_bytes < 1.5 * MIB
