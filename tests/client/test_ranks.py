@@ -412,5 +412,5 @@ def test_ranks_talk_over_the_device_of_their_model(
 
 def test_a_model_without_a_wrapper_is_planned_by_each_rank_alone() -> None:
     assert ranks_of(nn.Linear(1, 1), "auto") is None
-    with pytest.raises(ValueError, match='pass "auto", a ProcessGroup, or None'):
+    with pytest.raises(ValueError, match='group must be "auto", a ProcessGroup or None'):
         ac_client.apply(nn.Linear(1, 1), 1.0, group="all")
