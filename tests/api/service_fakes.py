@@ -300,4 +300,4 @@ if __name__ == "__main__":
         from autoac.api import commands  # not above: a child has no use for a web server
 
         command = child_command(globals()[name])
-        sys.exit(commands.main([role, *rest], SpawnedSolver(60.0, 30.0, 2048 * MIB, command)))
+        sys.exit(commands.main([role, *rest], SpawnedSolver(120.0, 30.0, 2048 * MIB, command)))
