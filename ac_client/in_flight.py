@@ -112,6 +112,9 @@ class _InFlight:
         ]
 
     def __call__(self, _gradients: Any) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd traces this, for later steps too
+            self.begun = True
+            return
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
