@@ -122,7 +122,8 @@ def plan_stage(
         clock=clock,
         progress=progress,
     )
-    return replace(made, profile=None if isinstance(profile, Graph) else profile, constraints=constraints)
+    kept = None if constraints == Constraints() else constraints
+    return replace(made, profile=None if isinstance(profile, Graph) else profile, constraints=kept)
 
 
 def plan_stages(

@@ -11,7 +11,7 @@ import graphs
 import numpy as np
 import oracles
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -221,6 +221,7 @@ def some_constraints(profile: Profile, rng: random.Random, most_forward: int) ->
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(seeds, st.integers(1, 3))
+@example(76, 1)  # no constraints at all
 def test_all_constraints_together_on_a_stage_are_still_planned_best(seed: int, in_flight: int) -> None:
     profile, rng = named(seed)
     plain = every_way(stage_graph(profile, in_flight))
