@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class Reading:
-    """What the allocator's counter said in one step."""
+    """Readings of the allocator's counter in one step."""
 
     loaded: Loaded
     counts: list[int]  # from before forward on

@@ -30,7 +30,7 @@ from autoac.profiler.ops import has_storage
 
 
 class SeenBackward(NamedTuple):
-    """What is seen when a backward comes to a forward of the model."""
+    """A backward that has come to a forward of the model, as far as it is seen."""
 
     loaded: Loaded  # that the forward ran under
     first: bool  # False: an earlier backward has been there, and retained what it used
@@ -42,7 +42,7 @@ class SeenBackward(NamedTuple):
 
 
 class Listener(Protocol):
-    """What is told of backwards."""
+    """Receives the backwards that come to a forward."""
 
     def backward_begins(self, seen: SeenBackward) -> None:
         """A backward comes to a forward that was `added`."""
@@ -67,7 +67,7 @@ class ForwardsInFlight:
         Args:
             loaded: what it ran under.
             out: what it returned.
-            listener: what is told of its backwards.
+            listener: receives its backwards.
             has_loss: backward starts from a loss that is computed of `out`, and known to the plan.
         """
         tensors = list(batch_tensors([out]))

@@ -1,4 +1,4 @@
-"""What a training loop is seen to do, beside what its plan was made for: what to say of it, and plan next.
+"""Judge a training loop that does other things than its plan was made for: what to warn of and plan next.
 
 in_flight.py sees; here it is judged. Nothing is said where even a step that saves everything would fit.
 """

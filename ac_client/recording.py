@@ -1,4 +1,4 @@
-"""What recording an op of forward and running it again take beside its run time, measured on the spot."""
+"""Measure the time that recording an op and running it again take in addition to its run time."""
 
 from __future__ import annotations
 

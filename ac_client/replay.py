@@ -195,7 +195,7 @@ class _Owner:
 
 
 def shown(value: Value, made: Tensor, recipe: Recipe) -> Tensor:
-    """What was made again of `value`, as `recipe` shows it."""
+    """Return the recomputed `value`, as `recipe` shows it."""
     # Mostly the tensor that the op returned, whose own recipe this is.
     if recipe is value.recipe and not value.as_memory:
         if is_shown_by(made, recipe):

@@ -38,7 +38,7 @@ POOL = 20
 ROOM = 16 << 20  # bytes free on SQLite's disk, below which the next body may not fit
 
 AWAY = (DBAPIError, PoolTimeout)
-"""What a database raises that is away, read-only, full, damaged or not upgraded yet. Later it may do."""
+"""Errors of a database that is away, read-only, full, damaged or not upgraded. A later try may succeed."""
 
 
 def is_away(error: BaseException) -> bool:

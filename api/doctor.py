@@ -90,7 +90,7 @@ def _database(settings: Settings, database: Database) -> Iterator[Finding]:
 
 
 def _write(database: Database) -> Finding:
-    """Whether the database takes writes, also of the size of a profile."""
+    """Check that the database takes writes, also of the size of a profile."""
     try:
         database.check_writable()
         database.try_write()

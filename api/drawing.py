@@ -1,4 +1,4 @@
-"""What the pages draw of plans carried out on the profile that they were made from. Pure.
+"""Prepare the data that pages draw of plans, from the profile that they were made of. Pure.
 
 Of a policy: `planner.picture` has the timelines; with them stands what became of each op, for the map of
 layers and ops. Of a frontier the same for each of its points, but only in outline, so that a page can have
@@ -65,7 +65,7 @@ def draw(profile: Profile, policy: Policy) -> bytes:
 
 
 def outline(found: Frontier) -> bytes:
-    """What the page of a model draws of the plans of a frontier: JSON, gzip. Bytes and microseconds.
+    """Return the data that a model's page draws of a frontier's plans: JSON, gzip. Bytes and microseconds.
 
     `live_bytes` of a point keeps the highest and the last of each stretch, so its highest is the peak.
     """
@@ -113,7 +113,7 @@ def _compressed(data: dict[str, Any]) -> bytes:
 
 
 def became(drawing: bytes, policy: Policy) -> list[Decided]:
-    """What became of each op of `policy`, as its drawing has it, in forward order."""
+    """Return the decision on each op of `policy`, as its drawing has it, in forward order."""
     fates = json.loads(gzip.decompress(drawing))["fates"]
     return [
         Decided(key, fate, nbytes if fate is Fate.KEPT else 0, nbytes if fate is Fate.AGAIN else 0, us)

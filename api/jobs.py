@@ -276,7 +276,7 @@ class Jobs:
         return zstandard.decompress(content)
 
     def drawing(self, id: str) -> bytes:
-        """What a page draws of a finished frontier, as `drawing.outline` gives it.
+        """Return the data that a page draws of a finished frontier, as `drawing.outline` gives it.
 
         Raises:
             NotFound: there is no such job, or it has no drawing.

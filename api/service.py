@@ -70,8 +70,10 @@ class Texts:
 
 @dataclass(slots=True)
 class Service:
-    """What the routes share. The bodies in memory are bounded by the requests inside, as sent, and by the
-    slots, decoded."""
+    """State that the routes share.
+
+    The bodies in memory are bounded: as sent, by the number of requests inside; decoded, by the slots.
+    """
 
     settings: Settings
     database: Database

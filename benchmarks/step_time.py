@@ -58,7 +58,7 @@ BLOCKS = {
 SAVED = (*SAVED_BY_SELECTIVE, "aten.convolution.default")
 
 MOST: dict[Baseline, float] = {"checkpoint": 0.93, "selective": 0.80}
-"""What a step of ours may take, as a part of the baseline's."""
+"""The largest part of the baseline's time that a step of ours may take."""
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 
@@ -80,7 +80,7 @@ class Row:
 
     @property
     def least(self) -> float:
-        """What a plain step takes, as a part of the baseline's: no plan takes less."""
+        """Return the plain step's time as a part of the baseline's: no plan takes less."""
         pairs = zip(self.plain_s, self.theirs_s, strict=True)
         return statistics.median(plain / theirs for plain, theirs in pairs)
 

@@ -1,4 +1,4 @@
-"""What a search may use up: units of work, seconds, and a user's patience."""
+"""Limits of a search: units of work, seconds, and a user's patience."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Allowance:
 
     @property
     def out_of_work(self) -> bool:
-        """Whether all work is done that may be."""
+        """True once the work that was allowed is done."""
         return self.work_left <= 0
 
     @property

@@ -258,7 +258,7 @@ def _leader(
 
 
 def _held_anyway(graph: Graph, v: ValueId) -> bool:
-    """Whether a saved tensor of an older version may hold the memory of `v`, so that saving it is free."""
+    """Return True if a saved tensor of an older version may hold the memory of `v`: saving it is free."""
     versions = graph.storages[graph.values[v].storage].values
     return any(graph.values[older].handles for older in versions if older < v)
 

@@ -110,5 +110,5 @@ def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
 
 
 def fits(graph: Graph, save_set: SaveSet, budget: int) -> bool:
-    """Whether the peak is within `budget`: as `peak_bytes`, but stops at the first event that is not."""
+    """Return True if the peak is within `budget`; stops at the first event that is above it."""
     return all(live <= budget for _, live, _ in _instants(graph, save_set))

@@ -23,7 +23,7 @@ from torch.autograd.function import _HookMixin
 from torch.nn.modules import module as torch_modules
 
 _OF_TORCH = ("torch.utils.hooks", "torch.distributed.")
-"""What sets hooks that are part of the step: those which pass on to a module's hooks, and FSDP."""
+"""Code whose hooks are part of the step: modules, which pass on to hooks of their own, and FSDP."""
 
 
 class BackwardHooks:
@@ -66,7 +66,7 @@ def _module_of(hook: Any) -> str:
 
 
 class _Thread(threading.local):
-    """What this thread is profiling."""
+    """State of the profile that runs on this thread."""
 
     hooks: BackwardHooks | None = None
 

@@ -52,7 +52,7 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """What a training loop does with the model between two steps of the optimizer."""
+    """The part of a training loop between two steps of the optimizer."""
 
     forwards: int = 1  # that run before one backward, which goes through all of them
     drops: frozenset[int] = frozenset()  # outputs that are not held until backward, by position among all

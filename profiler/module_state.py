@@ -1,4 +1,4 @@
-"""What a model keeps in Python objects, put back after forwards that must not count.
+"""Put back the state that a model keeps in Python objects, after forwards that must not count.
 
 A step is profiled by several forwards. A module that counts its calls, averages its inputs or fills a cache
 would do so in each of them, and the first real step would then compute with the wrong count. So the state is
@@ -267,7 +267,7 @@ class _Set(_Holder):
 
 
 class _Cells(_Holder):
-    """What a function closes over."""
+    """The cells that a function closes over."""
 
     def __init__(self, function: types.FunctionType) -> None:
         self._function = function
@@ -302,7 +302,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 class _Parts(_Holder):
-    """What cannot change, and refers to things that can: a tuple, a bound method, a function's defaults."""
+    """A tuple, a bound method or a function's defaults: fixed, with references to things that change."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -312,7 +312,7 @@ class _Parts(_Holder):
 
 
 class _Restored(_Holder):
-    """What has a method that puts it back: a generator of random numbers."""
+    """A generator of random numbers, which has a method that puts it back."""
 
     def __init__(self, restore: Callable[[], None]) -> None:
         self.restore = restore  # type: ignore[method-assign]
@@ -417,7 +417,7 @@ def _root(thing: Any) -> str:
 
 
 class ModuleState:
-    """What `model` and all that it refers to hold now: counters, caches, `training`.
+    """The present state of `model` and all that it refers to: counters, caches, `training`.
 
     Parameters, buffers, submodules and hooks that a forward registers go when it is put back.
     See NOTE [ What is put back ].

@@ -54,7 +54,7 @@ def _steps(window: Window) -> Iterable[int]:
 
 
 def _apart(a: Window, b: Window, period: int) -> bool:
-    """Whether the windows do not meet modulo `period`; 0: as they are."""
+    """Return True if the windows do not meet modulo `period`; 0: as they are."""
     first, second = _interval(a, period), _interval(b, period)
     if not period:
         return first[1] <= second[0] or second[1] <= first[0]

@@ -304,4 +304,4 @@ IRREGULAR = (
         },
     ),
 )
-"""What runs, or how large it is, depends on the batch. Their layers are `blocks`."""
+"""Models whose ops, or their sizes, depend on the batch. Their layers are `blocks`."""

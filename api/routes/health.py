@@ -24,7 +24,7 @@ Part = Literal["ok", "failed"]
 
 
 class Alive(BaseModel):
-    """Whether the process does its work."""
+    """Answer 200 while the process does its work, 503 once a runner of its own has ended."""
 
     status: Literal["alive", "runner ended"] = "alive"
 

@@ -158,7 +158,7 @@ def selective(graph: Graph) -> Family:
 
 
 def listed(graph: Graph, setting: str) -> SaveSet:
-    """What the policy of a setting of `selective` lists."""
+    """Return the ops that the policy of a setting of `selective` lists."""
     which, depth = setting.split(", depth ")
     blocks, every = _blocks(graph, int(depth)), EVERY[which]
     seen: dict[str, int] = {}

@@ -133,7 +133,7 @@ def test_it_starts_and_answers_and_plans(image: Image, url: str, profile: Profil
 
 
 def healthy(image: Image, **ports: str) -> bool:
-    """Whether the image's health check passes."""
+    """Return True if the image's health check passes."""
     command = json.loads(said("HEALTHCHECK").partition("CMD ")[2])
     environment = os.environ | {"AUTOAC_PORT": "9", "AUTOAC_WORKER_PORT": "9"} | ports
     done = subprocess.run([image.bin / command[0], *command[1:]], env=environment, capture_output=True)

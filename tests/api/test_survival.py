@@ -73,7 +73,7 @@ class Machines:
         return process
 
     def log(self, process: subprocess.Popen[bytes]) -> str:
-        """What a process has written."""
+        """Return the output of a process so far."""
         return (self.folder / f"log-{self.running.index(process)}").read_text()
 
     def serve(self) -> tuple[subprocess.Popen[bytes], httpx2.Client]:

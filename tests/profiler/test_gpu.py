@@ -1,4 +1,4 @@
-"""What is otherwise on a GPU and shows without one. tests/standin has what needs a device."""
+"""Differences of a GPU that show without one. Tests that need a device are in tests/standin."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ BUILD_S = 600
 
 
 class CannotBuild(Exception):
-    """What a build needs is not installed."""
+    """A tool that the build needs is not installed."""
 
 
 def library() -> Path:

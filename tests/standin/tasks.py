@@ -1,4 +1,4 @@
-"""What is trained on the stand-in, with its profile."""
+"""A model that is trained on the stand-in, with its profile."""
 
 from __future__ import annotations
 

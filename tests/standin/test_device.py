@@ -1,4 +1,4 @@
-"""What the stand-in must do for the other tests in this folder to mean something."""
+"""The stand-in does what the other tests in this folder rely on."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a GPU's libraries take in a first backward: to keep it between calls, or to try their ways."""
+"""Memory that a GPU's libraries take in a first backward, to keep it or to try algorithms."""
 
 from __future__ import annotations
 

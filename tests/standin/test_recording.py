@@ -1,4 +1,4 @@
-"""What torch.profiler records of an allocator that is not the CPU's."""
+"""torch.profiler's record of an allocator that is not the CPU's is complete, or refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def small() -> tuple[nn.Module, Tensor]:
 
 
 def taken(recording: Recording, model: nn.Module, x: Tensor) -> list[Allocated]:
-    """What is recorded of a forward on this thread and a backward on the device's."""
+    """Return the record of a forward on this thread and a backward on the device's."""
     with recording:
         sum(out.sum() for out in model(x).values()).backward()
     return [e for e in recording.entries() if isinstance(e, Allocated) and e.device.type == "cuda"]

@@ -51,7 +51,7 @@ class Task:
 
 @dataclass
 class Training:
-    """What some steps left behind."""
+    """Numbers that some steps left behind."""
 
     applied: ac_client.Applied | None
     peaks: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What the pages tell models apart by: shapes, parameters, a name; and what they draw of frontiers"""
+"""Add shapes, parameters and names of models, and outlines of frontiers"""
 
 from __future__ import annotations
 
