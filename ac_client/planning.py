@@ -295,7 +295,7 @@ class Planning:
         with self._lock:
             loaded.withheld = max(0, limit - aim)
             try:
-                self._plan_again(loaded, otherwise=True)
+                self._plan_again(loaded, tighter=True)
             except (PlannerError, RemoteError):
                 loaded.withheld = withheld
                 raise
@@ -306,13 +306,13 @@ class Planning:
             format_bytes(loaded.policy.predicted.peak_bytes),
         )
 
-    def _plan_again(self, loaded: Loaded, *, otherwise: bool = False) -> int | None:
+    def _plan_again(self, loaded: Loaded, *, tighter: bool = False) -> int | None:
         """As first, with `loaded`'s corrections; where that is too tight, the tightest plan there is.
 
         Returns the bytes that the step then needs, corrections included; None if they are within the limit.
 
         Args:
-            otherwise: raise where the tightest plan is the one that it has.
+            tighter: raise if the tightest plan has no smaller peak than the present one.
 
         Raises:
             PlannerError: no plan was found.
@@ -329,7 +329,8 @@ class Planning:
             policy, made = self.planned(
                 loaded.profile, error.smallest_found, loaded.extra_static, error.save_set
             )
-            if otherwise and policy.decisions == loaded.policy.decisions:
+            had = loaded.policy.predicted.peak_bytes - loaded.correction
+            if tighter and policy.predicted.peak_bytes >= had:
                 raise
             needs = policy.predicted.peak_bytes + loaded.correction + loaded.withheld
         predicted = policy.predicted

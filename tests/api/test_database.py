@@ -144,6 +144,7 @@ def test_a_damaged_database_is_answered_with_503_and_ends_no_runner(serve: Serve
     with file.open("r+b") as stream:  # all but the page that says what the file is
         stream.seek(4096)
         stream.write(b"\xa5" * pages)
+    http.app.state.service.database._engine.dispose()  # type: ignore[attr-defined]  # else pages are in caches
     assert answer(http, "/readyz") == (503, "not ready")
     refused = http.get("/v1/policies")
     assert (refused.status_code, refused.json()["type"]) == (503, URN + "database-away")
