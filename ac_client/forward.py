@@ -39,7 +39,7 @@ class Forward(threading.local):
         report: Callable[[OffPath], None],
         beside: Set[str],
     ) -> None:
-        """Carry `loaded` out from here on; `report` is told where the forward of `model` leaves its path.
+        """Carry `loaded` out from here on; call `report` where the forward of `model` leaves its path.
 
         So many others are `waiting` for their backward.
 

@@ -182,7 +182,7 @@ _VIEWS = (
 
 
 def _output_nbytes(node: Any) -> int:
-    """Return the bytes of what the op behind `node` returned; 0 if these are no memory of its own."""
+    """Return the bytes of what the op behind `node` returned; 0 if they share other memory."""
     name = node.name().rpartition("::")[2].removeprefix("Unsafe").removeprefix("Reshape")
     if name.startswith(_VIEWS):
         return 0

@@ -123,7 +123,7 @@ class Planning:
         return made.policy(), made
 
     def tightest(self, profile: Profile, why: str, extra_static: int = 0) -> tuple[Policy, Plan | None]:
-        """As `planned` within the limit; where there is no such plan, the tightest, with a warning.
+        """Plan within the limit, or return the tightest plan with a warning if none is.
 
         For a loop that is running, which an error would break off.
 
