@@ -7,7 +7,7 @@
 # database has keys. The database is a file in /data, or what AUTOAC_DATABASE_URL says. The same image is a
 # worker: `docker run ... autoac python -m autoac.api worker`. Either answers the health check, a worker with its
 # metrics. For builds that never change, name the base image by its digest.
-# tests/api/test_image.py follows the COPY, RUN, ENV, HEALTHCHECK and CMD lines outside of Docker:
+# tests/api/deploy/test_image.py follows the COPY, RUN, ENV, HEALTHCHECK and CMD lines outside of Docker:
 # keep RUN lines that install in the form `pip ...` or `python ...`.
 FROM python:3.11-slim
 
@@ -18,7 +18,6 @@ COPY service.pyproject.toml pyproject.toml
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['postgres'], sep='\n', file=open('requirements.txt', 'w'))"
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY planner planner
-COPY pages pages
 COPY api api
 RUN pip install --no-cache-dir --no-deps .
 RUN pip check
@@ -32,5 +31,5 @@ USER 10001
 ENV AUTOAC_HOST=0.0.0.0 AUTOAC_PORT=8421 AUTOAC_WORKER_PORT=9421 XDG_DATA_HOME=/data
 VOLUME /data
 EXPOSE 8421
-HEALTHCHECK --interval=10s --timeout=5s --start-period=10s CMD ["python", "-m", "autoac.api.health_check"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s CMD ["python", "-m", "autoac.api.cli.health_check"]
 CMD ["python", "-m", "autoac.api"]

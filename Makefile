@@ -20,7 +20,7 @@ test: $(READY)
 
 # The fuzzer on 3,000 programs and the op sweep on every sample: an hour or so.
 nightly: $(READY)
-	AUTOAC_PROGRAMS=3000 AUTOAC_OP_SAMPLES=all $(BIN)/python -m pytest tests/client/test_programs.py tests/client/test_ops.py
+	AUTOAC_PROGRAMS=3000 AUTOAC_OP_SAMPLES=all $(BIN)/python -m pytest tests/client/runtime/test_programs.py tests/client/runtime/test_ops.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ac_client.ranks import AUTO
-from ac_client.remote import policies_url
+from ac_client.planning.ranks import AUTO
+from ac_client.planning.service_client import policies_url
 from autoac.planner import Constraints, InvalidBudget, InvalidConstraints, Policy, PolicySet
 from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
 from autoac.planner.units import format_bytes

@@ -16,7 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoac.planner.policy_set import Shape, shape_in_words
+from autoac.planner.errors import InfeasibleBudget as InfeasibleBudget
+from autoac.planner.errors import InvalidBudget as InvalidBudget
+from autoac.planner.errors import InvalidConstraints as InvalidConstraints
+from autoac.planner.errors import SolverOutOfTime as SolverOutOfTime
+from autoac.planner.formats.policy_set import Shape, shape_in_words
+from autoac.profiler.errors import PinConflict as PinConflict
 
 
 class ApplyError(ValueError):

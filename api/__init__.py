@@ -1,31 +1,9 @@
-"""The planning service: a profile and a budget in, a policy out. Imports no torch.
+"""Serve plans over HTTP: a profile and a budget in, a policy out. Imports no torch.
 
-The names are loaded when they are asked for: the child that solves a request lives in this package too,
-and has no use for a web server.
+The public names stand in `__init__.pyi`. Each is imported when it is first used (PEP 562): the child process
+that solves a request lives in this package too, and needs no web server.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from autoac.api.app import create_app
-    from autoac.api.server import RefusedToListen, serve
-    from autoac.api.settings import InvalidSettings, Settings
-
-__all__ = ["InvalidSettings", "RefusedToListen", "Settings", "create_app", "serve"]
-
-_HOME = {
-    "InvalidSettings": "settings",
-    "RefusedToListen": "server",
-    "Settings": "settings",
-    "create_app": "app",
-    "serve": "server",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

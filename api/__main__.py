@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from autoac.api.commands import main
+from autoac.api.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -18,28 +18,28 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from autoac.api.answers import headers_of, problem_of
-from autoac.api.database import AWAY, Database, DatabaseNotReady, cause_of
+from autoac.api.error_mapping import headers_of, problem_of
 from autoac.api.errors import JobFailed, ServiceError
-from autoac.api.jobs import Jobs
-from autoac.api.keys import Doorkeeper
-from autoac.api.logs import RequestLog
-from autoac.api.metrics import Metrics
 from autoac.api.problems import MEDIA_TYPE, URN, ProblemResponse, schemas
-from autoac.api.queue import enqueue_with
-from autoac.api.request import FloorRequest, FrontierRequest, PolicyRequest
+from autoac.api.requests import FloorRequest, FrontierRequest, PolicyRequest
 from autoac.api.routes import ROUTERS
 from autoac.api.routes.aliases import AliasRequest
 from autoac.api.routes.models import NameRequest
 from autoac.api.routes.results import FloorView, FrontierView, JobResult
 from autoac.api.routes.views import JobView
-from autoac.api.runner import Runner
 from autoac.api.service import Service
 from autoac.api.settings import Settings
-from autoac.api.solver import Solver, SpawnedSolver
+from autoac.api.solving.child_process import Solver, SpawnedSolver
+from autoac.api.solving.job_runner import Runner
+from autoac.api.solving.queue import enqueue_with
+from autoac.api.storage.database import AWAY, Database, DatabaseNotReady, cause_of
+from autoac.api.storage.job_store import Jobs
+from autoac.api.storage.keys import Doorkeeper
+from autoac.api.telemetry.logs import RequestLog
+from autoac.api.telemetry.metrics import Metrics
 from autoac.planner.errors import PlannerError
-from autoac.planner.policy import Policy, tool_versions
-from autoac.planner.profile import Profile
+from autoac.planner.formats.policy import Policy, tool_versions
+from autoac.planner.formats.profile import Profile
 
 log = structlog.get_logger("autoac.api")
 

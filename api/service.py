@@ -18,20 +18,20 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
 from starlette.requests import ClientDisconnect
 
-from autoac.api.bodies import SMALL, Sent, decode_body, receive_body
-from autoac.api.database import AWAY, Database
-from autoac.api.drawing import drawing_body
-from autoac.api.drawn import keep_drawing, read_drawing
 from autoac.api.errors import Busy, NotFound, TooManyStreams
-from autoac.api.event_feed import EventFeed
-from autoac.api.jobs import RETRY_AFTER_S, Job, Jobs
-from autoac.api.keys import REMEMBER_S, Caller, Doorkeeper, note
-from autoac.api.metrics import Metrics
-from autoac.api.request import Kind, Taken, take
-from autoac.api.runner import Runner
+from autoac.api.policy_plot import drawing_body
+from autoac.api.request_body import SMALL, Sent, decode_body, receive_body
+from autoac.api.requests import Kind, Taken, take
 from autoac.api.settings import Settings
-from autoac.api.solver import Solver
-from autoac.api.store import get_policy, profile_text, read_policy
+from autoac.api.solving.child_process import Solver
+from autoac.api.solving.job_runner import Runner
+from autoac.api.storage.database import AWAY, Database
+from autoac.api.storage.event_feed import EventFeed
+from autoac.api.storage.job_store import RETRY_AFTER_S, Job, Jobs
+from autoac.api.storage.keys import REMEMBER_S, Caller, Doorkeeper, note
+from autoac.api.storage.plot_cache import keep_drawing, read_drawing
+from autoac.api.storage.registry import get_policy, profile_text, read_policy
+from autoac.api.telemetry.metrics import Metrics
 
 T = TypeVar("T")
 

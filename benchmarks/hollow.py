@@ -26,10 +26,11 @@ from pathlib import Path
 import torch
 
 from ac_client.files import write_whole
-from ac_client.measure import AllocatorTimeline
+from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Profile
 from autoac.planner.units import format_bytes
-from autoac.profiler import DATASHEETS, hollow, profile
+from autoac.profiler import DATASHEETS, profile
+from autoac.profiler.steps import hollow
 from benchmarks import midsize
 from benchmarks.peak import alone
 from benchmarks.plans.models import llama

@@ -27,10 +27,10 @@ import ac_client
 from ac_client.demo.baselines import SAVED_BY_SELECTIVE, overload
 from ac_client.demo.setting import Setting, build_model, make_batch
 from ac_client.files import write_whole
-from ac_client.runtime import save_recompute_policy
+from ac_client.runtime.region import save_recompute_policy
 from autoac.planner import Policy, plan
-from autoac.planner.graph import build
-from autoac.planner.simulate import peak_bytes
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.problem.graph import build
 from autoac.profiler import profile
 
 OPS = 400

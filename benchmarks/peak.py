@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client.files import write_whole
-from ac_client.measure import AllocatorTimeline
-from autoac.planner import Policy, bounds, build, floor, plan
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import observe
 
@@ -127,7 +127,7 @@ def planned(case: Case) -> Planned:
     with case.casting():
         found = observe(model, (), batch, optimizer=optimizer, accumulates=case.microbatches > 1)
     graph = build(found)
-    smallest, ceiling = floor(found, gap=0.3, time_limit_s=20).found, bounds(graph).ceiling
+    smallest, ceiling = find_minimum_peak(found, gap=0.3, time_limit_s=20).found, bounds(graph).ceiling
     budget = (smallest + ceiling) // 2
     decided = plan(found, budget_bytes=budget, gap=0.2)
     policy = decided.policy()
@@ -238,7 +238,7 @@ def render(rows: list[Row]) -> str:
         f"predicted to the byte, {within} within 1 %, {over} over budget"
         + (f"; the worst {worst.off:+.2%} ({worst.case.name})." if worst.off else "."),
         "",
-        "Floor is the smallest peak that was found, ceiling the plain step's; the budget is half way. "
+        "MinimumPeak is the smallest peak that was found, ceiling the plain step's; the budget is half way. "
         "Gradients of two microbatches add up. No row was corrected.",
         "",
         "| model | precision | optimizer | microbatches | floor | ceiling | budget | recomputed ops "

@@ -3,14 +3,14 @@
     python -m benchmarks.recompute_time [--only GPT-2] [--rounds 60]
 
 Models of midsize.py whose step takes a second or more, each planned at several budgets from one profile.
-Rounds go on until what is measured is known to 5 % (`CLOSE_ENOUGH`), or there were as many as asked for.
-In each round there is a profile, a plain step and a planned one for each budget, in an order that changes:
-a shared machine's speed moves by a quarter within minutes, and the profile's times move with it. So what is
+Rounds go on until what is measured is known to 5 % (`CLOSE_ENOUGH`), or there were as many as asked for. In
+each round there is a profile, a plain step and a planned one for each budget, in an order that changes: a
+shared machine's speed moves by a quarter within minutes, and the profile's times move with it. So what is
 predicted is the median of what the rounds' profiles say of the one plan, and what is measured the median of
 the differences within rounds. What recording adds is predicted too, as the model's report does, from its
-cost for an op in each round (ac_client/recording.py). Steps run on one thread and are timed by that thread's
-own CPU time, which other processes on the machine do not add to; so is the profile. Each model runs in a
-process of its own, which gives no memory back to the kernel (`keep_memory`).
+cost for an op in each round (ac_client/measure/recording_overhead.py). Steps run on one thread and are
+timed by that thread's own CPU time, which other processes on the machine do not add to; so is the profile.
+Each model runs in a process of its own, which gives no memory back to the kernel (`keep_memory`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import nn
 
 import ac_client
 from ac_client.files import write_whole
-from ac_client.recording import recording_us
-from autoac.planner import Plan, Profile, bounds, build, floor, plan
-from autoac.planner.schedule import recompute_us
+from ac_client.measure.recording_overhead import recording_us
+from autoac.planner import Plan, Profile, bounds, build, find_minimum_peak, plan
+from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
 from benchmarks import midsize
@@ -138,7 +138,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 def planned(found: Profile) -> list[Plan]:
     """A plan for each of `BUDGETS`."""
-    smallest, ceiling = floor(found, gap=0.3, time_limit_s=15).found, bounds(build(found)).ceiling
+    smallest, ceiling = find_minimum_peak(found, gap=0.3, time_limit_s=15).found, bounds(build(found)).ceiling
     return [
         plan(found, budget_bytes=int(smallest + (ceiling - smallest) * part), time_limit_s=15)
         for part in BUDGETS

@@ -26,8 +26,8 @@ from typing import Any
 
 import httpx2
 
-from autoac.api.database import Database
-from autoac.planner.profile import Profile
+from autoac.api.storage.database import Database
+from autoac.planner.formats.profile import Profile
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}

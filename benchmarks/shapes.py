@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ac_client.buckets import MOST_BUCKETS, Buckets, Loaded
-from ac_client.choosing import Choosing
-from ac_client.loop_watch import LoopWatch
-from ac_client.optimizers import ModelOptimizers
-from ac_client.planning import Planning
-from ac_client.shapes import key_of, shape_of
+from ac_client.planning.batch_shape import key_of, shape_of
+from ac_client.planning.loop_watch import LoopWatch
+from ac_client.planning.optimizer_steps import ModelOptimizers
+from ac_client.planning.policy_store import Choosing
+from ac_client.planning.replan import Planning
+from ac_client.planning.shape_buckets import MOST_BUCKETS, Buckets, Loaded
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
 

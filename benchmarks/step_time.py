@@ -36,8 +36,8 @@ from ac_client.demo.baselines import (
     replayed_us,
     wrap_blocks,
 )
-from ac_client.measure import AllocatorTimeline
-from ac_client.recording import replay_us
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.measure.recording_overhead import replay_us
 from autoac.planner import Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.measure import AllocatorTimeline
+from ac_client.measure.memory_timeline import AllocatorTimeline
 
 
 class SmallTransformer(nn.Module):

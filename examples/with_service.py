@@ -22,7 +22,7 @@ import ac_client
 def service() -> Iterator[str]:
     """The address of a planning service that runs for as long as the block does."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "ac_client.cli", "serve", "--port", "0"],
+        [sys.executable, "-m", "ac_client.cli.main", "serve", "--port", "0"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,7 +14,7 @@ SERVICE = {
     "keys": "The service's keys: create, list, revoke.",
     "doctor": "Look at the service's settings, database and solver, and say what to do.",
 }
-"""Its commands, which `autoac.api.commands` runs, and what `autoac --help` says of them."""
+"""Its commands, which `autoac.api.cli.commands` runs, and what `autoac --help` says of them."""
 
 
 def main() -> None:
@@ -36,9 +36,9 @@ def _run() -> None:
 
         raise SystemExit(validate.main(sys.argv[2:]))
     if sys.argv[1:2] and sys.argv[1] in SERVICE:
-        from autoac.api import commands
+        from autoac.api.cli import commands
 
         raise SystemExit(commands.main(sys.argv[1:]))
-    from ac_client.cli import main as whole
+    from ac_client.cli.main import main as whole
 
     whole()

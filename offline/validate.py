@@ -5,10 +5,10 @@ Imports nothing but the standard library, so that it also runs as a script, from
 
     python3 offline/validate.py policies/*.json
 
-The rules are those of `planner/policy.py`, written a second time without pydantic, which would take longer to
-load than a commit should wait; tests/cli/test_validate.py holds the two against each other. Beyond them it
-finds what a merge or a hand leaves behind: a key twice, a peak over the budget, a text that is not the one
-that the lock beside it was written with.
+The rules are those of `planner/formats/policy.py`, written a second time without pydantic, which would take
+longer to load than a commit should wait; tests/client/cli/test_validate.py holds the two against each
+other. Beyond them it finds what a merge or a hand leaves behind: a key twice, a peak over the budget, a
+text that is not the one that the lock beside it was written with.
 """
 
 from __future__ import annotations

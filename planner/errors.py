@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from autoac.planner.units import GIB, exact_bytes, format_bytes, gb_from_bytes
 
 if TYPE_CHECKING:
-    from autoac.planner.graph import SaveSet
+    from autoac.planner.problem.graph import SaveSet
 
 
 class PlannerError(Exception):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoac.planner.allowance import Allowance, Clock, Stopwatch, check_limits
-from autoac.planner.constraints import Constraints, constrained, no_forward_budget
 from autoac.planner.errors import InvalidBudget
-from autoac.planner.floor import Floor, FloorSearch
-from autoac.planner.graph import Graph
-from autoac.planner.highs import OnProgress, Progress
-from autoac.planner.ilp import Options
+from autoac.planner.formats.constraints import Constraints, constrained, no_forward_budget
+from autoac.planner.formats.profile import Profile
+from autoac.planner.minimum_peak import FloorSearch, MinimumPeak
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, plan_of
-from autoac.planner.profile import Profile
-from autoac.planner.search import Problem, Search
+from autoac.planner.problem.graph import Graph
+from autoac.planner.solver.highs import OnProgress, Progress
+from autoac.planner.solver.program import Options
+from autoac.planner.solver.search import Problem, Search
+from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
 from autoac.planner.units import format_bytes, format_us
 
 FLOOR_WORK = 3.0  # that the search of the smallest peak gets
@@ -34,7 +34,7 @@ class Frontier:
     """Plans in order of their peaks: each takes more memory and less time than the one before it."""
 
     plans: tuple[Plan, ...]
-    floor: Floor
+    floor: MinimumPeak
 
     @property
     def kinks(self) -> tuple[Kink, ...]:
@@ -47,7 +47,7 @@ class Frontier:
         return tuple(sorted(found, key=lambda k: k.after_us_per_gib / k.before_us_per_gib))
 
 
-def frontier(
+def find_frontier(
     profile: Profile | Graph,
     *,
     points: int = 16,

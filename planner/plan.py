@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
-from autoac.planner.allowance import Allowance, Clock, Stopwatch, check_limits, relative_gap
-from autoac.planner.bounds import bounds
 from autoac.planner.budget import budget_in_bytes
-from autoac.planner.constraints import Constraints, blamed, constrained, held_back
 from autoac.planner.errors import Holding, InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
-from autoac.planner.floor import WORK_LIMIT as FLOOR_WORK_LIMIT
-from autoac.planner.floor import Floor, FloorSearch
-from autoac.planner.graph import Graph, SaveSet, build, needed
-from autoac.planner.highs import OnProgress, Stopped
-from autoac.planner.ilp import Options
-from autoac.planner.lives import live_at_peak
-from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
-from autoac.planner.profile import Profile
-from autoac.planner.schedule import Recompute, recompute_us
-from autoac.planner.search import Problem, Search
-from autoac.planner.simulate import Instant, Timeline, peak_bytes, peak_of, simulate
+from autoac.planner.formats.constraints import Constraints, blamed, constrained, held_back
+from autoac.planner.formats.policy import Policy, Predicted, decisions, tool_versions
+from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.lifetimes import live_at_peak
+from autoac.planner.memory.schedule import Recompute, recompute_us
+from autoac.planner.memory.simulate import Instant, Timeline, peak_bytes, peak_of, simulate
+from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
+from autoac.planner.minimum_peak import FloorSearch, MinimumPeak
+from autoac.planner.problem.graph import Graph, SaveSet, build, needed
+from autoac.planner.solver.bounds import bounds
+from autoac.planner.solver.highs import OnProgress, Stopped
+from autoac.planner.solver.program import Options
+from autoac.planner.solver.search import Problem, Search
+from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits, relative_gap
 from autoac.planner.units import format_bytes
 
 DEFAULT_GAP = 0.01
@@ -58,7 +58,7 @@ class Plan:
         return relative_gap(self.recompute_us, self.bound_us)
 
     @property
-    def floor(self) -> int:
+    def find_minimum_peak(self) -> int:
         """Bytes: no save set has a smaller peak (proven)."""
         return bounds(self.graph).floor
 
@@ -274,7 +274,7 @@ def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: i
     return nbytes - headroom_bytes
 
 
-def _infeasible(graph: Graph, budget: int, smallest: Floor) -> InfeasibleBudget:
+def _infeasible(graph: Graph, budget: int, smallest: MinimumPeak) -> InfeasibleBudget:
     peak = peak_of(graph, smallest.save_set)
     live: list[Holding] = live_at_peak(graph, smallest.save_set)
     at = _where(graph, peak)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoac.profiler.batch import batch_tensors
 from autoac.profiler.errors import CannotProfile
+from autoac.profiler.restore.batch import batch_tensors
 
 
 def device_of(

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from autoac.planner import Picture, Plan, Profile, as_planned, picture, plan, simulate
-from autoac.planner.measured import Clock, MeasuredStep
+from autoac.planner.report.align_measured import Clock, MeasuredStep
 
 sys.path.append(str(Path(__file__).parent / "planner"))
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import ac_client
-from ac_client import replay
-from ac_client.measure import AllocatorTimeline
-from ac_client.nodes import Node, alive
-from ac_client.replay import Log
-from ac_client.runtime import save_recompute_policy
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.runtime import replay
+from ac_client.runtime.nodes import Node, alive
+from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.replay import Log
 from autoac.planner import Graph, Policy, schedule
-from autoac.planner.graph import SaveSet
-from autoac.planner.schedule import Compute, Recompute
+from autoac.planner.memory.schedule import Compute, Recompute
+from autoac.planner.problem.graph import SaveSet
 
 
 @dataclass
@@ -84,7 +84,7 @@ def step(
     region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if isinstance(policy, Policy):
         ac_client.apply(model, policy=policy, strict=True)
-        region = mock.patch("ac_client.forward.save_recompute_policy", logging)
+        region = mock.patch("ac_client.planning.planned_forward.save_recompute_policy", logging)
     elif policy is not None:
         region = logging(policy)
     timeline = AllocatorTimeline(base=standing) if standing is not None else None
@@ -142,7 +142,8 @@ def nothing_left() -> Iterator[None]:
         types = map(type, gc.get_objects())
         return sum(
             t is torch.UntypedStorage
-            or t.__module__ in ("ac_client.nodes", "ac_client.packed", "ac_client.replay")
+            or t.__module__
+            in ("ac_client.runtime.nodes", "ac_client.runtime.saved_handles", "ac_client.runtime.replay")
             for t in types
         )
 

@@ -18,7 +18,7 @@ def loaded_by(module: str) -> set[str]:
     return set(child.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["autoac.planner", "autoac.pages", "autoac.api"])
+@pytest.mark.parametrize("module", ["autoac.planner", "autoac.planner.report.page", "autoac.api"])
 def test_planner_and_service_import_no_torch(module: str) -> None:
     loaded = loaded_by(module)
     assert module in loaded
@@ -28,10 +28,10 @@ def test_planner_and_service_import_no_torch(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "others"),
     [
-        ("autoac.planner", {"autoac.api", "autoac.profiler", "autoac.pages", "ac_client"}),
-        ("autoac.pages", {"autoac.api", "autoac.profiler", "autoac.planner", "ac_client"}),
+        ("autoac.planner", {"autoac.api", "autoac.profiler", "autoac.planner.report.page", "ac_client"}),
+        ("autoac.planner.report.page", {"autoac.api", "autoac.profiler", "autoac.planner", "ac_client"}),
         ("autoac.api", {"autoac.profiler", "ac_client"}),
-        ("autoac.profiler", {"autoac.api", "autoac.pages", "ac_client"}),
+        ("autoac.profiler", {"autoac.api", "autoac.planner.report.page", "ac_client"}),
         ("ac_client", {"autoac.api"}),
         ("ac_client.integrations.loop", {"transformers", "accelerate", "lightning", "pytorch_lightning"}),
     ],

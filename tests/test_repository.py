@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-VENDORED = (ROOT / "pages" / "vendor", ROOT / "tests" / "vendor")
+VENDORED = (ROOT / "planner" / "report" / "vendor", ROOT / "tests" / "vendor")
 MANIFESTS = {folder: json.loads((folder / "manifest.json").read_text())["files"] for folder in VENDORED}
 
 
@@ -35,28 +35,22 @@ def test_continuous_integration_runs_these_targets_and_nothing_else():
 def test_every_package_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(project["tool"]["setuptools"]["packages"])
-    folders = {
-        "autoac.planner": "planner",
-        "autoac.pages": "pages",
-        "autoac.profiler": "profiler",
-        "autoac.api": "api",
-        "autoac.offline": "offline",
-        "ac_client": "ac_client",
-    }
     found = set()
-    for name, folder in folders.items():
+    for folder in ("planner", "profiler", "api", "offline", "ac_client"):
         for init in (ROOT / folder).rglob("__init__.py"):
-            found.add(".".join([name, *init.parent.relative_to(ROOT / folder).parts]))
+            name = ".".join(init.parent.relative_to(ROOT).parts)
+            found.add(name if folder == "ac_client" else f"autoac.{name}")
     assert found == listed
 
 
 def test_what_is_installed_has_its_pages():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     assert set(data["ac_client.demo"]) >= {"page.html"}
-    patterns = data["autoac.pages"]
-    for path in (ROOT / "pages").rglob("*.*"):
+    patterns = data["autoac.planner.report"]
+    report = ROOT / "planner" / "report"
+    for path in report.rglob("*.*"):
         if path.suffix not in (".py", ".pyc"):
-            assert any(path.relative_to(ROOT / "pages").match(pattern) for pattern in patterns), path
+            assert any(path.relative_to(report).match(pattern) for pattern in patterns), path
 
 
 def test_torch_is_pinned_where_the_makefile_looks_for_it():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:  # the parent process needs no torch
     from torch import nn
 
-    from autoac.planner.profile import Profile
+    from autoac.planner.formats.profile import Profile
 
 Baseline = Literal["checkpoint", "selective"]
 BASELINES: tuple[Baseline, ...] = ("checkpoint", "selective")

@@ -35,8 +35,8 @@ from ac_client.demo import setting as demo_setting
 from ac_client.demo.baselines import BASELINES, replayed_us, wrap_blocks
 from ac_client.demo.rows import Measured, Row, policy_path, profile_path
 from ac_client.demo.setting import Setting, block_paths
-from ac_client.measure import AllocatorTimeline, Change
-from autoac.planner.measured import thinned
+from ac_client.measure.memory_timeline import AllocatorTimeline, Change
+from autoac.planner.report.align_measured import thinned
 
 MEMORY_STEPS = 2  # one that warms up, one that is measured
 TIMELINE_POINTS = 700
@@ -169,7 +169,7 @@ def measure(row: Row, setting: Setting, folder: Path) -> Measured:
 @contextmanager
 def _timed_planning() -> Iterator[list[float]]:
     """The seconds of each call of the planner inside; the client itself keeps no such clock."""
-    module: Any = sys.modules["ac_client.planning"]
+    module: Any = sys.modules["ac_client.planning.replan"]
     plan, seconds = module.plan, []
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -202,8 +202,8 @@ def _prepare(row: Row, setting: Setting, trainee: Trainee, policy: Any) -> None:
 
 def _profile(trainee: Trainee, path: Path) -> int:
     """Write the model's profile; returns the peak that it predicts with nothing recomputed."""
-    from autoac.planner.graph import build
-    from autoac.planner.simulate import peak_bytes
+    from autoac.planner.memory.simulate import peak_bytes
+    from autoac.planner.problem.graph import build
     from autoac.profiler import observe
 
     profile = observe(trainee.model, (trainee.ids,), {"labels": trainee.ids}, optimizer=trainee.optimizer)

@@ -13,9 +13,9 @@ from typing import Any
 from ac_client.demo.baselines import BASELINES, replayed_us
 from ac_client.demo.rows import Children, Measured, Row, policy_path, profile_path
 from ac_client.demo.setting import Setting, block_paths
-from autoac.planner import Floor, Policy, Profile, floor
-from autoac.planner.graph import OpId, build
-from autoac.planner.schedule import recompute_us
+from autoac.planner import MinimumPeak, Policy, Profile, find_minimum_peak
+from autoac.planner.memory.schedule import recompute_us
+from autoac.planner.problem.graph import OpId, build
 
 PLAIN = "plain"
 CHECKPOINT = "checkpoint every block"
@@ -51,7 +51,7 @@ class Demo:
 
     setting: Setting
     lines: tuple[Line, ...]
-    floor: Floor
+    floor: MinimumPeak
     seconds: float
 
     def line(self, name: str) -> Line:
@@ -123,7 +123,7 @@ def run(setting: Setting | None = None, *, pairs: int = 7, on_row: OnRow | None 
             row = Row(name, baseline, pairs=pairs)
             lines.append(Line(row, measure(row), replayed_us(profile, block_paths(setting), baseline)))
 
-        smallest = floor(profile, time_limit_s=FLOOR_TIME_LIMIT_S)
+        smallest = find_minimum_peak(profile, time_limit_s=FLOOR_TIME_LIMIT_S)
         room = lines[0].measured.peak_bytes - smallest.found
         budgets = {ours_at(line.row.name): line.measured.peak_bytes for line in lines}
         budgets |= {ours_share(share): smallest.found + int(share * room) for share in SHARES}

@@ -8,7 +8,7 @@ from typing import Any
 
 from ac_client.demo.demo import Demo, checks
 from ac_client.demo.table import COLUMNS, cells, render_facts
-from autoac.pages import embedded, fill, read
+from autoac.planner.report.page import embedded, fill, read
 
 
 def render_page(demo: Demo) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ac_client import Applied, ApplyError, CheckpointingActive, CompiledModel, NotApplied, Report
-from ac_client.applied import check_not_compiled
+from ac_client.applied_model import check_not_compiled
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autoac.planner.modules import folded
-from autoac.planner.profile import Count, Environment, Name, Profile, StaticBytes, describe
+from autoac.planner.formats.profile import Count, Environment, Name, Profile, StaticBytes, describe
+from autoac.planner.report.by_module import folded
 from autoac.planner.units import format_bytes
 
 FORMAT: Final = "autoac.lock"

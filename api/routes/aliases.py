@@ -8,12 +8,11 @@ from anyio import to_thread
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autoac.api.access import Planner, Reader, ServiceOf
 from autoac.api.errors import MalformedRequest, NotFound
-from autoac.api.keys import note
 from autoac.api.problems import Problem
-from autoac.api.request import read_json
-from autoac.api.routes.common import (
+from autoac.api.requests import read_json
+from autoac.api.routes.access import Planner, Reader, ServiceOf
+from autoac.api.routes.openapi_helpers import (
     BODY,
     GONE,
     AliasName,
@@ -26,9 +25,10 @@ from autoac.api.routes.common import (
     matches,
     problems,
 )
-from autoac.api.routes.paging import Page, PieceOf
+from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import AliasView, MoveView
-from autoac.api.store import (
+from autoac.api.storage.keys import note
+from autoac.api.storage.registry import (
     alias_history,
     get_alias,
     list_aliases,
@@ -36,7 +36,7 @@ from autoac.api.store import (
     read_policy,
     remove_alias,
 )
-from autoac.planner.profile import describe
+from autoac.planner.formats.profile import describe
 
 router = APIRouter(prefix="/v1", tags=["aliases"])
 

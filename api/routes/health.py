@@ -8,15 +8,15 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Response
 from pydantic import BaseModel
 
-from autoac.api.access import Needs, Reader, ServiceOf
-from autoac.api.database import AWAY, DatabaseNotReady, DatabaseReadOnly
-from autoac.api.keys import Scope
-from autoac.api.metrics import MEDIA_TYPE
-from autoac.api.routes.common import problems
-from autoac.api.routes.paging import Page, PieceOf
+from autoac.api.routes.access import Needs, Reader, ServiceOf
+from autoac.api.routes.openapi_helpers import problems
+from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import AuditLine, audit_lines
-from autoac.api.runner import alive
-from autoac.planner.policy import tool_versions
+from autoac.api.solving.job_runner import alive
+from autoac.api.storage.database import AWAY, DatabaseNotReady, DatabaseReadOnly
+from autoac.api.storage.keys import Scope
+from autoac.api.telemetry.metrics import MEDIA_TYPE
+from autoac.planner.formats.policy import tool_versions
 
 router = APIRouter()
 

@@ -14,24 +14,24 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
-from autoac.api.access import Planner, Reader, ServiceOf
-from autoac.api.database import AWAY
 from autoac.api.errors import Forbidden, NotFound
-from autoac.api.event_feed import LOOK_S, EventFeed
-from autoac.api.jobs import RETRY_AFTER_S, Job, State
-from autoac.api.keys import Scope
 from autoac.api.problems import Problem, QueueProblem
-from autoac.api.request import Kind
-from autoac.api.routes.common import (
+from autoac.api.requests import Kind
+from autoac.api.routes.access import Planner, Reader, ServiceOf
+from autoac.api.routes.openapi_helpers import (
     GONE,
     gives,
     json_text,
     problems,
 )
-from autoac.api.routes.paging import Page, PieceOf
+from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.solves import SOLVE
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
+from autoac.api.storage.database import AWAY
+from autoac.api.storage.event_feed import LOOK_S, EventFeed
+from autoac.api.storage.job_store import RETRY_AFTER_S, Job, State
+from autoac.api.storage.keys import Scope
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

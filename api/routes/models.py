@@ -10,16 +10,16 @@ from anyio import to_thread
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autoac.api.access import Planner, Reader, ServiceOf
 from autoac.api.errors import MalformedRequest
-from autoac.api.keys import Caller, note
-from autoac.api.request import read_json
-from autoac.api.routes.common import BODY, GONE, Digest, body_of, problems
-from autoac.api.routes.paging import Page, PieceOf
+from autoac.api.requests import read_json
+from autoac.api.routes.access import Planner, Reader, ServiceOf
+from autoac.api.routes.openapi_helpers import BODY, GONE, Digest, body_of, problems
+from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import View, when
 from autoac.api.service import Service
-from autoac.api.store import StoredModel, get_model, list_models, name_model
-from autoac.planner.profile import describe
+from autoac.api.storage.keys import Caller, note
+from autoac.api.storage.registry import StoredModel, get_model, list_models, name_model
+from autoac.planner.formats.profile import describe
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 

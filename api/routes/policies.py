@@ -12,13 +12,11 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
-from autoac.api.access import Admin, Reader, ServiceOf
-from autoac.api.drawing import became
-from autoac.api.drawn import drawn_by, read_drawing
 from autoac.api.errors import MalformedRequest, NotFound, SolverDied, SolveTimedOut
-from autoac.api.keys import note
+from autoac.api.policy_plot import became
 from autoac.api.problems import Problem
-from autoac.api.routes.common import (
+from autoac.api.routes.access import Admin, Reader, ServiceOf
+from autoac.api.routes.openapi_helpers import (
     GONE,
     Digest,
     Text,
@@ -29,15 +27,24 @@ from autoac.api.routes.common import (
     problems,
     refuse_nul,
 )
-from autoac.api.routes.paging import Page, PieceOf
+from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import PolicyView
 from autoac.api.service import Service
-from autoac.api.store import PolicyOptions, delete_policy, get_alias, get_policy, list_policies, read_policy
-from autoac.planner.difference import difference, difference_in_words
+from autoac.api.storage.keys import note
+from autoac.api.storage.plot_cache import drawn_by, read_drawing
+from autoac.api.storage.registry import (
+    PolicyOptions,
+    delete_policy,
+    get_alias,
+    get_policy,
+    list_policies,
+    read_policy,
+)
 from autoac.planner.errors import PlannerError
+from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import MAX_INT
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
-from autoac.planner.policy import Policy
-from autoac.planner.profile import MAX_INT
+from autoac.planner.report.compare import difference, difference_in_words
 from autoac.planner.units import GIB, bytes_from_gb
 
 router = APIRouter(prefix="/v1", tags=["policies"])

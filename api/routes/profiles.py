@@ -6,13 +6,11 @@ from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from sqlalchemy.exc import IntegrityError
 
-from autoac.api.access import Admin, Planner, Reader, ServiceOf
 from autoac.api.errors import MalformedRequest
-from autoac.api.jobs import delete_profile
-from autoac.api.keys import Caller, note
 from autoac.api.problems import InvalidProblem, Problem, VersionProblem
-from autoac.api.request import Kind, TakenProfile
-from autoac.api.routes.common import (
+from autoac.api.requests import Kind, TakenProfile
+from autoac.api.routes.access import Admin, Planner, Reader, ServiceOf
+from autoac.api.routes.openapi_helpers import (
     BODY,
     GONE,
     Digest,
@@ -25,10 +23,12 @@ from autoac.api.routes.common import (
     problems,
     refuse_nul,
 )
-from autoac.api.routes.paging import Page, PieceOf
+from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import ProfileView
 from autoac.api.service import Service
-from autoac.api.store import add_profile, get_profile, list_profiles, profile_text
+from autoac.api.storage.job_store import delete_profile
+from autoac.api.storage.keys import Caller, note
+from autoac.api.storage.registry import add_profile, get_profile, list_profiles, profile_text
 
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, RootModel
 
-from autoac.planner.policy import Policy
+from autoac.planner.formats.policy import Policy
 
 
 class _Result(BaseModel):

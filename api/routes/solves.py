@@ -10,9 +10,6 @@ from typing import Any
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
-from autoac.api.access import Planner, ServiceOf
-from autoac.api.jobs import RETRY_AFTER_S, State
-from autoac.api.keys import Caller
 from autoac.api.problems import (
     REF,
     InfeasibleConstraintsProblem,
@@ -23,10 +20,23 @@ from autoac.api.problems import (
     QueueProblem,
     VersionProblem,
 )
-from autoac.api.request import Kind
-from autoac.api.routes.common import BODY, GONE, JSON, Answers, body_of, etag, gives, json_text, problems
+from autoac.api.requests import Kind
+from autoac.api.routes.access import Planner, ServiceOf
+from autoac.api.routes.openapi_helpers import (
+    BODY,
+    GONE,
+    JSON,
+    Answers,
+    body_of,
+    etag,
+    gives,
+    json_text,
+    problems,
+)
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
+from autoac.api.storage.job_store import RETRY_AFTER_S, State
+from autoac.api.storage.keys import Caller
 
 router = APIRouter(prefix="/v1", tags=["solves"])
 

@@ -9,10 +9,10 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, select
 
-from autoac.api.jobs import Job, State
-from autoac.api.request import Kind
-from autoac.api.store import Alias, Move, StoredPolicy, StoredProfile
-from autoac.api.tables import audit
+from autoac.api.requests import Kind
+from autoac.api.storage.job_store import Job, State
+from autoac.api.storage.registry import Alias, Move, StoredPolicy, StoredProfile
+from autoac.api.storage.tables import audit
 
 
 class View(BaseModel):

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request, Response
 
 from autoac.api.errors import NotFound
-from autoac.api.routes.common import etag, matches
+from autoac.api.routes.openapi_helpers import etag, matches
 from autoac.api.web import HEADERS, assets, shell
 
 router = APIRouter(include_in_schema=False)

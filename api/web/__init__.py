@@ -1,7 +1,8 @@
 """The pages that people look at: shells without data, and the scripts that fill them from the JSON API.
 
 A shell is the same for everybody, so it needs no key; what is in it comes from routes that do. Scripts and
-styles are ours, from here and from `autoac.pages`, and each has a hash in its address and in its element.
+styles are ours, from here and from `autoac.planner.report.page`, and each has a hash in its address and in
+its element.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from importlib.resources import files
 
 import jinja2
 
-from autoac.pages import read
+from autoac.planner.report.page import read
 
 CONTENT_SECURITY_POLICY = "; ".join(
     [
@@ -35,7 +36,7 @@ HEADERS = {
 }
 
 SHARED = ("vendor/uPlot.min.css", "timeline.css", "vendor/uPlot.iife.min.js", "parts.js", "timeline.js")
-"""What `autoac.pages` has."""
+"""What `autoac.planner.report.page` has."""
 OURS = (
     "service.css",
     "service.js",

@@ -19,7 +19,17 @@ from unittest import mock
 
 import pulp
 
-from autoac.planner.graph import Graph, Handle, HandleId, Moment, OpId, SaveSet, StepId, normalised, wanted
+from autoac.planner.problem.graph import (
+    Graph,
+    Handle,
+    HandleId,
+    Moment,
+    OpId,
+    SaveSet,
+    StepId,
+    normalised,
+    wanted,
+)
 
 Family = dict[str, SaveSet]
 """Setting -> save set."""

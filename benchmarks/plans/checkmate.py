@@ -24,7 +24,7 @@ from typing import Any
 
 import pulp
 
-from autoac.planner.graph import Graph, OpId, StepId, ValueId
+from autoac.planner.problem.graph import Graph, OpId, StepId, ValueId
 
 MOST_OPS = 40  # beyond this the program is too large to be worth waiting for
 

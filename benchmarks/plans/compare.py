@@ -22,11 +22,11 @@ from typing import Any
 import zstandard
 
 from autoac.planner import PlannerError, Profile, bounds, build
-from autoac.planner import floor as smallest_peak
-from autoac.planner.graph import Graph
+from autoac.planner import find_minimum_peak as smallest_peak
+from autoac.planner.memory.schedule import recompute_us
+from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import plan
-from autoac.planner.schedule import recompute_us
-from autoac.planner.simulate import peak_bytes
+from autoac.planner.problem.graph import Graph
 from benchmarks.plans import checkmate
 from benchmarks.plans.baselines import BASELINES, as_run
 
@@ -203,7 +203,7 @@ def geometric_mean(ratios: Iterable[float]) -> float | None:
 def code_digest() -> str:
     """Identifies the planner and the baselines: the first digits of a SHA-256 of their sources."""
     here = Path(__file__).parent
-    sources = [*sorted((ROOT / "planner").glob("*.py")), here / "baselines.py", here / "checkmate.py"]
+    sources = [*sorted((ROOT / "planner").rglob("*.py")), here / "baselines.py", here / "checkmate.py"]
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

@@ -21,7 +21,7 @@ import transformers
 import zstandard
 
 from autoac.planner import Profile, build, simulate
-from autoac.planner.profile import VERSION
+from autoac.planner.formats.profile import VERSION
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, observe
 from benchmarks.plans.models import MODELS
@@ -92,7 +92,7 @@ def path_of(name: str, device: str) -> Path:
 
 
 def _versions() -> str:
-    sources = sorted([*(ROOT / "profiler").glob("*.py"), *Path(__file__).parent.glob("*.py")])
+    sources = sorted([*(ROOT / "profiler").rglob("*.py"), *Path(__file__).parent.glob("*.py")])
     content = [torch.__version__, transformers.__version__, str(VERSION)]
     content += [source.read_text() for source in sources]
     return hashlib.sha256("\0".join(content).encode()).hexdigest()[:12]

@@ -22,9 +22,9 @@ from postgres import NoPostgres, Server
 from service_fakes import InProcess, chain_profile, save_all
 
 from autoac.api import Settings, create_app
-from autoac.api.database import Database
-from autoac.api.solver import Solver
-from autoac.planner.profile import Profile
+from autoac.api.solving.child_process import Solver
+from autoac.api.storage.database import Database
+from autoac.planner.formats.profile import Profile
 
 BOTH = pytest.mark.parametrize("size", ["sqlite", "postgresql"], indirect=True)
 """Run the tests of a module on both databases: `pytestmark = BOTH`."""

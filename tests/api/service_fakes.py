@@ -18,15 +18,13 @@ from typing import Any
 
 import anyio
 
-from autoac.api import child
-from autoac.api.drawing import draw, draw_body, outline
-from autoac.api.request import Answer, Kind, Taken, answer, take
-from autoac.api.solver import OnTold, SpawnedSolver
-from autoac.planner.allowance import Clock
+from autoac.api.policy_plot import draw, draw_body, outline
+from autoac.api.requests import Answer, Kind, Taken, answer, take
+from autoac.api.solving import child_main as child
+from autoac.api.solving.child_process import OnTold, SpawnedSolver
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
-from autoac.planner.highs import OnProgress, Progress
-from autoac.planner.policy import Policy, Predicted, decisions, tool_versions
-from autoac.planner.profile import (
+from autoac.planner.formats.policy import Policy, Predicted, decisions, tool_versions
+from autoac.planner.formats.profile import (
     BackwardSteps,
     Environment,
     Ops,
@@ -37,6 +35,8 @@ from autoac.planner.profile import (
     Storages,
     Values,
 )
+from autoac.planner.solver.highs import OnProgress, Progress
+from autoac.planner.solver.time_limit import Clock
 from autoac.planner.units import bytes_from_gb
 
 MIB = 1 << 20
@@ -297,7 +297,7 @@ if __name__ == "__main__":
     if role == "child":
         child.main(rest, plan=globals()[name])
     else:  # the service or a worker, with such children
-        from autoac.api import commands  # not above: a child has no use for a web server
+        from autoac.api.cli import commands
 
         command = child_command(globals()[name])
         sys.exit(commands.main([role, *rest], SpawnedSolver(120.0, 30.0, 2048 * MIB, command)))

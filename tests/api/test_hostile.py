@@ -15,8 +15,8 @@ from conftest import Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 from starlette.testclient import TestClient
 
-from autoac.api.solver import SpawnedSolver
-from autoac.planner.profile import Profile
+from autoac.api.solving.child_process import SpawnedSolver
+from autoac.planner.formats.profile import Profile
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}

@@ -9,14 +9,20 @@ import pytest
 from conftest import InApp, Serve, Transport
 from service_fakes import InProcess, Planned, chain_profile, save_all
 
-import ac_client.remote
-from ac_client.remote import ServiceRefused, ServiceUnavailable, fits, named_policy, request_policy
-from autoac.api.database import Database
-from autoac.api.keys import Scope, create_key
-from autoac.planner.constraints import Constraints
+import ac_client.planning.service_client
+from ac_client.planning.service_client import (
+    ServiceRefused,
+    ServiceUnavailable,
+    fits,
+    named_policy,
+    request_policy,
+)
+from autoac.api.storage.database import Database
+from autoac.api.storage.keys import Scope, create_key
+from autoac.planner.formats.constraints import Constraints
+from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import Profile
 from autoac.planner.plan import plan
-from autoac.planner.policy import Policy
-from autoac.planner.profile import Profile
 
 URL = "http://localhost"
 MIB = 1 << 20
@@ -35,7 +41,7 @@ def step() -> Profile:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long the client waited before each further try; nobody waits here."""
     waited: list[float] = []
-    monkeypatch.setattr(ac_client.remote, "time", Clock(waited))
+    monkeypatch.setattr(ac_client.planning.service_client, "time", Clock(waited))
     return waited
 
 
@@ -247,10 +253,10 @@ def test_tries_are_bounded_in_number_and_in_time(step: Profile, pauses: list[flo
 
     with pytest.raises(ServiceUnavailable, match="503"):
         ask(httpx2.MockTransport(never), step)
-    assert len(asked) == 1 + len(ac_client.remote.PAUSES_S) == 1 + len(pauses)
+    assert len(asked) == 1 + len(ac_client.planning.service_client.PAUSES_S) == 1 + len(pauses)
     with pytest.raises(ServiceUnavailable, match="503"):
         ask(httpx2.MockTransport(never), step, timeout_s=0.9)
-    assert len(pauses) == len(ac_client.remote.PAUSES_S)  # a second would have been too long
+    assert len(pauses) == len(ac_client.planning.service_client.PAUSES_S)  # a second would have been too long
 
 
 def test_a_key_with_too_many_jobs_is_no_refusal(step: Profile) -> None:

@@ -12,9 +12,9 @@ import transformers
 from graphs import Tape, gpt2, random_profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ac_client.measure import AllocatorTimeline
-from autoac.planner.graph import OpId, build, chain, closed, normalised
-from autoac.planner.simulate import peak_bytes
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.problem.graph import OpId, build, chain, closed, normalised
 from autoac.profiler import profile
 from benchmarks.plans import baselines
 from benchmarks.plans.baselines import BASELINES, block_of, module_of, overload_of

@@ -10,8 +10,8 @@ import pytest
 from graphs import random_profile
 from oracles import least_time, peaks_and_times
 
-from autoac.planner.graph import build, chain
 from autoac.planner.plan import plan
+from autoac.planner.problem.graph import build, chain
 from benchmarks.plans.checkmate import optimum, stages
 
 CHAINS = [

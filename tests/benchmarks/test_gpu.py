@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from zoo import ZOO
 
-from ac_client.measure import AllocatorTimeline
+from ac_client.measure.memory_timeline import AllocatorTimeline
 from benchmarks import gpu
 from benchmarks.gpu import Case, CudaMeter, Row
 

@@ -16,7 +16,7 @@ from stepping import scalar
 from torch import nn
 
 import ac_client
-from autoac.planner import build, floor, plan, simulate
+from autoac.planner import build, find_minimum_peak, plan, simulate
 from autoac.planner.errors import MOST_HOLDINGS, MalformedPolicy
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
@@ -33,7 +33,7 @@ def made() -> Transformer:
 def budget_gb() -> float:
     """Half way between the smallest feasible peak and save-all's."""
     found = profile(made(), BATCH)
-    bounds = floor(found, time_limit_s=10)
+    bounds = find_minimum_peak(found, time_limit_s=10)
     graph = build(found)
     return (bounds.found + simulate(graph, graph.everything).peak.live_bytes) / 2 / GIB
 
@@ -434,7 +434,7 @@ def test_gradients_that_stay_between_microbatches_are_planned_for(budget_gb: flo
 def test_a_plan_that_gradients_leave_no_room_for_stays_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     planned = made()
     found = profile(planned, BATCH)
-    least = floor(found, time_limit_s=10).found / GIB
+    least = find_minimum_peak(found, time_limit_s=10).found / GIB
     ac_client.apply(planned, least)
     for _ in range(3):
         scalar(planned(BATCH)).backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from autoac.planner.profile import (
+from autoac.planner.formats.profile import (
     BackwardSteps,
     Environment,
     OpFlag,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from autoac.planner.graph import Graph, OpId, SaveSet
-from autoac.planner.schedule import recompute_us
-from autoac.planner.simulate import peak_bytes
+from autoac.planner.memory.schedule import recompute_us
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
 
 
 def every_save_set(graph: Graph) -> Iterator[SaveSet]:

@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoac.planner import Constraints, InvalidBudget, InvalidConstraints, bounds, build, floor, frontier
+from autoac.planner import (
+    Constraints,
+    InvalidBudget,
+    InvalidConstraints,
+    bounds,
+    build,
+    find_frontier,
+    find_minimum_peak,
+)
 from autoac.planner.frontier import _monotone
-from autoac.planner.simulate import peak_bytes
+from autoac.planner.memory.simulate import peak_bytes
 
 few = settings(max_examples=25, derandomize=True, deadline=None)
 
@@ -22,7 +30,7 @@ few = settings(max_examples=25, derandomize=True, deadline=None)
 def test_every_plan_of_a_frontier_is_the_fastest_that_fits_its_peak(seed: int) -> None:
     graph = build(graphs.random_profile(random.Random(seed), 6))
     table = oracles.peaks_and_times(graph)
-    made = frontier(graph, points=5, gap=0.0)
+    made = find_frontier(graph, points=5, gap=0.0)
     for plan in made.plans:
         assert plan.recompute_us == pytest.approx(oracles.least_time(table, plan.budget))
     for plan in made.plans:
@@ -32,7 +40,7 @@ def test_every_plan_of_a_frontier_is_the_fastest_that_fits_its_peak(seed: int) -
 
 def test_a_transformers_frontier_goes_one_way_on_both_axes_from_floor_to_ceiling() -> None:
     graph = build(graphs.gpt2(3))
-    made = frontier(graph, points=6)
+    made = find_frontier(graph, points=6)
     peaks = [plan.peak for plan in made.plans]
     times = [plan.recompute_us for plan in made.plans]
     assert peaks == sorted(set(peaks))
@@ -44,33 +52,33 @@ def test_a_transformers_frontier_goes_one_way_on_both_axes_from_floor_to_ceiling
 
 
 def test_the_largest_kink_comes_first() -> None:
-    made = frontier(build(graphs.gpt2(3)), points=6)
+    made = find_frontier(build(graphs.gpt2(3)), points=6)
     bends = [kink.before_us_per_gib / max(kink.after_us_per_gib, 1e-9) for kink in made.kinks]
     assert bends == sorted(bends, reverse=True)
     assert all(bend > 2 for bend in bends)
 
 
 def test_a_plan_that_another_beats_on_both_axes_is_left_out() -> None:
-    made = frontier(build(graphs.gpt2(2)), points=4)
+    made = find_frontier(build(graphs.gpt2(2)), points=4)
     assert _monotone([*made.plans, *made.plans]) == made.plans
 
 
 def test_a_frontier_of_one_point_is_refused() -> None:
     with pytest.raises(InvalidBudget, match="at least 2 points, not 1"):
-        frontier(build(graphs.gpt2(2)), points=1)
+        find_frontier(build(graphs.gpt2(2)), points=1)
 
 
 def test_a_frontier_keeps_to_the_constraints_and_says_so_in_each_policy() -> None:
     profile = graphs.gpt2(2)
     rules = Constraints(extra_static_bytes=512)
-    plain, under = frontier(profile, points=3), frontier(profile, points=3, constraints=rules)
+    plain, under = find_frontier(profile, points=3), find_frontier(profile, points=3, constraints=rules)
     assert [p.peak - q.peak for p, q in zip(under.plans, plain.plans, strict=True)] == [512] * 3
     assert all(plan.policy().constraints == rules for plan in under.plans)
-    assert floor(profile, constraints=rules).found == floor(profile).found + 512
+    assert find_minimum_peak(profile, constraints=rules).found == find_minimum_peak(profile).found + 512
 
 
 def test_a_budget_of_forward_is_refused_where_there_is_no_budget_of_the_step() -> None:
     rules = Constraints(forward_budget_bytes=100)
-    for ask in (frontier, floor):
+    for ask in (find_frontier, find_minimum_peak):
         with pytest.raises(InvalidConstraints, match="forward's budget of 100 bytes"):
             ask(build(graphs.gpt2(2)), constraints=rules)

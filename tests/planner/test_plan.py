@@ -1,4 +1,4 @@
-"""plan() and floor() against brute force, and their laws."""
+"""plan() and find_minimum_peak() against brute force, and their laws."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from autoac.planner import (
     Stopped,
     bounds,
     build,
-    floor,
-    frontier,
+    find_frontier,
+    find_minimum_peak,
     plan,
 )
-from autoac.planner.candidates import candidates, filled
-from autoac.planner.graph import OpId, chain, closed, needed
-from autoac.planner.ilp import Options
-from autoac.planner.profile import OpFlag, Ops
-from autoac.planner.schedule import recompute_us
-from autoac.planner.simulate import fits, peak_bytes, peak_of, simulate
+from autoac.planner.formats.profile import OpFlag, Ops
+from autoac.planner.memory.schedule import recompute_us
+from autoac.planner.memory.simulate import fits, peak_bytes, peak_of, simulate
+from autoac.planner.problem.graph import OpId, chain, closed, needed
+from autoac.planner.solver.heuristics import candidates, filled
+from autoac.planner.solver.program import Options
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
@@ -128,7 +128,7 @@ def test_one_byte_below_the_smallest_peak_is_infeasible_and_says_so_rightly(seed
 @given(seeds)
 def test_floor_finds_the_smallest_peak(seed: int) -> None:
     graph, _, _ = problem(seed, most_ops=6)
-    found = floor(graph, gap=0.0)
+    found = find_minimum_peak(graph, gap=0.0)
     smallest = oracles.smallest_peak(oracles.peaks_and_times(graph))
     assert bounds(graph).floor <= found.proven <= smallest == found.found
     assert peak_bytes(graph, found.save_set) == smallest
@@ -182,7 +182,7 @@ def test_the_plan_of_a_chain() -> None:
 def test_recomputing_everything_is_not_the_smallest_peak() -> None:
     graph = chain(8, 8, 8, 8)
     assert peak_bytes(graph, frozenset()) == peak_bytes(graph, graph.everything) == 32
-    assert floor(graph, gap=0.0).found < 32
+    assert find_minimum_peak(graph, gap=0.0).found < 32
 
 
 def test_a_dropout_mask_is_run_again_as_a_whole_or_not_at_all() -> None:
@@ -243,7 +243,7 @@ def test_an_invalid_budget_is_an_error(arguments: dict[str, object], words: str)
         plan(chain(1, 8), **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("search", [plan, floor, frontier])
+@pytest.mark.parametrize("search", [plan, find_minimum_peak, find_frontier])
 @pytest.mark.parametrize(
     "limits",
     [
@@ -339,7 +339,7 @@ def test_the_time_limit_counts_on_the_callers_clock() -> None:
 def test_a_budget_that_floor_finds_a_save_set_for_is_always_planned() -> None:
     sizes = [1, 2**50, 3, 2**30, 5, 2**51, 7, 11] * 2  # too far apart for the solver's tolerances
     graph = chain(*sizes, runtime_us=range(1, 17))
-    smallest = floor(graph, work_limit=1.0, gap=0.0)
+    smallest = find_minimum_peak(graph, work_limit=1.0, gap=0.0)
     assert peak_bytes(graph, smallest.save_set) == smallest.found > smallest.proven
     made = plan(graph, budget_bytes=smallest.found, work_limit=0.1, gap=0.0)
     assert made.peak == smallest.found
@@ -347,7 +347,7 @@ def test_a_budget_that_floor_finds_a_save_set_for_is_always_planned() -> None:
 
 def test_a_search_with_less_work_finds_no_smaller_peak() -> None:
     graph = build(graphs.gpt2(2))
-    found = [floor(graph, work_limit=work, gap=0.0).found for work in (0.0, 0.1, 0.3, 1.0)]
+    found = [find_minimum_peak(graph, work_limit=work, gap=0.0).found for work in (0.0, 0.1, 0.3, 1.0)]
     assert found == sorted(found, reverse=True)
     assert found[-1] < found[0]
 
@@ -362,7 +362,7 @@ def test_an_infeasible_budget_carries_the_save_set_of_the_smallest_peak() -> Non
 
 def test_a_save_set_that_is_known_is_a_start() -> None:
     graph = build(graphs.gpt2(2))
-    smallest = floor(graph, work_limit=1.0, gap=0.0)
+    smallest = find_minimum_peak(graph, work_limit=1.0, gap=0.0)
     with pytest.raises(SolverOutOfTime):
         plan(graph, budget_bytes=smallest.found, time_limit_s=0.0)
     made = plan(graph, budget_bytes=smallest.found, time_limit_s=0.0, start=(smallest.save_set,))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoac.profiler import hollow
-from autoac.profiler.ops import facts_of
+from autoac.profiler.steps import hollow
+from autoac.profiler.torch_facts.op_facts import facts_of
 
 
 def test_on_a_gpu_alone_is_a_first_backward_unlike_the_others() -> None:

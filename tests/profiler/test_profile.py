@@ -13,7 +13,7 @@ from stepping import scalar
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ac_client.measure import AllocatorTimeline
+from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Profile, build, simulate
 from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, profile
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from autoac.profiler import hollow, observe, static, timing
-from autoac.profiler.batch import Call
-from autoac.profiler.garbage import heap_frozen, not_collecting
-from autoac.profiler.static import optimizer_bytes
+from autoac.profiler import observe
+from autoac.profiler import static_memory as static
+from autoac.profiler.restore.batch import Call
+from autoac.profiler.static_memory import optimizer_bytes
+from autoac.profiler.steps import hollow
+from autoac.profiler.steps.garbage_collection import heap_frozen, not_collecting
+from autoac.profiler.timing import op_timer as timing
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,8 @@ import torch
 from models import Transformer
 from torch import Tensor, nn
 
-from autoac.profiler import hollow, observe, profile
+from autoac.profiler import observe, profile
+from autoac.profiler.steps import hollow
 
 KEPT = 1 << 20  # bytes that a library keeps between its calls
 

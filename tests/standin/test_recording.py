@@ -11,10 +11,10 @@ from models import Transformer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ac_client.measure import AllocatorTimeline
+from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build
 from autoac.profiler import CannotProfile, profile
-from autoac.profiler.recording import Allocated, Marked, Recording
+from autoac.profiler.capture.torch_trace import Allocated, Marked, Recording
 
 CUDA = torch.device("cuda", 0)
 

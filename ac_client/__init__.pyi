@@ -1,0 +1,59 @@
+from .applied_model import Applied, applied
+from .apply import Constraints, PolicySet, apply
+from .errors import (
+    AlreadyApplied,
+    ApplyError,
+    CheckpointingActive,
+    CompiledModel,
+    InfeasibleBudget,
+    InvalidBudget,
+    InvalidConstraints,
+    NotApplied,
+    PinConflict,
+    RankFailed,
+    ShapeNotPlanned,
+    SolverOutOfTime,
+)
+from .measure.report import Report
+from .planning.service_client import RemoteError, ServiceRefused, ServiceUnavailable
+from .runtime.checkpoint import checkpoint, checkpoint_sequential
+from .runtime.cursor import LeftThePath
+from .runtime.nested_policies import PolicyConflict
+from .runtime.pins import Pin, pin
+from .runtime.region import save_recompute_policy, tag
+from .runtime.split_backward import split_backward
+from .runtime.view_recipes import StaleError
+
+__all__ = [
+    "AlreadyApplied",
+    "Applied",
+    "ApplyError",
+    "CheckpointingActive",
+    "CompiledModel",
+    "Constraints",
+    "InfeasibleBudget",
+    "InvalidBudget",
+    "InvalidConstraints",
+    "LeftThePath",
+    "NotApplied",
+    "Pin",
+    "PinConflict",
+    "PolicyConflict",
+    "PolicySet",
+    "RankFailed",
+    "RemoteError",
+    "Report",
+    "ServiceRefused",
+    "ServiceUnavailable",
+    "ShapeNotPlanned",
+    "SolverOutOfTime",
+    "StaleError",
+    "applied",
+    "apply",
+    "checkpoint",
+    "checkpoint_sequential",
+    "pin",
+    "save_recompute_policy",
+    "split_backward",
+    "tag",
+]

@@ -1,0 +1,180 @@
+"""Apply a memory budget to a model: `apply`, the client's one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ac_client.applied_model import Applied, check_untouched
+from ac_client.arguments import (
+    check_budget,
+    check_constraints,
+    check_loop,
+    check_model,
+    check_optimizer,
+    check_source,
+    check_switches,
+)
+from ac_client.files import named
+from ac_client.planning.policy_store import Shapes
+from ac_client.planning.ranks import AUTO, Group
+from ac_client.planning.service_client import ServiceUnavailable, named_policy
+from autoac.planner import Constraints as Constraints
+from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
+from autoac.planner import PolicySet as PolicySet
+from autoac.planner.formats.policy_set import SET_FORMAT
+from autoac.profiler.arguments import check_one_device
+from autoac.profiler.steps.hollow import Loss
+
+log = logging.getLogger("ac_client")
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply(
+    model: Model,
+    budget_gb: float | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    policy: Policy | PolicySet | str | os.PathLike[str] | None = None,
+    alias: str | None = None,
+    service: str | None = None,
+    require_service: bool = False,
+    headroom_gb: float = 0.0,
+    constraints: Constraints | None = None,
+    strict: bool = False,
+    shapes: Shapes = "bucket",
+    group: Group = AUTO,
+    loss: Loss | None = None,
+    forwards_in_flight: int | None = None,
+) -> Model:
+    """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
+
+    Changes the model in place and returns it. The first training forward is profiled on its real batch,
+    planned, and already runs planned; a forward under `no_grad` is left alone, and so
+    is one in `eval()` unless optimizer steps show that it trains. A batch of a
+    shape that no earlier plan covers is planned when it is met.
+
+    Args:
+        model: as it will be trained. Must not checkpoint itself.
+        budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
+            optimizer state included. May be left out if `policy` is given.
+        optimizer: counts its state, also before its first step.
+        policy: carry this out: a Policy, for every batch; a PolicySet, for the batches that it covers, and
+            for others too if there is no budget to plan them for; or the path of a file with either.
+        alias: carry out the policy that this name stands for in the service right now, such as
+            "llama-8b@h100/production"; as if it were given as `policy`.
+        service: URL of a planning service to ask. It is asked for a policy that it has, for this model,
+            shapes, device, budget and constraints, and gets the profile where it has none. Its key is the
+            environment's AUTOAC_TOKEN. With it away, the plan is made in this process.
+        require_service: raise ServiceUnavailable instead, where the service is away.
+        headroom_gb: left free below the budget, for fragmentation.
+        constraints: what must hold for the plan beside the budget: pins by module path or op, FSDP units, a
+            budget for forward, ... (docs/constraints.md).
+        strict: raise LeftThePath where the ops that run are not those of the policy, instead of saving
+            what is unknown; and ShapeNotPlanned for a batch that no plan covers, instead of planning it. The
+            first batch is always planned.
+        shapes: "bucket": one policy for each shape of batch that is met and not covered by an earlier
+            one (docs/shapes.md). "first": the first batch's policy carries out every batch.
+        group: the torch.distributed ProcessGroup whose ranks run each forward together: they meet in the
+            first one, and get the same policy, which keeps the budget on each of them (docs/ranks.md).
+            "auto": that of the model's DistributedDataParallel or `fully_shard`, and none for other models.
+            None: each rank plans for itself.
+        loss: output of the model -> the scalar that backward starts from, where that is not computed in the
+            model's forward. It is called while a step is profiled, and the plan counts what it needs; nothing
+            of it is recomputed. With `forwards_in_flight` above 1 it takes a list of all outputs.
+        forwards_in_flight: training forwards that run before one backward (2 for a siamese or contrastive
+            loss, 4 for DPO). By default one; more are planned for once they are seen (docs/budget.md).
+
+    Raises:
+        TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
+            `constraints` not Constraints, `group` not a group, `loss` not a function, or a switch not a bool.
+        InvalidBudget: budget or headroom is not a number of GiB, as one in bytes is not; or there is no
+            budget, and the policy set is empty.
+        ValueError: `shapes` or `group` is not one of its words; `service` is not a URL; `alias` cannot
+            be a name, or comes with `policy`; or `alias` or `require_service` come without `service`.
+        ServiceUnavailable: the service is away, and `require_service` was passed or there is no budget to
+            plan for. From `apply` for an alias, else from the first training forward, which leaves the
+            model as it was.
+        ServiceRefused: the service said no: a wrong key, no such alias.
+        AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
+        MalformedPolicy: `policy` is the path of a file that holds none.
+        CheckpointingActive: the model checkpoints itself.
+        CompiledModel: torch.compile was called on the whole model. Blocks that were compiled before are fine;
+            nothing inside of them is recomputed.
+        CannotProfile: the model lies on several devices, or partly on the CPU. Else from a training forward:
+            it runs inside of torch.compile or is traced, or for one of the reasons in docs/profiling.md.
+        InvalidConstraints: a pattern stands for nothing, or constraints contradict each other. From the first
+            training forward, which leaves the model as it was; from `apply` if a policy is given as well.
+        InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
+            training forward, which leaves the model as it was.
+        SolverOutOfTime: no plan was found with the work that the planner may do, and none was ruled out; says
+            the smallest budget for which it found one. From the first training forward, as above.
+    """
+    check_model(model)
+    check_optimizer(optimizer, model)
+    check_switches(strict=strict, require_service=require_service, shapes=shapes, group=group)
+    check_source(budget_gb, policy, alias, service, require_service=require_service)
+    check_constraints(constraints, planned=policy is not None or alias is not None)
+    budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
+    check_loop(loss, forwards_in_flight)
+    check_untouched(model)
+    if policy is None and alias is None:
+        check_one_device(model)
+    loaded = _read(policy)
+    if alias is not None and service is not None:
+        loaded = _named(service, alias, required=require_service or budget_bytes is None)
+    if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
+        raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
+    for predicted in (made.predicted for made in _policies(loaded)):
+        if budget_bytes is not None and predicted.peak_bytes > budget_bytes - headroom_bytes:
+            raise InfeasibleBudget(
+                budget_bytes, predicted.static_bytes, predicted.peak_bytes, predicted.peak_at, ()
+            )
+    Applied(
+        model,
+        budget_bytes=budget_bytes,
+        headroom_bytes=headroom_bytes,
+        constraints=constraints,
+        optimizer=optimizer,
+        policy=loaded,
+        service=service,
+        require_service=require_service,
+        strict=strict,
+        shapes=shapes,
+        group=group,
+        loss=loss,
+        forwards_in_flight=forwards_in_flight,
+    )
+    return model
+
+
+def _read(policy: Policy | PolicySet | str | os.PathLike[str] | None) -> Policy | PolicySet | None:
+    if policy is None or isinstance(policy, (Policy, PolicySet)):
+        return policy
+    text = Path(policy).read_bytes()
+    kind = PolicySet if f'"{SET_FORMAT}"'.encode() in text[:200] else Policy
+    with named(policy):
+        return kind.from_json(text)
+
+
+def _named(service: str, alias: str, *, required: bool) -> Policy | None:
+    """What the alias stands for; None where the service is away and a plan can be made without it."""
+    try:
+        return named_policy(service, alias)
+    except ServiceUnavailable as error:
+        if required:
+            raise
+        log.warning("planning in-process in place of %s, because %s", alias, error)
+        return None
+
+
+def _policies(given: Policy | PolicySet | None) -> list[Policy]:
+    if isinstance(given, PolicySet):
+        return [bucket.policy for bucket in given.buckets]
+    return [given] if given is not None else []

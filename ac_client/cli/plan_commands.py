@@ -1,0 +1,345 @@
+"""`profile`, `plan`, `stages`, `frontier`: from a model to policies."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ac_client.cli.options import (
+    ExtraStatic,
+    ForwardBudget,
+    FsdpUnit,
+    Gap,
+    GradientsOption,
+    Json,
+    LiftDeciding,
+    PinRecompute,
+    PinSave,
+    ProfileFile,
+    RecomputeOnly,
+    TimeLimit,
+    constraints_of,
+)
+from ac_client.cli.output import (
+    CommandError,
+    deliver,
+    header,
+    load_case,
+    one_line,
+    progress_of,
+    read_profile,
+)
+from ac_client.files import write_whole
+
+if TYPE_CHECKING:
+    from autoac.planner import Plan, Stages
+
+
+def profile(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="Returns (model, batch), (model, args, kwargs), (model, args, kwargs, loss), or a dict with "
+            "the keys model, args, kwargs, loss, optimizer. The current folder is searched for MODULE first.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")] = Path(
+        "profile.json"
+    ),
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="Estimate for a device that is not here: h100, h200, a100, ..."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Profile one training step of the model that FUNCTION returns, without the memory that it would need."""
+    from autoac.profiler import DATASHEETS, observe
+
+    if on is not None and on not in DATASHEETS:
+        raise typer.BadParameter(f"{on!r} is none of {', '.join(DATASHEETS)}", param_hint="--on")
+    case = load_case(function)
+    device = DATASHEETS[on] if on is not None else None
+    with progress_of(f"profiling {type(case.model).__name__}"):
+        observed = observe(
+            case.model, case.args, case.kwargs, loss=case.loss, optimizer=case.optimizer, on=device
+        )
+    deliver(
+        output,
+        observed.to_json() + "\n",
+        {
+            "profile": str(output),
+            "digest": observed.digest,
+            "fingerprint": observed.fingerprint,
+            "model": observed.model,
+            "ops": len(observed.ops),
+            "saved_tensors": len(observed.saved),
+            "notes": list(observed.notes),
+        },
+        "\n  ".join(
+            [
+                f"{observed.model}: {len(observed.ops)} ops, {len(observed.saved)} saved tensors -> {output}",
+                *observed.notes,
+            ]
+        ),
+        as_json,
+    )
+
+
+def plan(
+    profile_file: ProfileFile,
+    budget_gb: Annotated[
+        float, typer.Option("--budget-gb", help="GiB that the device may hold at any moment of the step.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")] = Path(
+        "policy.json"
+    ),
+    headroom_gb: Annotated[float, typer.Option(help="GiB of the budget to leave unused.")] = 0.0,
+    pin_save: PinSave = None,
+    pin_recompute: PinRecompute = None,
+    recompute_only: RecomputeOnly = None,
+    fsdp_units: FsdpUnit = None,
+    lift_deciding: LiftDeciding = False,
+    forward_budget_gb: ForwardBudget = None,
+    extra_static_gb: ExtraStatic = 0.0,
+    gradients: GradientsOption = None,
+    gap: Gap = 0.01,
+    time_limit_s: TimeLimit = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Find the save set that fits in the budget at the least recompute time, and write it as a policy."""
+    from autoac.planner import plan as plan_profile
+    from autoac.planner.budget import headroom_in_bytes
+    from autoac.planner.units import format_bytes, format_us
+
+    observed = read_profile(profile_file)
+    headroom_bytes = headroom_in_bytes(headroom_gb, "--headroom-gb")
+    constraints = constraints_of(
+        pin_save,
+        pin_recompute,
+        recompute_only,
+        fsdp_units,
+        lift_deciding=lift_deciding,
+        forward_budget_gb=forward_budget_gb,
+        extra_static_gb=extra_static_gb,
+        gradients=gradients,
+    )
+    with progress_of(f"planning {observed.model}") as progress:
+        made = plan_profile(
+            observed,
+            budget_gb=budget_gb,
+            headroom_bytes=headroom_bytes,
+            constraints=constraints,
+            gap=gap,
+            time_limit_s=time_limit_s,
+            clock=time.monotonic,
+            progress=progress.solving,
+        )
+    policy = made.policy()
+    deliver(
+        output,
+        policy.to_json(),
+        {"policy": str(output)} | header(policy),
+        f"{policy.model}: peak {format_bytes(made.peak)} of {format_bytes(policy.budget_bytes)}, "
+        f"{format_us(made.recompute_us)} of recompute, gap {made.gap:.1%}{_early(made)} -> {output}",
+        as_json,
+    )
+
+
+def stages(
+    profile_files: Annotated[
+        list[Path],
+        typer.Option(
+            "--profile",
+            help="One for each stage, the first first: the step of one microbatch on one of its chunks. "
+            "More may follow as plain arguments.",
+        ),
+    ],
+    budget_gb: Annotated[
+        list[float],
+        typer.Option(
+            "--budget-gb",
+            help="GiB that each device may hold; one for all, or once for each stage.",
+        ),
+    ],
+    n_microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="In one step.")],
+    more_profiles: Annotated[
+        list[Path] | None, typer.Argument(metavar="[PROFILE]...", help="The further stages' profiles.")
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2 or zb-v.")
+    ] = "1f1b",
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder to write stage-0.json, stage-1.json, ... to.")
+    ] = Path("policies"),
+    chunks: Annotated[
+        int | None, typer.Option(min=1, help="Of the model for each stage, where the schedule has several.")
+    ] = None,
+    weight_half_gb: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="GiB that a microbatch holds between the halves of a split backward; once for each stage."
+        ),
+    ] = None,
+    headroom_gb: Annotated[float, typer.Option(help="GiB of each budget to leave unused.")] = 0.0,
+    pin_save: PinSave = None,
+    pin_recompute: PinRecompute = None,
+    recompute_only: RecomputeOnly = None,
+    fsdp_units: FsdpUnit = None,
+    lift_deciding: LiftDeciding = False,
+    forward_budget_gb: ForwardBudget = None,
+    extra_static_gb: ExtraStatic = 0.0,
+    gap: Gap = 0.01,
+    time_limit_s: TimeLimit = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Plan every stage of a pipeline within its device's budget; the slowest stage decides.
+
+    Prints a line for each stage and writes a policy for each. A pattern has to stand for something in every
+    stage.
+    """
+    from autoac.planner import InfeasibleBudget, plan_stages
+    from autoac.planner.budget import headroom_in_bytes
+
+    if more_profiles and len(profile_files) > 1:
+        raise typer.BadParameter(
+            "give --profile once before all files, or once before each", param_hint="--profile"
+        )
+    paths = [*profile_files, *(more_profiles or [])]
+    headroom_bytes = headroom_in_bytes(headroom_gb, "--headroom-gb")
+    weight_half_bytes = [headroom_in_bytes(gb, "--weight-half-gb") for gb in weight_half_gb or []]
+    observed = [read_profile(path) for path in paths]
+    constraints = constraints_of(
+        pin_save,
+        pin_recompute,
+        recompute_only,
+        fsdp_units,
+        lift_deciding=lift_deciding,
+        forward_budget_gb=forward_budget_gb,
+        extra_static_gb=extra_static_gb,
+        gradients=None,
+    )
+    with progress_of(f"planning {len(paths)} stages"):
+        try:
+            made = plan_stages(
+                observed,
+                schedule,
+                n_microbatches=n_microbatches,
+                budget_gb=budget_gb[0] if len(budget_gb) == 1 else budget_gb,
+                chunks=chunks,
+                weight_half_bytes=weight_half_bytes or None,
+                headroom_bytes=headroom_bytes,
+                constraints=constraints,
+                gap=gap,
+                time_limit_s=time_limit_s,
+                clock=time.monotonic,
+            )
+        except InfeasibleBudget as error:
+            where = " ".join(getattr(error, "__notes__", []))
+            raise CommandError(f"{one_line(error)}. {where}") from error
+    files = [output / f"stage-{s}.json" for s in range(len(paths))]
+    policies = [stage.plan.policy() for stage in made.stages]
+    output.mkdir(parents=True, exist_ok=True)
+    for path, policy in zip(files, policies, strict=True):
+        write_whole(path, policy.to_json())
+    if as_json:
+        told = [
+            {"policy": str(path), "in_flight": stage.in_flight, "busy_us": busy, "bubble_us": bubble}
+            | header(policy)
+            for path, stage, policy, busy, bubble in zip(
+                files, made.stages, policies, made.times.busy_us, made.times.bubble_us, strict=True
+            )
+        ]
+        whole = {
+            "schedule": made.schedule.value,
+            "microbatches": made.n_microbatches,
+            "step_us": made.times.step_us,
+            "plain_step_us": made.plain.step_us,
+            "slowdown": made.slowdown,
+            "bottleneck": made.times.bottleneck,
+        }
+        print(json.dumps(whole | {"stages": told}, indent=1))
+    else:
+        print("\n".join([*_stage_table(made), f"policies: {files[0]} to {files[-1].name}"]))
+
+
+def frontier_command(
+    profile_file: ProfileFile,
+    points: Annotated[int, typer.Option(min=2, help="Budgets, both ends included.")] = 16,
+    gap: Gap = 0.01,
+    time_limit_s: TimeLimit = 600.0,
+    as_json: Json = False,
+) -> None:
+    """Show what memory buys: plans from the smallest peak to the peak with nothing recomputed."""
+    from autoac.planner import find_frontier, frontier_in_words
+
+    observed = read_profile(profile_file)
+    with progress_of(f"planning {observed.model}, {points} budgets") as progress:
+        made = find_frontier(
+            observed,
+            points=points,
+            gap=gap,
+            time_limit_s=time_limit_s,
+            clock=time.monotonic,
+            progress=progress.solving,
+        )
+    if not as_json:
+        print(frontier_in_words(made))
+        return
+    kinks = [kink.plan.peak for kink in made.kinks]
+    plans = [
+        {
+            "peak_bytes": plan.peak,
+            "recompute_us": plan.recompute_us,
+            "gap": plan.gap,
+            "step_us": plan.step_us,
+            "kink": plan.peak in kinks,
+        }
+        for plan in made.plans
+    ]
+    proven = {"floor_found_bytes": made.floor.found, "floor_proven_bytes": made.floor.proven}
+    print(json.dumps(proven | {"plans": plans}, indent=1))
+
+
+def _early(made: Plan) -> str:
+    """Say which limit has stopped the solver, if one has."""
+    from autoac.planner import Stopped
+
+    return "" if made.stopped is Stopped.OPTIMAL else f", stopped early: {made.stopped}"
+
+
+def _stage_table(made: Stages) -> list[str]:
+    """A line for each stage, and one for the whole pipeline."""
+    from autoac.planner.units import format_bytes, format_us
+
+    head = ("stage", "in flight", "peak", "budget", "recompute", "gap", "busy", "idle")
+    rows = [head]
+    for s, stage in enumerate(made.stages):
+        plan_ = stage.plan
+        rows.append(
+            (
+                f"{s}{' *' if s == made.times.bottleneck else ''}",
+                str(stage.in_flight),
+                format_bytes(plan_.peak),
+                format_bytes(plan_.budget + plan_.headroom),
+                format_us(plan_.recompute_us),
+                f"{plan_.gap:.1%}",
+                format_us(made.times.busy_us[s]),
+                format_us(made.times.bubble_us[s]),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+    return [
+        *lines,
+        f"{made.schedule.value}, {made.n_microbatches} microbatches: a step takes "
+        f"{format_us(made.times.step_us)}, {made.slowdown:.1%} more than with nothing recomputed. "
+        "* has most to do.",
+    ]

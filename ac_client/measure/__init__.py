@@ -1,0 +1,1 @@
+"""Measure planned steps: memory over time, peaks, and the cost of recording."""

@@ -1,0 +1,1 @@
+"""Decide which policy runs a batch, and when to plan again."""

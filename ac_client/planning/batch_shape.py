@@ -1,0 +1,105 @@
+"""The shape of a batch: as a key that is made in microseconds at each forward, and in words.
+
+Two batches of one key have one shape. What is in a container that neither Python nor torch's pytree
+knows is not looked at: such an argument counts by its type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+
+from autoac.planner.formats.policy_set import Leaf, Shape
+
+_PLAIN = frozenset({int, float, complex, str, bytes})
+
+
+Key = tuple[tuple[Any, ...], tuple[int, ...]]
+"""What a batch is built of, and the dimensions of its tensors one behind the other, as its leaves come."""
+
+
+def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key:
+    """What tells the shapes of batches apart. Equal for equal shapes, and cheap."""
+    structure: list[Any] = [len(args)]
+    dims: list[int] = []
+    if args:
+        _add(args, structure, dims)
+    if kwargs:
+        structure += kwargs
+        _add(kwargs.values(), structure, dims)
+    return tuple(structure), tuple(dims)
+
+
+def _add(items: Iterable[Any], structure: list[Any], dims: list[int]) -> None:
+    for item in items:
+        kind = type(item)
+        if kind is Tensor or kind is Parameter or isinstance(item, Tensor):
+            structure.append(item.dtype)
+            if item.is_nested:
+                structure.append("nested")
+            else:
+                shape = item.shape
+                structure.append(len(shape))
+                dims += shape
+        elif kind is list or kind is tuple or isinstance(item, (list, tuple)):
+            structure += (list, len(item))  # an empty one is not False
+            _add(item, structure, dims)
+        elif kind is dict or isinstance(item, Mapping):
+            structure += (dict, len(item))
+            for name in item:
+                structure.append(name if type(name) is str else (repr(name),))
+            _add(item.values(), structure, dims)
+        elif item is None or kind is bool:
+            structure.append(item)
+        elif kind in _PLAIN:
+            structure.append(kind)
+        else:
+            leaves = tree_leaves(item)
+            structure.append(kind)
+            if len(leaves) != 1 or leaves[0] is not item:
+                structure.append(len(leaves))
+                _add(leaves, structure, dims)
+
+
+def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape:
+    """The shape of a batch as a bucket names it: `{"0": "int64[4, 128]", "scale['by']": "float32[64]"}`."""
+    return {
+        leaf: kind if dims is None else f"{kind}{list(dims)}" for leaf, kind, dims in leaves_of(args, kwargs)
+    }
+
+
+def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
+    """The same before it is in words."""
+    leaves: list[Leaf] = []
+    for i, arg in enumerate(args):
+        _leaves(str(i), arg, leaves)
+    for name, arg in kwargs.items():
+        _leaves(name, arg, leaves)
+    return leaves
+
+
+def _leaves(path: str, arg: Any, leaves: list[Leaf]) -> None:
+    if isinstance(arg, Tensor):
+        if arg.is_nested:
+            leaves.append((path, "nested", None))
+        else:
+            leaves.append((path, str(arg.dtype).removeprefix("torch."), arg.shape))
+    elif arg is None or isinstance(arg, bool):
+        leaves.append((path, str(arg), None))
+    elif isinstance(arg, (list, tuple)):
+        for i, item in enumerate(arg):
+            _leaves(f"{path}[{i}]", item, leaves)
+    elif isinstance(arg, Mapping):
+        for name, item in arg.items():
+            _leaves(f"{path}[{name!r}]", item, leaves)
+    else:
+        inside = tree_leaves(arg)
+        if len(inside) == 1 and inside[0] is arg:
+            leaves.append((path, type(arg).__name__, None))
+        else:
+            for i, leaf in enumerate(inside):
+                _leaves(f"{path}.{i}", leaf, leaves)

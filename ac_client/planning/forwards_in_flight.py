@@ -1,0 +1,195 @@
+"""Forwards whose backward has not begun, and what a backward shows of the training loop.
+
+A plan is made for one form of loop (`autoac.profiler.steps.hollow.Loop`): so many forwards, then one backward
+through all of them, which frees what it has used; and outputs that are held or dropped. A loop of another
+form needs more memory or less. Its form is seen from the outputs of the model alone, at no cost to speak of:
+
+- The autograd node of an output holds a prehook of ours. While the hook lives and has not been called, the
+  forward is in flight: autograd holds what it saved. This is so with a plan that recomputes nothing, too.
+- When the hook is called, a backward has come to the model: for the first time, or over a graph that an
+  earlier one retained; with gradients of gradients to come where grad mode is on. Which outputs are still
+  held is seen from weak references to their storages.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ac_client.planning.shape_buckets import Loaded
+from ac_client.runtime.split_backward import current_split
+from autoac.profiler.restore.batch import batch_tensors
+from autoac.profiler.steps.hollow import roots_of
+from autoac.profiler.torch_facts.op_facts import has_storage
+
+
+class SeenBackward(NamedTuple):
+    """A backward that has come to a forward of the model, as far as it is seen."""
+
+    loaded: Loaded  # that the forward ran under
+    first: bool  # False: an earlier backward has been there, and retained what it used
+    creates_graph: bool
+    retains_graph: bool  # as far as it is seen: where backward runs on the caller's thread
+    dropped: frozenset[int]  # outputs that the loop has let go of, by position among all of them
+    dropped_nbytes: int  # of these, without what backward starts from
+    made_outside: int  # bytes of tensors that differentiable ops made between the model and the loss
+
+
+class Listener(Protocol):
+    """Receives the backwards that come to a forward."""
+
+    def backward_begins(self, seen: SeenBackward) -> None:
+        """A backward comes to a forward that was `added`."""
+
+
+class ForwardsInFlight:
+    """The forwards of one model that wait for their backward."""
+
+    def __init__(self) -> None:
+        self._forwards: list[weakref.ref[_InFlight]] = []
+
+    def waiting(self) -> int:
+        """Return how many forwards have not been differentiated yet, and still may be."""
+        self._forwards = [
+            ref for ref in self._forwards if (forward := ref()) is not None and not forward.begun
+        ]
+        return len(self._forwards)
+
+    def add(self, loaded: Loaded, out: Any, listener: Listener, *, has_loss: bool) -> None:
+        """Watch a forward that has just ended with `out`, until it is differentiated or dropped.
+
+        Args:
+            loaded: what it ran under.
+            out: what it returned.
+            listener: receives its backwards.
+            has_loss: backward starts from a loss that is computed of `out`, and known to the plan.
+        """
+        tensors = list(batch_tensors([out]))
+        nodes = {t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None}
+        if not nodes or torch.compiler.is_compiling():
+            return
+        forward = _InFlight(loaded, tensors, [] if has_loss else roots_of(out), listener)
+        for node in nodes:
+            node.register_prehook(forward)
+            node.metadata[_MODEL] = True  # type: ignore[index]  # torch's stub takes the property for a method
+        self._forwards.append(weakref.ref(forward))
+
+    def forget(self) -> None:
+        """Watch none of them any longer."""
+        for ref in self._forwards:
+            if (forward := ref()) is not None:
+                forward.listener = None
+        self._forwards.clear()
+
+
+_MODEL = "autoac: made by a planned model"  # in the metadata of autograd nodes
+
+
+class _InFlight:
+    """One forward. Held by the autograd nodes of its outputs alone, as a hook of theirs."""
+
+    __slots__ = ("__weakref__", "_loaded", "_outputs", "_tasks", "begun", "listener")
+
+    def __init__(
+        self, loaded: Loaded, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener
+    ) -> None:
+        self._loaded = loaded
+        self.listener: Listener | None = listener
+        self.begun = False
+        self._tasks: set[int] = set()  # graph tasks that came by
+        started_from = {_key(root) for root in roots if has_storage(root)}
+        self._outputs = [
+            (weakref.ref(t.untyped_storage()), 0 if _key(t) in started_from else t.untyped_storage().nbytes())
+            if has_storage(t)
+            else (None, 0)
+            for t in tensors
+        ]
+
+    def __call__(self, _gradients: Any) -> None:
+        if torch.compiler.is_compiling():  # compiled autograd traces this, for later steps too
+            self.begun = True
+            return
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        self._tasks.add(task)
+        first, self.begun = not self.begun, True
+        if self.listener is None or (not first and current_split() is not None):
+            return
+        gone = [i for i, (ref, _) in enumerate(self._outputs) if ref is not None and ref() is None]
+        nbytes = sum({id(self._outputs[i][0]): self._outputs[i][1] for i in gone}.values())
+        retains, outside = _of_caller() if first else (True, 0)
+        self.listener.backward_begins(
+            SeenBackward(
+                self._loaded, first, torch.is_grad_enabled(), retains, frozenset(gone), nbytes, outside
+            )
+        )
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _of_caller() -> tuple[bool, int]:
+    """Return whether the running backward retains its graph, and the bytes made between it and the model.
+
+    Both are read off the frame that called the engine, if it is on this thread, as on a CPU.
+    """
+    frame = _frame_of(torch.autograd.graph._engine_run_backward.__code__)
+    if frame is None:
+        return False, 0
+    known = frame.f_locals
+    roots, args = known.get("t_outputs", ()), known.get("args", ())
+    del frame
+    retains = bool(args[1]) if len(args) > 1 else False  # gradients, retain_graph, create_graph, ...
+    nodes = [getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots]
+    return retains, sum(_output_nbytes(node) for node in _outside(nodes))
+
+
+def _frame_of(code: CodeType) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+MOST_NODES = 10_000  # of autograd that are looked at between a model and a loss
+
+
+def _outside(nodes: Sequence[Any]) -> Iterator[Any]:
+    """Yield the autograd nodes from `nodes` on, up to those that a planned model made."""
+    seen: set[Any] = set()
+    waiting = [node for node in nodes if node is not None]
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        if node in seen or _MODEL in node.metadata:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions if following is not None]
+
+
+_VIEWS = (
+    "View", "Alias", "Transpose", "TBackward", "Permute", "Slice", "Select", "Expand", "Squeeze", "Unsqueeze",
+    "AsStrided", "Split", "Unbind", "Narrow", "Diagonal", "Unfold", "Detach", "Chunk", "Accumulate",
+)  # fmt: skip
+
+
+def _output_nbytes(node: Any) -> int:
+    """Return the bytes of what the op behind `node` returned; 0 if they share other memory."""
+    name = node.name().rpartition("::")[2].removeprefix("Unsafe").removeprefix("Reshape")
+    if name.startswith(_VIEWS):
+        return 0
+    total = 0
+    for made in getattr(node, "_input_metadata", ()):
+        numel = 1
+        for size in made.shape:
+            numel *= int(size)
+        total += numel * made.dtype.itemsize
+    return total

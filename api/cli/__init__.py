@@ -1,0 +1,1 @@
+"""Run the service and its maintenance commands."""

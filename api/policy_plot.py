@@ -1,0 +1,127 @@
+"""Prepare the data that pages draw of plans, from the profile that they were made of. Pure.
+
+Of a policy: `planner.picture` has the timelines; with them stands what became of each op, for the map of
+layers and ops. Of a frontier the same for each of its points, but only in outline, so that a page can have
+all of them and follow a budget that is dragged.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import Profile
+from autoac.planner.frontier import Frontier
+from autoac.planner.memory.simulate import simulate
+from autoac.planner.plan import Plan
+from autoac.planner.report.align_measured import Clock, thinned
+from autoac.planner.report.by_module import Decided, Fate, decided
+from autoac.planner.report.timeline import picture
+from autoac.planner.report.what_if import as_planned
+
+IDLE, KEPT, AGAIN = range(3)
+"""What became of an op: backward asks for nothing of it, it is kept, it is run again."""
+
+_FATES = {Fate.IDLE: IDLE, Fate.KEPT: KEPT, Fate.AGAIN: AGAIN}
+_OF_FATES = {number: fate for fate, number in _FATES.items()}
+OUTLINE = 400  # moments of a point's memory that are drawn
+LEVEL = 6  # of gzip: a fourth of the JSON, in hundredths of a second
+
+
+def drawing_body(profile: bytes, policy: bytes) -> bytes:
+    """The body that a child gets: both in their published forms, in one object."""
+    return b'{"profile": ' + profile + b', "policy": ' + policy + b"}"
+
+
+def draw_body(body: bytes) -> bytes:
+    """The drawing of a `drawing_body`.
+
+    Raises:
+        OtherProfile: the policy was not made from this profile.
+        MalformedProfile: it is none.
+    """
+    both = json.loads(body)
+    return draw(Profile.from_data(both["profile"]), Policy.model_validate(both["policy"]))
+
+
+def draw(profile: Profile, policy: Policy) -> bytes:
+    """What the page of `policy` draws: JSON, gzip. Bytes and microseconds.
+
+    Raises:
+        OtherProfile: the policy was not made from this profile.
+    """
+    plan = as_planned(policy, profile)
+    fates = decided(plan.graph, plan.save_set)
+    data = picture(plan, policy=policy).data() | {
+        "fates": {  # by op
+            "fate": [_FATES[op.fate] for op in fates],
+            "nbytes": [op.kept_bytes or op.recomputed_bytes for op in fates],
+            "runtime_us": [op.runtime_us for op in fates],
+        }
+    }
+    return _compressed(data)
+
+
+def outline(found: Frontier) -> bytes:
+    """Return the data that a model's page draws of a frontier's plans: JSON, gzip. Bytes and microseconds.
+
+    `live_bytes` of a point keeps the highest and the last of each stretch, so its highest is the peak.
+    """
+    graph = found.plans[0].graph
+    names = [op.name.rpartition("/") for op in graph.ops]
+    modules, labels = (
+        list(dict.fromkeys(column)) for column in ([n[0] for n in names], [n[2] for n in names])
+    )
+    at_module = {name: i for i, name in enumerate(modules)}
+    at_label = {name: i for i, name in enumerate(labels)}
+    return _compressed(
+        {
+            "version": 1,
+            "modules": modules,
+            "labels": [label.removeprefix("aten.") for label in labels],
+            "ops": {
+                "module": [at_module[name[0]] for name in names],
+                "label": [at_label[name[2]] for name in names],
+                "nbytes": [sum(graph.nbytes(w) for w in op.writes) for op in graph.ops],
+                "runtime_us": [op.runtime_us for op in graph.ops],
+            },
+            "points": [_outlined(made) for made in found.plans],
+        }
+    )
+
+
+def _outlined(plan: Plan) -> dict[str, Any]:
+    timeline = simulate(plan.graph, plan.save_set)
+    clock = Clock.of(plan.graph, timeline)
+    levels = [timeline.instants[i].live_bytes for i in clock.events]
+    kept = thinned(levels, OUTLINE)
+    return {
+        "budget_bytes": plan.budget,
+        "peak_bytes": plan.peak,
+        "end_us": round(clock.end_us, 1),
+        "begin_us": [round(clock.begin_us[i], 1) for i in kept],
+        "live_bytes": [levels[i] for i in kept],
+        "fates": "".join(str(_FATES[op.fate]) for op in decided(plan.graph, plan.save_set)),  # by op
+    }
+
+
+def _compressed(data: dict[str, Any]) -> bytes:
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return gzip.compress(text.encode(), LEVEL, mtime=0)
+
+
+def became(drawing: bytes, policy: Policy) -> list[Decided]:
+    """Return the decision on each op of `policy`, as its drawing has it, in forward order."""
+    fates = json.loads(gzip.decompress(drawing))["fates"]
+    return [
+        Decided(key, fate, nbytes if fate is Fate.KEPT else 0, nbytes if fate is Fate.AGAIN else 0, us)
+        for key, fate, nbytes, us in zip(
+            policy.decisions,
+            (_OF_FATES[number] for number in fates["fate"]),
+            fates["nbytes"],
+            fates["runtime_us"],
+            strict=True,
+        )
+    ]

@@ -1,0 +1,1 @@
+"""Run solves: in child processes, in the service, and on workers."""

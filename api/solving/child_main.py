@@ -1,0 +1,161 @@
+"""Work on one request in a child process.
+
+    python -m autoac.api.solving.child_main VERB KIND PARENT MEMORY TIME_LIMIT
+
+VERB is "take" or "answer", as in `request.py`, "draw", as in `drawing.py`, or "answer-and-draw": both of a
+policy, in one start. It reads a decoded body from stdin and writes frames to stdout: a letter, a length of
+eight bytes, and so many bytes. P is progress, as JSON; R, the last, a pickle of the result or of the error
+that was raised. It ends with its parent, and within its memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import logging
+import math
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import BinaryIO
+
+from autoac.api.errors import ServiceError, SolverDied
+from autoac.api.policy_plot import draw, draw_body, outline
+from autoac.api.requests import Answer, Kind, Planner, Taken, answer, take
+from autoac.planner.errors import PlannerError
+from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import Profile
+from autoac.planner.frontier import Frontier
+from autoac.planner.plan import plan
+from autoac.planner.solver.highs import Progress
+from autoac.planner.units import format_bytes
+
+log = logging.getLogger("autoac.api.solving.child_main")  # goes to stderr as it is: the service's log
+
+PR_SET_PDEATHSIG = 1
+TELL_EVERY_S = 0.25  # HiGHS calls back hundreds of times a second
+DRAW_S = 5.0  # that an answer waits for its drawing; one of an 80-layer Llama takes 1 s
+OUTLINE_S = 20.0  # that a frontier waits for its own
+
+
+def main(argv: Sequence[str], plan: Planner = plan) -> None:
+    """Do what `argv` says with the body on stdin."""
+    verb, kind = argv[0], Kind(argv[1])
+    parent, memory, most_seconds = int(argv[2]), int(argv[3]), float(argv[4])
+    end_with(parent)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    faulthandler.enable()  # a crash in native code says where, in the service's log
+    outlet = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a solver prints from C belongs in the log, not in the answer
+    outcome: Answer | bytes | Taken | Exception
+    try:
+        body = sys.stdin.buffer.read()
+        if verb == "take":
+            outcome = take(kind, body, most_seconds)
+        elif verb == "draw":
+            outcome = draw_body(body)
+        else:
+            told = Teller(outlet)
+            draws = verb == "answer-and-draw"
+            outcome = answer(
+                kind,
+                body,
+                most_seconds=most_seconds,
+                plan=plan,
+                progress=told,
+                clock=time.monotonic,
+                draw=draw_if_quick if draws else None,
+                outline=outline_if_quick if draws else None,
+            )
+            told.last()
+    except (PlannerError, ServiceError) as error:
+        outcome = error
+    except MemoryError:
+        outcome = SolverDied(f"the solver needed more than {format_bytes(memory)} of memory")
+    with outlet:
+        frame(outlet, b"R", pickle.dumps(outcome))
+
+
+def draw_if_quick(profile: Profile, policy: Policy) -> bytes | None:
+    """The drawing of a policy that has just been made. None where it fails or takes long: the answer matters
+    more, and the first visit draws it by itself."""
+    return _if_quick(lambda: draw(profile, policy), DRAW_S)
+
+
+def outline_if_quick(found: Frontier) -> bytes | None:
+    """The drawing of a frontier that has just been computed; None where it fails or takes long."""
+    return _if_quick(lambda: outline(found), OUTLINE_S)
+
+
+def _if_quick(work: Callable[[], bytes], seconds: float) -> bytes | None:
+    def too_long(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"a drawing took more than {seconds:g} s")
+
+    signal.signal(signal.SIGALRM, too_long)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            return work()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except Exception:
+        log.exception("an answer was not drawn")
+        return None
+
+
+def frame(outlet: BinaryIO, letter: bytes, content: bytes) -> None:
+    """Write one frame."""
+    outlet.write(letter + len(content).to_bytes(8, "big") + content)
+    outlet.flush()
+
+
+class Teller:
+    """An `OnProgress` that writes a frame now and then, and the last thing it heard at the end."""
+
+    def __init__(self, outlet: BinaryIO) -> None:
+        self._outlet = outlet
+        self._told_at = -math.inf
+        self._untold: Progress | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        self._untold = progress
+        if time.monotonic() - self._told_at >= TELL_EVERY_S:
+            self.last()
+
+    def last(self) -> None:
+        """Write what was heard last, unless it was written already."""
+        if self._untold is None:
+            return
+        now, self._untold = self._untold, None
+        self._told_at = time.monotonic()
+        numbers = {
+            "incumbent": now.primal,
+            "bound": now.dual,
+            "gap": now.gap,
+            "seconds": now.seconds,
+        }
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        place = {"point": now.point, "points": now.points} if now.points else {}
+        frame(self._outlet, b"P", json.dumps(finite | place).encode())
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, be it by SIGKILL; Linux only.
+
+    Without it, a service that was killed would leave its solves burning.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Store profiles, policies, jobs and keys in SQLite or PostgreSQL."""

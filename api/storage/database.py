@@ -1,0 +1,302 @@
+"""One database for both sizes: SQLite in a file, or PostgreSQL. Connections, the clock, and migrations.
+
+NOTE [ Transactions ]
+
+`read()` and `write()` are the only ways in. A write takes SQLite's write lock at its start (BEGIN
+IMMEDIATE): a transaction that reads and then writes would otherwise fail at once, whatever the timeout, when
+another one wrote in between. On PostgreSQL the same code runs under READ COMMITTED; what must not happen
+twice is settled by a unique index or by a compare-and-set, and what counts before it writes takes `lock`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from alembic.command import upgrade as alembic_upgrade
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, Float, create_engine, delete, event, insert, make_url, text
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from autoac.api.settings import InvalidSettings
+from autoac.api.storage.tables import audit
+from autoac.planner.units import format_bytes
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+SQLITE_WAIT_S = 30.0
+POOL = 20
+ROOM = 16 << 20  # bytes free on SQLite's disk, below which the next body may not fit
+
+AWAY = (DBAPIError, PoolTimeout)
+"""Errors of a database that is away, read-only, full, damaged or not upgraded. A later try may succeed."""
+
+
+def is_away(error: BaseException) -> bool:
+    """Return True for an error of the database itself, False for one of the values that were sent to it."""
+    return isinstance(error, AWAY) and not isinstance(error, IntegrityError | DataError)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return what the database said, in one line."""
+    return str(getattr(error, "orig", None) or error).partition("\n")[0]
+
+
+class DatabaseNotReady(Exception):
+    """The database has other tables than this release needs. `move` is the next move."""
+
+    def __init__(self, reason: str, move: str) -> None:
+        self.reason, self.move = reason, move
+        super().__init__(reason, move)
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.move}"
+
+
+class DatabaseReadOnly(Exception):
+    """The database answers and takes no writes."""
+
+
+class now(FunctionElement[float]):
+    """Seconds since 1970 by the database's clock: machines may disagree, and leases compare times."""
+
+    type = Float()
+    inherit_cache = True
+
+
+@compiles(now, "sqlite")
+def _now_sqlite(element: Any, compiler: Any, **how: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(now, "postgresql")
+def _now_postgresql(element: Any, compiler: Any, **how: Any) -> str:
+    return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"
+
+
+class Database:
+    """An engine, and how it is used: see NOTE [ Transactions ]. Safe for many threads."""
+
+    def __init__(self, url: str) -> None:
+        """Raises: InvalidSettings: `url` is of no database that is known, or its driver is absent."""
+        self.url = read_url(url)
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self._engine = _sqlite(self.url) if self.is_sqlite else _postgresql(self.url)
+        self._glances = (
+            _sqlite(self.url, timeout_s=0.0, pool_size=1, max_overflow=0) if self.is_sqlite else None
+        )
+        self._writer = self._engine.execution_options(autoac_write=True)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
+        with self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def glance(self) -> Iterator[Connection]:
+        """As `read`, for a few rows by an index, on the event loop itself: on SQLite that takes less than to
+        hand it to a thread. Its connection is its own, so it waits for no thread and for no writer.
+        """
+        assert self._glances is not None
+        with self._glances.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that writes; committed at the end, rolled back on an error."""
+        with self._writer.begin() as connection:
+            yield connection
+
+    def lock(self, connection: Connection, name: str) -> None:
+        """Until the transaction ends, nobody else holds the lock `name`. SQLite has one writer anyway."""
+        if not self.is_sqlite:
+            connection.execute(
+                text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": "autoac " + name}
+            )
+
+    def clock(self) -> float:
+        """The database's time, in seconds since 1970. Fails when the database is away."""
+        with self.read() as connection:
+            return float(connection.scalar(now()) or 0.0)
+
+    def upgrade(self) -> None:
+        """Bring the tables to this release, those of the job queue included.
+
+        Raises:
+            DatabaseNotReady: a newer release made them.
+        """
+        if self.is_sqlite:
+            _make_private(self._file)
+        with self.write() as connection:
+            # Two replicas that start at once would both migrate.
+            self.lock(connection, "migrations")
+            _refuse_newer(MigrationContext.configure(connection).get_current_revision())
+            config = Config()
+            config.set_main_option("script_location", str(MIGRATIONS))
+            config.attributes["connection"] = connection
+            alembic_upgrade(config, "head")
+            if not self.is_sqlite:
+                _install_queue(connection)
+
+    def revision(self) -> str | None:
+        """The migration that the tables are at."""
+        with self.read() as connection:
+            return MigrationContext.configure(connection).get_current_revision()
+
+    def check(self) -> None:
+        """Check that the tables are those of this release.
+
+        Raises:
+            DatabaseNotReady: they are not.
+        """
+        found, wanted = self.revision(), newest_revision()
+        _refuse_newer(found)
+        if found != wanted:
+            raise DatabaseNotReady(
+                f"the database is at migration {found or 'none'} and this release needs {wanted}",
+                "run `autoac db upgrade`",
+            )
+
+    def check_writable(self) -> None:
+        """Check, without writing, that the database takes writes.
+
+        Raises:
+            DatabaseReadOnly: it is a standby or read-only, or SQLite's disk is read-only or full.
+        """
+        if self.is_sqlite:
+            for path in (self._file, self._file.parent):
+                if not os.access(path, os.W_OK):
+                    raise DatabaseReadOnly(f"{path} cannot be written")
+            free = shutil.disk_usage(self._file.parent).free
+            if free < ROOM:
+                raise DatabaseReadOnly(
+                    f"the disk of {self._file} must have {format_bytes(ROOM)} free, got {format_bytes(free)}"
+                )
+            return
+        with self.read() as connection:
+            if connection.scalar(text("SHOW transaction_read_only")) == "on":
+                raise DatabaseReadOnly("the server is read-only, or a standby")
+
+    def try_write(self) -> None:
+        """Write a line of 1 MiB to the audit log and delete it. It does not fit on a full disk.
+
+        Raises:
+            DBAPIError: the database did not take it.
+        """
+        line = {"at": now(), "who": "doctor", "action": "try to write", "request_id": ""}
+        with self.write() as connection:
+            made = insert(audit).values(subject="x" * (1 << 20), **line).returning(audit.c.number)
+            number = connection.scalar(made)
+        with self.write() as connection:
+            connection.execute(delete(audit).where(audit.c.number == number))
+
+    @property
+    def _file(self) -> Path:
+        """The file of SQLite."""
+        return Path(self.url.database or "")
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        self._engine.dispose()
+        if self._glances is not None:
+            self._glances.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _refuse_newer(found: str | None) -> None:
+    """Raise DatabaseNotReady if `found` is a migration that this release does not have."""
+    known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
+    if found is not None and found not in known:
+        raise DatabaseNotReady(
+            f"the database is at migration {found}, which a newer release made; "
+            f"this one knows those up to {newest_revision()}",
+            "install that release here, or restore a backup of before",
+        )
+
+
+def _make_private(file: Path) -> None:
+    """Make an empty file for its owner alone, unless there is one. SQLite gives its log the same mode."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+
+
+def newest_revision() -> str:
+    """The last migration that this release has."""
+    head = ScriptDirectory(str(MIGRATIONS)).get_current_head()
+    assert head is not None
+    return head
+
+
+def read_url(url: str) -> URL:
+    """A database's URL, with psycopg 3 as the driver of PostgreSQL.
+
+    Raises:
+        InvalidSettings: it is no URL, or of another kind of database. Never repeats it: it has a password.
+    """
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise InvalidSettings("AUTOAC_DATABASE_URL: not a URL such as postgresql://user@host/name") from None
+    backend = parsed.get_backend_name()
+    if backend == "sqlite":
+        if not parsed.database or parsed.database == ":memory:":
+            raise InvalidSettings("AUTOAC_DATABASE_URL: SQLite needs a file, as in sqlite:////srv/autoac.db")
+        return parsed.set(drivername="sqlite")
+    if backend in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    raise InvalidSettings(f"AUTOAC_DATABASE_URL: {backend} is neither sqlite nor postgresql")
+
+
+def _sqlite(
+    url: URL, *, timeout_s: float = SQLITE_WAIT_S, pool_size: int = POOL, max_overflow: int = POOL
+) -> Engine:
+    engine = create_engine(
+        url, connect_args={"timeout": timeout_s}, pool_size=pool_size, max_overflow=max_overflow
+    )
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # the transactions are ours, not the driver's
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+
+    @event.listens_for(engine, "begin")
+    def begun(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("autoac_write")
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def _postgresql(url: URL) -> Engine:
+    try:
+        # pre_ping: a connection from before a restart of the database is replaced, not handed out.
+        return create_engine(url, pool_pre_ping=True, pool_size=POOL, max_overflow=POOL)
+    except (ModuleNotFoundError, NoSuchModuleError):
+        raise InvalidSettings(
+            "AUTOAC_DATABASE_URL: PostgreSQL needs psycopg; install autoac[postgres]"
+        ) from None
+
+
+def _install_queue(connection: Connection) -> None:
+    """procrastinate's own tables; from its package, which alone knows them."""
+    from procrastinate.schema import SchemaManager
+
+    if connection.scalar(text("SELECT to_regclass('procrastinate_jobs')")) is None:
+        connection.exec_driver_sql(SchemaManager.get_schema().replace("%", "%%"))

@@ -1,0 +1,49 @@
+"""The events of a job, read from the database once for all who listen to it in this process."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from operator import attrgetter
+
+from anyio import to_thread
+
+from autoac.api.storage.job_store import Event, Jobs
+
+LOOK_S = 0.25  # between two looks for events
+
+
+class EventFeed:
+    """The events of one job from its first. Listeners call `look` as often as they like, and read `after`."""
+
+    def __init__(self, jobs: Jobs, id: str) -> None:
+        self._jobs, self._id = jobs, id
+        self._events: list[Event] = []
+        self._looking, self._looked_at = False, -math.inf
+        self.ended = False  # there will be no more
+
+    async def look(self) -> None:
+        """Read what has happened, unless another listener does so now or did within `LOOK_S`.
+
+        Raises:
+            NotFound: there is no such job. And what a database that is away raises.
+        """
+        if self.ended or self._looking or time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looking = True
+        try:
+            await to_thread.run_sync(self._read)
+        finally:
+            self._looking, self._looked_at = False, time.monotonic()
+
+    def after(self, number: int) -> list[Event]:
+        """Return the events after the one of that number, in order."""
+        return self._events[bisect_right(self._events, number, key=attrgetter("number")) :]
+
+    def _read(self) -> None:
+        # The state first: what happens between the two reads is found by the second.
+        final = self._jobs.get(self._id).final
+        while found := self._jobs.events(self._id, self._events[-1].number if self._events else 0):
+            self._events += found
+        self.ended = final

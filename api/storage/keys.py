@@ -1,0 +1,179 @@
+"""Keys: who may ask, and for what. A key is shown once, when it is made; the database has its SHA-256."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from threading import Lock
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from autoac.api.errors import NotFound, Unauthorised
+from autoac.api.settings import Settings
+from autoac.api.storage.database import Database, now
+from autoac.api.storage.tables import audit, keys
+
+PREFIX = "autoac_"
+REMEMBER_S = 5.0  # how long a revoked key may still work on a replica that has just seen it
+
+
+class Scope(IntEnum):
+    """What a key allows. Each allows what those before it do."""
+
+    READ = 1  # look at everything
+    PLAN = 2  # store profiles, solve, cancel jobs of its own, move aliases
+    ADMIN = 3  # delete, cancel any job, read the audit log
+
+    @property
+    def word(self) -> str:
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. `name` is what jobs, aliases and the audit log say."""
+
+    name: str
+    scope: Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key, without its secret."""
+
+    id: str
+    name: str
+    scope: Scope
+    created_at: float
+    revoked_at: float | None
+
+
+TOKEN = Caller("token", Scope.ADMIN)
+LOOPBACK = Caller("loopback", Scope.ADMIN)
+
+_COLUMNS = (keys.c.id, keys.c.name, keys.c.scope, keys.c.created_at, keys.c.revoked_at)
+
+
+def digest_of(secret: str) -> str:
+    """SHA-256. A key is 256 random bits, so neither salt nor a slow hash would make it safer."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def create_key(connection: Connection, name: str, scope: Scope) -> tuple[Key, str]:
+    """A new key and its secret, which is not kept anywhere."""
+    id, secret = secrets.token_hex(6), PREFIX + secrets.token_urlsafe(32)
+    connection.execute(
+        insert(keys).values(id=id, name=name, digest=digest_of(secret), scope=scope.word, created_at=now())
+    )
+    return get_key(connection, id), secret
+
+
+def get_key(connection: Connection, id: str) -> Key:
+    """Raises: NotFound: there is none."""
+    row = connection.execute(select(*_COLUMNS).where(keys.c.id == id)).one_or_none()
+    if row is None:
+        raise NotFound(f"no key {id}; `autoac keys list` names them")
+    return _key(*row)
+
+
+def list_keys(connection: Connection) -> list[Key]:
+    """All keys, the revoked ones too, in the order in which they were made."""
+    return [_key(*row) for row in connection.execute(select(*_COLUMNS).order_by(keys.c.created_at))]
+
+
+def revoke_key(connection: Connection, id: str) -> Key:
+    """From now on the key is none. Raises: NotFound: there is none."""
+    get_key(connection, id)
+    connection.execute(
+        update(keys).where(keys.c.id == id, keys.c.revoked_at.is_(None)).values(revoked_at=now())
+    )
+    return get_key(connection, id)
+
+
+def any_key(connection: Connection) -> bool:
+    """Whether a key was ever made. From then on loopback needs one too."""
+    return bool(connection.scalar(select(func.count()).select_from(keys)))
+
+
+def note(connection: Connection, who: str, action: str, subject: str, request_id: str = "") -> None:
+    """Write a line of the audit log."""
+    connection.execute(
+        insert(audit).values(at=now(), who=who, action=action, subject=subject, request_id=request_id)
+    )
+
+
+class Doorkeeper:
+    """Tells who asks. Remembers for a few seconds what the database said, since every request asks it."""
+
+    def __init__(self, settings: Settings, database: Database) -> None:
+        self._settings, self._database = settings, database
+        token = settings.token
+        self._token = None if token is None else digest_of(token.get_secret_value())
+        self._known: dict[str, tuple[float, Caller | None]] = {}
+        self._open: tuple[float, bool] = (0.0, False)
+        self._lock = Lock()
+
+    def caller(self, secret: str | None) -> Caller:
+        """Who has this secret; with none, who is on loopback.
+
+        Raises:
+            Unauthorised: a key is needed and there is none, or one that is not known.
+        """
+        if secret is None:
+            if self._needs_none():
+                return LOOPBACK
+            raise Unauthorised("this service wants a key as a bearer token: Authorization: Bearer KEY")
+        digest = digest_of(secret)
+        if self._token is not None and secrets.compare_digest(digest, self._token):
+            return TOKEN
+        found = self._lookup(digest)
+        if found is None:
+            raise Unauthorised("the key is not known, or was revoked; `autoac keys create` makes one")
+        return found
+
+    def remembered(self, secret: str | None) -> Caller | None:
+        """Who has this secret, if that was asked within the last few seconds; does not wait for anything."""
+        if secret is None:
+            at, free = self._open
+            return LOOPBACK if free and time.monotonic() - at < REMEMBER_S else None
+        digest = digest_of(secret)
+        if self._token is not None and secrets.compare_digest(digest, self._token):
+            return TOKEN
+        at, found = self._known.get(digest, (0.0, None))
+        return found if at and time.monotonic() - at < REMEMBER_S else None
+
+    def _needs_none(self) -> bool:
+        if self._token is not None or not self._settings.on_loopback:
+            return False
+        at, free = self._open
+        if time.monotonic() - at > REMEMBER_S or not at:
+            with self._database.read() as connection:
+                free = not any_key(connection)
+            self._open = (time.monotonic(), free)
+        return free
+
+    def _lookup(self, digest: str) -> Caller | None:
+        at, found = self._known.get(digest, (0.0, None))
+        if at and time.monotonic() - at < REMEMBER_S:
+            return found
+        with self._database.read() as connection:
+            row = connection.execute(
+                select(keys.c.id, keys.c.digest, keys.c.scope).where(
+                    keys.c.digest == digest, keys.c.revoked_at.is_(None)
+                )
+            ).one_or_none()
+        found = None
+        if row is not None and secrets.compare_digest(row.digest, digest):
+            found = Caller(f"key:{row.id}", Scope[row.scope.upper()])
+        with self._lock:
+            if len(self._known) > 10_000:  # guesses must not fill the memory
+                self._known.clear()
+            self._known[digest] = (time.monotonic(), found)
+        return found
+
+
+def _key(id: str, name: str, scope: str, created_at: float, revoked_at: float | None) -> Key:
+    return Key(id, name, Scope[scope.upper()], created_at, revoked_at)

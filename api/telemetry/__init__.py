@@ -1,0 +1,1 @@
+"""Write logs and count metrics."""

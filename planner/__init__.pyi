@@ -1,0 +1,93 @@
+from .errors import (
+    ConflictingPins,
+    InfeasibleBudget,
+    InfeasibleConstraints,
+    InvalidBudget,
+    InvalidConstraints,
+    InvalidLimit,
+    InvalidPipeline,
+    MalformedPolicy,
+    MalformedProfile,
+    OtherProfile,
+    PlannerError,
+    SolverOutOfTime,
+    UnknownKey,
+    UnknownOp,
+    UnknownVersion,
+    UnmatchedPattern,
+)
+from .formats.constraints import Constraints, constrained
+from .formats.policy import Policy
+from .formats.policy_set import PolicySet
+from .formats.profile import Profile
+from .frontier import Frontier, find_frontier, frontier_in_words
+from .memory.schedule import schedule
+from .memory.simulate import Timeline, simulate
+from .minimum_peak import MinimumPeak, find_minimum_peak
+from .pipeline.plan_stages import Stage, Stages, plan_stage, plan_stages
+from .plan import Plan, plan
+from .problem.graph import Graph, build
+from .report.compare import Difference, difference, difference_in_words
+from .report.summary import explain
+from .report.timeline import Picture, picture
+from .report.what_if import More, Why, as_planned, carried, more, more_in_words, why, why_in_words
+from .solver.bounds import Bounds, bounds
+from .solver.highs import Progress, Stopped
+
+__all__ = [
+    "Bounds",
+    "ConflictingPins",
+    "Constraints",
+    "Difference",
+    "Frontier",
+    "Graph",
+    "InfeasibleBudget",
+    "InfeasibleConstraints",
+    "InvalidBudget",
+    "InvalidConstraints",
+    "InvalidLimit",
+    "InvalidPipeline",
+    "MalformedPolicy",
+    "MalformedProfile",
+    "MinimumPeak",
+    "More",
+    "OtherProfile",
+    "Picture",
+    "Plan",
+    "PlannerError",
+    "Policy",
+    "PolicySet",
+    "Profile",
+    "Progress",
+    "SolverOutOfTime",
+    "Stage",
+    "Stages",
+    "Stopped",
+    "Timeline",
+    "UnknownKey",
+    "UnknownOp",
+    "UnknownVersion",
+    "UnmatchedPattern",
+    "Why",
+    "as_planned",
+    "bounds",
+    "build",
+    "carried",
+    "constrained",
+    "difference",
+    "difference_in_words",
+    "explain",
+    "find_frontier",
+    "find_minimum_peak",
+    "frontier_in_words",
+    "more",
+    "more_in_words",
+    "picture",
+    "plan",
+    "plan_stage",
+    "plan_stages",
+    "schedule",
+    "simulate",
+    "why",
+    "why_in_words",
+]

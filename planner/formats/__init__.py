@@ -1,0 +1,1 @@
+"""Define the published JSON formats: Profile, Policy, PolicySet and Constraints."""

@@ -1,0 +1,134 @@
+"""What the runtime loads: a decision for each op, in execution order, as pure data.
+
+A Policy is JSON that a person can read and that shows small differences in a version control system:
+a header and one line for each op.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from autoac.planner.errors import MalformedPolicy, UnknownVersion
+from autoac.planner.formats.constraints import Constraints
+from autoac.planner.formats.profile import (
+    MAX_INT,
+    Count,
+    Index,
+    Microseconds,
+    Name,
+    Profile,
+    describe,
+    other_format,
+)
+
+FORMAT: Final = "autoac.policy"
+VERSION: Final = 1
+
+Decision = Literal["save", "recompute"]
+Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # also less than nothing
+
+
+class Predicted(BaseModel):
+    """What the planner expects of a step under this policy."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    peak_bytes: Count
+    peak_at: Name  # "layers.17.mlp/aten.mm.default#2, forward"
+    save_all_peak_bytes: Count  # the peak with nothing recomputed
+    static_bytes: Count
+    recompute_us: Microseconds
+    recompute_bound_us: Microseconds  # proven: no plan within the budget recomputes less
+    step_us: Microseconds  # forward and backward with nothing recomputed
+    gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # (recompute - bound) / recompute
+
+
+class Policy(BaseModel):
+    """A plan in the form that is stored, sent, and carried out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["autoac.policy"] = FORMAT
+    version: Literal[1] = VERSION
+    model: Name
+    fingerprint: Name  # of the profile: the same model, shapes and kind of device
+    profile_digest: Name
+    inputs: tuple[Name, ...]
+    device: Name
+    budget_bytes: Count
+    corrected_by_bytes: Bytes = 0  # taken off the budget when planning again, after what the allocator said
+    stopped: Name  # why the solver stopped
+    predicted: Predicted
+    tools: dict[str, Name]  # versions of what made it
+    constraints: Constraints | None = None  # what it was planned under; left out where there are none
+    # Several forwards that run before one backward: how many decisions there are up to the end of each.
+    forward_ends: tuple[Index, ...] = ()  # left out where there is one forward
+    decisions: dict[Name, Decision]  # by op key, in execution order
+
+    def to_json(self) -> str:
+        """The published form: one decision to a line, the same text for the same policy."""
+        return json.dumps(self.data(), indent=1) + "\n"
+
+    def data(self) -> dict[str, Any]:
+        """The published form before it is text. What does not apply is not mentioned."""
+        left_out = {"constraints"} if self.constraints is None else set()
+        left_out |= {name for name in ("corrected_by_bytes", "forward_ends") if not getattr(self, name)}
+        return self.model_dump(mode="json", exclude=left_out)
+
+    @property
+    def forwards(self) -> tuple[dict[str, Decision], ...]:
+        """The decisions of each forward that runs before one backward; those of a loss go with the last."""
+        if not self.forward_ends:
+            return (self.decisions,)
+        items = list(self.decisions.items())
+        ends = (*self.forward_ends[:-1], len(items))
+        return tuple(dict(items[begin:end]) for begin, end in itertools.pairwise((0, *ends)))
+
+    @model_validator(mode="after")
+    def _forward_ends_ascend(self) -> Self:
+        ends = (*self.forward_ends, len(self.decisions))
+        if any(a > b for a, b in itertools.pairwise(ends)):
+            raise ValueError("forward_ends must ascend, up to the number of decisions")
+        return self
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Policy:
+        """Read the published form. Safe on text from a stranger: it is data and nothing else.
+
+        Raises:
+            UnknownVersion: it is a Policy of a version that this release does not read.
+            MalformedPolicy: anything else is wrong with it.
+        """
+        try:
+            data: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MalformedPolicy([f"not JSON: {error}"]) from None
+        if other := other_format(data, FORMAT):
+            raise MalformedPolicy([other])
+        if data.get("format") == FORMAT and data.get("version") != VERSION:
+            raise UnknownVersion(FORMAT, data.get("version"), VERSION)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise MalformedPolicy(describe(error)) from None
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of what makes a policy."""
+    versions = {}
+    for name in ("autoac", "pulp", "highspy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "unknown"
+    return versions
+
+
+def decisions(profile: Profile, save_set: frozenset[int]) -> dict[str, Decision]:
+    """The decisions of a save set, by op key, in execution order."""
+    return {key: "save" if op in save_set else "recompute" for op, key in enumerate(profile.keys())}

@@ -1,0 +1,141 @@
+"""One policy for each shape of batch that was planned: pure data, and the rule by which one is chosen.
+
+A batch's shape is a line for each leaf: where it is and what it is, `{"0": "int64[4, 128]"}`. A bucket
+covers a batch with the same leaves, of the same types, in which no dimension is larger than the bucket's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from autoac.planner.errors import MalformedPolicy, UnknownVersion
+from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import Name, describe, other_format
+
+SET_FORMAT: Final = "autoac.policy-set"
+SET_VERSION: Final = 1
+
+Shape = Mapping[str, str]
+"""Of a batch, by leaf: `float32[4, 64, 64]` for a tensor, else the name of a type, True, False or None."""
+
+Leaf = tuple[str, str, Sequence[int] | None]
+"""Its name, its type, and the dimensions of a tensor."""
+
+_name = operator.itemgetter(0)
+_TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
+
+
+class Bucket(BaseModel):
+    """A policy and the shape of the batch that it was planned for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shape: dict[Name, Name]
+    policy: Policy
+
+
+class PolicySet(BaseModel):
+    """The policies of one model by the shape of its batch, in the form that is stored and carried out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["autoac.policy-set"] = SET_FORMAT
+    version: Literal[1] = SET_VERSION
+    buckets: tuple[Bucket, ...]
+
+    def bucket(self, shape: Shape) -> Bucket | None:
+        """The bucket with the fewest elements that covers a batch of `shape`; None if there is none."""
+        batch = Extent.of(shape)
+        covering = [bucket for bucket in self.buckets if Extent.of(bucket.shape).covers(batch)]
+        return min(covering, key=lambda bucket: Extent.of(bucket.shape).elements, default=None)
+
+    def to_json(self) -> str:
+        """The published form: the same text for the same set."""
+        buckets = [{"shape": bucket.shape, "policy": bucket.policy.data()} for bucket in self.buckets]
+        return (
+            json.dumps({"format": self.format, "version": self.version, "buckets": buckets}, indent=1) + "\n"
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> PolicySet:
+        """Read the published form. Safe on text from a stranger: it is data and nothing else.
+
+        Raises:
+            UnknownVersion: it is a policy set of a version that this release does not read.
+            MalformedPolicy: anything else is wrong with it.
+        """
+        try:
+            data: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise MalformedPolicy([f"not JSON: {error}"]) from None
+        if other := other_format(data, SET_FORMAT):
+            raise MalformedPolicy([other])
+        if data.get("format") == SET_FORMAT and data.get("version") != SET_VERSION:
+            raise UnknownVersion(SET_FORMAT, data.get("version"), SET_VERSION)
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise MalformedPolicy(describe(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A shape, read: what covers what is asked at each new shape of batch."""
+
+    structure: tuple[tuple[str, str, int], ...]  # of each leaf its name, type, and number of dimensions
+    dims: tuple[int, ...]  # of all leaves, one behind the other
+    elements: int  # of all tensors
+
+    @classmethod
+    def of(cls, shape: Shape) -> Extent:
+        """Of a shape in words."""
+        return cls.of_leaves((leaf, *_read(kind)) for leaf, kind in shape.items())
+
+    @classmethod
+    def of_leaves(cls, leaves: Iterable[Leaf]) -> Extent:
+        """Of a batch itself."""
+        structure: list[tuple[str, str, int]] = []
+        flat: list[int] = []
+        elements = 0
+        for leaf, kind, dims in sorted(leaves, key=_name):
+            structure.append((leaf, kind, -1 if dims is None else len(dims)))
+            if dims is not None:
+                flat += dims
+                elements += math.prod(dims)
+        return cls(tuple(structure), tuple(flat), elements)
+
+    def covers(self, batch: Extent) -> bool:
+        """Whether each leaf of `batch` is one of these, of its type and in no dimension larger."""
+        return self.structure == batch.structure and all(map(operator.ge, self.dims, batch.dims))
+
+
+def covers(shape: Shape, batch: Shape) -> bool:
+    """Whether a bucket of `shape` covers `batch`.
+
+    >>> covers({"0": "int64[4, 128]"}, {"0": "int64[3, 128]"})
+    True
+    >>> covers({"0": "int64[4, 128]"}, {"0": "int64[1, 129]"})
+    False
+    """
+    return Extent.of(shape).covers(Extent.of(batch))
+
+
+def shape_in_words(shape: Shape) -> str:
+    """For a person: `0=int64[4, 128], mask=bool[4, 128]`."""
+    return ", ".join(f"{leaf}={kind}" for leaf, kind in shape.items()) or "no arguments"
+
+
+def _read(kind: str) -> tuple[str, list[int] | None]:
+    """A type, and if it is a tensor's its dimensions."""
+    match = _TENSOR.fullmatch(kind)
+    if match is None:
+        return kind, None
+    return match[1], [int(dim) for dim in match[2].split(",")] if match[2] else []

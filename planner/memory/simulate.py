@@ -1,0 +1,114 @@
+"""Bytes live after each event: the only definition of "peak"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute, schedule
+from autoac.planner.problem.graph import Graph, SaveSet
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """The device at one event."""
+
+    event: Event | None  # None: optimizer.step()
+    live_bytes: int  # all that is live at the event, static bytes and the kernel's workspace included
+    place: int  # the moment: forward op or backward step
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The bytes live over one step."""
+
+    instants: tuple[Instant, ...]
+
+    @property
+    def peak(self) -> Instant:
+        """The first instant at which the most bytes are live."""
+        return max(self.instants, key=lambda instant: instant.live_bytes)
+
+
+def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
+    """Replay one training step and count the bytes live at every event.
+
+    Counted: static bytes; what `graph.others` hold, except at the optimizer step; every storage that an op
+    of `graph` allocates, once, however many tensors view it; gradients and temporaries of backward; what
+    a kernel holds beside its outputs while it runs.
+    `live_bytes` compares with a budget as it is.
+
+    Args:
+        graph: one step.
+        save_set: ops whose outputs are saved; ops that must be are added.
+
+    Returns:
+        One instant for each event, in order, then one for the optimizer step.
+
+    Raises:
+        UnknownOp: `save_set` names an op that `graph` does not have.
+
+    >>> from autoac.planner.problem.graph import chain
+    >>> simulate(chain(1, 8, 1, 8, 0), frozenset({0, 2})).peak.live_bytes
+    10
+    """
+    instants = [Instant(event, live, place) for event, live, place in _instants(graph, save_set)]
+    return Timeline(tuple(instants))
+
+
+def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event | None, int, int]]:
+    """(event, live bytes, place), as in Instant."""
+    n = len(graph.ops)
+    beside = graph.others * waiting_bytes(graph, save_set) if graph.others else 0
+    live = graph.static_bytes + beside
+    place = 0
+    for event in schedule(graph, save_set):
+        match event:
+            case Free(_, nbytes):
+                live -= nbytes
+                yield event, live, place
+            case Compute(op, nbytes):
+                place = op
+                live += nbytes
+                yield event, live + graph.ops[op].workspace + graph.ops[op].other, place
+            case Recompute(op, nbytes, step):
+                place = n + step
+                live += nbytes
+                yield event, live + graph.ops[op].workspace + graph.steps[step].other, place
+            case Backward(step):
+                place = n + step
+                yield event, live + graph.steps[step].peak, place
+    yield None, live - beside + graph.closing_bytes, graph.end
+
+
+def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
+    """Bytes that a microbatch holds from the end of its forward until its backward begins.
+
+    What is saved and wanted, and what forward or Python holds beyond forward (the outputs). Each of
+    `graph.others` holds so much while this one runs (docs/pipelines.md).
+    """
+    live = 0
+    for event in schedule(graph, save_set):
+        match event:
+            case Compute(_, nbytes):
+                live += nbytes
+            case Free(_, nbytes):
+                live -= nbytes
+            case _:
+                break
+    return live
+
+
+def peak_of(graph: Graph, save_set: SaveSet) -> Instant:
+    """The peak of `simulate`, without the timeline."""
+    return Instant(*max(_instants(graph, save_set), key=lambda instant: instant[1]))
+
+
+def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
+    """The most bytes live at any event of the step."""
+    return max(live for _, live, _ in _instants(graph, save_set))
+
+
+def fits(graph: Graph, save_set: SaveSet, budget: int) -> bool:
+    """Return True if the peak is within `budget`; stops at the first event that is above it."""
+    return all(live <= budget for _, live, _ in _instants(graph, save_set))

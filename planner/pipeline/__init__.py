@@ -1,0 +1,1 @@
+"""Plan the stages of a pipeline-parallel model."""

@@ -1,0 +1,237 @@
+"""Plans for the stages of a pipeline: a stage holds several microbatches, and the slowest stage decides.
+
+NOTE [ Other microbatches ]
+
+While a stage works on one microbatch, the n - 1 others in flight wait between their forward and their
+backward, each holding what the save set has it hold there. So what a save set keeps past forward counts n
+times: `Graph.others = n - 1`, which the simulator and the rows of the program read. Every schedule of
+`pipelines` goes from its fullest forward straight to a backward, so both meet n - 1 others, and the largest
+peak over all microbatches is the simulator's for one with n - 1 others beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoac.planner.errors import InfeasibleBudget, InvalidConstraints, InvalidPipeline
+from autoac.planner.formats.constraints import Constraints
+from autoac.planner.formats.profile import Profile
+from autoac.planner.pipeline.schedules import Cost, Kind, Schedule, Times, held, times
+from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, Plan, plan
+from autoac.planner.problem.graph import Graph, build
+from autoac.planner.solver.highs import OnProgress
+from autoac.planner.solver.time_limit import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a planned pipeline."""
+
+    in_flight: int  # microbatches of one chunk's size, the one at work included
+    waiting_bytes: int  # that those waiting for their weight half hold beside the plan's own count
+    plan: Plan
+    cost: Cost  # of one microbatch of one chunk, with what the plan recomputes
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A planned pipeline. The stage of `times.bottleneck` decides how long a step takes."""
+
+    schedule: Schedule
+    n_microbatches: int
+    stages: tuple[Stage, ...]
+    times: Times  # with what the plans recompute
+    plain: Times  # with nothing recomputed
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer a step takes than with nothing recomputed: 0.1 is a tenth."""
+        return self.times.step_us / self.plain.step_us - 1 if self.plain.step_us > 0 else 0.0
+
+
+def stage_graph(profile: Profile | Graph, in_flight: int, *, beside_bytes: int = 0) -> Graph:
+    """The step of one microbatch on a stage that holds `in_flight` of them.
+
+    Each of the others also holds its own batch, the stage's input. Where the profiled step made the
+    gradients, they exist beforehand for every microbatch but the first: counted as static, and again
+    while the profiled step makes them, so up to their size too much. A profile of a step in which
+    gradients exist (`zero_grad(set_to_none=False)`) is exact.
+    """
+    if in_flight < 1:
+        raise InvalidPipeline(f"a stage holds at least the microbatch that it works on, not {in_flight}")
+    if beside_bytes < 0:
+        raise InvalidPipeline(f"beside_bytes must not be negative, not {beside_bytes}")
+    if isinstance(profile, Graph):
+        return replace(profile, others=in_flight - 1, static_bytes=profile.static_bytes + beside_bytes)
+    graph = build(profile)
+    gradients = profile.gradient_nbytes
+    return replace(
+        graph,
+        others=in_flight - 1,
+        static_bytes=graph.static_bytes + beside_bytes + gradients + (in_flight - 1) * profile.static.inputs,
+        closing_bytes=graph.closing_bytes - gradients,
+    )
+
+
+def plan_stage(
+    profile: Profile | Graph,
+    *,
+    in_flight: int,
+    budget_gb: float | None = None,
+    budget_bytes: int | None = None,
+    beside_bytes: int = 0,
+    headroom_bytes: int = 0,
+    constraints: Constraints | None = None,
+    gap: float = 0.01,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    clock: Clock | None = None,
+    progress: OnProgress | None = None,
+) -> Plan:
+    """`plan()` for a stage that holds `in_flight` microbatches at its fullest.
+
+    Args:
+        profile: one microbatch's step on the stage, or the Graph of one (whose own batch is not known).
+        in_flight: the microbatch at work and those that wait; `pipelines.in_flight` knows the number.
+        beside_bytes: what the device holds beside that, such as the parameters of its other chunks.
+        constraints: as for `plan`, except that the gradients of a stage exist for all microbatches but
+            the first, as `stage_graph` has it.
+        budget_gb, budget_bytes, headroom_bytes, gap, time_limit_s, clock, progress: as for `plan`.
+
+    Raises:
+        InvalidPipeline: fewer than one microbatch, or negative bytes.
+        InvalidConstraints: gradients="absent", or as `plan`.
+        InvalidBudget, InvalidLimit, InfeasibleBudget, SolverOutOfTime: as `plan`.
+    """
+    rules = constraints
+    if rules is not None and rules.gradients != "as profiled":
+        if rules.gradients == "absent":
+            raise InvalidConstraints(
+                "gradients='absent' does not go with a pipeline, whose microbatches add to the same "
+                "gradients; leave it out"
+            )
+        rules = rules.model_copy(update={"gradients": "as profiled"})
+    made = plan(
+        stage_graph(profile, in_flight, beside_bytes=beside_bytes),
+        budget_gb=budget_gb,
+        budget_bytes=budget_bytes,
+        headroom_bytes=headroom_bytes,
+        constraints=rules,
+        gap=gap,
+        time_limit_s=time_limit_s,
+        clock=clock,
+        progress=progress,
+    )
+    kept = None if constraints == Constraints() else constraints
+    return replace(made, profile=None if isinstance(profile, Graph) else profile, constraints=kept)
+
+
+def plan_stages(
+    profiles: Sequence[Profile | Graph],
+    schedule: Schedule | str,
+    *,
+    n_microbatches: int,
+    budget_gb: float | Sequence[float],
+    chunks: int | None = None,
+    weight_half_bytes: Sequence[int] | None = None,
+    weight_share: float = 0.5,
+    headroom_bytes: int = 0,
+    constraints: Constraints | Sequence[Constraints | None] | None = None,
+    gap: float = 0.01,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    clock: Clock | None = None,
+) -> Stages:
+    """A plan for each stage within its device's budget, and what a step then takes.
+
+    Args:
+        profiles: for each stage, the step of one microbatch on one of its chunks; the stage's other
+            chunks are taken to be alike.
+        schedule: a Schedule, or its name.
+        n_microbatches: in one step.
+        budget_gb: GiB for each device, or one number for all.
+        chunks: of the model for each stage.
+        weight_half_bytes: by stage, what a microbatch holds between its input and its weight half, where
+            the schedule splits them. Without it such a microbatch counts like any other in flight, which
+            is too little where the runtime keeps recomputed values for the weight half.
+        weight_share: of backward's time, the weight half's.
+        headroom_bytes: of each device's budget, what to leave unused.
+        constraints: as for `plan_stage`; one for each stage, or one for all, whose patterns must then stand
+            for something in every stage.
+        gap, time_limit_s, clock: as for `plan`, each stage by itself.
+
+    Raises:
+        InvalidPipeline: as `pipelines.in_flight`; or a list has not one entry for each stage.
+        InvalidConstraints, InfeasibleBudget: as `plan_stage`; a note says for which stage.
+    """
+    p = len(profiles)
+    budgets = [budget_gb] * p if isinstance(budget_gb, (int, float)) else list(budget_gb)
+    rules = (
+        [constraints] * p
+        if constraints is None or isinstance(constraints, Constraints)
+        else list(constraints)
+    )
+    for name, given in (
+        ("budget_gb", budgets),
+        ("weight_half_bytes", weight_half_bytes),
+        ("constraints", rules),
+    ):
+        if given is not None and len(given) != p:
+            raise InvalidPipeline(f"{name} has {len(given)} entries for {p} stages; pass one for each")
+    if not 0 <= weight_share <= 1:
+        raise InvalidPipeline(f"weight_share must be between 0 and 1, not {weight_share!r}")
+    stages = []
+    plain = []
+    n_chunks = 1
+    for s, profile in enumerate(profiles):
+        during = held(schedule, s, p, n_microbatches, chunks=chunks)
+        n_chunks = len(during[0].backward)
+        splits = any(now.action.kind is Kind.WEIGHT for now in during)
+        fullest = max(
+            (now for now in during if now.action.kind is Kind.FORWARD),
+            key=lambda now: (now.total, sum(now.backward)),
+        )
+        n, waiting = max(now.total for now in during), 0
+        if splits and weight_half_bytes is not None:
+            n, waiting = sum(fullest.backward), sum(fullest.weights) * weight_half_bytes[s]
+        beside = waiting + (n_chunks - 1) * _own_bytes(profile)
+        try:
+            made = plan_stage(
+                profile,
+                in_flight=n,
+                budget_gb=budgets[s],
+                beside_bytes=beside,
+                headroom_bytes=headroom_bytes,
+                constraints=rules[s],
+                gap=gap,
+                time_limit_s=time_limit_s,
+                clock=clock,
+            )
+        except (InfeasibleBudget, InvalidConstraints) as error:
+            error.add_note(f"This is stage {s} of {p}, which holds {n} microbatches under {schedule}.")
+            raise
+        stages.append(Stage(n, waiting, made, _cost(made.graph, made.recompute_us, weight_share)))
+        plain.append(_cost(made.graph, 0.0, weight_share))
+    return Stages(
+        schedule=Schedule(schedule),
+        n_microbatches=n_microbatches,
+        stages=tuple(stages),
+        times=times(schedule, [[stage.cost] * n_chunks for stage in stages], n_microbatches),
+        plain=times(schedule, [[cost] * n_chunks for cost in plain], n_microbatches),
+    )
+
+
+def _own_bytes(profile: Profile | Graph) -> int:
+    """What another chunk holds whatever happens: parameters, buffers, gradients, optimizer state."""
+    if isinstance(profile, Graph):
+        return profile.static_bytes
+    return profile.static.total - profile.static.inputs + profile.gradient_nbytes
+
+
+def _cost(graph: Graph, recompute_us: float, weight_share: float) -> Cost:
+    """What is recomputed runs in the input half, which comes first."""
+    backward = sum(step.runtime_us for step in graph.steps)
+    return Cost(
+        forward_us=sum(op.runtime_us for op in graph.ops),
+        input_us=backward * (1 - weight_share) + recompute_us,
+        weight_us=backward * weight_share,
+    )

@@ -1,0 +1,1 @@
+"""Explain a plan to a person, in words, tables and pages."""

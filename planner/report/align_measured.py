@@ -1,0 +1,207 @@
+"""A measured step beside a simulated one: which moment of the one is which moment of the other.
+
+NOTE [ Two clocks ] A step is measured under torch's profiler, which makes every op slower by as much, and
+simulated with run times that were taken without it. So bytes can be compared and times cannot. What can be
+compared is what ran: ops of forward by module and name, nodes of autograd by name, and inside a node the ops
+that are run again. Where both have the same, the measured moment is drawn at the simulated one; between two
+such places measured time is stretched evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute
+from autoac.planner.memory.simulate import Timeline
+from autoac.planner.problem.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What the profiler saw run. Microseconds of its own clock."""
+
+    begin_us: float
+    end_us: float
+    name: str  # "aten::mm"; of a node of autograd "MmBackward0"
+    node: bool
+    module: str = ""  # that was being called; "" in backward
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step by the allocator's own report, from the start of forward on. Microseconds and bytes."""
+
+    time_us: tuple[float, ...]  # ascending; the first is the start
+    live_bytes: tuple[int, ...]  # after each change
+    ran: tuple[Ran, ...]  # in order of time
+    end_us: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at once."""
+        return max(self.live_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The times of a simulated step's kernels, in microseconds from the start of forward."""
+
+    events: tuple[int, ...]  # into Timeline.instants: all but frees, which take no time
+    begin_us: tuple[float, ...]  # of each; the last is the optimizer's step
+    end_us: float  # forward and backward are over
+
+    @classmethod
+    def of(cls, graph: Graph, timeline: Timeline) -> Clock:
+        """Run times one after the other, as the profile has them."""
+        events, begin, now = [], [], 0.0
+        for i, instant in enumerate(timeline.instants):
+            if isinstance(instant.event, Free):
+                continue
+            events.append(i)
+            begin.append(now)
+            match instant.event:
+                case Compute(op):
+                    now += graph.ops[op].runtime_us
+                case Recompute(op):
+                    now += graph.ops[op].recompute_us
+                case Backward(step):
+                    now += graph.steps[step].runtime_us
+                case _:
+                    pass
+        return cls(tuple(events), tuple(begin), now)
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """A measured step on the simulated one's clock."""
+
+    time_us: tuple[float, ...]  # for each of MeasuredStep.time_us
+    end_us: float
+    matched: int  # events of the simulated step that were found in the measured one
+    of: int
+
+
+def align(graph: Graph, timeline: Timeline, clock: Clock, step: MeasuredStep) -> Aligned:
+    """Draw `step` on the clock of `timeline`. See NOTE [ Two clocks ]."""
+    kernels: list[Event] = [event for i in clock.events if (event := timeline.instants[i].event) is not None]
+    backward_at = next((i for i, ran in enumerate(step.ran) if ran.node), len(step.ran))
+    first_back = next((k for k, event in enumerate(kernels) if not isinstance(event, Compute)), len(kernels))
+    pairs = [
+        *_forward(graph, kernels[:first_back], step.ran[:backward_at]),
+        *((first_back + k, us) for k, us in _backward(graph, kernels[first_back:], step.ran[backward_at:])),
+    ]
+    start = step.time_us[0]
+    backward_end = max((ran.end_us for ran in step.ran if ran.node), default=step.end_us)
+    measured, simulated = [start], [0.0]
+    for k, us in pairs:
+        if us > measured[-1]:
+            measured.append(us)
+            simulated.append(max(clock.begin_us[k], simulated[-1]))
+    if backward_end > measured[-1]:
+        measured.append(backward_end)
+        simulated.append(clock.end_us)
+    # The optimizer's run time is in no profile: it is as much longer or shorter as the rest of the step.
+    scale = clock.end_us / (measured[-1] - start) if measured[-1] > start else 0.0
+    tail = max(step.end_us - measured[-1], 0.0)
+    measured.append(measured[-1] + max(tail, 1.0))
+    simulated.append(simulated[-1] + max(tail, 1.0) * scale)
+    drawn = np.interp(np.asarray((*step.time_us, step.end_us)), measured, simulated)
+    return Aligned(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(kernels))
+
+
+def op_names(keys: Sequence[str]) -> frozenset[str]:
+    """What torch's profiler calls the ops of these keys.
+
+    >>> sorted(op_names(["h.3.mlp/aten.mm.default#1", "./mylib.scan.default#0"]))
+    ['aten::mm', 'mylib::scan']
+    """
+    return frozenset(_op_name(key) for key in keys)
+
+
+def _op_name(key: str) -> str:
+    namespace, _, rest = key.partition("/")[2].partition(".")
+    return f"{namespace}::{rest.partition('.')[0]}"
+
+
+def _forward(graph: Graph, kernels: Sequence[Event], ran: Sequence[Ran]) -> Iterator[tuple[int, float]]:
+    """(kernel, when it began), in order, of the ops of forward that were seen in their module."""
+    wanted: list[Hashable] = []
+    for event in kernels:
+        assert isinstance(event, Compute)
+        key = graph.ops[event.op].name
+        wanted.append((key.partition("/")[0], _op_name(key)))
+    for k, i in in_common(wanted, [(seen.module, seen.name) for seen in ran]):
+        yield k, ran[i].begin_us
+
+
+def _backward(graph: Graph, kernels: Sequence[Event], ran: Sequence[Ran]) -> Iterator[tuple[int, float]]:
+    """As `_forward`: steps by their node, and in its range the ops that are run again."""
+    works = [k for k, event in enumerate(kernels) if isinstance(event, Backward)]
+    steps = [graph.steps[event.step] for k in works if isinstance(event := kernels[k], Backward)]
+    named = [j for j, step in enumerate(steps) if step.unpacks]
+    nodes = [i for i, seen in enumerate(ran) if seen.node]
+    pairs = in_common([steps[j].name for j in named], [ran[i].name for i in nodes])
+    for a, b in pairs:
+        j, i = named[a], nodes[b]
+        node = ran[i]
+        last = nodes[b + 1] if b + 1 < len(nodes) else len(ran)
+        inside = [seen for seen in ran[i + 1 : last] if seen.begin_us < node.end_us]
+        first = works[j - 1] + 1 if j else 0
+        burst = [event for event in kernels[first : works[j]] if isinstance(event, Recompute)]
+        began = node.begin_us
+        again = [_op_name(graph.ops[event.op].name) for event in burst]
+        for k, at in in_common(again, [seen.name for seen in inside]):
+            yield first + k, inside[at].begin_us
+            began = inside[at].end_us
+        yield works[j], began
+        if j + 1 < len(steps) and not steps[j + 1].unpacks:
+            yield works[j + 1], node.end_us  # what autograd does with the node's gradients
+
+
+def in_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """A longest common subsequence, as positions in both; ascending.
+
+    Bit-parallel, so that steps of thousands of ops take well below a second: H. Hyyro, Bit-parallel
+    LCS-length computation revisited (2004). Row `i` has a 0 where the length grows with the entry of `b`.
+
+    >>> in_common("abcbd", "xbbd")
+    [(1, 1), (3, 2), (4, 3)]
+    """
+    of_a = set(a)
+    places = [j for j, item in enumerate(b) if item in of_a]
+    masks: dict[Hashable, int] = {}
+    for at, j in enumerate(places):
+        masks[b[j]] = masks.get(b[j], 0) | 1 << at
+    full = (1 << len(places)) - 1
+    row, rows = full, []
+    for item in a:
+        shared = row & masks.get(item, 0)
+        row = ((row + shared) | (row - shared)) & full
+        rows.append(row)
+    found = []
+    i, at = len(a) - 1, len(places) - 1
+    while i >= 0 and at >= 0:
+        if rows[i] >> at & 1:
+            at -= 1
+        elif i and not rows[i - 1] >> at & 1:
+            i -= 1
+        else:
+            found.append((i, places[at]))
+            i, at = i - 1, at - 1
+    return found[::-1]
+
+
+def thinned(levels: Sequence[int], most: int) -> list[int]:
+    """Positions of about `most` changes, the first among them: of each stretch the highest and the last."""
+    if len(levels) <= most:
+        return list(range(len(levels)))
+    kept = [0]
+    stretch = max(1, 2 * len(levels) // most)
+    for begin in range(0, len(levels), stretch):
+        end = min(begin + stretch, len(levels))
+        highest = max(range(begin, end), key=lambda i: levels[i])
+        kept += [highest, end - 1]
+    return sorted(set(kept))

@@ -1,0 +1,182 @@
+"""What one plan keeps and another does not, by module, with peak and time of both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from autoac.planner.formats.policy import Policy
+from autoac.planner.plan import Plan
+from autoac.planner.report.by_module import Decided, Fate, decided, folded
+from autoac.planner.units import format_bytes, format_us
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two. Bytes and microseconds."""
+
+    model: str
+    budget: int
+    peak: int
+    peak_at: str
+    recompute_us: float
+    kept: int  # ops
+    again: int
+    idle: int | None  # of which backward needs nothing; None where no profile tells: then `kept` counts them
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Modules of which the second keeps or drops other ops than the first, all in the same way."""
+
+    name: str  # "layers.0-11.mlp"
+    modules: tuple[str, ...]
+    gained: tuple[str, ...]  # ops in each that only the second keeps
+    lost: tuple[str, ...]  # that only the first keeps
+    gained_bytes: int  # held when backward begins, over all modules; 0 where no profile tells
+    lost_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """From a first plan to a second."""
+
+    before: Side
+    after: Side
+    changes: tuple[Change, ...]
+    only_before: tuple[str, ...]  # ops that the second does not have at all
+    only_after: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether both decide alike about the same ops."""
+        return not (self.changes or self.only_before or self.only_after)
+
+
+def difference(
+    before: Plan | Policy,
+    after: Plan | Policy,
+    unknown: Collection[str] = (),
+    *,
+    became: tuple[Sequence[Decided] | None, Sequence[Decided] | None] = (None, None),
+) -> Difference:
+    """What `after` keeps that `before` does not, and the other way round.
+
+    Keys in `unknown` are of ops that `before` was made without: it keeps none of them, whatever became of
+    them when it was `carried` out on another model.
+
+    A Policy knows decisions but no bytes, and saves in name what nothing asks for; a Plan (`as_planned`
+    makes one of a policy and its profile) compares what is really held. `became` has that for policies of
+    which it is known: what became of each op of the first and of the second.
+    """
+    decided_before = _decided(before) if became[0] is None else became[0]
+    decided_after = _decided(after) if became[1] is None else became[1]
+    of_before = {op.key: op for op in decided_before}
+    of_after = {op.key: op for op in decided_after}
+    numbered = {key.rpartition("#")[0] for key in (*of_before, *of_after) if not key.endswith("#0")}
+
+    def op_name(key: str) -> str:
+        shown = key if key.rpartition("#")[0] in numbered or "#" not in key else key.rpartition("#")[0]
+        return shown.partition("/")[2].removeprefix("aten.")
+
+    modules: dict[str, list[tuple[Decided, Decided]]] = {}
+    for key, old in of_before.items():
+        new = of_after.get(key)
+        kept = old.fate is Fate.KEPT and key not in unknown
+        if new is not None and kept != (new.fate is Fate.KEPT):
+            modules.setdefault(key.partition("/")[0], []).append((old, new))
+
+    def signature(module: str) -> object:
+        return tuple((op_name(old.key), new.fate is Fate.KEPT) for old, new in modules[module])
+
+    changes = []
+    for name, paths in folded(modules, signature):
+        pairs = [pair for path in paths for pair in modules[path]]
+        of_one = modules[paths[0]]
+        changes.append(
+            Change(
+                name=name,
+                modules=paths,
+                gained=tuple(op_name(new.key) for _, new in of_one if new.fate is Fate.KEPT),
+                lost=tuple(op_name(old.key) for old, new in of_one if new.fate is not Fate.KEPT),
+                gained_bytes=sum(new.kept_bytes for _, new in pairs if new.fate is Fate.KEPT),
+                lost_bytes=sum(old.kept_bytes for old, new in pairs if new.fate is not Fate.KEPT),
+            )
+        )
+    return Difference(
+        before=_side(before, decided_before, became[0] is not None),
+        after=_side(after, decided_after, became[1] is not None),
+        changes=tuple(changes),
+        only_before=tuple(key for key in of_before if key not in of_after),
+        only_after=tuple(key for key in of_after if key not in of_before),
+    )
+
+
+def _decided(subject: Plan | Policy) -> list[Decided]:
+    if isinstance(subject, Plan):
+        return decided(subject.graph, subject.save_set)
+    return [Decided(key, Fate.KEPT if d == "save" else Fate.AGAIN) for key, d in subject.decisions.items()]
+
+
+def _side(subject: Plan | Policy, ops: Sequence[Decided], known: bool) -> Side:
+    fates = [op.fate for op in ops]
+    kept, again, idle = (fates.count(fate) for fate in (Fate.KEPT, Fate.AGAIN, Fate.IDLE))
+    if isinstance(subject, Plan):
+        model = subject.profile.model if subject.profile else "a graph"
+        budget = subject.budget + subject.headroom
+        return Side(model, budget, subject.peak, subject.peak_at, subject.recompute_us, kept, again, idle)
+    said = subject.predicted
+    return Side(
+        subject.model,
+        subject.budget_bytes,
+        said.peak_bytes,
+        said.peak_at,
+        said.recompute_us,
+        kept,
+        again,
+        idle if known else None,
+    )
+
+
+def difference_in_words(found: Difference, first: str = "the first", second: str = "the second") -> str:
+    """The difference as a person reads it; `first` and `second` name the two."""
+    return "\n".join(_lines(found, first, second))
+
+
+def _lines(found: Difference, first: str, second: str) -> Iterator[str]:
+    before, after = found.before, found.after
+    if before.model != after.model:
+        yield f"Two models: {before.model} and {after.model}."
+    width = max(len(first), len(second))
+    for name, side in ((first, before), (second, after)):
+        yield (
+            f"{name:<{width}}  budget {format_bytes(side.budget)}, peak {format_bytes(side.peak)} at"
+            f" {side.peak_at}, {format_us(side.recompute_us)} of recompute ({side.again} ops)"
+        )
+    peak, spent = after.peak - before.peak, after.recompute_us - before.recompute_us
+    yield (
+        f"{second} {'peaks' if peak else 'has the same peak'}"
+        + (f" {format_bytes(abs(peak))} {'higher' if peak > 0 else 'lower'}" if peak else "")
+        + (
+            f" and recomputes {format_us(abs(spent))} {'more' if spent > 0 else 'less'}."
+            if spent
+            else " and recomputes as long."
+        )
+    )
+    if found.same:
+        yield "Both keep the same."
+    for change in found.changes:
+        several = len(change.modules)
+        yield (change.name or "(outside all modules)") + (f" ({several} modules)" if several > 1 else "")
+        for who, ops, nbytes in (
+            (second, change.gained, change.gained_bytes),
+            (first, change.lost, change.lost_bytes),
+        ):
+            if ops:
+                yield f"  only {who} keeps {', '.join(ops)}" + (
+                    f"  ({format_bytes(nbytes)})" if nbytes else ""
+                )
+    for who, keys in ((first, found.only_before), (second, found.only_after)):
+        if keys:
+            more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+            yield f"only {who} has the ops {', '.join(keys[:5])}{more}"

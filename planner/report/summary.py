@@ -1,0 +1,83 @@
+"""A Plan, a Policy or a failure, in words."""
+
+from __future__ import annotations
+
+from autoac.planner.errors import PlannerError, holdings_in_lines
+from autoac.planner.formats.policy import Policy
+from autoac.planner.memory.lifetimes import live_at_peak
+from autoac.planner.plan import Plan
+from autoac.planner.report.by_module import Decided, Fate, as_table, by_module, decided, in_words
+from autoac.planner.solver.highs import Stopped
+from autoac.planner.units import format_bytes, format_us
+
+
+def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> str:
+    """What was decided, where the peak is, what it costs and how good that is proven to be.
+
+    Layers that decide alike are told once: `h.0-11.mlp` stands for the `mlp` of twelve blocks.
+
+    Args:
+        subject: what to tell of.
+        table: of a Plan, bytes and times by module as a table instead of the names of the ops.
+    """
+    match subject:
+        case Plan():
+            return _plan(subject, table=table)
+        case Policy():
+            return _policy(subject)
+        case _:
+            return str(subject)
+
+
+def _plan(plan: Plan, *, table: bool) -> str:
+    graph = plan.graph
+    rows = by_module(decided(graph, plan.save_set))
+    lines = [
+        f"The peak is {format_bytes(plan.peak)} of a budget of {format_bytes(plan.budget)}"
+        f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
+        f" recomputed it would be {format_bytes(plan.ceiling)}.",
+        _cost(plan.recompute_us, plan.step_us, len(plan.recompute_set)),
+        _proof(plan.gap, plan.bound_us, plan.stopped.value),
+        "",
+        *(as_table(rows) if table else in_words(rows)),
+        "",
+        f"The peak is at {plan.peak_at}, while these are live:",
+        *holdings_in_lines(live_at_peak(graph, plan.save_set)),
+    ]
+    return "\n".join(lines)
+
+
+def _policy(policy: Policy) -> str:
+    predicted = policy.predicted
+    ops = [Decided(key, Fate.KEPT if d == "save" else Fate.AGAIN) for key, d in policy.decisions.items()]
+    again = sum(decision == "recompute" for decision in policy.decisions.values())
+    lines = [
+        f"A policy for {policy.model} on {policy.device}, inputs {', '.join(policy.inputs) or 'none'}.",
+        f"The peak is {format_bytes(predicted.peak_bytes)} of a budget of"
+        f" {format_bytes(policy.budget_bytes)}; with nothing recomputed it would be"
+        f" {format_bytes(predicted.save_all_peak_bytes)}.",
+        f"The peak is at {predicted.peak_at}.",
+        _cost(predicted.recompute_us, predicted.step_us, again),
+        _proof(predicted.gap, predicted.recompute_bound_us, policy.stopped),
+        "",
+        *in_words(by_module(ops)),
+    ]
+    return "\n".join(lines)
+
+
+def _cost(recompute_us: float, step_us: float, n_ops: int) -> str:
+    if not n_ops:
+        return "Nothing is recomputed."
+    share = f", {recompute_us / step_us:.1%} of the step's {format_us(step_us)}" if step_us > 0 else ""
+    return f"{n_ops} ops run again in backward, which takes {format_us(recompute_us)}{share}."
+
+
+def _proof(gap: float, bound_us: float, stopped: str) -> str:
+    if gap == 0:
+        return "No plan within this budget recomputes less (proven)."
+    proven = (
+        f"No plan within this budget recomputes less than {format_us(bound_us)} (proven), a gap of {gap:.1%}"
+    )
+    if stopped == Stopped.OPTIMAL.value:
+        return f"{proven}."
+    return f"{proven}; the solver stopped early: {stopped}."

@@ -1,0 +1,381 @@
+"""A plan as a picture: what a page needs to draw memory over a step and to say what is live when.
+
+The simulated step under the plan, and beside it the same step with nothing recomputed and with every block
+recomputed; a measured step over it, if there is one. Everything is columns of numbers and a few tables of
+names, so that steps of tens of thousands of ops stay small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from autoac.planner.formats.policy import Policy
+from autoac.planner.memory.lifetimes import beside, lives
+from autoac.planner.memory.schedule import Backward, Compute, Recompute, recompute_us
+from autoac.planner.memory.simulate import simulate, waiting_bytes
+from autoac.planner.plan import Plan
+from autoac.planner.problem.graph import Graph, SaveSet, Step, closed
+from autoac.planner.report.align_measured import Clock, MeasuredStep, align, thinned
+from autoac.planner.report.by_module import Decided, Fate, by_module, decided, folded
+from autoac.planner.solver.heuristics import block_of, per_block
+
+FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
+"""Kinds of event. After OPTIMIZER nothing comes."""
+
+MOST_CHANGES = 40_000  # of a measured step that are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """One simulated step. Columns are by event, but for those of `lives`."""
+
+    id: str  # "plan", "plain", "blocks"
+    name: str
+    peak: int  # event
+    recompute_us: float
+    end_us: float  # forward and backward are over
+    begin_us: tuple[float, ...]
+    live_bytes: tuple[int, ...]
+    beside_bytes: tuple[int, ...]  # of them: gradients, temporaries, workspace
+    waiting_bytes: tuple[int, ...]  # of them: held by other microbatches
+    kind: tuple[int, ...]
+    at: tuple[int, ...]  # FORWARD, RECOMPUTE: into Picture.ops; BACKWARD: into Picture.steps
+    lives: Lives
+
+
+@dataclass(frozen=True, slots=True)
+class Lives:
+    """What ops of forward made, by version of a storage: live from event `begin` on, up to event `end`."""
+
+    op: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    why: tuple[int, ...]  # into Picture.reasons
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The measured step on the plan's clock."""
+
+    time_us: tuple[float, ...]
+    live_bytes: tuple[int, ...]  # from then on
+    end_us: float
+    most_bytes: tuple[int, ...]  # the most that was live at each event of the plan's track
+    peak_bytes: int
+    took_us: float  # by the profiler's own clock
+    matched: int  # events of the plan's track that were found in the measured step
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What ops, or steps of backward, are called."""
+
+    module: tuple[int, ...]  # into Picture.modules
+    label: tuple[int, ...]  # into Picture.labels
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Layers that decide alike. Numbers are sums over all of them."""
+
+    name: str  # "model.layers.0-11"; "" for what is outside all layers
+    layers: int
+    kept_bytes: int
+    recomputed_bytes: int
+    recompute_us: float
+    modules: tuple[ModuleRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """Modules of a Layer that decide alike."""
+
+    name: str
+    modules: int
+    keeps: tuple[str, ...]
+    recomputes: tuple[str, ...]
+    kept_bytes: int
+    recomputed_bytes: int
+    recompute_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """All that a page shows of one plan. Bytes and microseconds."""
+
+    model: str
+    device: str
+    inputs: tuple[str, ...]
+    budget_bytes: int
+    headroom_bytes: int
+    corrected_by_bytes: int  # that the plan was made for less than the budget, after what the allocator said
+    peak_at: str
+    step_us: float
+    gap: float
+    static: tuple[tuple[str, int], ...]  # (name, bytes)
+    modules: tuple[str, ...]
+    labels: tuple[str, ...]
+    reasons: tuple[str, ...]
+    ops: Names
+    steps: Names
+    tracks: tuple[Track, ...]  # the plan's first
+    layers: tuple[Layer, ...]
+    measured: Measured | None
+    notes: tuple[str, ...]
+
+    def data(self) -> dict[str, Any]:
+        """As JSON has it."""
+        plain = _plain(self)
+        assert isinstance(plain, dict)
+        return plain
+
+
+def picture(
+    plan: Plan,
+    measured: MeasuredStep | None = None,
+    *,
+    policy: Policy | None = None,
+    notes: Sequence[str] = (),
+) -> Picture:
+    """What to draw of `plan`. Of a Policy and its Profile `as_planned` makes one.
+
+    Args:
+        plan: the decision; its peak is the first track's.
+        measured: one step that carried it out.
+        policy: as it is carried out, where that says more than the plan: the budget before a correction.
+        notes: what else a reader should know, in sentences.
+    """
+    graph, profile = plan.graph, plan.profile
+    names = _Table()
+    labels, reasons = _Table(), _Table()
+    ops = [_split(op.name) for op in graph.ops]
+    op_names = Names(
+        tuple(names.at(module) for module, _ in ops), tuple(labels.at(label) for _, label in ops)
+    )
+    steps = Names(
+        tuple(names.at(module) for module in _modules_of_steps(graph, [module for module, _ in ops])),
+        tuple(labels.at(step.name) for step in graph.steps),
+    )
+    tracks = [_track("plan", "this plan", graph, plan.save_set, reasons)]
+    drawn = {closed(graph, plan.save_set)}
+    blocks = per_block(graph)
+    for id_, name, other in (
+        ("plain", "nothing recomputed", graph.everything),
+        ("blocks", "every block recomputed", blocks),
+    ):
+        if other is not None and closed(graph, other) not in drawn:
+            drawn.add(closed(graph, other))
+            tracks.append(_track(id_, name, graph, other, reasons))
+    if profile is not None:
+        static = profile.static
+        standing = [
+            ("parameters", static.parameters),
+            ("buffers", static.buffers),
+            ("gradients before the step", static.gradients),
+            ("optimizer state", static.optimizer_state),
+            ("the batch", static.inputs),
+        ]
+        # Constraints can add to what the profile has.
+        standing.append(("beside the profile", graph.static_bytes - static.total))
+    else:
+        standing = [("static", graph.static_bytes)]
+    return Picture(
+        model=profile.model if profile else "a graph",
+        device=profile.environment.device_name if profile else "",
+        inputs=profile.inputs if profile else (),
+        budget_bytes=policy.budget_bytes if policy is not None else plan.budget + plan.headroom,
+        headroom_bytes=plan.headroom,
+        corrected_by_bytes=policy.corrected_by_bytes if policy is not None else 0,
+        peak_at=plan.peak_at,
+        step_us=plan.step_us,
+        gap=plan.gap,
+        static=tuple((name, nbytes) for name, nbytes in standing if nbytes),
+        modules=tuple(names),
+        labels=tuple(labels),
+        reasons=tuple(reasons),
+        ops=op_names,
+        steps=steps,
+        tracks=tuple(tracks),
+        layers=_layers(decided(graph, plan.save_set)),
+        measured=_measured(plan, measured) if measured is not None else None,
+        notes=tuple(notes),
+    )
+
+
+def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table) -> Track:
+    timeline = simulate(graph, save_set)
+    clock = Clock.of(graph, timeline)
+    instants = [timeline.instants[i] for i in clock.events]
+    # A free takes no time: what it ends is gone at the next event.
+    event_after, k = [], 0
+    for i in range(len(timeline.instants) + 1):
+        if k < len(clock.events) and clock.events[k] < i:
+            k += 1
+        event_after.append(k)
+    waiting = graph.others * waiting_bytes(graph, save_set) if graph.others else 0
+    kinds, at = [], []
+    for instant in instants:
+        match instant.event:
+            case Compute(op):
+                kinds.append(FORWARD)
+                at.append(int(op))
+            case Recompute(op):
+                kinds.append(RECOMPUTE)
+                at.append(int(op))
+            case Backward(step):
+                kinds.append(BACKWARD)
+                at.append(int(step))
+            case _:
+                kinds.append(OPTIMIZER)
+                at.append(-1)
+    found = [
+        (int(graph.values[life.value].op), life.nbytes, begin, end, reasons.at(life.why))
+        for life in lives(graph, save_set, timeline)
+        if (begin := event_after[life.begin]) < (end := event_after[life.end])
+    ]
+    columns = list(zip(*found, strict=True)) or [()] * 5
+    peak = max(range(len(instants)), key=lambda e: instants[e].live_bytes)
+    return Track(
+        id=id_,
+        name=name,
+        peak=peak,
+        recompute_us=recompute_us(graph, save_set),
+        end_us=clock.end_us,
+        begin_us=tuple(round(us, 2) for us in clock.begin_us),
+        live_bytes=tuple(instant.live_bytes for instant in instants),
+        beside_bytes=tuple(beside(graph, timeline, i) for i in clock.events),
+        waiting_bytes=tuple(waiting if instant.event is not None else 0 for instant in instants)
+        if waiting
+        else (),
+        kind=tuple(kinds),
+        at=tuple(at),
+        lives=Lives(*columns),
+    )
+
+
+def _measured(plan: Plan, step: MeasuredStep) -> Measured:
+    timeline = simulate(plan.graph, plan.save_set)
+    clock = Clock.of(plan.graph, timeline)
+    aligned = align(plan.graph, timeline, clock, step)
+    ends = (*clock.begin_us[1:], float("inf"))
+    most, at, level = [], 0, step.live_bytes[0]
+    for end in ends:
+        highest = level
+        while at < len(aligned.time_us) and aligned.time_us[at] < end:
+            level = step.live_bytes[at]
+            highest = max(highest, level)
+            at += 1
+        most.append(highest)
+    kept = thinned(step.live_bytes, MOST_CHANGES)
+    return Measured(
+        time_us=tuple(round(aligned.time_us[i], 2) for i in kept),
+        live_bytes=tuple(step.live_bytes[i] for i in kept),
+        end_us=round(aligned.end_us, 2),
+        most_bytes=tuple(most),
+        peak_bytes=step.peak_bytes,
+        took_us=step.end_us - step.time_us[0],
+        matched=aligned.matched,
+        of=aligned.of,
+    )
+
+
+def _modules_of_steps(graph: Graph, modules: Sequence[str]) -> Iterator[str]:
+    """For each step of backward the module of the op that it is the backward of, as far as that shows.
+
+    A step is known by what it unpacks: an op saves its inputs before it starts and its outputs after. A
+    step that unpacks nothing belongs to the one before.
+    """
+    module = ""
+    for step in graph.steps:
+        module = _module_of(graph, step, modules) or module
+        yield module
+
+
+def _module_of(graph: Graph, step: Step, modules: Sequence[str]) -> str:
+    for h in step.unpacks:
+        handle = graph.handles[h]
+        around = [
+            op
+            for op in graph.ops[max(handle.packed - 1, 0) : handle.packed + 1][::-1]
+            if handle.value in op.reads or handle.value in op.writes
+        ]
+        alike = [op for op in around if _squashed(op.name.rpartition("/")[2]) == _squashed(step.name)]
+        for op in alike or around:
+            return modules[op.id]
+    return modules[graph.values[graph.handles[step.unpacks[0]].value].op] if step.unpacks else ""
+
+
+def _squashed(name: str) -> str:
+    """What `aten._log_softmax.default#0` and `LogSoftmaxBackward0` have in common: `logsoftmax`."""
+    name = name.removeprefix("aten.").partition(".")[0].partition("Backward")[0]
+    return name.replace("_", "").lower()
+
+
+def _layers(ops: Sequence[Decided]) -> tuple[Layer, ...]:
+    layers: dict[str, list[Decided]] = {}
+    for op in ops:
+        layers.setdefault(block_of(op.key), []).append(op)
+
+    def within(layer: str) -> object:
+        return tuple((op.key.removeprefix(layer), op.fate) for op in layers[layer])
+
+    rows = []
+    for name, paths in folded(layers, within):
+        of_all = [op for path in paths for op in layers[path]]
+        if all(op.fate is Fate.IDLE for op in of_all):
+            continue
+        rows.append(
+            Layer(
+                name=name,
+                layers=len(paths),
+                kept_bytes=sum(op.kept_bytes for op in of_all),
+                recomputed_bytes=sum(op.recomputed_bytes for op in of_all),
+                recompute_us=sum(op.runtime_us for op in of_all),
+                modules=tuple(
+                    ModuleRow(
+                        row.name,
+                        len(row.modules),
+                        row.keeps,
+                        row.recomputes,
+                        row.kept_bytes,
+                        row.recomputed_bytes,
+                        row.recompute_us,
+                    )
+                    for row in by_module(of_all)
+                ),
+            )
+        )
+    return tuple(rows)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts. Not `asdict`, which copies each number of a column, one by one."""
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _split(key: str) -> tuple[str, str]:
+    """An op's key as (module, name of the op in it)."""
+    module, slash, label = key.rpartition("/")
+    return (module, label.removeprefix("aten.")) if slash else ("", key)
+
+
+class _Table(list[str]):
+    """Distinct strings, by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at: dict[str, int] = {}
+
+    def at(self, text: str) -> int:
+        if text not in self._at:
+            self._at[text] = len(self)
+            self.append(text)
+        return self._at[text]

@@ -1,0 +1,348 @@
+"""What another decision would change: one tensor saved or dropped, or a larger budget.
+
+Everything here is the simulator's word on a save set near the plan's; nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autoac.planner.errors import OtherProfile, UnknownKey
+from autoac.planner.formats.constraints import constrained
+from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.schedule import Compute, Recompute, recompute_us
+from autoac.planner.memory.simulate import Timeline, peak_bytes, simulate
+from autoac.planner.plan import Plan
+from autoac.planner.plan import plan as plan_again
+from autoac.planner.problem.graph import Graph, OpId, build, closed, needed, normalised, unsaved_with
+from autoac.planner.report.by_module import Fate, decided
+from autoac.planner.solver.highs import Stopped
+from autoac.planner.solver.recompute_windows import Role, facts
+from autoac.planner.units import GIB, format_bytes, format_us
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What the opposite decision about one op would do. Bytes and microseconds."""
+
+    key: str
+    fate: Fate  # as planned
+    must_save: str  # why the planner had no choice; "" if it had
+    must_recompute: bool  # the user had it run again
+    follows: str  # key of the op that is saved in place of this one where either is; "" if none
+    at_peak_bytes: int  # live more at the moment of the planned peak; negative: less
+    peak: int  # of the whole step
+    peak_at: str
+    recompute_us: float  # of the whole step
+    gain_us: float  # recomputed less than planned; negative: more
+    planned_peak: int
+    planned_peak_at: str
+    budget: int
+    gap: float  # of the plan: how far from the best it may be
+    forward_over: int = 0  # by how much forward would exceed a budget of its own; 0: it would not
+
+    @property
+    def fits(self) -> bool:
+        """Whether the other decision would stay within the budget, and within forward's if it has one."""
+        return self.peak <= self.budget and not self.forward_over
+
+
+@dataclass(frozen=True, slots=True)
+class Marginal:
+    """The op of the recompute set whose saving gains the most time for the peak's growth."""
+
+    key: str
+    extra_bytes: int  # by which the peak grows
+    gain_us: float
+    peak_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """What a larger budget buys. Bytes and microseconds."""
+
+    budget: int  # of the plan that is compared with
+    larger: int  # the other budget, or the ceiling if that is less
+    ceiling: int  # from here on nothing is recomputed
+    peak: int  # of the new plan
+    recompute_us: float  # with `budget`
+    recompute_us_then: float  # with `larger`
+    bound_us_then: float  # proven: no plan within `larger` recomputes less
+    next: Marginal | None  # the first op to save; None if none helps by itself
+    plan: Plan | None  # within `larger`; None if nothing is recomputed already
+
+    @property
+    def gain_us(self) -> float:
+        """Time that the larger budget saves in each step."""
+        return self.recompute_us - self.recompute_us_then
+
+
+def find_op(graph: Graph, key: str) -> OpId:
+    """The op that `key` names: its whole key, or an ending of one that no other has.
+
+    Raises:
+        UnknownKey: none, or several.
+    """
+    names = [op.name for op in graph.ops]
+    if key in names:
+        return OpId(names.index(key))
+    ending = [i for i, name in enumerate(names) if name.endswith((key, f"{key}#0"))]
+    if key and len(ending) == 1:
+        return OpId(ending[0])
+    near = [names[i] for i in ending[:5]] or difflib.get_close_matches(key, names, 5, 0.5)
+    raise UnknownKey(key, near, len(names))
+
+
+def why(plan: Plan, key: str) -> Why:
+    """What deciding otherwise about the op `key` would cost and gain.
+
+    All other decisions stay, except that what nothing needs any more is not run again.
+
+    Raises:
+        UnknownKey: the plan has no such op, or `key` is short for several.
+    """
+    graph = plan.graph
+    op = find_op(graph, key)
+    name = graph.ops[op].name
+    f = facts(graph)
+    all_of_them = decided(graph, plan.save_set)
+    fate = all_of_them[op].fate
+    # From what is really kept: a save set also names ops that nothing asks for, as long as nothing does.
+    kept = graph.must_save | {OpId(i) for i, d in enumerate(all_of_them) if d.fate is Fate.KEPT}
+    if fate is Fate.AGAIN:
+        other = normalised(graph, kept | {op})
+    else:
+        kept -= {op}
+        if op in closed(graph, kept):
+            kept -= frozenset(unsaved_with(graph, op)) - graph.must_save
+        other = normalised(graph, kept)
+    before, after = simulate(graph, plan.save_set), simulate(graph, other)
+    spent = recompute_us(graph, other)
+    leader = f.leader[op]
+    return Why(
+        key=name,
+        fate=fate,
+        must_save=graph.ops[op].must_save,
+        must_recompute=graph.ops[op].must_recompute,
+        follows=graph.ops[leader].name if leader != op and f.role[op] is Role.FOLLOWS else "",
+        at_peak_bytes=_most_at(after, before.peak.place) - before.peak.live_bytes,
+        peak=after.peak.live_bytes,
+        peak_at=place(graph, after),
+        recompute_us=spent,
+        gain_us=plan.recompute_us - spent,
+        planned_peak=plan.peak,
+        planned_peak_at=plan.peak_at,
+        budget=plan.budget,
+        gap=plan.gap,
+        forward_over=_forward_over(plan, after),
+    )
+
+
+def _forward_over(plan: Plan, timeline: Timeline) -> int:
+    rules = plan.constraints
+    if rules is None or rules.forward_budget_bytes is None:
+        return 0
+    most = max((i.live_bytes for i in timeline.instants if isinstance(i.event, Compute)), default=0)
+    return max(most - (rules.forward_budget_bytes - plan.headroom), 0)
+
+
+def more(
+    plan: Plan,
+    extra_bytes: int = GIB,
+    *,
+    planning: Callable[[Profile | Graph, int], Plan] | None = None,
+    tried: int = 40,
+) -> More:
+    """What `extra_bytes` more of budget would buy.
+
+    Args:
+        plan: what there is now.
+        extra_bytes: by how much the budget grows; beyond the ceiling there is nothing to buy.
+        planning: plans a profile or graph within a budget in bytes; by default `plan()` as it is.
+        tried: ops of the recompute set, dearest for their bytes first, that are tried by themselves for
+            `next`. Each is one run of the simulator.
+    """
+    if extra_bytes <= 0:
+        raise ValueError(f"extra_bytes must be positive, not {extra_bytes}")
+    graph = plan.graph
+    larger = min(plan.budget + extra_bytes, max(plan.ceiling, plan.budget))
+    then = None
+    if plan.recompute_set and larger > plan.budget:
+        rules = plan.constraints
+        if rules is not None and plan.profile is None:
+            rules = rules.beyond_the_graph
+        within = planning or (
+            lambda subject, budget: plan_again(subject, budget_bytes=budget, constraints=rules)
+        )
+        then = within(plan.profile or graph, larger)
+    return More(
+        budget=plan.budget,
+        larger=larger,
+        ceiling=plan.ceiling,
+        peak=then.peak if then else plan.peak,
+        recompute_us=plan.recompute_us,
+        recompute_us_then=min(then.recompute_us, plan.recompute_us) if then else plan.recompute_us,
+        bound_us_then=then.bound_us if then else plan.bound_us,
+        next=marginal(plan, tried),
+        plan=then,
+    )
+
+
+def marginal(plan: Plan, tried: int = 40) -> Marginal | None:
+    """The op that gains the most time for each byte by which saving it alone raises the peak.
+
+    None if saving one more op gains nothing, or nothing is recomputed.
+    """
+    graph = plan.graph
+
+    def worth(op: OpId) -> float:
+        return graph.ops[op].recompute_us / max(sum(graph.nbytes(w) for w in graph.ops[op].writes), 1)
+
+    best: tuple[float, Marginal] | None = None
+    for op in sorted(plan.recompute_set, key=lambda o: (-worth(o), o))[:tried]:
+        other = normalised(graph, plan.save_set | {op})
+        gain = plan.recompute_us - recompute_us(graph, other)
+        if gain <= 0:
+            continue
+        timeline = simulate(graph, other)
+        extra = max(timeline.peak.live_bytes - plan.peak, 0)
+        rate = gain / max(extra, 1)
+        if best is None or rate > best[0]:
+            best = rate, Marginal(graph.ops[op].name, extra, gain, place(graph, timeline))
+    return best[1] if best else None
+
+
+def as_planned(policy: Policy, profile: Profile) -> Plan:
+    """The plan that `policy` was, from the profile that it was planned from; nothing is solved.
+
+    Peak and time are the simulator's on `profile`; the proof is the policy's word.
+
+    Raises:
+        OtherProfile: the two have other ops.
+    """
+    keys = profile.keys()
+    if list(policy.decisions) != keys:
+        only = [key for key in policy.decisions if key not in set(keys)]
+        only += [key for key in keys if key not in policy.decisions]
+        raise OtherProfile(policy.model, profile.model, only[0] if only else keys[0])
+    made = carried(policy, profile)
+    return replace(made, bound_us=min(policy.predicted.recompute_bound_us, made.recompute_us))
+
+
+def carried(policy: Policy, profile: Profile) -> Plan:
+    """What `policy` comes to on a profile that it need not have been made for; nothing is solved.
+
+    As in the runtime, an op that the policy does not know is saved. Peak and time are the simulator's on
+    `profile`; no bound on the time is proven.
+
+    Raises:
+        InvalidConstraints: the policy's constraints cannot be met on `profile`.
+    """
+    rules = policy.constraints
+    graph = build(profile) if rules is None else constrained(profile, rules)
+    saved = frozenset(
+        OpId(i) for i, key in enumerate(profile.keys()) if policy.decisions.get(key, "save") == "save"
+    )
+    timeline, spent = simulate(graph, saved), recompute_us(graph, saved)
+    return Plan(
+        graph=graph,
+        profile=profile,
+        budget=policy.budget_bytes,
+        headroom=0,
+        save_set=saved,
+        recompute_set=frozenset(OpId(i) for i, run in enumerate(needed(graph, saved)) if run),
+        peak=timeline.peak.live_bytes,
+        peak_at=place(graph, timeline),
+        ceiling=peak_bytes(graph, graph.everything),
+        recompute_us=spent,
+        bound_us=0.0,
+        stopped=Stopped(policy.stopped)
+        if policy.stopped in {s.value for s in Stopped}
+        else Stopped.TIME_LIMIT,
+        rounds=0,
+        constraints=rules,
+    )
+
+
+def place(graph: Graph, timeline: Timeline) -> str:
+    """Where the peak of `timeline` is, in words."""
+    peak = timeline.peak
+    if isinstance(peak.event, Recompute):
+        step = graph.steps[peak.event.step]
+        name = graph.ops[peak.event.op].name
+        return f"{name}, run again in backward step {step.id} ({step.name})"
+    return graph.moment_name(peak.place)
+
+
+def _most_at(timeline: Timeline, moment: int) -> int:
+    return max((i.live_bytes for i in timeline.instants if i.place == moment), default=0)
+
+
+# --- in words -------------------------------------------------------------------------------------------
+
+
+def why_in_words(answer: Why) -> str:
+    """The answer as a person reads it."""
+    if answer.fate is Fate.IDLE:
+        return f"{answer.key} is neither kept nor run again: nothing in backward asks for it."
+    kept = answer.fate is Fate.KEPT
+    lines = [f"{answer.key} is {'kept' if kept else 'dropped and run again in backward'}."]
+    if answer.must_save and kept:
+        return f"{lines[0]} It must be: {answer.must_save}."
+    if answer.must_recompute and not kept:
+        lines.append("That is what its pin asks for; the planner had no choice.")
+    spent = format_us(abs(answer.gain_us))
+    sign = "less" if answer.gain_us >= 0 else "more"
+    lines.append(
+        f"{'Dropping' if kept else 'Saving'} it would have backward recompute {spent} {sign}"
+        f" ({format_us(answer.recompute_us)} in all)."
+    )
+    where = f"At the planned peak, {answer.planned_peak_at}"
+    change = answer.at_peak_bytes
+    lines.append(
+        f"{where}, {format_bytes(abs(change))} {'more' if change > 0 else 'less'} would be live."
+        if change
+        else f"{where}, as much would be live as planned."
+    )
+    over = answer.peak - answer.budget
+    verdict = (
+        f"{format_bytes(over)} over the budget of {format_bytes(answer.budget)}"
+        if over > 0
+        else f"within the budget of {format_bytes(answer.budget)}"
+    )
+    lines.append(
+        f"The peak would be {format_bytes(answer.peak)} (planned: {format_bytes(answer.planned_peak)}), at"
+        f" {answer.peak_at}: {verdict}."
+    )
+    if answer.forward_over:
+        lines.append(f"Forward would exceed its own budget by {format_bytes(answer.forward_over)}.")
+    if answer.follows and not kept:
+        lines.append(f"Where saving pays here, {answer.follows} is saved instead, which is never worse.")
+    if not kept and answer.fits and answer.gain_us > 0 and not answer.must_recompute:
+        lines.append(
+            f"So it could be saved; the planner stopped within its gap of {answer.gap:.1%} of the best."
+        )
+    return "\n".join(lines)
+
+
+def more_in_words(answer: More) -> str:
+    """The answer as a person reads it."""
+    if answer.plan is None and answer.recompute_us == 0:
+        return "More memory buys nothing: nothing is recomputed."
+    if answer.plan is None:
+        return "More memory buys nothing: what is recomputed is what must be."
+    lines = [
+        f"{format_bytes(answer.larger - answer.budget)} more (a budget of {format_bytes(answer.larger)}"
+        f"{', the ceiling' if answer.larger >= answer.ceiling else ''}) would save"
+        f" {format_us(answer.gain_us)} of recompute in each step: {format_us(answer.recompute_us_then)}"
+        f" instead of {format_us(answer.recompute_us)}."
+    ]
+    if answer.next is not None:
+        lines.append(
+            f"First to save: {answer.next.key}, {format_us(answer.next.gain_us)} for"
+            f" {format_bytes(answer.next.extra_bytes)} more at the peak ({answer.next.peak_at})."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Find save sets: the integer program, its solver, and the search around them."""

@@ -1,0 +1,130 @@
+"""Limits of a search: units of work, seconds, and a user's patience."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoac.planner.errors import InvalidLimit
+from autoac.planner.solver.highs import Floats, OnProgress, Outcome, Program, Progress, Stopped, solve
+
+Clock = Callable[[], float]
+"""Seconds since some moment, such as `time.monotonic`. The planner itself reads no clock."""
+
+
+def check_limits(gap: float, time_limit_s: float, work_limit: float = 0.0) -> None:
+    """Refuse what no search can keep to; NaN would never end one.
+
+    Raises:
+        InvalidLimit: `gap` is not from 0 to 1, or another limit is negative or NaN.
+    """
+    if not 0 <= gap <= 1:
+        raise InvalidLimit("gap", gap, "from 0 to 1")
+    if not time_limit_s >= 0:
+        raise InvalidLimit("time_limit_s", time_limit_s, "at least 0 seconds")
+    if not work_limit >= 0:
+        raise InvalidLimit("work_limit", work_limit, "at least 0 units of work")
+
+
+HEURISTICS_OFF = {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": False}
+
+
+class Stopwatch:
+    """Seconds since a search began: on the caller's clock, or else those that the solver ran."""
+
+    def __init__(self, time_limit_s: float, clock: Clock | None = None) -> None:
+        self._limit_s, self._clock = time_limit_s, clock
+        self._began = clock() if clock is not None else 0.0
+        self.solver_s = 0.0  # seconds of the solver's own clock
+
+    @property
+    def left_s(self) -> float:
+        """How many seconds are left, or how many too many it took."""
+        spent = self.solver_s if self._clock is None else self._clock() - self._began
+        return self._limit_s - spent
+
+
+class Allowance:
+    """Solves one program after another until the work is done, the time is over, or `progress` says stop.
+
+    The work is what limits a search as a rule: the same input then gives the same plan on every machine.
+    Seconds are a safety net, and a search that fell into it says so (`stopped`).
+    """
+
+    def __init__(self, work_limit: float, stopwatch: Stopwatch, progress: OnProgress | None) -> None:
+        self.work_left = work_limit
+        self.reserved_s = 0.0  # of the time, what is left to a search that follows
+        self.interrupted = self.out_of_time = False
+        self._stopwatch, self._progress = stopwatch, progress
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more may be solved."""
+        self.out_of_time |= self._stopwatch.left_s <= self.reserved_s
+        return self.interrupted or self.out_of_time or self.out_of_work
+
+    @property
+    def out_of_work(self) -> bool:
+        """True once the work that was allowed is done."""
+        return self.work_left <= 0
+
+    @property
+    def solver_s(self) -> float:
+        """Seconds of the solver's own clock, of all searches on this stopwatch."""
+        return self._stopwatch.solver_s
+
+    @property
+    def stopped(self) -> Stopped:
+        """Why a search that did not come to its end has stopped."""
+        if self.interrupted:
+            return Stopped.INTERRUPTED
+        return Stopped.TIME_LIMIT if self.out_of_time else Stopped.WORK_LIMIT
+
+    def solve(
+        self,
+        program: Program,
+        scale: float,
+        *,
+        gap: float = 0.0,
+        target: float | None = None,
+        relaxed: bool = False,
+        start: Floats | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Outcome:
+        """As `highs.solve`. Progress is told in the units of the objective times `scale`."""
+        outcome = solve(
+            program,
+            time_limit_s=max(self._stopwatch.left_s - self.reserved_s, 0.0),
+            work_limit=max(self.work_left, 0.0),
+            gap=gap,
+            target=target,
+            start=start,
+            relaxed=relaxed,
+            progress=self._scaled(scale),
+            options=HEURISTICS_OFF | dict(options or {}),
+        )
+        self._stopwatch.solver_s += outcome.seconds
+        self.work_left -= outcome.work
+        self.interrupted |= outcome.stopped is Stopped.INTERRUPTED
+        self.out_of_time |= outcome.stopped is Stopped.TIME_LIMIT
+        return outcome
+
+    def tell(self, best: float | None, bound: float) -> None:
+        """Say how far the search is: the best so far, and what is proven."""
+        if self._progress is not None:
+            primal = math.inf if best is None else best
+            gap = math.inf if best is None else relative_gap(best, bound)
+            now = Progress(primal, bound, gap, self._stopwatch.solver_s)
+            self.interrupted |= bool(self._progress(now))
+
+    def _scaled(self, scale: float) -> OnProgress | None:
+        if self._progress is None:
+            return None
+        told = self._progress
+        return lambda now: told(Progress(now.primal * scale, now.dual * scale, now.gap, now.seconds))
+
+
+def relative_gap(best: float, bound: float) -> float:
+    """(best - bound) / best, at least 0."""
+    return max(0.0, (best - bound) / best) if best > 0 else 0.0

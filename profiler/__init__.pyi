@@ -1,0 +1,32 @@
+from .arguments import device_of
+from .errors import (
+    CannotFake,
+    CannotProfile,
+    NothingToProfile,
+    ProfilerBusy,
+    ProfilerError,
+    ShardsInUse,
+    Unsteady,
+)
+from .observe import device_name, observe, profile
+from .timing.cache import Times
+from .timing.on_device import datasheet_of_this_cpu
+from .timing.roofline import DATASHEETS, Device
+
+__all__ = [
+    "DATASHEETS",
+    "CannotFake",
+    "CannotProfile",
+    "Device",
+    "NothingToProfile",
+    "ProfilerBusy",
+    "ProfilerError",
+    "ShardsInUse",
+    "Times",
+    "Unsteady",
+    "datasheet_of_this_cpu",
+    "device_name",
+    "device_of",
+    "observe",
+    "profile",
+]

@@ -1,0 +1,1 @@
+"""Record the ops, the saved tensors and the allocations of a step."""

@@ -1,0 +1,1 @@
+"""Profile models that are wrapped by DistributedDataParallel or `fully_shard`."""

@@ -1,0 +1,1 @@
+"""Measure or estimate how long each op takes."""

@@ -1,0 +1,1 @@
+"""Collect the facts about torch that the profiler and the client share."""

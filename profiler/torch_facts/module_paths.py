@@ -1,0 +1,91 @@
+"""Which module is being called: the first half of an op's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autoac.profiler.errors import CannotProfile
+from autoac.profiler.torch_facts.inductor import (
+    call_outside_dynamo,
+    dynamo_is_active,
+    is_compiled,
+    is_optimized,
+    keep_dynamo_out,
+)
+
+ROOT = "."
+"""The path of the model itself, in op keys such as `./aten.add.Tensor#0`."""
+
+
+class ModuleHook:
+    """A hook that a copy of the module does not take along: it belongs to this one.
+
+    Dynamo does not trace it. A `before` hook, which runs before forward, refuses to be called by compiled
+    code in training: a plan's hooks would break the graph at each module, and what runs inside is not seen.
+    """
+
+    __slots__ = ("before", "call")
+
+    def __init__(self, call: Callable[..., Any], *, before: bool = False) -> None:
+        self.call, self.before = call, before
+
+    def __call__(self, *args: Any) -> Any:
+        if not dynamo_is_active():
+            return self.call(*args)
+        module = args[0]
+        if self.before and module.training and torch.is_grad_enabled():
+            raise CannotProfile(
+                type(module).__name__,
+                "it runs inside of torch.compile, where no forward can be planned",
+                _COMPILE_BEFORE,
+            )
+        return call_outside_dynamo(self.call, args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ModuleHook, (_nothing,))
+
+
+_COMPILE_BEFORE = (
+    "compile blocks of the model, not what is around them, and before ac_client.apply "
+    "(`for block in model.layers: block.compile()`), or train the compiled model without a plan"
+)
+keep_dynamo_out(ModuleHook.__call__, f"the model is planned by ac_client: {_COMPILE_BEFORE}")
+
+
+def _nothing(*_args: Any) -> None:
+    return None
+
+
+def watch_modules(
+    model: nn.Module, enter: Callable[[str], None], leave: Callable[[str], None]
+) -> list[RemovableHandle]:
+    """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
+
+    A module that sits at several paths has the first of them. A compiled module and what is inside of it are
+    left to the compiler, which would trace the calls: their ops count as the enclosing module's. Returns the
+    handles that undo it.
+    """
+    handles: list[RemovableHandle] = []
+    compiled: set[nn.Module] = set()
+    for path, module in model.named_modules():
+        if module is model or module in compiled:
+            continue
+        if is_compiled(module):
+            compiled.update(module.modules())
+            if not is_optimized(module):  # that one is called as it is, and calls the compiled one
+                continue
+
+        def before(_module: nn.Module, _args: Any, path: str = path) -> None:
+            enter(path)
+
+        def after(_module: nn.Module, _args: Any, _out: Any, path: str = path) -> None:
+            leave(path)
+
+        handles.append(module.register_forward_pre_hook(ModuleHook(before, before=True), prepend=True))
+        handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
+    return handles

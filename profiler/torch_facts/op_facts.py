@@ -1,0 +1,369 @@
+"""Facts about each operator, worked out once: what it writes, whether it draws random numbers, and so on.
+
+Profiler and runtime decide with the same facts, so the ops that one records are the ops that the other
+sees. Schemas do not tell everything (`aten.native_batch_norm` writes running statistics, and every
+attention overload is tagged random, also without dropout); what they leave out is listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from autoac.planner.formats.profile import DECIDES
+
+# Return a tensor on their input's storage, which their schema does not say.
+_HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}
+
+# Ask a tensor something that is no tensor. Only tensors that are fake or wrap others dispatch it.
+_QUESTIONS = {"prim::device"}
+
+_LABELS = "profiler"  # the namespace of record_function, which names a stretch of code and computes nothing
+
+_STATISTICS = (3, 4)  # running_mean and running_var as arguments of a batch norm
+
+# Write them in training, though their schema says nothing.
+_HIDDEN_WRITES = {
+    "aten::native_batch_norm": _STATISTICS,
+    "aten::cudnn_batch_norm": _STATISTICS,
+    "aten::miopen_batch_norm": _STATISTICS,
+}
+
+# Higher-order ops that write some of their arguments.
+_WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_code", "auto_functionalized"}
+
+# Shape their output by an index or a mask, an argument of theirs. The same argument gives the same shape.
+_SHAPED_BY_ARGUMENT = {"aten::index.Tensor", "aten::masked_select"}
+
+# Return floating-point numbers for backward in a tensor of bytes, which neither index nor decide.
+_NUMBERS_AS_BYTES = {"aten::mkldnn_rnn_layer"}
+
+# Draw from a state that cuDNN or MIOpen keeps, an argument of theirs, and move it on, though their schema
+# says nothing: run again they would draw other numbers, whatever torch's generators are set to.
+_OWN_STATE = {"aten::_cudnn_rnn", "aten::miopen_rnn", "aten::_cudnn_init_dropout_state"}
+
+# Fill an argument, by its position, after autograd has packed it, and leave its version counter where it was.
+_FILLS_PACKED = {"aten::rrelu_with_noise": 1, "aten::rrelu_with_noise_": 1}
+
+# Give a tensor another storage, or a storage another size: run again on a private buffer, they would be
+# seen by none of the tensors that show the old one.
+_REBINDS = {
+    f"aten::{name}"
+    for name in [
+        "set_",
+        "set",
+        "resize_",
+        "resize",
+        "resize_as_",
+        "resize_as_sparse_",
+        "_resize_output_",
+        "_resize_output",
+    ]
+}
+
+# Outputs that decide: where something goes, how large it is. A kernel that is not deterministic to the
+# bit could decide otherwise the second time.
+_DECIDING = {
+    f"aten::{name}"
+    for name in [
+        "argmax",
+        "argmin",
+        "topk",
+        "sort",
+        "argsort",
+        "msort",
+        "kthvalue",
+        "mode",
+        "multinomial",
+        "bucketize",
+        "searchsorted",
+        "histc",
+        "bincount",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "isnan",
+        "isinf",
+        "isfinite",
+        "any",
+        "all",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "logical_xor",
+        "is_nonzero",
+        "equal",
+        "_local_scalar_dense",
+        "allclose",
+        "isclose",
+        "isin",
+        "signbit",
+        "cummax",
+        "cummin",
+        "frexp",
+    ]
+}
+_DECIDING_OVERLOADS = {"aten::max.dim", "aten::min.dim", "aten::median.dim", "aten::nanmedian.dim"}
+
+_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+
+_OWN_NAMESPACES = {"aten", "prims", "prim"} | _COLLECTIVE_NAMESPACES  # torch's own, tagged where they draw
+
+_STRIDED = torch.strided
+
+_DROPOUT_ARGUMENTS = ("dropout_p", "p")
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What holds for every call of one overload."""
+
+    name: str  # "aten.addmm.default"
+    call: Callable[..., Any]  # the op, or what its own __call__ goes to
+    view: bool  # makes a view, or nothing: costs nothing, is not recorded
+    writes: tuple[int, ...]  # positional arguments that it writes
+    writes_named: tuple[str, ...]  # keyword arguments that it writes
+    in_place: bool  # returns nothing but what it writes
+    random: bool  # may draw from a generator
+    dropout_at: int  # position of the dropout probability; -1: draws whatever the arguments are
+    must_save: str  # why its outputs are saved by default; "" if there is no reason
+    collective: bool
+    writes_any: bool = False  # may write any of its arguments
+    kept: bool = False  # never run again, whatever a policy says
+    opaque: bool = False  # a higher-order op: what runs inside is not seen
+    fills_packed: int = -1  # the argument that it fills after autograd has packed it
+    statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
+    numbers_as_bytes: bool = False  # what it returns as uint8 are floating-point numbers
+    shaped_by_argument: bool = False  # the values of a mask or an index set the shape of its output
+    mutates: bool = field(init=False)  # may write an argument
+
+    def __post_init__(self) -> None:
+        writes = bool(self.writes or self.writes_named or self.writes_any or self.opaque)
+        object.__setattr__(self, "mutates", writes)
+
+    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether this call draws random numbers: not if its dropout probability is 0."""
+        if not self.random or self.dropout_at < 0:
+            return self.random
+        if self.dropout_at < len(args):
+            return bool(args[self.dropout_at])
+        return any(bool(kwargs.get(name)) for name in _DROPOUT_ARGUMENTS)
+
+
+known_facts: dict[int, OpFacts] = {}
+"""What `facts_of` has worked out, by identity; for those who have no time for a call. Ops never go away."""
+
+_known_ops: list[Any] = []
+
+
+def facts_of(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
+    """The facts about `op`, worked out at its first use."""
+    facts = known_facts.get(id(op))  # an OpOverload's own hash is a call in Python
+    if facts is None:
+        facts = known_facts[id(op)] = _learn(op)
+        _known_ops.append(op)
+    return facts
+
+
+def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
+    if not isinstance(op, OpOverload):
+        # What runs inside cannot be seen from here, so it is kept and never guessed.
+        return OpFacts(
+            f"higher_order.{op.name()}",
+            op,
+            False,
+            (),
+            (),
+            False,
+            False,
+            -1,
+            "higher-order op",
+            False,
+            writes_any=op.name() in _WRITING_HIGHER_ORDER,
+            kept=True,
+            opaque=True,
+        )
+    schema = op._schema
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    hidden = _HIDDEN_WRITES.get(schema.name, ())
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    # What an op from elsewhere draws, only its author knows, and few tag it.
+    random = torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in _OWN_NAMESPACES
+    aliases = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
+    collective = op.namespace in _COLLECTIVE_NAMESPACES
+    return OpFacts(
+        name=str(op),
+        call=op._op if type(op) is OpOverload else op,
+        view=(bool(aliases) and not written)
+        or schema.name in _HIDDEN_VIEWS | _QUESTIONS
+        or op.namespace == _LABELS,
+        writes=tuple(i for i, a in enumerate(positional) if a in written) + hidden,
+        writes_named=tuple(a.name for a in written if a.kwarg_only),
+        in_place=bool(written) and all(r.alias_info is not None for r in schema.returns),
+        random=random,
+        dropout_at=_dropout_position(positional) if random else -1,
+        must_save=_must_save(op, collective),
+        collective=collective,
+        kept=schema.name in _REBINDS | _OWN_STATE,
+        fills_packed=_FILLS_PACKED.get(schema.name, -1),
+        statistics=hidden,
+        numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
+        shaped_by_argument=_key(op) in _SHAPED_BY_ARGUMENT,
+    )
+
+
+def _key(op: OpOverload[Any, Any]) -> str:
+    """Return the name of `op` as the tables above spell it: with its overload, if that is not the default."""
+    name: str = op._schema.name
+    return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
+
+
+def _dropout_position(positional: Sequence[Any]) -> int:
+    names = [a.name for a in positional]
+    # Only a probability argument of an op that is also something else can switch the randomness off:
+    # bernoulli's p cannot.
+    return names.index("dropout_p") if "dropout_p" in names else -1
+
+
+def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
+    if collective:
+        return "collective"
+    by_data = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    if by_data and _key(op) not in _SHAPED_BY_ARGUMENT:
+        return "its shape depends on data"
+    name = op._schema.name
+    if name in _DECIDING or _key(op) in _DECIDING_OVERLOADS:
+        return DECIDES
+    if name in _REBINDS:
+        return "it moves a tensor to another storage"
+    if name in _OWN_STATE:
+        return "it draws from a state that its library keeps"
+    return ""
+
+
+def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
+    """Whether this call turns numbers into integers or truth values, which may say where something goes.
+
+    From integers and truth values the same ones come a second time, whatever the kernel.
+    """
+    made = [tensor.dtype for tensor in outputs_of(out)]
+    if not made or any(dtype.is_floating_point or dtype.is_complex for dtype in made):
+        return False
+    if facts.name.startswith("aten.new_") or facts.name.partition(".")[2].partition(".")[0].endswith("_like"):
+        return False  # asks for no number of its argument
+    return any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors_in(args, kwargs))
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an op, also those in lists."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                if isinstance(item, Tensor):
+                    yield item
+    if kwargs:
+        yield from tensors_in(tuple(kwargs.values()), {})
+
+
+def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that this call writes."""
+    if facts.writes_any:
+        yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    batch_norm = bool(facts.writes) and facts.name.startswith("aten.") and "batch_norm" in facts.name
+    unmoved = _STATISTICS if batch_norm and not _trains(args, kwargs) else ()
+    for i in facts.writes:
+        if i < len(args) and i not in unmoved:
+            yield from tensors_in((args[i],), {})
+    for name in facts.writes_named:
+        if name in kwargs:
+            yield from tensors_in((kwargs[name],), {})
+
+
+def versions(operands: Any) -> list[tuple[Tensor, int]]:
+    """The plain tensors among the operands of an opaque op, with their versions: what moves, it writes."""
+    return [
+        (leaf, leaf._version)
+        for leaf in tree_leaves(operands)
+        if isinstance(leaf, Tensor) and has_storage(leaf) and not leaf.is_inference()
+    ]
+
+
+def updates_statistics(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call only moves `facts.statistics`: batch norm in training."""
+    return bool(facts.statistics) and _trains(args, kwargs)
+
+
+def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a batch norm call uses, and so moves, the statistics of its batch (argument 5)."""
+    return bool(args[5] if len(args) > 5 else kwargs.get("training", True))
+
+
+def outputs_of(out: Any) -> Iterator[Tensor]:
+    """The tensors that an op returned, in order."""
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, (list, tuple)):
+        for item in out:
+            if isinstance(item, Tensor):
+                yield item
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether `tensor` is a plain window on one storage, so that storage and recipe say all about it.
+
+    Not so: sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, the
+    zeros that forward-mode AD makes without any memory, and the fake tensors with which torch traces: their
+    storages have no address.
+    """
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter and (kind is FakeTensor or is_wrapper(tensor)):
+        return False
+    return _is_window(tensor)
+
+
+def has_storage_or_fake(tensor: Tensor) -> bool:
+    """As `has_storage`, for a step on fake tensors: one has a storage of the right size like any other."""
+    if type(tensor) is FakeTensor:
+        return _is_window(tensor)
+    return has_storage(tensor)
+
+
+def _is_window(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is _STRIDED
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor._is_zerotensor()
+    )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether `tensor` is a subclass with a dispatch of its own."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating-point operations of a call as torch's own counter counts; 0 where there is no formula."""
+    packet = getattr(op, "_overloadpacket", None)
+    if packet is torch.ops.aten._grouped_mm:  # torch has no formula for it
+        a, b = args[0], args[1]
+        groups = len(a) if a.dim() == b.dim() == 3 else 1
+        return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0
+    return int(count(*args, **kwargs, out_val=out))

@@ -1,0 +1,196 @@
+"""`python -m autoac.api COMMAND`, in this process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import BOTH, Serve
+from service_fakes import request
+from sqlalchemy import text
+
+from autoac.api.cli.commands import main
+from autoac.api.storage.database import Database
+from autoac.planner.formats.profile import Profile
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, database_url: str) -> None:
+    """The settings name this test's database."""
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", database_url)
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> Any:
+    """What a command printed, as JSON."""
+    assert main([*argv, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+@BOTH
+@pytest.mark.usefixtures("environment")
+def test_a_key_is_made_listed_used_and_revoked(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+    made = said(capsys, "keys", "create", "ci", "--scope", "read")
+    assert made["key"].startswith("autoac_")
+    listed = said(capsys, "keys", "list")
+    assert [(k["id"], k["name"], k["scope"], k["revoked_at"]) for k in listed] == [
+        (made["id"], "ci", "read", None)
+    ]
+    assert made["key"] not in json.dumps(listed)
+    bearer = {"Authorization": f"Bearer {made['key']}"}
+    assert serve().get("/v1/policies", headers=bearer).status_code == 200
+    said(capsys, "keys", "revoke", made["id"])
+    assert serve().get("/v1/policies", headers=bearer).status_code == 401
+    assert main(["keys", "revoke", "nothing"]) == 1
+    assert "autoac keys list" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("environment")
+def test_for_a_person_the_key_stands_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", "create", "laptop"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("autoac_")
+    assert len(out.split()) == 1
+    assert "scope plan" in err
+    assert main(["keys", "list"]) == 0
+    assert "laptop" in capsys.readouterr().out
+
+
+@BOTH
+@pytest.mark.usefixtures("environment")
+def test_prune_forgets_what_the_settings_say(
+    serve: Serve, profile: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = serve()
+    for gap in (0.1, 0.2, 0.3):
+        http.post("/v1/policies", content=request(profile, gap=gap), headers=JSON)
+    monkeypatch.setenv("AUTOAC_KEEP_POLICIES_COUNT", "1")
+    planned = said(capsys, "db", "prune", "--dry-run")
+    assert (planned["policies"], planned["dry_run"]) == (2, True)
+    assert len(http.get("/v1/policies").json()["items"]) == 3
+    assert said(capsys, "db", "prune")["policies"] == 2
+    assert len(http.get("/v1/policies").json()["items"]) == 1
+
+
+def test_upgrade_says_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", f"sqlite:///{tmp_path / 'a' / 'b.sqlite3'}")
+    assert main(["db", "upgrade"]) == 0
+    assert "from none" in capsys.readouterr().out
+    assert main(["db", "upgrade"]) == 0
+    assert "already" in capsys.readouterr().out
+
+
+def findings(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, dict[str, Any]]:
+    return {finding["what"]: finding for finding in said(capsys, "doctor", code=code)}
+
+
+@pytest.mark.usefixtures("environment")
+def test_doctor_finds_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    found = findings(capsys, 0)
+    assert set(found) == {"settings", "database", "migrations", "writes", "keys", "runners", "solver"}
+    assert not any(finding["move"] for finding in found.values())
+    assert main(["doctor"]) == 0
+    assert "ok    solver" in capsys.readouterr().out
+
+
+def test_doctor_names_the_next_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AUTOAC_PORT", "many")
+    assert "AUTOAC_PORT" in findings(capsys, 1)["settings"]["said"]
+    monkeypatch.delenv("AUTOAC_PORT")
+    (tmp_path / "old.sqlite3").touch()
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", f"sqlite:///{tmp_path / 'old.sqlite3'}")
+    found = findings(capsys, 1)
+    assert found["migrations"]["move"] == "run `autoac db upgrade`"
+    assert found["solver"]["ok"]  # one thing that is wrong hides no other
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", "postgresql://me:secret@127.0.0.1:9/none")
+    away = findings(capsys, 1)["database"]
+    assert not away["ok"]
+    assert "secret" not in json.dumps(away)
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_database_of_a_newer_release_is_one_line_with_the_next_move(
+    database: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
+    assert main(["serve"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "a newer release made" in error
+    move = findings(capsys, 1)["migrations"]["move"]
+    assert move == "install that release here, or restore a backup of before"
+
+
+def test_doctor_says_what_to_do_with_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.sqlite3").write_bytes(b"no database" * 1000)
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", f"sqlite:///{tmp_path / 'bad.sqlite3'}")
+    assert "restore a backup" in findings(capsys, 1)["database"]["move"]
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+@pytest.mark.usefixtures("environment")
+def test_doctor_misses_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert findings(capsys, 1)["runners"]["move"] == "start `autoac worker`"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["worker"], "workers need PostgreSQL"),
+        (["serve", "--host", "0.0.0.0"], "autoac keys create"),
+    ],
+)
+def test_a_command_that_cannot_work_here_says_what_to_do(
+    argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_commands_of_a_database_that_is_not_ready_say_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", "postgresql://me@127.0.0.1:9/none")
+    assert main(["keys", "list"]) == 1
+    assert "autoac doctor" in capsys.readouterr().err
+
+
+def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["keys", "create", "x", "--scope", "everything"])
+    assert left.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_default_database_lies_in_the_data_folder(tmp_path: Path) -> None:
+    from autoac.api import Settings
+
+    database = Database(Settings().url)
+    assert database.url.database == str(tmp_path / "data" / "autoac" / "service.sqlite3")
+    database.close()
+
+
+def test_the_command_line_runs_them_without_torch(environment: None, tmp_path: Path) -> None:
+    code = (
+        "import sys; from autoac.offline.launch import main\n"
+        "sys.argv[1:] = ['keys', 'list', '--json']\n"
+        "try: main()\n"
+        "except SystemExit as left: print(left.code, [n in sys.modules for n in ('torch', 'sqlalchemy')])"
+    )
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines() == ["[]", "0 [False, True]"]

@@ -1,0 +1,122 @@
+"""compose.yaml and deploy/: that what they name is there. No Docker and no cluster is needed."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autoac.api import Settings
+from autoac.api.cli.commands import main
+
+ROOT = Path(__file__).parents[3]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
+PODS = [m for m in MANIFESTS if m["kind"] in ("Job", "Deployment")]
+
+
+def containers() -> list[tuple[str, list[str], dict[str, str]]]:
+    """Name, command and environment of everything that runs our image."""
+    found = [
+        (name, service["command"], service["environment"])
+        for name, service in COMPOSE["services"].items()
+        if service["image"] == "autoac"
+    ]
+    for pod in PODS:
+        for container in pod["spec"]["template"]["spec"]["containers"]:
+            variables = {entry["name"]: entry["value"] for entry in container.get("env", [])}
+            found.append((pod["metadata"]["name"], container["command"], variables))
+    return found
+
+
+CONTAINERS = {name: (command, environment) for name, command, environment in containers()}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_command_is_one_that_the_image_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command, _ = CONTAINERS[name]
+    assert command[:3] == ["python", "-m", "autoac.api"]
+    with pytest.raises(SystemExit) as left:
+        main([*command[3:], "--help"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_every_variable_is_a_setting(name: str) -> None:
+    _, environment = CONTAINERS[name]
+    for variable in environment:
+        assert variable.removeprefix("AUTOAC_").lower() in Settings.model_fields, variable
+
+
+def test_the_tables_are_there_before_anybody_needs_them() -> None:
+    for name in ("api", "worker"):
+        assert COMPOSE["services"][name]["depends_on"] == {
+            "upgrade": {"condition": "service_completed_successfully"}
+        }
+
+
+def test_pods_have_probes_and_limits() -> None:
+    for manifest in PODS:
+        for container in manifest["spec"]["template"]["spec"]["containers"]:
+            assert container["resources"]["limits"]["memory"]
+            if manifest["kind"] == "Deployment":
+                assert container["livenessProbe"]["httpGet"]["path"] in ("/livez", "/metrics")
+    api = next(m for m in PODS if m["metadata"]["name"] == "autoac-api")
+    assert api["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
+def test_a_worker_has_the_memory_of_what_it_solves() -> None:
+    worker = next(m for m in PODS if m["metadata"]["name"] == "autoac-worker")
+    container = worker["spec"]["template"]["spec"]["containers"][0]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    needed = int(variables["AUTOAC_SOLVE_MEMORY_BYTES"]) * int(variables["AUTOAC_SOLVES_AT_ONCE"])
+    assert int(container["resources"]["limits"]["memory"].removesuffix("Gi")) << 30 > needed
+
+
+def test_every_setting_is_in_the_docs() -> None:
+    page = (ROOT / "docs" / "service.md").read_text()
+    missing = [name for name in Settings.model_fields if f"`AUTOAC_{name.upper()}`" not in page]
+    assert missing == []
+
+
+def test_pods_have_no_more_rights_than_they_need() -> None:
+    for manifest in PODS:
+        pod = manifest["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+            assert re.fullmatch(r"autoac:[\d.]+", container["image"])
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert {c["image"] for m in PODS for c in m["spec"]["template"]["spec"]["containers"]} == {
+        f"autoac:{version}"
+    }
+
+
+def test_policies_and_budgets_select_pods_that_there_are() -> None:
+    labels = [m["spec"]["template"]["metadata"]["labels"] for m in PODS]
+    selectors = [
+        m["spec"].get("selector") or m["spec"]["podSelector"]
+        for m in MANIFESTS
+        if m["kind"] in ("PodDisruptionBudget", "NetworkPolicy")
+    ]
+    assert len(selectors) == 3
+    for selector in selectors:
+        assert any(selector["matchLabels"].items() <= has.items() for has in labels)
+
+
+def test_compose_has_no_password_of_its_own() -> None:
+    text = (ROOT / "compose.yaml").read_text()
+    used = re.findall(r"\$\{(\w+)(:[-?])", text)
+    assert {how for name, how in used if name in ("POSTGRES_PASSWORD", "AUTOAC_TOKEN")} == {":?"}
+
+
+def test_what_the_image_copies_is_sent_to_its_build() -> None:
+    sources = re.findall(r"^COPY (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    assert [source for source in sources if f"!{source}" not in allowed] == []

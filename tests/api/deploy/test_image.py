@@ -1,0 +1,196 @@
+"""The image, without Docker: what the Dockerfile says is done in a virtual environment, and it answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import pytest
+import yaml
+from prometheus_client import start_http_server
+from service_fakes import request
+
+from autoac.planner import Policy, Profile
+
+ROOT = Path(__file__).parents[3]
+TOKEN = "a token of more than sixteen"
+
+Step = tuple[str, str]
+
+
+def steps() -> list[Step]:
+    """The Dockerfile's instructions and what they say."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
+    return [(name, rest) for name, rest in lines]
+
+
+def said(name: str) -> str:
+    """What the last instruction of that name says."""
+    return [rest for instruction, rest in steps() if instruction == name][-1]
+
+
+@dataclass(frozen=True)
+class Image:
+    """The image's file system, as far as it matters."""
+
+    bin: Path  # of its Python
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.bin / command[0], *command[1:]], capture_output=True, text=True, timeout=60
+        )
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    """Follows COPY and `RUN pip` into a folder and a clean environment."""
+    base = tmp_path_factory.mktemp("image")
+    src = base / "src"
+    src.mkdir()
+    made = Image(base / "venv" / "bin")
+    subprocess.run([sys.executable, "-m", "venv", base / "venv"], check=True)
+    for name, rest in steps():
+        words = shlex.split(rest)
+        if name == "COPY":
+            origin, target = ROOT / words[0], src / words[1]
+            if origin.is_dir():
+                shutil.copytree(origin, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(origin, target)
+        elif name == "RUN" and words[0] in ("pip", "python"):
+            # The cache is the machine's, and so is the mirror; nothing else is taken over.
+            arguments = [word for word in words[1:] if word != "--no-cache-dir"]
+            pip = ["-m", "pip", "--disable-pip-version-check"] if words[0] == "pip" else []
+            done = subprocess.run(
+                [made.bin / "python", *pip, *arguments],
+                cwd=src,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+    shutil.rmtree(src)  # what runs is what was installed
+    return made
+
+
+@pytest.fixture(scope="module")
+def url(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The image's CMD on a free port of loopback."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("run") / "log"
+    command = json.loads(said("CMD"))
+    environment = {
+        "PATH": f"{image.bin}:{os.environ['PATH']}",
+        **dict(pair.split("=", 1) for pair in shlex.split(said("ENV"))),
+        "AUTOAC_HOST": "127.0.0.1",
+        "AUTOAC_PORT": str(port),
+        "AUTOAC_TOKEN": TOKEN,
+        "XDG_DATA_HOME": str(log.parent),  # in the image a volume
+    }
+    with log.open("wb") as stream:
+        service = subprocess.Popen(
+            [image.bin / command[0], *command[1:]], env=environment, cwd="/", stdout=stream, stderr=stream
+        )
+    try:
+        while "Uvicorn running" not in log.read_text():
+            assert service.poll() is None, log.read_text()
+            signal.sigtimedwait([], 0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        service.terminate()
+        service.wait(20)
+
+
+def test_the_service_image_has_no_torch_and_nothing_that_needs_it(image: Image) -> None:
+    for package in ("torch", "ac_client", "autoac.profiler", "transformers"):
+        done = image.run("python", "-c", f"import {package}")
+        assert "ModuleNotFoundError" in done.stderr, package
+
+
+def test_it_starts_and_answers_and_plans(image: Image, url: str, profile: Profile) -> None:
+    assert httpx2.get(f"{url}/livez").json() == {"status": "alive"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
+    response = httpx2.post(f"{url}/v1/policies", content=request(profile), headers=headers, timeout=60)
+    assert response.status_code == 201, response.text
+    policy = Policy.from_json(response.content)
+    assert policy.fingerprint == profile.fingerprint
+    assert list(policy.decisions) == profile.keys()
+    assert policy.tools["autoac"] != "unknown"
+
+
+def healthy(image: Image, **ports: str) -> bool:
+    """Return True if the image's health check passes."""
+    command = json.loads(said("HEALTHCHECK").partition("CMD ")[2])
+    environment = os.environ | {"AUTOAC_PORT": "9", "AUTOAC_WORKER_PORT": "9"} | ports
+    done = subprocess.run([image.bin / command[0], *command[1:]], env=environment, capture_output=True)
+    assert done.returncode in (0, 1), done.stderr
+    assert not done.stderr
+    return done.returncode == 0
+
+
+def test_its_health_check_passes_while_it_runs(image: Image, url: str) -> None:
+    assert healthy(image, AUTOAC_PORT=url.rpartition(":")[2])
+    assert not healthy(image)
+
+
+def test_its_health_check_passes_for_a_worker_too(image: Image) -> None:
+    server = start_http_server(0, addr="127.0.0.1")[0]  # as a worker serves its metrics
+    try:
+        assert healthy(image, AUTOAC_WORKER_PORT=str(server.server_port))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "AUTOAC_WORKER_PORT=9421" in said("ENV")
+
+
+def test_sources_are_copied_after_what_they_need_is_installed() -> None:
+    lines = [" ".join(step) for step in steps()]
+    install = next(i for i, line in enumerate(lines) if "-r requirements.txt" in line)
+    assert min(lines.index(f"COPY {name} {name}") for name in ("planner", "api")) > install
+
+
+def test_without_a_token_it_does_not_start(image: Image, tmp_path: Path) -> None:
+    environment = dict(pair.split("=", 1) for pair in shlex.split(said("ENV")))
+    environment["XDG_DATA_HOME"] = str(tmp_path)
+    command = json.loads(said("CMD"))
+    done = subprocess.run(
+        [image.bin / command[0], *command[1:]], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "AUTOAC_TOKEN" in done.stderr
+
+
+def test_it_runs_as_a_user_of_its_own() -> None:
+    assert f"--uid {said('USER')} " in "".join(rest for name, rest in steps() if name == "RUN")
+    manifests = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+    deployments = [m for m in manifests if m["kind"] == "Deployment"]
+    users = {m["spec"]["template"]["spec"]["securityContext"]["runAsUser"] for m in deployments}
+    assert users == {int(said("USER"))}
+    assert said("FROM") == "python:3.11-slim"
+
+
+def test_its_project_file_is_the_repositorys_without_what_needs_torch() -> None:
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    image = tomllib.loads((ROOT / "service.pyproject.toml").read_text())
+    for key in ("name", "version", "requires-python", "license"):
+        assert image["project"][key] == ours["project"][key]
+    assert image["build-system"] == ours["build-system"]
+    left_out = set(ours["project"]["dependencies"]) - set(image["project"]["dependencies"])
+    assert set(image["project"]["dependencies"]) <= set(ours["project"]["dependencies"])
+    assert {re.split("[<>=]", name)[0] for name in left_out} == {"torch", "httpx2", "typer", "rich"}
+    for package, folder in image["tool"]["setuptools"]["package-dir"].items():
+        assert ours["tool"]["setuptools"]["package-dir"][package] == folder

@@ -1,0 +1,283 @@
+"""Keys, scopes, request ids, the audit log, metrics, readiness."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+from conftest import BOTH, Serve
+from service_fakes import Held, Raising, request
+from sqlalchemy import select
+from starlette.testclient import TestClient
+
+from autoac.api.errors import SolverDied
+from autoac.api.storage import keys as keys_module
+from autoac.api.storage.database import Database
+from autoac.api.storage.keys import Scope, create_key, revoke_key
+from autoac.api.storage.tables import keys
+from autoac.planner.formats.profile import Profile
+
+JSON = {"Content-Type": "application/json"}
+URN = "urn:autoac:problem:"
+TOKEN = "a token of more than sixteen"
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+@pytest.fixture
+def secrets(database: Database) -> dict[str, str]:
+    """A key of each scope."""
+    with database.write() as connection:
+        return {scope.word: create_key(connection, scope.word, scope)[1] for scope in Scope}
+
+
+NEEDS = [
+    ("GET", "/v1/policies", "read"),
+    ("GET", "/v1/profiles", "read"),
+    ("GET", "/v1/jobs", "read"),
+    ("GET", "/v1/aliases", "read"),
+    ("GET", "/v1/policies/" + "0" * 64, "read"),
+    ("GET", "/v1/named-policies/a", "read"),
+    ("GET", "/v1/alias-history/a", "read"),
+    ("GET", "/v1/differences?before=a&after=b", "read"),
+    ("GET", f"/v1/jobs/{'0' * 32}/events", "read"),
+    ("GET", "/metrics", "read"),
+    ("GET", "/version", "read"),
+    ("POST", "/v1/policies", "plan"),
+    ("POST", "/v1/frontiers", "plan"),
+    ("POST", "/v1/floors", "plan"),
+    ("POST", "/v1/profiles", "plan"),
+    ("PUT", "/v1/profiles/" + "0" * 64, "plan"),
+    ("PUT", "/v1/aliases/a", "plan"),
+    ("GET", "/v1/models", "read"),
+    ("PUT", f"/v1/models/{'0' * 64}/name", "plan"),
+    ("DELETE", f"/v1/models/{'0' * 64}/name", "plan"),
+    ("DELETE", "/v1/aliases/a", "plan"),
+    ("DELETE", "/v1/jobs/" + "0" * 32, "plan"),
+    ("DELETE", "/v1/profiles/" + "0" * 64, "admin"),
+    ("DELETE", "/v1/policies/" + "0" * 64, "admin"),
+    ("GET", "/v1/audit", "admin"),
+]
+
+
+def test_each_route_needs_a_key_and_its_scope(serve: Serve, secrets: dict[str, str]) -> None:
+    http = serve()
+    for method, path, scope in NEEDS:
+        nobody = http.request(method, path)
+        assert (nobody.status_code, nobody.headers["www-authenticate"]) == (401, "Bearer"), path
+        for word, secret in secrets.items():
+            answer = http.request(method, path, headers=bearer(secret))
+            refused = answer.status_code == 403 and answer.json()["type"] == URN + "forbidden"
+            assert refused == (Scope[word.upper()] < Scope[scope.upper()]), (path, word)
+            assert answer.status_code != 401
+
+
+def test_every_other_route_says_that_it_needs_a_key(serve: Serve) -> None:
+    document = serve().get("/openapi.json").json()
+    free = {("get", "/livez"), ("get", "/readyz")}
+    for path, methods in document["paths"].items():
+        for method, said in methods.items():
+            assert ("security" in said) == ((method, path) not in free), (method, path)
+
+
+def test_probes_need_no_key(serve: Serve, secrets: dict[str, str]) -> None:
+    http = serve()
+    assert http.get("/livez").status_code == http.get("/readyz").status_code == 200
+
+
+@pytest.mark.parametrize("given", ["", "wrong", "autoac_" + "A" * 43, "\xff"])
+def test_what_is_no_key_is_refused(serve: Serve, secrets: dict[str, str], given: str) -> None:
+    header = {"Authorization": b"Bearer " + given.encode("latin-1")}
+    assert serve().get("/v1/policies", headers=header).status_code == 401  # type: ignore[arg-type]
+
+
+def test_on_loopback_no_key_is_needed_until_there_is_one(
+    serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_module, "REMEMBER_S", 0.0)
+    http = serve()
+    assert http.get("/v1/audit").status_code == 200
+    with database.write() as connection:
+        key, secret = create_key(connection, "first", Scope.READ)
+    assert http.get("/v1/policies").status_code == 401
+    assert http.get("/v1/policies", headers=bearer(secret)).status_code == 200
+    with database.write() as connection:
+        revoke_key(connection, key.id)
+    assert http.get("/v1/policies", headers=bearer(secret)).status_code == 401
+    assert http.get("/v1/policies").status_code == 401  # no open door because the last key was revoked
+
+
+def test_elsewhere_than_on_loopback_a_key_is_always_needed(serve: Serve) -> None:
+    assert serve(host="0.0.0.0").get("/v1/policies").status_code == 401
+
+
+def test_the_token_is_a_key_with_the_scope_admin(serve: Serve) -> None:
+    http = serve(token=TOKEN)
+    assert http.get("/v1/audit").status_code == 401
+    assert http.get("/v1/audit", headers=bearer(TOKEN)).status_code == 200
+
+
+def test_the_database_has_no_secret(database: Database, secrets: dict[str, str]) -> None:
+    with database.read() as connection:
+        rows = connection.execute(select(keys)).all()
+    assert {row.digest for row in rows} == {hashlib.sha256(s.encode()).hexdigest() for s in secrets.values()}
+    assert not any(secret in str(row) for row in rows for secret in secrets.values())
+
+
+def test_a_key_cancels_its_own_jobs_and_an_admin_any(
+    serve: Serve, database: Database, secrets: dict[str, str], profile: Profile
+) -> None:
+    http = serve(Held())
+    with database.write() as connection:
+        other = create_key(connection, "other", Scope.PLAN)[1]
+
+    def job(gb: int) -> str:
+        headers = JSON | {"Prefer": "wait=0"} | bearer(secrets["plan"])
+        return http.post("/v1/policies", content=request(profile, budget_gb=gb), headers=headers).headers[
+            "location"
+        ]
+
+    mine = job(1)
+    assert http.delete(mine, headers=bearer(other)).status_code == 403
+    assert http.delete(mine, headers=bearer(secrets["plan"])).json()["state"] == "cancelled"
+    assert http.delete(job(2), headers=bearer(secrets["admin"])).json()["state"] == "cancelled"
+
+
+@BOTH
+def test_the_audit_log_says_who_did_what(serve: Serve, profile: Profile) -> None:
+    http = serve()
+    http.put(
+        f"/v1/profiles/{profile.digest}", content=profile.to_json(), headers=JSON | {"X-Request-Id": "abc-1"}
+    )
+    policy = (
+        http.post("/v1/policies", content=request(profile), headers=JSON)
+        .headers["location"]
+        .rpartition("/")[2]
+    )
+    http.put("/v1/aliases/a/b", json={"policy_id": policy}, headers={"If-None-Match": "*"})
+    http.delete("/v1/aliases/a/b")
+    http.delete(f"/v1/policies/{policy}")
+    lines = http.get("/v1/audit", params={"limit": 10}).json()["items"]
+    assert [(line["who"], line["action"], line["subject"]) for line in lines] == [
+        ("loopback", "delete policy", policy),
+        ("loopback", "delete alias", "a/b"),
+        ("loopback", "move alias", f"a/b -> {policy}"),
+        ("loopback", "store profile", profile.digest),
+    ]
+    assert lines[-1]["request_id"] == "abc-1"
+
+
+IDS = {"abc-1.2:3_4": True, "a" * 64: True, "a" * 65: False, "a b": False, "<x>": False}
+
+
+@pytest.mark.parametrize(("given", "kept"), IDS.items())
+def test_a_request_id_is_taken_over_if_it_is_sane(serve: Serve, given: str, kept: bool) -> None:
+    answer = serve().get("/livez", headers={"X-Request-Id": given})
+    id = answer.headers["x-request-id"]
+    assert (id == given) == kept
+    assert id
+
+
+def metric(http: TestClient, name: str) -> float:
+    lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name + " ")]
+    assert len(lines) == 1, (name, lines)
+    return float(lines[0].split()[-1])
+
+
+@BOTH
+def test_metrics_count_solves_errors_and_the_queue(serve: Serve, profile: Profile) -> None:
+    http = serve()
+    for _ in range(3):
+        http.post("/v1/policies", content=request(profile), headers=JSON)
+    http.post("/v1/policies", content=b"{", headers=JSON)
+    http.get("/v1/policies/" + "0" * 64)
+    assert metric(http, 'autoac_jobs{state="succeeded"}') == 1
+    assert metric(http, 'autoac_jobs{state="queued"}') == 0
+    assert metric(http, "autoac_runners") == 1
+    assert metric(http, 'autoac_solve_requests_total{cache="hit",kind="policy"}') == 2
+    assert metric(http, 'autoac_solve_seconds_count{ended="succeeded",kind="policy"}') == 1
+    assert metric(http, "autoac_plan_gap_count") == 1
+    assert metric(http, 'autoac_errors_total{type="not-json"}') == 1
+    assert metric(http, 'autoac_errors_total{type="not-found"}') == 1
+    assert metric(http, 'autoac_http_requests_total{method="POST",route="/v1/policies",status="201"}') == 3
+
+
+def test_paths_that_a_client_makes_up_make_no_counters(serve: Serve) -> None:
+    http = serve()
+    for i in range(5):
+        http.get(f"/made/up/{i}")
+    http.request("BREW", "/livez")
+    text = http.get("/metrics").text
+    assert "made/up" not in text
+    assert "BREW" not in text
+
+
+def test_a_failed_solve_is_counted_by_its_end(serve: Serve, profile: Profile) -> None:
+    http = serve(Raising(error=SolverDied("by signal 9")))
+    http.post("/v1/policies", content=request(profile), headers=JSON)
+    assert metric(http, 'autoac_solve_seconds_count{ended="failed",kind="policy"}') == 1
+
+
+@BOTH
+def test_a_service_whose_workers_are_missing_is_not_ready(serve: Serve) -> None:
+    answer = serve(runner="workers").get("/readyz")
+    assert answer.status_code == 503
+    assert answer.json() == {"status": "not ready", "database": "ok", "migrations": "ok", "runners": "failed"}
+
+
+def test_the_version_is_that_of_policies(serve: Serve) -> None:
+    answer: dict[str, Any] = serve().get("/version").json()
+    assert answer["tools"]["highspy"]
+    assert answer["autoac"] == answer["tools"]["autoac"]
+
+
+@pytest.mark.parametrize(
+    ("host", "taken"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8421", True),
+        ("127.0.0.1:8421", True),
+        ("127.8.9.1", True),
+        ("[::1]:8421", True),
+        ("planner.example:8421", True),  # by the setting
+        ("evil.example", False),
+        ("evil.example:8421", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("evil.example:127.0.0.1", False),
+        ("10.0.0.1", False),
+        ("", False),
+    ],
+)
+def test_without_a_key_the_service_answers_to_names_of_this_machine(
+    serve: Serve, host: str, taken: bool
+) -> None:
+    """A page whose name was made to stand for 127.0.0.1 reads nothing."""
+    http = serve(allowed_hosts="planner.example, other.example")
+    answer = http.get("/v1/policies", headers={"Host": host})
+    assert answer.status_code == (200 if taken else 421)
+    if not taken:
+        assert answer.json()["type"] == URN + "other-host"
+        assert "AUTOAC_ALLOWED_HOSTS" in answer.json()["detail"]
+        assert http.post("/v1/policies", headers={"Host": host} | JSON, content=b"{}").status_code == 421
+
+
+def test_with_a_key_it_answers_to_any_name(serve: Serve, secrets: dict[str, str]) -> None:
+    http = serve()
+    answer = http.get("/v1/policies", headers={"Host": "planner.example"} | bearer(secrets["read"]))
+    assert answer.status_code == 200
+
+
+def test_one_key_leaves_half_of_the_places_for_bodies_to_others(serve: Serve, database: Database) -> None:
+    http = serve(token=TOKEN, reads_at_once=1, reads_waiting=3)
+    with database.write() as connection:
+        key = create_key(connection, "other", Scope.PLAN)[1]
+    http.app.state.service.inside["token"] = 2  # type: ignore[attr-defined]
+    answers = {
+        secret: http.post("/v1/floors", json={}, headers={"Authorization": f"Bearer {secret}"}).status_code
+        for secret in (TOKEN, key)
+    }
+    assert answers == {TOKEN: 503, key: 422}

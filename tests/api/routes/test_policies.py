@@ -1,0 +1,300 @@
+"""`POST /v1/policies` in process, the planner replaced by a function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+import zstandard
+from conftest import Serve
+from service_fakes import InProcess, Raising, infeasible, out_of_time, request, save_all
+
+from autoac.api import Settings, create_app
+from autoac.api.errors import SolverDied, SolveTimedOut
+from autoac.planner.errors import InfeasibleBudget
+from autoac.planner.formats.profile import Profile
+from autoac.planner.units import GIB
+
+JSON = {"Content-Type": "application/json"}
+ZSTD = {**JSON, "Content-Encoding": "zstd"}
+URN = "urn:autoac:problem:"
+
+
+Post = Callable[..., httpx2.Response]
+
+
+@pytest.fixture
+def post(serve: Serve) -> Post:
+    """Posts a body to a service that is started with the solver and the settings given."""
+
+    def posted(body: bytes, headers: dict[str, str] | None = None, **how: Any) -> httpx2.Response:
+        return serve(**how).post("/v1/policies", content=body, headers=headers or JSON)
+
+    return posted
+
+
+def test_a_policy_is_the_embedded_planners_byte_for_byte(post: Post, profile: Profile) -> None:
+    response = post(request(profile, budget_gb=1.5))
+    assert response.status_code == 201
+    assert response.headers["content-type"] == "application/json"
+    assert response.content == save_all(profile, budget_gb=1.5).policy().to_json().encode()
+
+
+def test_a_compressed_body_gives_the_same_policy(post: Post, profile: Profile) -> None:
+    body = request(profile)
+    assert post(zstandard.compress(body), ZSTD).content == post(body).content
+
+
+def test_options_reach_the_planner(post: Post, profile: Profile) -> None:
+    stopped = post(request(profile, headroom_gb=0.5, gap=0.25, time_limit_s=7)).json()["stopped"]
+    assert stopped == f"headroom {GIB // 2}, gap 0.25, time limit 7 s"
+
+
+def test_the_time_limit_is_capped(post: Post, profile: Profile) -> None:
+    solver = InProcess(save_all, most_seconds=20)
+    assert (
+        post(request(profile, time_limit_s=1e6), solver=solver).json()["stopped"].endswith("time limit 20 s")
+    )
+
+
+def test_an_infeasible_budget_comes_with_what_would_do(post: Post, profile: Profile) -> None:
+    response = post(request(profile), solver=InProcess(infeasible))
+    assert response.status_code == 422
+    assert response.headers["content-type"] == "application/problem+json"
+    assert response.json() == {
+        "type": URN + "infeasible-budget",
+        "title": "No plan fits in the budget",
+        "status": 422,
+        "detail": str(_infeasible()),
+        "budget_bytes": 1 << 30,
+        "proven_floor_bytes": 3 << 30,
+        "smallest_found_bytes": 4 << 30,
+        "peak_at": "chain/aten.mm.default#1, forward",
+        "live": [{"nbytes": 3 << 30, "name": "weights", "why": "not planned"}],
+    }
+
+
+def _infeasible() -> InfeasibleBudget:
+    with pytest.raises(InfeasibleBudget) as caught:
+        infeasible(None)  # type: ignore[arg-type]
+    return caught.value
+
+
+BROKEN = {
+    "not JSON": (b"{", 400, "not-json"),
+    "empty": (b"", 400, "not-json"),
+    "not UTF-8": (b'"\xff"', 400, "not-json"),
+    "NaN": (b'{"budget_gb": NaN}', 400, "not-json"),
+    "nested too deeply": (b"[" * 100_000, 400, "not-json"),
+    "an endless number": (b'{"budget_bytes": ' + b"9" * 5000 + b"}", 400, "not-json"),
+    "no object": (b"[]", 422, "malformed-request"),
+    "no profile": (b'{"budget_gb": 1}', 422, "malformed-request"),
+}
+
+
+@pytest.mark.parametrize(("body", "status", "kind"), BROKEN.values(), ids=BROKEN)
+def test_a_body_that_is_no_request(post: Post, body: bytes, status: int, kind: str) -> None:
+    assert_problem(post(body), status, kind)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "kind"),
+    [
+        ({"budget_gb": 0}, 422, "invalid-budget"),
+        ({"budget_gb": -1}, 422, "invalid-budget"),
+        ({"budget_gb": 1e300}, 422, "invalid-budget"),
+        ({"budget_bytes": 2**60}, 422, "invalid-budget"),
+        ({"budget_gb": 1, "budget_bytes": 1}, 422, "invalid-budget"),
+        ({"budget_gb": None}, 422, "invalid-budget"),
+        ({"budget_gb": "much"}, 422, "malformed-request"),
+        ({"gap": 2}, 422, "malformed-request"),
+        ({"headroom_gb": 1, "headroom_bytes": 1}, 422, "malformed-request"),
+        ({"time_limit_s": 0}, 422, "malformed-request"),
+        ({"colour": "red"}, 422, "malformed-request"),
+    ],
+)
+def test_options_that_are_none(
+    post: Post, profile: Profile, options: dict[str, Any], status: int, kind: str
+) -> None:
+    assert_problem(post(request(profile, **options)), status, kind)
+
+
+def test_a_malformed_profile_is_told_where(post: Post, profile: Profile) -> None:
+    data = profile.model_dump(mode="json")
+    data["storages"]["nbytes"][1] = -5
+    problem = assert_problem(post(request(data)), 422, "malformed-profile")
+    assert problem["problems"] == ["storages.nbytes.1: Input should be greater than or equal to 0"]
+
+
+def test_an_unknown_version_is_told_the_known_one(post: Post, profile: Profile) -> None:
+    data = profile.model_dump(mode="json") | {"version": 99}
+    problem = assert_problem(post(request(data)), 422, "unknown-version")
+    assert (problem["format"], problem["known"]) == ("autoac.profile", 1)
+
+
+@pytest.mark.parametrize("where", ["model", "version", "format", "storages", "notes"])
+@pytest.mark.parametrize("what", ["the client's secret", ["the client's secret"]])
+def test_errors_give_back_neither_values_nor_paths(
+    post: Post, profile: Profile, where: str, what: Any
+) -> None:
+    data = profile.model_dump(mode="json") | {where: what}
+    if where in ("model", "notes"):
+        data |= {"inputs": 7}
+    text = post(request(data)).text
+    assert "secret" not in text
+    assert "/" not in text.replace("application/", "")
+
+
+def test_a_long_key_is_not_given_back_whole(post: Post, profile: Profile) -> None:
+    response = post(request(profile, **{"k" * 100_000: 1}))
+    assert response.status_code == 422
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {**JSON, "Content-Encoding": "gzip"},
+        {**JSON, "Content-Encoding": "zstd, zstd"},
+    ],
+    ids=str,
+)
+def test_other_types_and_codings_are_refused(post: Post, profile: Profile, headers: dict[str, str]) -> None:
+    response = post(request(profile), headers)
+    assert_problem(response, 415, "unsupported-body")
+    assert response.headers["accept-encoding"] == "zstd"
+
+
+def test_no_content_type_is_refused(serve: Serve, profile: Profile) -> None:
+    assert_problem(serve().post("/v1/policies", content=request(profile)), 415, "unsupported-body")
+
+
+def test_a_solver_out_of_time_is_504(post: Post, profile: Profile) -> None:
+    problem = assert_problem(
+        post(request(profile, time_limit_s=3), solver=InProcess(out_of_time)), 504, "solver-out-of-time"
+    )
+    assert problem["time_limit_s"] == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [(SolveTimedOut(4), 504, "solver-out-of-time"), (SolverDied("by signal 9"), 500, "solver-died")],
+)
+def test_what_became_of_the_child_is_told(
+    post: Post, profile: Profile, error: Exception, status: int, kind: str
+) -> None:
+    problem = assert_problem(post(request(profile), solver=Raising(error=error)), status, kind)
+    assert problem["detail"] == str(error)
+
+
+def test_a_bug_says_nothing_of_the_server(post: Post, profile: Profile) -> None:
+    response = post(request(profile), solver=Raising(error=RuntimeError("/srv/secret")))
+    assert response.status_code == 500
+    assert response.headers["content-type"] == "application/problem+json"
+    assert "secret" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("PUT", "/v1/policies", 405), ("GET", "/nothing", 404)]
+)
+def test_other_routes_and_methods_are_problems_too(serve: Serve, method: str, path: str, status: int) -> None:
+    response = serve().request(method, path)
+    assert response.status_code == response.json()["status"] == status
+    assert response.headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/v1/policies", "GET, HEAD, POST"),
+        ("/v1/profiles", "GET, HEAD, POST"),
+        (f"/v1/profiles/{'0' * 64}", "DELETE, GET, HEAD, PUT"),
+        ("/v1/aliases/a/b", "DELETE, GET, HEAD, PUT"),
+        ("/jobs", "GET, HEAD"),
+    ],
+)
+def test_allow_names_every_method_of_the_path(serve: Serve, path: str, methods: str) -> None:
+    response = serve().patch(path)
+    assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/jobs", "/v1/policies", "/livez", "/openapi.json", "/v1/jobs/none", "/nothing"]
+)
+def test_head_is_the_head_of_get(serve: Serve, path: str) -> None:
+    http = serve()
+    got, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    for name in ("content-type", "content-length"):
+        assert head.headers[name] == got.headers[name]
+
+
+@pytest.mark.parametrize(
+    "options", [{"budget_bytes": True}, {"budget_gb": "1"}, {"budget_gb": True}, {"gap": "0"}]
+)
+def test_a_number_is_not_read_out_of_a_text_or_a_bool(
+    post: Post, profile: Profile, options: dict[str, Any]
+) -> None:
+    assert_problem(post(request(profile, **options)), 422, "malformed-request")
+
+
+def test_a_name_may_stand_for_one_value(post: Post, profile: Profile) -> None:
+    twice = request(profile, budget_gb=1)[:-1] + b', "budget_gb": 2}'
+    problem = assert_problem(post(twice), 400, "not-json")
+    assert problem["detail"] == "the body has an object with the same name twice"
+
+
+TOKEN = "a token of more than sixteen"
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}]
+)
+def test_with_a_token_set_nobody_plans_without_it(
+    serve: Serve, post: Post, profile: Profile, given: dict[str, str]
+) -> None:
+    service = serve(token=TOKEN)
+    for path in ("/v1/policies", "//v1/policies", "/v1/policies/", "/livez/../v1/policies"):
+        response = service.post(path, content=request(profile), headers=JSON | given)
+        assert response.status_code in (401, 404)
+    response = post(request(profile), JSON | given, token=TOKEN)
+    assert_problem(response, 401, "unauthorised")
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_with_the_token_one_plans_and_livez_needs_none(serve: Serve, post: Post, profile: Profile) -> None:
+    right = {"Authorization": f"Bearer {TOKEN}"}
+    assert post(request(profile), JSON | right, token=TOKEN).status_code == 201
+    assert serve(token=TOKEN).get("/livez").json() == {"status": "alive"}
+
+
+def assert_problem(response: httpx2.Response, status: int, kind: str) -> dict[str, Any]:
+    """That the answer is this problem, and that OpenAPI says that it can be."""
+    assert response.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = response.json()
+    assert (response.status_code, problem["status"], problem["type"]) == (status, status, URN + kind), problem
+    assert problem["title"]
+    assert problem["detail"]
+    documented = create_app(Settings()).openapi()["paths"]["/v1/policies"]["post"]["responses"]
+    assert "application/problem+json" in documented[str(status)]["content"]
+    return problem
+
+
+def test_openapi_names_every_model_that_it_refers_to(serve: Serve) -> None:
+    document = serve().get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    refs = [part.split('"')[0] for part in json.dumps(document).split("#/components/schemas/")[1:]]
+    assert set(refs) <= schemas.keys()
+    assert {"Policy", "PolicyRequest", "Profile", "InfeasibleProblem"} <= set(refs)
+    post = document["paths"]["/v1/policies"]["post"]
+    assert post["security"] == [{"HTTPBearer": []}]
+    wanted = "201 202 400 401 403 404 408 409 413 415 421 422 429 500 503 504"
+    assert set(post["responses"]) == set(wanted.split())
+    for path, method in (("/v1/profiles", "post"), ("/v1/profiles/{digest}", "put")):
+        assert "VersionProblem" in json.dumps(document["paths"][path][method]["responses"]["422"])
+    assert serve().get("/v1/jobs", params={"kind": "profile"}).status_code == 422

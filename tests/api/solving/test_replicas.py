@@ -1,0 +1,113 @@
+"""Two replicas of the API on one PostgreSQL: whoever is asked, the answer is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import Serve
+from service_fakes import InProcess, Planned, chain_profile, request, save_all
+from starlette.testclient import TestClient
+
+from autoac.api.storage.database import Database
+from autoac.api.storage.keys import Scope, create_key
+
+pytestmark = pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+
+JSON = {"Content-Type": "application/json"}
+NAME = "chain@cpu/production"
+
+
+@pytest.fixture
+def replicas(serve: Serve) -> tuple[TestClient, TestClient]:
+    """They share nothing but the database."""
+    return serve(), serve()
+
+
+def made(http: TestClient, budget_gb: float = 1.0) -> Any:
+    answer = http.post("/v1/policies", content=request(chain_profile(), budget_gb=budget_gb), headers=JSON)
+    assert answer.status_code == 201
+    return answer
+
+
+def test_what_one_stores_the_other_has(replicas: tuple[TestClient, TestClient]) -> None:
+    one, other = replicas
+    answer = made(one)
+    profile = chain_profile()
+    found = [http.get(answer.headers["location"]) for http in replicas]
+    assert [got.content for got in found] == [answer.content] * 2
+    assert [got.headers["etag"] for got in found] == [answer.headers["etag"]] * 2
+    known = {"If-None-Match": answer.headers["etag"]}
+    assert [http.get(answer.headers["location"], headers=known).status_code for http in replicas] == [304] * 2
+    made(other, 2.0)
+    for path in (
+        "/v1/policies",
+        f"/v1/policies?fingerprint={profile.fingerprint}&budget_gb=2",
+        f"/v1/policies?fingerprint={profile.fingerprint}&budget_gb=2&headroom_bytes=0",
+        f"{answer.headers['location']}/about",
+        "/v1/profiles",
+        f"/v1/profiles/{profile.digest}",
+        "/v1/jobs",
+        "/v1/aliases",
+    ):
+        asked = [http.get(path) for http in replicas]
+        assert [got.status_code for got in asked] == [200, 200], path
+        assert asked[0].content == asked[1].content, path
+
+
+def test_a_list_begun_at_one_goes_on_at_the_other(replicas: tuple[TestClient, TestClient]) -> None:
+    one, other = replicas
+    for budget in (1.0, 2.0, 3.0):
+        made(one, budget)
+    first = one.get("/v1/policies", params={"limit": 2}).json()
+    second = other.get("/v1/policies", params={"limit": 2, "cursor": first["next"]}).json()
+    budgets = [item["budget_bytes"] >> 30 for item in first["items"] + second["items"]]
+    assert budgets == [3, 2, 1]
+
+
+def test_the_same_request_is_solved_once(serve: Serve) -> None:
+    solved = []
+
+    def counted(profile: Any, **options: Any) -> Planned:
+        solved.append(options)
+        return save_all(profile, **options)
+
+    texts = [made(serve(InProcess(counted))).content for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert len(solved) == 1
+
+
+def test_a_job_of_one_is_told_of_and_cancelled_by_the_other(serve: Serve) -> None:
+    one, other = (serve(runner="workers") for _ in range(2))
+    answer = one.post("/v1/policies", content=request(chain_profile()), headers=JSON | {"Prefer": "wait=0"})
+    job = answer.headers["location"]
+    assert other.get(job).content == one.get(job).content
+    assert other.delete(job).status_code in (200, 202, 204)
+    assert [http.get(job).json()["state"] for http in (one, other)] == ["cancelled"] * 2
+
+
+def test_an_alias_moves_at_both_at_once(replicas: tuple[TestClient, TestClient]) -> None:
+    one, other = replicas
+    ids = [made(one, budget).headers["etag"].strip('"') for budget in (1.0, 2.0)]
+
+    def put(http: TestClient, id: str, **headers: str) -> int:
+        named = {name.replace("_", "-"): text for name, text in headers.items()}
+        return http.put(f"/v1/aliases/{NAME}", json={"policy_id": id}, headers=named).status_code
+
+    assert put(one, ids[0], If_None_Match="*") == 201
+    assert put(other, ids[1], If_Match='"1"') == 200
+    assert put(one, ids[0], If_Match='"1"') == 412  # it saw the state before
+    assert [http.get(f"/v1/named-policies/{NAME}").headers["etag"] for http in replicas] == [
+        f'"{ids[1]}"'
+    ] * 2
+
+
+def test_a_key_made_at_one_is_known_to_the_other(
+    replicas: tuple[TestClient, TestClient], database: Database
+) -> None:
+    with database.write() as connection:
+        secret = create_key(connection, "ci", Scope.READ)[1]
+    bearer = {"Authorization": f"Bearer {secret}"}
+    for http in replicas:
+        assert http.get("/v1/policies", headers=bearer).status_code == 200
+        assert http.get("/v1/policies").status_code == 401

@@ -1,0 +1,260 @@
+"""Processes that are killed and a database that restarts: no accepted job is lost, none is finished twice.
+
+The service and the workers are processes of their own, their solves children that wait for a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from conftest import BOTH
+from postgres import Server
+from service_fakes import request, save_all, waits_for_a_file
+from waiting import listening, until
+
+from autoac.planner.formats.profile import Profile
+
+FAKES = str(Path(__file__).parents[1] / "service_fakes.py")
+JSON = {"Content-Type": "application/json"}
+NOW = JSON | {"Prefer": "wait=0"}
+
+
+@dataclass
+class Machines:
+    """The processes of a service."""
+
+    folder: Path
+    database_url: str
+    embedded: bool
+    running: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    clients: list[httpx2.Client] = field(default_factory=list)
+
+    @property
+    def gate(self) -> Path:
+        """Once this file is there, solves end."""
+        return self.folder / "gate"
+
+    @property
+    def began(self) -> int:
+        """How many solves have begun."""
+        file = self.gate.with_suffix(".began")
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def start(self, role: str) -> subprocess.Popen[bytes]:
+        """A process of the service: serve or worker."""
+        environment = os.environ | {
+            "AUTOAC_DATABASE_URL": self.database_url,
+            "AUTOAC_RUNNER": "embedded" if self.embedded else "workers",
+            "AUTOAC_PORT": "0",
+            "AUTOAC_LEASE_S": "2",
+            "AUTOAC_ATTEMPTS": "5",
+            "AUTOAC_SHUTDOWN_S": "1",
+            "GATE_FILE": str(self.gate),
+        }
+        log = self.folder / f"log-{len(self.running)}"
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, FAKES, role, waits_for_a_file.__name__],
+                env=environment,
+                stdout=stream,
+                stderr=stream,
+            )
+        self.running.append(process)
+        return process
+
+    def log(self, process: subprocess.Popen[bytes]) -> str:
+        """Return the output of a process so far."""
+        return (self.folder / f"log-{self.running.index(process)}").read_text()
+
+    def serve(self) -> tuple[subprocess.Popen[bytes], httpx2.Client]:
+        """A service that listens, and a client of it."""
+        process = self.start("serve")
+        log = self.folder / f"log-{self.running.index(process)}"
+        http = httpx2.Client(base_url=listening(process, log), timeout=60)
+        self.clients.append(http)
+        return process, http
+
+    def solve(self) -> subprocess.Popen[bytes] | None:
+        """Whoever solves, beside the service: a worker, or nobody."""
+        return None if self.embedded else self.start("worker")
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for http in self.clients:
+            http.close()
+        for process in self.running:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def machines(tmp_path: Path, database_url: str, size: str) -> Iterator[Machines]:
+    """None runs yet; all are gone afterwards."""
+    made = Machines(tmp_path, database_url, embedded=size == "sqlite")
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def state(http: httpx2.Client, url: str) -> str:
+    try:
+        return str(http.get(url).json().get("state", "?"))
+    except httpx2.TransportError:
+        return "away"
+
+
+def accepted(http: httpx2.Client, profile: Profile, **options: Any) -> str:
+    response = http.post("/v1/policies", content=request(profile, **options), headers=NOW)
+    assert response.status_code == 202, response.text
+    return str(response.headers["location"])
+
+
+def assert_finished_once(http: httpx2.Client, url: str, text: str) -> None:
+    """That a job has its policy, and became so once, and that every stored policy can be read."""
+    job = http.get(url).json()
+    assert job["state"] == "succeeded"
+    assert http.get(f"/v1/policies/{job['policy_id']}").text == text
+    told = [line for line in http.get(f"{url}/events").text.splitlines() if line.startswith("data: ")]
+    states = [json.loads(line.removeprefix("data: ")).get("state") for line in told]
+    assert states.count("succeeded") == 1
+    assert states[-1] == "succeeded"
+    for policy in http.get("/v1/policies").json()["items"]:
+        assert http.get(policy["url"]).status_code == 200
+
+
+def wanted(profile: Profile, gb: int) -> str:
+    return save_all(profile, budget_gb=gb).policy().to_json()
+
+
+@BOTH
+def test_a_service_killed_in_the_middle_of_solves_loses_none(machines: Machines, profile: Profile) -> None:
+    machines.solve()
+    process, http = machines.serve()
+    urls = {gb: accepted(http, profile, budget_gb=gb) for gb in (1, 2, 3)}
+    until(lambda: machines.began >= 1)
+    process.kill()
+    process.wait()
+    before = machines.began
+    _, http = machines.serve()
+    assert http.get("/readyz").json()["database"] == "ok"
+    if machines.embedded:  # the solves died with the service; others begin, and they again after their lease
+        until(lambda: machines.began > before)
+    machines.gate.touch()
+    for gb, url in urls.items():
+        until(lambda url=url: state(http, url) == "succeeded")
+        assert_finished_once(http, url, wanted(profile, gb))
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+def test_a_worker_killed_in_the_middle_of_a_solve_loses_none(machines: Machines, profile: Profile) -> None:
+    first = machines.start("worker")
+    _, http = machines.serve()
+    url = accepted(http, profile, budget_gb=1)
+    until(lambda: machines.began == 1)
+    child = int(machines.gate.with_suffix(".began").read_text())
+    first.kill()
+    first.wait()
+    until(lambda: not Path(f"/proc/{child}").exists() or _is_zombie(child))  # no child goes on burning
+    second = machines.start("worker")
+    until(lambda: machines.began == 2)
+    # and a worker that is told to stop gives its job back at once
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(60) == 0
+    assert state(http, url) == "queued"
+    machines.start("worker")
+    machines.gate.touch()
+    until(lambda: state(http, url) == "succeeded")
+    assert_finished_once(http, url, wanted(profile, 1))
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("embedded", [True, False], ids=["embedded", "workers"])
+def test_a_database_that_crashes_and_comes_back_loses_none(
+    postgres: Server, database_url: str, tmp_path: Path, profile: Profile, embedded: bool
+) -> None:
+    machines = Machines(tmp_path, database_url, embedded)
+    try:
+        machines.solve()
+        process, http = machines.serve()
+        urls = {gb: accepted(http, profile, budget_gb=gb) for gb in (1, 2)}
+        until(lambda: machines.began >= 1)
+        postgres.stop()
+        away = http.get("/readyz")
+        assert (away.status_code, away.json()["database"]) == (503, "failed")
+        assert http.get("/livez").status_code == 200
+        refused = http.get("/v1/policies")
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
+        machines.gate.touch()  # a solve ends while there is nowhere to put its result
+        postgres.start()
+        for gb, url in urls.items():
+            until(lambda url=url: state(http, url) == "succeeded")
+            assert_finished_once(http, url, wanted(profile, gb))
+        urls[3] = accepted(http, profile, budget_gb=3)
+        until(lambda: state(http, urls[3]) == "succeeded")  # and work goes on
+        assert process.poll() is None
+        assert all(p.poll() is None for p in machines.running)
+    finally:
+        machines.end()
+        if postgres.process is None:  # other tests use it too
+            postgres.start()
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+def test_runners_outlive_a_database_that_is_read_only_for_a_while(
+    postgres: Server, database_url: str, tmp_path: Path, profile: Profile
+) -> None:
+    machines = Machines(tmp_path, database_url, embedded=True)
+    try:
+        worker = machines.start("worker")
+        process, http = machines.serve()
+        until(lambda: http.get("/readyz").status_code == 200 and '"working"' in machines.log(worker))
+        postgres.set_read_only(True)
+        until(lambda: http.get("/readyz").json()["database"] == "failed")
+        refused = http.post("/v1/policies", content=request(profile), headers=NOW)
+        assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
+        assert int(refused.headers["retry-after"]) > 0
+        for one in (process, worker):
+            until(lambda one=one: "in a read-only transaction" in machines.log(one))
+        postgres.set_read_only(False)
+        until(lambda: http.get("/readyz").status_code == 200)
+        machines.gate.touch()
+        url = accepted(http, profile, budget_gb=1)
+        until(lambda: state(http, url) == "succeeded")
+        assert (process.poll(), worker.poll()) == (None, None)
+    finally:
+        postgres.set_read_only(False)
+        machines.end()
+
+
+@BOTH
+def test_a_service_that_is_told_to_stop_gives_its_jobs_back(machines: Machines, profile: Profile) -> None:
+    process, http = machines.serve()
+    url = accepted(http, profile, budget_gb=1)
+    if machines.embedded:
+        until(lambda: machines.began == 1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) in (0, -signal.SIGTERM)
+    _, http = machines.serve()
+    machines.gate.touch()
+    machines.solve()
+    until(lambda: state(http, url) == "succeeded")
+    assert http.get(url).json()["attempt"] == 1
+    assert_finished_once(http, url, wanted(profile, 1))

@@ -1,0 +1,214 @@
+"""The tables, their migrations, and the clock, on both databases."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from conftest import BOTH, Serve
+from postgres import Server
+from service_fakes import InProcess, chain_profile, request, save_all
+from sqlalchemy import event, insert, inspect, select, text
+from sqlalchemy.exc import OperationalError
+from starlette.testclient import TestClient
+from structlog.testing import capture_logs
+from waiting import until
+
+from autoac.api import InvalidSettings, Settings, create_app
+from autoac.api.storage.database import Database, DatabaseNotReady, newest_revision, read_url
+from autoac.api.storage.job_store import Jobs
+from autoac.api.storage.tables import metadata, runners
+from autoac.planner.formats.profile import Profile
+
+JSON = {"Content-Type": "application/json"}
+URN = "urn:autoac:problem:"
+
+
+@BOTH
+def test_migrations_make_the_tables_that_the_code_names(database: Database) -> None:
+    """What `alembic check` looks at."""
+
+    def ours(thing: object, name: str | None, kind: str, reflected: bool, other: object) -> bool:
+        return kind != "table" or name in metadata.tables
+
+    with database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"include_object": ours, "compare_type": True})
+        assert compare_metadata(context, metadata) == []
+        assert set(metadata.tables) <= set(inspect(connection).get_table_names())
+
+
+@BOTH
+def test_upgrading_again_changes_nothing(database: Database) -> None:
+    assert database.revision() == newest_revision()
+    database.upgrade()
+    database.check()
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+def test_postgresql_has_the_job_queue_too(database: Database) -> None:
+    with database.read() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM procrastinate_jobs")) == 0
+
+
+def test_tables_of_another_release_are_said_to_be_so(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path / 'new.sqlite3'}")
+    with pytest.raises(DatabaseNotReady, match="autoac db upgrade"):
+        database.check()
+    database.close()
+
+
+@BOTH
+def test_the_databases_clock_is_the_machines_here(database: Database) -> None:
+    assert abs(database.clock() - time.time()) < 2
+
+
+@BOTH
+def test_a_write_that_fails_leaves_nothing(database: Database) -> None:
+    def fails() -> None:
+        with database.write() as connection:
+            connection.execute(insert(runners).values(name="r", started_at=0, seen_at=0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    with database.read() as connection:
+        assert connection.execute(select(runners)).all() == []
+
+
+def test_the_embedded_database_is_in_wal_mode_and_enforces_its_keys(database: Database) -> None:
+    with database.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["nonsense", "mysql://host/name", "sqlite://", "sqlite:///:memory:", "oracle://u:secret@h/n"]
+)
+def test_a_database_that_is_not_known_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(InvalidSettings, match="AUTOAC_DATABASE_URL") as caught:
+        read_url(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_postgresql_is_reached_with_psycopg() -> None:
+    for name in ("postgresql", "postgres", "postgresql+psycopg2"):
+        assert read_url(f"{name}://u@h/n").drivername == "postgresql+psycopg"
+
+
+def test_a_database_that_is_away_is_an_operational_error() -> None:
+    database = Database("postgresql://nobody@127.0.0.1:9/none")
+    with pytest.raises(OperationalError):
+        database.clock()
+    database.close()
+
+
+# --- a database that fails ------------------------------------------------------------------------------
+
+
+def answer(http: TestClient, path: str) -> tuple[int, Any]:
+    """Status and kind of an answer; of a problem its type."""
+    response = http.get(path)
+    return response.status_code, response.json().get("type", response.json().get("status"))
+
+
+def test_a_service_that_starts_before_its_tables_works_once_they_are_there(
+    postgres: Server, profile: Profile
+) -> None:
+    name = f"empty_{secrets.token_hex(6)}"
+    settings = Settings(database_url=postgres.database(name), runner="embedded")
+    app = create_app(settings, InProcess(save_all))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as http:
+        assert answer(http, "/v1/policies") == (503, URN + "database-not-ready")
+        assert answer(http, "/readyz") == (503, "not ready")
+        with Database(settings.url) as database:
+            database.upgrade()
+        until(lambda: answer(http, "/readyz") == (200, "ready"))
+        made = http.post("/v1/policies", content=request(profile), headers=JSON | {"Prefer": "wait=60"})
+        assert made.status_code == 201
+    postgres.drop(name)
+
+
+def test_a_damaged_database_is_answered_with_503_and_ends_no_runner(serve: Serve, tmp_path: Path) -> None:
+    http = serve()
+    runner = http.app.state.service.runner  # type: ignore[attr-defined]
+    file = tmp_path / "service.sqlite3"
+    pages = file.stat().st_size - 4096
+    for log in tmp_path.glob("service.sqlite3-wal"):
+        log.write_bytes(b"")
+    with file.open("r+b") as stream:  # all but the page that says what the file is
+        stream.seek(4096)
+        stream.write(b"\xa5" * pages)
+    http.app.state.service.database._engine.dispose()  # type: ignore[attr-defined]  # else pages are in caches
+    assert answer(http, "/readyz") == (503, "not ready")
+    refused = http.get("/v1/policies")
+    assert (refused.status_code, refused.json()["type"]) == (503, URN + "database-away")
+    assert int(refused.headers["retry-after"]) > 0
+    runner.wake()
+    time.sleep(0.2)
+    assert not runner.ended
+    assert answer(http, "/livez") == (200, "alive")
+
+
+def test_a_runner_that_ends_by_a_bug_is_no_longer_alive(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def claim(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Jobs, "claim", claim)
+    ended = threading.Event()
+    settings = Settings(database_url=database_url, runner="embedded")
+    app = create_app(settings, InProcess(save_all), on_runner_end=ended.set)
+    with TestClient(app, base_url="http://localhost") as http:
+        assert ended.wait(60)
+        assert answer(http, "/livez") == (503, "runner ended")
+
+
+def test_a_full_disk_is_named_in_the_log_and_by_a_write_that_is_tried(
+    database_url: str, profile: Profile
+) -> None:
+    database = Database(database_url)
+
+    @event.listens_for(database._engine, "connect")
+    def no_room(connection: Any, record: Any) -> None:
+        connection.execute("PRAGMA max_page_count = 1")  # SQLite takes as many as there are
+
+    with pytest.raises(OperationalError, match="full"):
+        database.try_write()
+    app = create_app(Settings(database_url=database_url, runner="embedded"), InProcess(save_all), database)
+    large = chain_profile(*range(1, 20_000), model="Large")
+    with TestClient(app, base_url="http://localhost") as http, capture_logs() as lines:
+        content = large.to_json().encode()
+        assert http.post("/v1/profiles", content=content, headers=JSON).status_code == 503
+    assert "database or disk is full" in [line["cause"] for line in lines if line["event"] == "no answer"]
+
+
+def test_a_disk_without_room_is_not_ready(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    http = serve()
+    until(lambda: answer(http, "/readyz") == (200, "ready"))
+    monkeypatch.setattr("autoac.api.storage.database.ROOM", 1 << 60)
+    assert http.get("/readyz").json()["database"] == "failed"
+
+
+@BOTH
+def test_a_database_of_a_newer_release_is_said_to_be_so(database: Database) -> None:
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
+    for look in (database.check, database.upgrade):
+        with pytest.raises(DatabaseNotReady, match=r"0099, which a newer release made.*install that release"):
+            look()
+
+
+def test_a_new_database_is_its_owners_alone(tmp_path: Path) -> None:
+    with Database(f"sqlite:///{tmp_path / 'data' / 'new.sqlite3'}") as database:
+        database.upgrade()
+        modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "data").iterdir()}
+    assert modes["new.sqlite3"] == 0o600
+    assert set(modes.values()) == {0o600}
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,199 @@
+"""What the pages draw of a policy: made once, kept beside it, told by every replica."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from conftest import BOTH, Serve
+from service_fakes import MIB, InProcess, chain_profile, child_command, request, save_all
+from sqlalchemy import func, select, update
+from starlette.testclient import TestClient
+
+from autoac.api.policy_plot import AGAIN, IDLE, KEPT, draw, drawing_body
+from autoac.api.requests import Answer, Kind
+from autoac.api.solving import child_main as child
+from autoac.api.solving.child_process import OnTold, SpawnedSolver
+from autoac.api.storage.database import Database
+from autoac.api.storage.plot_cache import keep_drawing, read_drawing
+from autoac.api.storage.registry import PolicyOptions, add_policy
+from autoac.api.storage.tables import drawings
+from autoac.planner import plan
+from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import Profile
+
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Counting(InProcess):
+    """Counts the policies that come drawn, and the drawings that are made for visitors."""
+
+    ahead: list[bytes | None] = field(default_factory=list)
+    asked: list[bytes] = field(default_factory=list)
+
+    def solve(self, kind: Kind, body: bytes, told: OnTold, draws: bool) -> Answer:
+        made = InProcess.solve(self, kind, body, told, draws)
+        self.ahead.append(made.drawing)
+        return made
+
+    async def draw(self, body: bytes) -> bytes:
+        self.asked.append(body)
+        return await InProcess.draw(self, body)
+
+
+def planned(http: TestClient, profile: Profile, budget_bytes: int = 1 << 30) -> str:
+    """The address of a policy's drawing."""
+    made = http.post("/v1/policies", content=request(profile, budget_bytes=budget_bytes), headers=JSON)
+    assert made.status_code == 201, made.text
+    return f"{made.headers['location']}/drawing"
+
+
+def kept(database: Database) -> int:
+    with database.read() as connection:
+        return connection.scalar(select(func.count()).select_from(drawings)) or 0
+
+
+def test_a_drawing_is_what_the_policy_says(serve: Serve, profile: Profile) -> None:
+    http = serve(InProcess(plan))
+    url = planned(http, profile, plan(profile, budget_bytes=1 << 40).peak)
+    first = http.get(url)
+    assert first.status_code == 200
+    drawn = first.json()
+    policy = Policy.from_json(http.get(url.removesuffix("/drawing")).content)
+    track = drawn["tracks"][0]
+    assert track["live_bytes"][track["peak"]] == policy.predicted.peak_bytes
+    assert drawn["budget_bytes"] == policy.budget_bytes
+    assert drawn["fates"]["fate"] == [KEPT, KEPT, KEPT]
+    assert drawn["fates"]["nbytes"] == [4 << 20, 8 << 20, 2 << 20]
+    assert http.get(url, headers={"Accept-Encoding": "identity"}).json() == drawn
+    tag = first.headers["etag"]
+    assert tag.startswith('W/"')
+    again = http.get(url, headers={"If-None-Match": tag})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_what_a_plan_runs_again_is_told_by_op(serve: Serve) -> None:
+    profile = chain_profile(*[1 << 20] * 8)
+    http = serve(InProcess(plan))
+    floor = http.post(
+        "/v1/floors", content=json.dumps({"profile": profile.model_dump(mode="json")}), headers=JSON
+    )
+    drawn = http.get(planned(http, profile, floor.json()["found_bytes"])).json()
+    fates = drawn["fates"]["fate"]
+    assert AGAIN in fates
+    assert set(fates) <= {IDLE, KEPT, AGAIN}
+    again = [us for fate, us in zip(fates, drawn["fates"]["runtime_us"], strict=True) if fate == AGAIN]
+    assert sum(again) == drawn["tracks"][0]["recompute_us"]
+
+
+@BOTH
+def test_whoever_makes_a_policy_draws_it_and_every_other_replica_has_it(
+    serve: Serve, profile: Profile
+) -> None:
+    maker, other = Counting(save_all), Counting(save_all)
+    url = planned(serve(maker), profile)
+    assert [drawing is not None for drawing in maker.ahead] == [True]
+    late = serve(other, runner="workers")  # another process, or the same one after a restart
+    assert gzip.decompress(maker.ahead[0] or b"") == late.get(url).content
+    assert maker.asked == other.asked == []
+
+
+@BOTH
+def test_what_was_not_drawn_ahead_is_drawn_for_the_first_visit(serve: Serve, profile: Profile) -> None:
+    maker, other = Counting(save_all), Counting(save_all)
+    http = serve(maker, draw_ahead=False)
+    url = planned(http, profile)
+    assert maker.ahead == [None]
+    first = http.get(url)
+    assert first.status_code == 200
+    assert serve(other).get(url).content == http.get(url).content == first.content
+    assert (len(maker.asked), len(other.asked)) == (1, 0)
+
+
+@BOTH
+def test_what_another_release_drew_is_drawn_anew(serve: Serve, profile: Profile, database: Database) -> None:
+    solver = Counting(save_all)
+    http = serve(solver)
+    url = planned(http, profile)
+    tag = http.get(url).headers["etag"]
+    with database.write() as connection:
+        connection.execute(update(drawings).values(drawn_by="0" * 64, content=b"of old"))
+    assert http.get(url).headers["etag"] == tag
+    assert http.get(url).json()["model"] == "Chain"
+    assert (len(solver.asked), kept(database)) == (1, 1)
+
+
+@BOTH
+def test_a_drawing_ends_with_its_policy_and_needs_its_profile(
+    serve: Serve, profile: Profile, database: Database
+) -> None:
+    http = serve(InProcess(save_all), draw_ahead=False)
+    url = planned(http, profile)
+    assert http.delete(f"/v1/profiles/{profile.digest}").status_code == 204
+    gone = http.get(url)
+    assert gone.status_code == 404
+    assert "profile" in gone.json()["detail"]
+    http.post("/v1/profiles", content=profile.to_json(), headers=JSON)
+    assert http.get(url).status_code == 200
+    assert kept(database) == 1
+    assert http.delete(f"/v1/profiles/{profile.digest}").status_code == 204
+    assert http.get(url).status_code == 200  # once it is there, it needs nothing
+    assert http.delete(url.removesuffix("/drawing")).status_code == 204
+    assert http.get(url).status_code == 404
+    assert kept(database) == 0
+
+
+@BOTH
+def test_the_newest_drawings_are_kept(database: Database, profile: Profile) -> None:
+    policies = [save_all(profile, budget_gb=gb).policy() for gb in (1, 2, 3)]
+    options = PolicyOptions(0, 0.01, 60.0, "")
+    with database.write() as connection:
+        ids = [add_policy(connection, policy.to_json(), "me", options) for policy in policies]
+    for id, text in zip(ids, (b"12345", b"123", b"1234"), strict=True):
+        with database.write() as connection:
+            keep_drawing(connection, id, text, most_bytes=7)
+    with database.read() as connection:
+        assert [read_drawing(connection, id) for id in ids] == [None, b"123", b"1234"]
+    with database.write() as connection:
+        keep_drawing(connection, ids[1], b"123456", most_bytes=7)  # in place of what there was of it
+        keep_drawing(connection, "0" * 64, b"1", most_bytes=7)  # of a policy that was deleted
+        assert [read_drawing(connection, id) for id in ids] == [None, b"123456", None]
+
+
+def test_where_no_drawing_is_kept_none_is_made_ahead(
+    serve: Serve, profile: Profile, database: Database
+) -> None:
+    solver = Counting(save_all)
+    http = serve(solver, keep_drawings_bytes=0)
+    url = planned(http, profile)
+    assert [http.get(url).status_code for _ in range(2)] == [200, 200]
+    assert (solver.ahead, len(solver.asked), kept(database)) == ([None], 2, 0)
+
+
+@pytest.mark.anyio
+async def test_a_child_draws_what_it_plans_and_what_is_stored(profile: Profile) -> None:
+    solver = SpawnedSolver(60.0, 30.0, 2048 * MIB, child_command(save_all))
+    made = await solver.answer(Kind.POLICY, request(profile), lambda told: None, draws=True)
+    policy = save_all(profile, budget_gb=1, time_limit_s=60.0).policy()
+    assert made == Answer(policy.to_json(), draw(profile, policy))
+    assert await solver.draw(drawing_body(profile.to_json().encode(), made.text.encode())) == made.drawing
+
+
+def test_a_drawing_that_fails_or_takes_long_costs_no_answer(
+    profile: Profile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def endless(profile: Profile, policy: Policy) -> bytes:
+        while True:
+            pass
+
+    policy = save_all(profile, budget_gb=1).policy()
+    other = chain_profile(1, 2)
+    assert child.draw_if_quick(other, policy) is None
+    assert "OtherProfile" in caplog.text
+    monkeypatch.setattr(child, "DRAW_S", 0.05)
+    monkeypatch.setattr(child, "draw", endless)
+    assert child.draw_if_quick(profile, policy) is None
+    assert "TimeoutError" in caplog.text

@@ -1,0 +1,181 @@
+"""Bodies: how much of them the service takes, and how much memory they cost it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import httpx2
+import pytest
+import zstandard
+from conftest import Serve
+from fastapi import FastAPI, Request, Response
+
+from autoac.api import Settings
+from autoac.api.error_mapping import problem_of
+from autoac.api.errors import ServiceError
+from autoac.api.problems import ProblemResponse
+from autoac.api.request_body import Sent, decode_body, receive_body
+
+MIB = 1 << 20
+JSON = {"Content-Type": "application/json"}
+ZSTD = {**JSON, "Content-Encoding": "zstd"}
+
+
+async def post(
+    content: bytes | AsyncIterator[bytes], headers: dict[str, str], settings: Settings
+) -> httpx2.Response:
+    """The answer of a small service that says how long a body is, once it is decoded."""
+    app = FastAPI()
+    app.add_exception_handler(ServiceError, explained)
+
+    @app.post("/length")
+    async def length(request: Request) -> Response:
+        sent = await receive_body(request, settings)
+        return Response(str(len(decode_body(sent, settings.max_plain_bytes))))
+
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        return await http.post("/length", content=content, headers=headers)
+
+
+async def explained(request: Request, error: Exception) -> Response:
+    return ProblemResponse(problem_of(error))
+
+
+def bomb(nbytes: int) -> bytes:
+    compressor = zstandard.ZstdCompressor(level=1).compressobj()
+    return b"".join([*(compressor.compress(bytes(MIB)) for _ in range(nbytes // MIB)), compressor.flush()])
+
+
+@pytest.mark.anyio
+async def test_a_bomb_is_refused_before_it_takes_memory() -> None:
+    body = bomb(2000 * MIB)
+    assert len(body) < 70_000
+    tracemalloc.start()
+    try:
+        response = await post(body, ZSTD, Settings(max_plain_bytes=8 * MIB))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert response.status_code == 413
+    assert response.json()["limit_bytes"] == 8 * MIB
+    assert "decoded" in response.json()["detail"]
+    assert peak < 30 * MIB
+
+
+@pytest.mark.anyio
+async def test_a_body_of_just_the_cap_is_taken_and_one_byte_more_is_not() -> None:
+    settings = Settings(max_sent_bytes=1000, max_plain_bytes=2000)
+    for headers, encode, most in ((JSON, bytes, 1000), (ZSTD, zstandard.compress, 2000)):
+        assert (await post(encode(b" " * most), headers, settings)).text == str(most)
+        assert (await post(encode(b" " * (most + 1)), headers, settings)).status_code == 413
+
+
+@pytest.mark.anyio
+async def test_an_endless_body_is_refused_at_the_cap() -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 1000
+            yield bytes(1000)
+
+    response = await post(endless(), JSON, Settings(max_sent_bytes=10_000))
+    assert response.status_code == 413
+    assert sent == 11_000
+
+
+@pytest.mark.anyio
+async def test_a_body_that_does_not_arrive_is_given_up() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await anyio.sleep_forever()
+
+    response = await post(slow(), JSON, Settings(body_timeout_s=0.05))
+    assert response.status_code == 408
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"not zstd at all",
+        zstandard.compress(b"{}") + b"rest",
+        zstandard.compress(bytes(range(256)) * 40)[:-9],
+    ],
+)
+async def test_what_is_not_zstd_is_400(body: bytes) -> None:
+    response = await post(body, ZSTD, Settings())
+    assert response.status_code == 400
+    assert response.json()["type"] == "urn:autoac:problem:undecodable"
+
+
+@pytest.mark.anyio
+async def test_a_frame_may_not_ask_for_a_large_window() -> None:
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    body = compressor.compress(b"{}") + compressor.flush()
+    assert (await post(body, ZSTD, Settings())).status_code == 400
+
+
+@pytest.mark.anyio
+async def test_a_body_may_come_in_pieces() -> None:
+    body = zstandard.compress(bytes(range(256)) * 1000)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for byte in body:
+            yield bytes([byte])
+
+    assert (await post(pieces(), ZSTD, Settings())).text == "256000"
+
+
+@pytest.mark.anyio
+async def test_a_small_body_that_expands_a_lot_is_refused_long_before_the_cap() -> None:
+    body = bomb(64 * MIB)
+    assert len(body) < 2200
+    response = await post(body, ZSTD, Settings())
+    assert (response.status_code, response.json()["limit_bytes"]) == (413, MIB)
+    assert (await post(bomb(MIB), ZSTD, Settings())).text == str(MIB)
+
+
+def expanding(seed: int) -> bytes:
+    """A zstd body of 2 MiB, of which one byte in 100 cannot be compressed."""
+    numbers = random.Random(seed)
+    pieces = (numbers.randbytes(40).hex().encode() + b" " * 8112 for _ in range(256))
+    return zstandard.compress(b'{"a": "' + b"".join(pieces) + b'"}')
+
+
+@pytest.mark.anyio
+async def test_bodies_are_decoded_a_few_at_a_time_and_outside_the_event_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = serve(reads_at_once=2)
+    at_once, most, threads = [], 0, set()
+
+    def watched(sent: Sent, most_bytes: int) -> bytes:
+        nonlocal most
+        at_once.append(1)
+        most = max(most, len(at_once))
+        threads.add(threading.current_thread())
+        try:
+            return decode_body(sent, most_bytes)
+        finally:
+            at_once.pop()
+
+    monkeypatch.setattr("autoac.api.service.decode_body", watched)
+    portal = http.portal
+    assert portal is not None
+    loop = portal.call(threading.current_thread)
+    with ThreadPoolExecutor(12) as pool:
+        posts = [
+            pool.submit(http.post, "/v1/profiles", content=expanding(i % 3), headers=ZSTD) for i in range(12)
+        ]
+    assert {post.result().status_code for post in posts} == {422}
+    assert most <= 2
+    assert loop not in threads

@@ -1,0 +1,145 @@
+"""The pages as they are sent: no data in them, no key for them, and nothing but their own scripts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from urllib.parse import urljoin
+
+import pytest
+from conftest import Serve
+from service_fakes import InProcess, chain_profile, request, save_all
+
+import autoac.api.web
+from autoac.api.policy_plot import AGAIN, IDLE, KEPT
+from autoac.api.web import OURS, assets
+from autoac.planner import plan
+from autoac.planner.formats.profile import BackwardSteps, Profile, Ragged, SavedTensors
+
+JSON = {"Content-Type": "application/json"}
+TOKEN = "a token of more than sixteen"
+ID = "0" * 64
+PAGES = ("/", f"/models/{ID}", f"/policies/{ID}", "/difference", "/jobs")
+
+
+def idle_first() -> Profile:
+    """The chain, but backward asks for nothing of its first op."""
+    profile = chain_profile()
+    n = len(profile.ops)
+    return profile.model_copy(
+        update={
+            "saved": SavedTensors(value=(1, 2), packed=(2, 3), dropped=(2 * n - 1, 2 * n - 2)),
+            "backward": BackwardSteps(
+                name=(0,) * n,
+                unpacks=Ragged.of([[1], [0], []]),
+                runtime_us=(20.0,) * n,
+                other_nbytes=(0,) * n,
+                peak_nbytes=(64,) * n,
+            ),
+        }
+    )
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_needs_no_key_and_asks_for_nothing_but_what_is_here(serve: Serve, path: str) -> None:
+    http = serve(token=TOKEN)
+    page = http.get(path)
+    assert page.status_code == 200
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert not re.search(r"\s(on\w+|style)=", page.text)
+    scripts = re.findall(r"<script ([^>]*)>(.*?)</script>", page.text, re.DOTALL)
+    assert len(scripts) >= 3
+    assert all(not inline for _, inline in scripts)
+    loaded = re.findall(r'(?:src|rel="stylesheet" href)="([^"]*)" integrity="([^"]*)"', page.text)
+    assert len(loaded) == len(scripts) + 3
+    for url, integrity in loaded:
+        found = http.get(urljoin(path, url))
+        assert found.status_code == 200
+        assert "immutable" in found.headers["cache-control"]
+        digest = hashlib.sha256(found.content).digest()
+        assert integrity == f"sha256-{base64.b64encode(digest).decode()}"
+    again = http.get(path, headers={"If-None-Match": page.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_every_script_and_style_is_served_and_nothing_else_is(serve: Serve) -> None:
+    http = serve()
+    here = Path(autoac.api.web.__file__).parent / "static"
+    assert sorted(OURS) == sorted(file.name for file in here.iterdir())
+    for asset in assets().values():
+        assert http.get(f"/{asset.path}").content == asset.content
+    url = "/" + assets()["service.js"].path
+    for wrong in (
+        url.replace("service.js", "jobs.js"),
+        "/assets/0000000000000000/service.js",
+        "/assets/x/..",
+    ):
+        assert http.get(wrong).status_code == 404
+
+
+def test_scripts_make_no_markup_of_text() -> None:
+    for asset in assets().values():
+        if asset.name != "uPlot.iife.min.js":
+            text = asset.content.decode()
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text)
+
+
+def test_a_page_names_nothing_by_its_place_on_the_host(serve: Serve) -> None:
+    """Below a path of a proxy, what begins with a slash is somebody else's."""
+    http = serve()
+    for path in PAGES:
+        named = re.findall(r'(?:src|href)="([^"]*)"', http.get(path).text)
+        assert len(named) > 5
+        assert not [url for url in named if url.startswith("/")]
+        base = path.count("/") - 1
+        assert all(url.startswith(("../" * base) or "./") for url in named if url[0] not in "#d")
+
+
+def test_a_page_of_what_cannot_be_there_is_a_page(serve: Serve) -> None:
+    http = serve()
+    for path in ("/models/unknown", "/policies/unknown"):
+        found = http.get(path)
+        assert (found.status_code, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
+
+
+def test_a_difference_counts_what_is_really_kept(serve: Serve) -> None:
+    """The first op of the chain is needed by nothing once the second is kept: saved in name alone."""
+    profile = idle_first()
+    http = serve(InProcess(plan))
+    roomy = plan(profile, budget_bytes=1 << 40)
+    ids = []
+    for budget in (roomy.peak, 1 << 40):
+        made = http.post("/v1/policies", content=request(profile, budget_bytes=budget), headers=JSON)
+        ids.append(made.headers["location"].rpartition("/")[2])
+    names = {"before": ids[0], "after": ids[1]}
+    found = http.get("/v1/differences", params=names).json()
+    fates = http.get(f"/v1/policies/{ids[0]}/drawing").json()["fates"]["fate"]
+    side = found["before"]
+    assert [side["idle"], side["kept"], side["again"]] == [fates.count(n) for n in (IDLE, KEPT, AGAIN)]
+    assert side["idle"] == 1
+    assert found["same"]
+
+
+def test_a_difference_without_a_profile_counts_decisions(serve: Serve) -> None:
+    profile = idle_first()
+    http = serve(InProcess(save_all), draw_ahead=False)
+    made = http.post("/v1/policies", content=request(profile), headers=JSON)
+    id = made.headers["location"].rpartition("/")[2]
+    assert http.delete(f"/v1/profiles/{profile.digest}").status_code == 204
+    side = http.get("/v1/differences", params={"before": id, "after": id}).json()["before"]
+    assert (side["kept"], side["idle"]) == (3, None)
+
+
+def test_jobs_of_one_profile(serve: Serve) -> None:
+    http = serve()
+    for profile in (chain_profile(), chain_profile(1 << 20)):
+        made = http.post("/v1/policies", content=request(profile), headers=JSON)
+        assert made.status_code == 201, made.text
+    (job,) = http.get("/v1/jobs", params={"profile": chain_profile().digest}).json()["items"]
+    assert job["profile_digest"] == chain_profile().digest
+    assert http.get("/v1/jobs", params={"profile": ID}).json()["items"] == []

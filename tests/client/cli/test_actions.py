@@ -1,0 +1,166 @@
+"""The GitHub action, the reusable workflow, the pre-commit hook: valid, and of commands that exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ac_client.cli import main as cli
+
+ROOT = Path(__file__).parents[3]
+ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
+# YAML 1.1 reads the key `on` as true.
+WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "regenerate.yml").read_text())
+JOB = WORKFLOW["jobs"]["regenerate"]
+HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
+PYTHON_STUB = """#!/bin/sh
+for word in "$@"; do printf '%s\\n' "$word"; done >> "$CALLS"
+"""
+
+
+def called(step, tmp_path, **inputs):
+    """The arguments that a step's script runs Python with."""
+    stub = tmp_path / "python"
+    stub.write_text(PYTHON_STUB)
+    stub.chmod(0o755)
+    venv = tmp_path / "autoac" / "bin"
+    venv.mkdir(parents=True, exist_ok=True)
+    (venv / "python").unlink(missing_ok=True)
+    (venv / "python").symlink_to(stub)
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    env = {"PATH": os.environ["PATH"], "CALLS": str(calls), "RUNNER_TEMP": str(tmp_path)}
+    subprocess.run(
+        ["bash", "-c", step["run"]], env=env | inputs | {"PYTHON": str(stub)}, check=True, timeout=60
+    )
+    return calls.read_text().splitlines()
+
+
+def step_of(steps, name):
+    return next(step for step in steps if step.get("name") == name)
+
+
+def test_the_action_is_composite_and_uses_only_inputs_that_it_has():
+    assert ACTION["runs"]["using"] == "composite"
+    used = set(re.findall(r"inputs\.([\w-]+)", (ROOT / "action.yml").read_text()))
+    assert used == set(ACTION["inputs"])
+    for step in ACTION["runs"]["steps"]:
+        assert step["shell"] == "bash"
+        assert "${{" not in step["run"]  # inputs come by the environment: nothing is pasted into a script
+
+
+def test_the_workflow_can_be_called_and_uses_only_inputs_that_it_has():
+    declared = WORKFLOW[True]["workflow_call"]["inputs"]
+    used = set(
+        re.findall(r"inputs\.([\w-]+)", (ROOT / ".github" / "workflows" / "regenerate.yml").read_text())
+    )
+    assert used == set(declared)
+    assert all(given["type"] in ("string", "boolean", "number") for given in declared.values())
+    assert declared["runner"]["required"]
+    assert JOB["runs-on"] == "${{ inputs.runner }}"
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+    assert all("${{" not in step.get("run", "") for step in JOB["steps"])
+
+
+@pytest.mark.parametrize("steps", [ACTION["runs"]["steps"], JOB["steps"]], ids=["action", "workflow"])
+def test_the_installing_step_pins_torch_and_hands_requirements_to_pip(steps, tmp_path):
+    step = step_of(steps, "Install autoac")
+    inputs = {
+        "AUTOAC_SOURCE": "/a b",
+        "AUTOAC": "/a b",
+        "TORCH": "2.13.0",
+        "TORCH_INDEX": "https://index",
+        "CONSTRAINTS": "my versions.txt",
+        "REQUIREMENTS": "-r requirements.txt",
+    }
+    pips = " ".join(called(step, tmp_path, **inputs)).split("-m pip install ")[1:]
+    assert pips == [
+        "--no-deps torch==2.13.0 --index-url https://index ",
+        "torch==2.13.0 /a b -c my versions.txt -r requirements.txt",
+    ]
+    pips = " ".join(called(step, tmp_path, **inputs | {"TORCH_INDEX": "", "CONSTRAINTS": ""}))
+    assert "--index-url" not in pips
+    assert "-c " not in pips
+
+
+def test_the_action_installs_the_torch_of_its_release_from_an_index_for_cpus(tmp_path):
+    defaults = {name.upper().replace("-", "_"): i["default"] for name, i in ACTION["inputs"].items()}
+    step = step_of(ACTION["runs"]["steps"], "Install autoac")
+    words = called(step, tmp_path, **defaults | {"AUTOAC_SOURCE": str(ROOT)})
+    pin = re.search(r"^torch==[\d.]+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    assert words.count(pin) == 2
+    assert words[words.index("--index-url") + 1].endswith("/cpu")
+    assert set(step["env"]) <= {*defaults, "AUTOAC_SOURCE"}
+
+
+def test_what_runs_on_a_runner_of_ones_own_is_named_by_its_caller():
+    declared = WORKFLOW[True]["workflow_call"]["inputs"]
+    assert [name for name, given in declared.items() if given.get("required")] == [
+        "runner",
+        "autoac",
+        "torch",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "inputs"),
+    [
+        (ACTION["runs"]["steps"], {"CHECK": "true", "PRUNE": "true", "ONLY": "a\nb"}),
+        (ACTION["runs"]["steps"], {"CHECK": "false", "PRUNE": "false", "ONLY": ""}),
+        (JOB["steps"], {"CHECK": "true", "ONLY": "a\nb"}),
+        (JOB["steps"], {"CHECK": "false", "ONLY": ""}),
+    ],
+)
+def test_the_step_runs_a_command_that_exists_with_options_that_it_has(steps, inputs, tmp_path, capsys):
+    words = called(step_of(steps, "autoac regenerate"), tmp_path, CONFIG="my models.toml", **inputs)
+    assert words[:2] == ["-m", "ac_client.cli.main"]
+    assert ("--check" in words) == (inputs["CHECK"] == "true")
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--only"] == inputs["ONLY"].split()
+    with pytest.raises(SystemExit) as left:
+        cli.main(words[2:])  # all options are known: it is the file that is not there
+    assert left.value.code == cli.ERROR
+    assert "my models.toml: no such file" in capsys.readouterr().err
+
+
+def test_other_actions_are_pinned_to_a_commit():
+    used = [step["uses"] for step in JOB["steps"] if "uses" in step]
+    assert used
+    assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", name) for name in used)
+
+
+def test_whether_policies_drifted_is_an_output():
+    assert step_of(ACTION["runs"]["steps"], "autoac regenerate")["id"] == "regenerate"
+    assert ACTION["outputs"]["drifted"]["value"] == "${{ steps.regenerate.outputs.drifted }}"
+    assert JOB["outputs"]["drifted"] == "${{ steps.regenerate.outputs.drifted }}"
+    assert (
+        WORKFLOW[True]["workflow_call"]["outputs"]["drifted"]["value"]
+        == "${{ jobs.regenerate.outputs.drifted }}"
+    )
+    assert step_of(JOB["steps"], "autoac regenerate")["id"] == "regenerate"
+
+
+def test_the_hook_is_a_script_that_checks_the_policies_of_the_repository():
+    (hook,) = HOOKS
+    assert (hook["id"], hook["language"]) == ("autoac-validate", "script")
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "policies").iterdir())
+    assert files
+    assert all(re.search(hook["files"], file) for file in files)
+    script, *arguments = shlex.split(hook["entry"])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run([ROOT / script, *arguments, *files], cwd=ROOT, env={"PATH": path}, check=False)
+    assert done.returncode == 0
+
+
+def test_the_make_targets_run_commands_that_exist(capsys):
+    makefile = (ROOT / "Makefile").read_text()
+    lines = re.findall(r"^\t\$\(BIN\)/autoac (.+)$", makefile, re.MULTILINE)
+    assert {line.split()[0] for line in lines} == {"demo", "regenerate", "validate"}
+    for line in lines:
+        with pytest.raises(SystemExit) as left:
+            cli.main([*line.split(), "--help"])
+        assert left.value.code == cli.OK

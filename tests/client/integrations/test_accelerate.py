@@ -1,0 +1,167 @@
+"""Prepared models: the same weights with and without a plan, on one rank and on two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import TorchDynamoPlugin
+from models import Transformer
+from ranks import told_by_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ac_client.errors import CompiledModel
+from ac_client.integrations.accelerate import planned
+from ac_client.measure.memory_timeline import AllocatorTimeline
+
+BUDGET_GB = 0.0026
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """accelerate keeps its state for the process."""
+    _reset()
+    yield
+    _reset()
+
+
+def _reset() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def prepared(accelerator: Accelerator, rows: int = 14) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = Transformer(layers=2, width=32)
+    data = list(torch.randn(rows, 64, 32))  # the last batch is short
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    made: tuple[nn.Module, torch.optim.Optimizer, Any] = accelerator.prepare(
+        model,
+        optimizer,
+        DataLoader(data, batch_size=4),  # type: ignore[arg-type]
+    )
+    return made
+
+
+def train(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any) -> int:
+    """One epoch; the third batch's peak above what stands."""
+    torch.manual_seed(1)
+    peak = 0
+    for number, batch in enumerate(loader):
+        timeline = AllocatorTimeline()
+        if number == 2:
+            timeline.__enter__()
+        with accelerator.accumulate(model):
+            loss = model(batch)["logits"].float().square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 2:
+            timeline.__exit__(None, None, None)
+            peak = timeline.peak_bytes
+    return peak
+
+
+def state(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+
+
+def test_the_weights_are_those_of_a_training_without(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    model, optimizer, loader = prepared(accelerator)
+    plain_peak = train(accelerator, model, optimizer, loader)
+    plain = state(accelerator, model)
+
+    accelerator.free_memory()
+    model, optimizer, loader = prepared(accelerator)
+    with planned(accelerator, model, BUDGET_GB, optimizer=optimizer) as at:
+        peak = train(accelerator, model, optimizer, loader)
+        accelerator.save_state(str(tmp_path))
+        ours = state(accelerator, model)
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    report = at.report()
+    assert report.recomputed > 0
+    assert not report.off_path
+    assert 0 < peak < 0.9 * plain_peak
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    for path in tmp_path.iterdir():
+        assert b"ac_client" not in path.read_bytes()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in state(accelerator, model).items())
+
+
+def test_a_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _ = prepared(accelerator)
+    before = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    with planned(accelerator, model, 1.0, optimizer=optimizer) as at:
+        model(torch.randn(4, 64, 32))["logits"].sum().backward()
+        with_state = at.report().predicted_peak_bytes
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == before
+    assert not optimizer.state
+    model.zero_grad()
+    with planned(accelerator, model, 1.0) as at:
+        model(torch.randn(4, 64, 32))["logits"].sum().backward()
+    assert with_state - at.report().predicted_peak_bytes >= 2 * sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_a_compiled_model_is_refused(regional: bool) -> None:
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    model, _, _ = prepared(accelerator)
+    with pytest.raises(CompiledModel, match=r"block\.compile"), planned(accelerator, model, 1.0):
+        pass
+    _reset()
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(CompiledModel, match=r"torch\.compile\(Linear\)"):  # noqa: SIM117
+        with planned(accelerator, torch.compile(nn.Linear(2, 2), backend="eager"), 1.0):  # type: ignore[arg-type]
+            pass
+
+
+RANKS = """
+import hashlib, os
+from torch.nn.parallel import DistributedDataParallel
+os.environ.update(
+    RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+    MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
+)
+sys.path.append(sys.argv[1] + "/integrations")
+from test_accelerate import Accelerator, BUDGET_GB, planned, prepared, state, train
+
+def digest(accelerator, model):
+    tensors = state(accelerator, model).values()
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in tensors)).hexdigest()
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+assert accelerator.num_processes == world
+found = []
+for ours in (False, True):
+    accelerator.free_memory()
+    model, optimizer, loader = prepared(accelerator, 14 * world)
+    assert isinstance(model, DistributedDataParallel)
+    if ours:
+        with planned(accelerator, model, BUDGET_GB, optimizer=optimizer) as at:
+            peak = train(accelerator, model, optimizer, loader)
+        assert at.report().recomputed > 0, at.report()
+        assert 0 < peak < 0.95 * plain_peak, (peak, plain_peak)
+    else:
+        plain_peak = train(accelerator, model, optimizer, loader)
+    found.append(digest(accelerator, model))
+print(*found)
+"""
+
+
+def test_two_ranks_train_to_the_weights_of_two_ranks_without(tmp_path: Path) -> None:
+    first, second = (said.split() for said in told_by_ranks(RANKS, tmp_path / "store"))
+    assert first[-2:] == second[-2:]
+    assert first[-1] == first[-2]

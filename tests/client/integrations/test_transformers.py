@@ -1,0 +1,328 @@
+"""The callback in a real Trainer: the same weights, less memory, nothing left."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+import ac_client
+from ac_client.errors import CompiledModel
+from ac_client.integrations.transformers import AutoACCallback, planned
+from ac_client.measure.memory_timeline import AllocatorTimeline
+
+BUDGET_GB = 0.0026
+ROWS = 14  # with batches of 4 the last is short
+
+
+def rows(count: int = ROWS) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(64, (count, 64), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def made() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
+        )
+    )
+
+
+def trainer_of(
+    folder: Path,
+    callbacks: Sequence[TrainerCallback] = (),
+    *,
+    kind: type[Trainer] = Trainer,
+    **arguments: Any,
+) -> Trainer:
+    chosen = {"num_train_epochs": 1, "save_strategy": "no", "logging_steps": 1, **arguments}
+    return kind(
+        model=made(),
+        args=TrainingArguments(
+            output_dir=str(folder),
+            per_device_train_batch_size=4,
+            per_device_eval_batch_size=4,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            learning_rate=1e-2,
+            seed=1,
+            **chosen,
+        ),
+        train_dataset=rows(),
+        eval_dataset=rows(4),
+        callbacks=list(callbacks),
+    )
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_untouched(model: nn.Module) -> None:
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    with pytest.raises(ac_client.NotApplied):
+        ac_client.applied(model)
+
+
+class Watch(TrainerCallback):
+    """The allocator's peak over the third step, above what stands."""
+
+    peak = 0
+    timeline: AllocatorTimeline | None = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.timeline = AllocatorTimeline()
+            self.timeline.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.timeline is not None:
+            self.timeline.__exit__(None, None, None)
+            self.peak, self.timeline = self.timeline.peak_bytes, None
+
+
+def trained(folder: Path, callbacks: Sequence[TrainerCallback], **arguments: Any) -> Trainer:
+    trainer = trainer_of(folder, callbacks, **arguments)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"gradient_accumulation_steps": 2, "num_train_epochs": 2}, id="accumulation"),
+        pytest.param({"bf16": True, "eval_strategy": "steps", "eval_steps": 1}, id="bf16, evaluation"),
+    ],
+)
+def test_the_weights_are_those_of_a_training_without_and_its_steps_take_less(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    plain_watch, watch, callback = Watch(), Watch(), AutoACCallback(BUDGET_GB)
+    plain = trained(tmp_path / "plain", [plain_watch], **arguments)
+    ours = trained(tmp_path / "ours", [callback, watch], **arguments)
+    assert_same(weights(ours.model), weights(plain.model))
+    assert callback.report is not None
+    assert callback.report.recomputed > 0
+    assert not callback.report.off_path
+    assert 0 < watch.peak < 0.9 * plain_watch.peak
+    assert_untouched(ours.model)
+
+
+def test_a_resumed_training_ends_with_the_same_weights_and_files_tell_nothing(tmp_path: Path) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    plain = trained(tmp_path / "plain", [], **saved)
+    first = trainer_of(tmp_path / "ours", [AutoACCallback(BUDGET_GB), Raise(at=3)], **saved)
+    with pytest.raises(Stop):
+        first.train()
+    callback = AutoACCallback(BUDGET_GB)
+    ours = trainer_of(tmp_path / "ours", [callback], **saved)
+    ours.train(resume_from_checkpoint=True)
+    assert callback.report is not None
+    assert callback.report.steps == 2
+    assert callback.report.recomputed > 0
+    assert_same(weights(ours.model), weights(plain.model))
+    folders = [tmp_path / name / "checkpoint-4" for name in ("plain", "ours")]
+    names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1]
+    for name in names[0]:
+        content = [(folder / name).read_bytes() for folder in folders]
+        assert b"ac_client" not in content[1]
+        if name in ("model.safetensors", "config.json", "optimizer.pt", "scheduler.pt"):
+            assert content[0] == content[1]
+    loaded = GPT2LMHeadModel.from_pretrained(folders[1])
+    assert_same(weights(loaded), weights(plain.model))
+
+
+class Stop(Exception):
+    """Ends a training in the middle."""
+
+
+class Raise(TrainerCallback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.at - 1:
+            raise Stop
+
+
+def test_after_an_exception_nothing_is_left_of_planned(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [Raise(at=3)])
+    callbacks = list(trainer.callback_handler.callbacks)
+    with (
+        pytest.raises(Stop),
+        planned(trainer, BUDGET_GB, measure=True) as callback,
+    ):  # within what is measured
+        trainer.train()
+    assert callback.report is not None
+    assert callback.report.recomputed > 0
+    assert callback.report.steps == 3
+    assert_untouched(trainer.model)
+    assert trainer.callback_handler.callbacks == callbacks
+    assert not torch._C._autograd._profiler_enabled()
+
+
+def test_the_callback_begins_anew_after_an_exception_or_is_removed(tmp_path: Path) -> None:
+    callback = AutoACCallback(BUDGET_GB)
+    trainer = trainer_of(tmp_path, [callback, Raise(at=1)], max_steps=2)
+    for _ in range(2):
+        with pytest.raises(Stop):
+            trainer.train()
+        assert callback.applied is ac_client.applied(trainer.model)
+        assert callback.applied.report().steps == 1
+    callback.remove()
+    callback.remove()
+    assert_untouched(trainer.model)
+    with pytest.raises(ac_client.NotApplied):
+        _ = callback.applied
+
+
+class Reporter(TrainerCallback):
+    """Stands where TensorBoard's callback would: before those of the user."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+FIGURES = {
+    f"autoac/{name}"
+    for name in ("budget_gb", "predicted_peak_gb", "save_all_peak_gb", "recompute_ms", "recompute_overhead")
+}
+
+
+def test_reporters_and_the_history_are_given_the_figures(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [reporter := Reporter()], eval_strategy="epoch")
+    with planned(trainer, BUDGET_GB, measure=True):
+        done = trainer.train()
+    steps = [logs for logs in reporter.logs if "loss" in logs]
+    assert len(steps) == 4
+    assert all(logs.keys() >= FIGURES for logs in steps)
+    assert ["autoac/measured_peak_gb" in logs for logs in steps] == [False, False, True, True]
+    measured, predicted = (steps[-1][f"autoac/{name}_peak_gb"] for name in ("measured", "predicted"))
+    assert measured == pytest.approx(predicted, rel=0.05)
+    assert measured <= BUDGET_GB < steps[-1]["autoac/save_all_peak_gb"]
+    assert steps[-1]["autoac/recompute_overhead"] > 0
+    assert done.metrics.keys() >= FIGURES
+    assert all(entry.keys() >= FIGURES for entry in trainer.state.log_history if "loss" in entry)
+    (evaluated,) = (entry for entry in trainer.state.log_history if "eval_loss" in entry)
+    assert not any(name.startswith("autoac") for name in evaluated)
+    json.dumps(trainer.state.log_history)
+
+
+def test_a_policy_is_carried_out(tmp_path: Path) -> None:
+    found = AutoACCallback(BUDGET_GB)
+    trainer = trained(tmp_path, [found, keep := KeepPolicy(found)], max_steps=2)
+    (tmp_path / "policy.json").write_text(keep.policy.to_json())
+    given = AutoACCallback(policy=tmp_path / "policy.json")
+    again = trained(tmp_path, [given], max_steps=2)
+    assert given.report is not None
+    assert given.report.recomputed == found.report.recomputed > 0
+    assert_same(weights(again.model), weights(trainer.model))
+
+
+class KeepPolicy(TrainerCallback):
+    def __init__(self, callback: AutoACCallback) -> None:
+        self.callback = callback
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.policy = self.callback.applied.policy
+
+
+def test_a_service_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        trained(tmp_path, [AutoACCallback(BUDGET_GB, service=url)], max_steps=1)
+    assert "planning in-process, because" in caplog.text
+    assert url in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpointing_of_its_own_is_refused_when_the_trainer_is_made(tmp_path: Path, name: str) -> None:
+    if name not in TrainingArguments.__dataclass_fields__:
+        pytest.skip(f"this transformers has no {name}")
+    with pytest.raises(ac_client.CheckpointingActive, match=r"TrainingArguments.*checkpointing=False"):
+        trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)], **{name: True})
+
+
+def test_checkpointing_switched_on_in_the_model_is_refused_by_train(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)])
+    trainer.model.activation_checkpointing_enable()
+    with pytest.raises(ac_client.CheckpointingActive, match="activation_checkpointing_disable"):
+        trainer.train()
+
+
+def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CompiledModel, match="torch_compile=False"):
+        trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)], torch_compile=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    trainer = trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)])
+    trainer.model.compile(backend="eager")
+    with pytest.raises(CompiledModel, match="GPT2LMHeadModel"):
+        trainer.train()
+
+
+def test_several_devices_in_one_process_are_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.args._n_gpu = 2
+    with pytest.raises(ac_client.ApplyError, match="torchrun"), planned(trainer, BUDGET_GB):
+        pass
+
+
+class OutOnce(Trainer):
+    """Runs out of memory in the second step, once."""
+
+    left = 2
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(*args, **kwargs)
+
+
+def test_a_smaller_batch_after_running_out_of_memory_is_planned_anew(tmp_path: Path) -> None:
+    arguments = {"kind": OutOnce, "auto_find_batch_size": True, "max_steps": 3}
+    callback = AutoACCallback(0.0024)
+    plain = trained(tmp_path, [], **arguments)
+    ours = trained(tmp_path, [callback], **arguments)
+    assert ours._train_batch_size == plain._train_batch_size < 4
+    assert callback.report is not None
+    assert callback.report.recomputed > 0
+    assert_same(weights(ours.model), weights(plain.model))
+    assert_untouched(ours.model)
+
+
+class PartOnly(Trainer):
+    """Calls a part of the model and not the model."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
+        return model.transformer(inputs["input_ids"]).last_hidden_state.square().mean()
+
+
+def test_a_model_that_is_not_called_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path, [AutoACCallback(BUDGET_GB)], kind=PartOnly, max_steps=2)
+    assert caplog.text.count("GPT2LMHeadModel was not called in the first step") == 1

@@ -1,0 +1,88 @@
+"""The allocator's own report, read over a with-block."""
+
+import pytest
+import torch
+
+from ac_client.measure.memory_timeline import AllocatorTimeline
+
+
+def test_every_allocation_and_free_is_counted():
+    with AllocatorTimeline() as timeline:
+        a = torch.empty(1000)
+        b = torch.empty(500)
+        del a
+        c = torch.empty(100)
+        del b, c
+    assert [event.live_bytes for event in timeline.events] == [4000, 6000, 2000, 2400, 400, 0]
+    assert timeline.peak_bytes == 6000
+
+
+def test_what_a_kernel_allocates_for_itself_counts():
+    a = torch.empty(64, 64)
+    with AllocatorTimeline() as timeline:
+        (a + 1.0).sum()
+    assert timeline.peak_bytes >= 4 * 64 * 64 + 4
+    assert timeline.events[-1].live_bytes == 0
+
+
+def test_a_peak_since_a_mark_begins_with_what_is_live_there():
+    with AllocatorTimeline() as timeline:
+        a = torch.empty(1000)
+        del a
+        b = torch.empty(10)
+        timeline.mark("late")
+        c = torch.empty(1)
+        del b, c
+    assert timeline.marks["late"].live_bytes == 40
+    assert timeline.peak_since("late") == 44
+    assert timeline.peak_bytes == 4000
+
+
+def test_counts_start_at_the_base():
+    with AllocatorTimeline(base=100) as timeline:
+        torch.empty(10)
+    assert timeline.peak_bytes == 140
+
+
+def test_a_block_in_which_nothing_happens_peaks_at_its_base():
+    with AllocatorTimeline(base=7) as timeline:
+        pass
+    assert timeline.peak_bytes == 7
+    assert timeline.events == ()
+
+
+def test_what_was_allocated_in_an_earlier_block_is_not_missed_in_this_one():
+    """torch reports a free if any profiler, however long ago, saw the allocation."""
+    with AllocatorTimeline():
+        old = torch.empty(1000)
+    with AllocatorTimeline() as timeline:
+        new = torch.empty(10)
+        del old
+        new = torch.empty(20)
+        del new
+    assert [event.live_bytes for event in timeline.events] == [40, 120, 80, 0]
+
+
+def test_a_second_profiler_is_refused():
+    with AllocatorTimeline(), pytest.raises(RuntimeError, match="another torch profiler"):
+        AllocatorTimeline().__enter__()
+
+
+def test_an_exception_inside_passes_and_leaves_the_profiler_free():
+    with pytest.raises(ZeroDivisionError), AllocatorTimeline():
+        raise ZeroDivisionError
+    with AllocatorTimeline() as timeline:
+        torch.empty(1)
+    assert timeline.peak_bytes == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_the_peak_is_the_allocators_and_the_events_are_absolute():
+    held = torch.empty(1 << 20, device="cuda")
+    with AllocatorTimeline("cuda") as timeline:
+        a = torch.empty(1 << 20, device="cuda")
+        del a
+    assert timeline.peak_bytes == torch.cuda.max_memory_allocated()
+    assert max(event.live_bytes for event in timeline.events) == timeline.peak_bytes
+    assert timeline.peak_bytes >= 2 * held.untyped_storage().nbytes()

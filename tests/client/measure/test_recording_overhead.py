@@ -1,0 +1,158 @@
+"""What recording takes, measured on the spot."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from models import Transformer
+from stepping import scalar
+from torch import nn
+
+import ac_client
+from ac_client.measure import recording_overhead as recording
+from ac_client.measure.recording_overhead import recording_us, replay_us, replay_us_of_process
+from ac_client.runtime import replay
+from ac_client.runtime.region import Region, active
+from autoac.planner import Policy, build, plan
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.profiler import profile
+
+X = torch.linspace(-1, 1, 2 * 8 * 32).reshape(2, 8, 32)
+
+
+def test_the_op_alone_is_seen_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves a microsecond for each op that a region sees."""
+    seen = 0
+    dispatch = Region.__torch_dispatch__
+
+    def counted(self: Region, *args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        return dispatch(self, *args, **kwargs)
+
+    monkeypatch.setattr(Region, "__torch_dispatch__", counted)
+    monkeypatch.setattr(recording.time, "thread_time_ns", lambda: seen * 1000)
+    assert recording_us(repeats=3) == 1
+    assert active.region is None
+
+
+def test_it_is_not_measured_where_a_region_would_see_it() -> None:
+    with (
+        ac_client.save_recompute_policy("recompute_all"),
+        pytest.raises(RuntimeError, match="outside of forward"),
+    ):
+        recording_us()
+
+
+@pytest.fixture
+def _two_us_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["ac_client.applied_model"], "recording_us_of_process", lambda: 2.0)
+
+
+def step(model: nn.Module) -> None:
+    scalar(model(X)).backward()
+    model.zero_grad()
+
+
+def planned() -> tuple[nn.Module, Policy]:
+    """A model after its first step, of which little runs again."""
+    graph = build(found := profile(Transformer(), X))
+    policy = plan(found, budget_bytes=peak_bytes(graph, graph.everything) - 2000).policy()
+    model = ac_client.apply(Transformer(), policy=policy)
+    step(model)
+    return model, policy
+
+
+@pytest.mark.usefixtures("_two_us_an_op")
+def test_the_report_predicts_what_recording_adds() -> None:
+    model, policy = planned()
+    report = ac_client.applied(model).report()
+    assert report.recorded == report.ops == len(policy.decisions)
+    assert report.recording_us == 2 * report.ops
+    predicted = policy.predicted
+    assert report.predicted_step_us == predicted.step_us + predicted.recompute_us + report.recording_us
+    assert "us of recording in forward" in str(report)
+    metrics = report.metrics()
+    assert metrics["autoac/recording_ms"] == pytest.approx(report.recording_us / 1000)
+    assert metrics["autoac/recompute_overhead"] == pytest.approx(predicted.recompute_us / predicted.step_us)
+
+
+@pytest.mark.usefixtures("_two_us_an_op")
+def test_modules_that_run_without_the_mode_are_not_counted() -> None:
+    model, policy = planned()
+    step(model)  # from the second step on they do
+    report = ac_client.applied(model).report()
+    left_out = report.ops - report.recorded
+    saved = sum(decision == "save" for decision in policy.decisions.values())
+    assert 0 < left_out <= saved
+    assert report.recording_us == 2 * report.recorded
+
+
+@pytest.mark.usefixtures("_two_us_an_op")
+def test_where_nothing_is_recomputed_nothing_is_recorded() -> None:
+    model = ac_client.apply(Transformer(), 10.0)
+    step(model)
+    report = ac_client.applied(model).report()
+    assert (report.recorded, report.recording_us) == (0, 0)
+    assert "recording" not in str(report)
+
+
+@pytest.mark.usefixtures("_two_us_an_op")
+def test_while_a_peak_is_measured_it_is_not_told() -> None:
+    model, _ = planned()
+    at = ac_client.applied(model)
+    with at.measure():
+        step(model)
+        report = at.report()
+    assert report.recording_us is None
+    assert "autoac/recording_ms" not in report.metrics()
+    assert at.report().recording_us == 2 * report.recorded
+
+
+def test_replay_takes_what_the_runtime_does_and_a_plain_op_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves a microsecond for each op that is recorded, and two for each that is replayed."""
+    us = 0
+    unsaved, again = Region._run_unsaved, replay._run_again
+
+    def recorded(self: Region, *args: Any) -> Any:
+        nonlocal us
+        us += 1
+        return unsaved(self, *args)
+
+    def replayed(*args: Any) -> None:
+        nonlocal us
+        us += 2
+        again(*args)
+
+    monkeypatch.setattr(Region, "_run_unsaved", recorded)
+    monkeypatch.setattr(replay, "_run_again", replayed)
+    monkeypatch.setattr(recording.time, "thread_time_ns", lambda: us * 1000)
+    assert replay_us(rounds=2) == 3
+
+
+def test_what_replay_takes_is_measured_out_of_sight_of_the_callers_hooks() -> None:
+    replay_us_of_process.cache_clear()
+    packed = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal packed
+        packed += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert replay_us_of_process() >= 0
+    assert packed == 0
+
+
+def test_what_apply_plans_counts_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["ac_client.planning.policy_store"], "replay_us_of_process", lambda: 7.0)
+    model = ac_client.apply(Transformer(), 10.0)
+    step(model)
+    made = ac_client.applied(model).plan
+    assert made is not None
+    assert made.profile is not None
+    assert made.profile.replay_us == 7
+    assert {op.replay_us for op in made.graph.ops} == {7}

@@ -1,0 +1,368 @@
+"""What the allocator says of a planned step is compared with what was predicted, and corrected."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from models import Transformer
+from stepping import scalar
+from torch import nn
+
+import ac_client
+from ac_client.planning import policy_store as choosing
+from ac_client.planning.peak_counter import (
+    MOST_CORRECTIONS,
+    WATCHED_STEPS,
+    Seen,
+    proposed_headroom,
+    too_little,
+    too_much,
+)
+from autoac.planner import build, find_minimum_peak, simulate
+from autoac.planner.units import GIB
+from autoac.profiler import profile
+
+MIB = 1 << 20
+BATCH = torch.randn(4, 48, 32)
+
+
+def made() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(layers=3, width=32)
+
+
+@pytest.fixture(scope="module")
+def bounds() -> tuple[int, int]:
+    """The smallest peak found, and that of save-all."""
+    found = profile(made(), BATCH)
+    graph = build(found)
+    return find_minimum_peak(found, time_limit_s=5).found, simulate(graph, graph.everything).peak.live_bytes
+
+
+@pytest.fixture
+def budget(bounds: tuple[int, int]) -> int:
+    return sum(bounds) // 2
+
+
+@dataclass
+class Fake:
+    """A counting allocator: each step has the peak that its plan has, and `extra` beside it."""
+
+    extra: int
+    peak: int = 0
+    reserved: int = 0
+
+    def allocated_peak(self) -> int:
+        return self.peak
+
+    def reserved_peak(self) -> int:
+        return max(self.reserved, self.peak)
+
+
+def planned(
+    budget: int, fake: Fake, monkeypatch: pytest.MonkeyPatch, *, optimizer: bool = True, fused: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    monkeypatch.setattr(choosing, "allocator_peak", lambda _device: fake)
+    model = made()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused) if optimizer else None
+    return ac_client.apply(model, budget / GIB, optimizer=sgd), sgd
+
+
+def step(model: nn.Module, sgd: torch.optim.Optimizer | None, fake: Fake, *, reset: bool = False) -> int:
+    """One step; returns the peak that it had."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    scalar(model(BATCH)).backward()
+    if sgd is not None:
+        sgd.step()
+    plan = ac_client.applied(model).plan
+    assert plan is not None
+    if reset:
+        fake.peak = 0
+    fake.peak = max(fake.peak, plan.peak + fake.extra)
+    return plan.peak + fake.extra
+
+
+def test_a_peak_over_the_budget_is_corrected_once_and_fits(
+    budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = Fake(extra=200_000)
+    model, sgd = planned(budget, fake, monkeypatch)
+    at = ac_client.applied(model)
+    with caplog.at_level(logging.WARNING):
+        peaks = [step(model, sgd, fake, reset=True) for _ in range(8)]
+    assert peaks[0] > budget
+    assert all(peak <= budget for peak in peaks[1:])
+    report = at.report()
+    assert report.corrections == 1
+    assert report.corrected_by_bytes == fake.extra
+    assert report.predicted_peak_bytes == peaks[-1]
+    assert at.policy.budget_bytes == at.budget_bytes
+    assert sum("planned again" in message for message in caplog.messages) == 1
+    assert "planned again 1 times" in str(report)
+    want, plain = [p.grad for p in model.parameters()], made()
+    torch.manual_seed(1)
+    scalar(plain(BATCH)).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), want, strict=True))
+
+
+def test_a_counter_that_is_never_reset_tells_enough(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(extra=200_000)
+    model, sgd = planned(budget, fake, monkeypatch)
+    for _ in range(8):
+        step(model, sgd, fake)
+    assert ac_client.applied(model).report().corrections == 1
+
+
+def test_a_prediction_that_is_right_is_left_alone(
+    budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = Fake(extra=0)
+    model, sgd = planned(budget, fake, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(WATCHED_STEPS + 2):
+            step(model, sgd, fake)
+    assert ac_client.applied(model).report().corrections == 0
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "fused", [False, True]
+)  # a fused kernel writes parameters past their version counters
+def test_a_prediction_far_too_high_is_corrected_after_whole_steps(
+    budget: int, monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    fake = Fake(extra=-200_000)
+    model, sgd = planned(budget, fake, monkeypatch, fused=fused)
+    at = ac_client.applied(model)
+    for _ in range(WATCHED_STEPS):
+        step(model, sgd, fake, reset=True)
+        assert at.report().corrections == 0
+    before = at.report().recompute_us
+    peaks = [step(model, sgd, fake, reset=True) for _ in range(5)]
+    report = at.report()
+    assert (report.corrections, report.corrected_by_bytes) == (1, -200_000)
+    assert report.recompute_us < before
+    assert all(peak <= budget for peak in peaks)
+
+
+def test_steps_without_an_optimizer_step_do_not_loosen_a_plan(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(extra=-200_000)
+    model, _ = planned(budget, fake, monkeypatch, optimizer=False)
+    for _ in range(6):
+        step(model, None, fake, reset=True)
+    assert ac_client.applied(model).report().corrections == 0
+
+
+def test_corrections_are_bounded_and_the_rest_is_said_once(
+    budget: int, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Worse(Fake):
+        def allocated_peak(self) -> int:
+            self.peak += budget  # whatever is planned
+            return self.peak
+
+    fake = Worse(extra=0)
+    model, sgd = planned(budget, fake, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(12):
+            step(model, sgd, fake)
+    at = ac_client.applied(model)
+    assert at.report().corrections <= MOST_CORRECTIONS
+    assert at.plan.peak <= bounds[0] * 1.05, "no plan is tight enough, so the tightest is taken"
+    assert len(caplog.messages) <= MOST_CORRECTIONS + 1
+
+
+def test_evaluation_is_no_part_of_a_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Fake(extra=0)
+    model, sgd = planned(budget, fake, monkeypatch)
+    for _ in range(5):
+        step(model, sgd, fake)
+        model.eval()
+        with torch.no_grad():
+            model(BATCH)
+        fake.peak += 10 * budget
+        model.train()
+    assert ac_client.applied(model).report().corrections == 0
+
+
+def test_measuring_on_a_cpu_corrects_too(budget: int, caplog: pytest.LogCaptureFixture) -> None:
+    model = ac_client.apply(made(), budget / GIB)
+    at = ac_client.applied(model)
+    held = []
+
+    def once() -> None:
+        model.zero_grad()
+        torch.manual_seed(1)
+        out = list(model(BATCH).values())
+        held.append(torch.empty(200_000, dtype=torch.uint8))  # not seen in profiling
+        torch.autograd.backward(out, [torch.ones_like(t) for t in out])
+        held.clear()
+
+    once()
+    with caplog.at_level(logging.WARNING), at.measure():
+        once()
+    assert at.report().measured_peak_bytes > budget
+    assert at.report().corrections == 1
+    for _ in range(2):
+        with at.measure():
+            once()
+        assert at.report().measured_peak_bytes <= budget
+    assert at.report().corrections == 1
+    assert sum("planned again" in message for message in caplog.messages) == 1
+
+
+def test_gradients_dropped_within_a_measured_step_are_not_counted_on() -> None:
+    model = ac_client.apply(made(), 1.0)
+    at = ac_client.applied(model)
+    peaks = []
+    scalar(model(BATCH)).backward()
+    for before in (True, False):
+        if before:
+            model.zero_grad()
+        with at.measure():
+            model.zero_grad()
+            scalar(model(BATCH)).backward()
+        peaks.append(at.report().measured_peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
+def test_a_batch_made_before_the_measured_step_counts() -> None:
+    """As in `for batch in loader`; else the plan would be loosened by the batch, and be over its budget."""
+
+    class Wide(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square().mean()
+
+    torch.manual_seed(0)
+    model = Wide(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())))
+    sgd = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step(batch: torch.Tensor) -> None:
+        loss = model(batch)
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+
+    found = profile(model, torch.randn(512, 64))
+    graph = build(found)
+    budget = (find_minimum_peak(found).found + simulate(graph, graph.everything).peak.live_bytes) // 2
+    at = ac_client.applied(ac_client.apply(model, budget / GIB, optimizer=sgd))
+    batch = torch.randn(512, 64)
+    step(batch)
+    batch = torch.randn(512, 64)  # the one before is gone
+    with at.measure():
+        step(batch)
+    assert at.report().measured_peak_bytes == at.policy.predicted.peak_bytes
+    with at.measure():
+        for _ in range(3):  # each takes the place of the one before, the first of one from before the block
+            batch = None
+            batch = torch.randn(512, 64)
+            step(batch)
+    assert at.report().measured_peak_bytes == at.policy.predicted.peak_bytes
+    assert at.report().corrections == 0
+
+
+def test_what_was_planned_elsewhere_is_not_planned_again_but_said(
+    budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = ac_client.apply(made(), budget / GIB)
+    first(BATCH)
+    policy = ac_client.applied(first).policy
+    model = ac_client.apply(made(), budget / GIB, policy=policy)
+    at = ac_client.applied(model)
+    scalar(model(BATCH)).backward()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            model.zero_grad()
+            with at.measure():
+                held = torch.empty(budget, dtype=torch.uint8)
+                scalar(model(BATCH)).backward()
+                del held
+    assert at.policy == policy
+    assert sum("planned elsewhere" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("readings", "seen"),
+    [
+        ((5, 9), Seen(9, 9)),
+        ((9, 9), Seen(0, 9)),
+        ((9, 5), Seen(5, None)),
+        ((5, 7, 9, 9), Seen(9, 9)),
+        ((9, 9, 9, 9), Seen(0, 9)),
+        ((3, 7, 9, 3), Seen(9, None)),  # reset at the head of each step
+        ((9, 9, 4, 6), Seen(6, None)),  # reset after forward
+    ],
+)
+def test_what_a_counter_tells_of_a_step(readings: tuple[int, ...], seen: Seen) -> None:
+    assert Seen.of(readings) == seen
+
+
+def test_two_steps_have_the_larger_peak_of_both() -> None:
+    assert Seen(9, 9).joined(Seen(0, 10)) == Seen(9, 10)
+    assert Seen(9, 9).joined(Seen(12, None)) == Seen(12, None)
+
+
+@pytest.mark.parametrize(
+    ("seen", "rise", "fall"),
+    [
+        (Seen.exactly(100), 0, 0),
+        (Seen.exactly(101), 11, 0),
+        (Seen(0, 200), 0, 0),
+        (Seen(101, None), 11, 0),
+        (Seen.exactly(88), 0, 0),
+        (Seen.exactly(80), 0, 10),
+        (Seen(0, 80), 0, 10),
+        (Seen(80, None), 0, 0),
+    ],
+)
+def test_what_is_worth_a_correction(seen: Seen, rise: int, fall: int) -> None:
+    assert too_much(seen, predicted=90, limit=100) == rise
+    assert too_little(seen, predicted=90, limit=100) == fall
+
+
+def test_a_headroom_is_proposed_where_fragments_go_over_the_budget(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert proposed_headroom(10 * MIB, 13 * MIB, 12 * MIB) == 4 * MIB
+    assert proposed_headroom(10 * MIB, 13 * MIB, 13 * MIB) == 0
+    fake = Fake(extra=0)
+    model, sgd = planned(budget, fake, monkeypatch)
+    step(model, sgd, fake)
+    at = ac_client.applied(model)
+    fake.reserved = budget
+    assert at.report().proposed_headroom_bytes == 0
+    assert "headroom_gb" not in str(at.report())
+    fake.reserved = budget + 3 * MIB
+    assert at.report().proposed_headroom_bytes >= 3 * MIB
+    assert "headroom_gb=0.0" in str(at.report())
+
+
+class Banked(nn.Module):
+    """A memory bank in a buffer, and a small layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("bank", torch.zeros(MIB // 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) + self.bank[:8]).square().mean()
+
+
+@pytest.mark.parametrize(("budget_mib", "warns"), [(1.5, True), (2.5, False)])
+def test_a_profile_that_needs_more_than_the_budget_says_so_beforehand(
+    budget_mib: float, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It copies buffers, which a planned step does not."""
+    model = ac_client.apply(Banked(), budget_mib / 1024)
+    with caplog.at_level(logging.WARNING):
+        model(torch.randn(4, 8)).backward()
+    assert any("copies the model's buffers (1.00 MiB)" in message for message in caplog.messages) == warns
+    assert ac_client.applied(model).report().predicted_peak_bytes < 1.5 * MIB

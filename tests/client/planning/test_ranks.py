@@ -1,0 +1,416 @@
+"""Planned models on several ranks: one policy for all, the budget kept on each, and no rank that hangs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import told_by_ranks
+from torch import nn
+
+import ac_client
+from ac_client.planning import ranks as ranks_module
+from ac_client.planning.ranks import Need, meet, planners_of, ranks_of
+from autoac.planner import InfeasibleBudget, InvalidConstraints
+
+COMMON = """
+import json
+from pathlib import Path
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from models import Transformer
+from stepping import scalar
+import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner import build, simulate
+from autoac.planner.units import GIB
+from autoac.profiler import observe
+from autoac.profiler.static_memory import optimizer_state_nbytes, static_bytes
+
+CPU = torch.device("cpu")
+told = {}
+
+def batch(rows=8, length=32):
+    return torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(rank))
+
+def tight(model, x, optimizer=None):
+    "A budget that saving everything does not keep, the same on all ranks."
+    graph = build(observe(model, (x,), {}, optimizer=optimizer))
+    budget = torch.tensor([int(0.85 * simulate(graph, graph.everything).peak.live_bytes)])
+    dist.all_reduce(budget, dist.ReduceOp.MAX)
+    return int(budget)
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+def step(model, x, seed):
+    torch.manual_seed(10 * seed + rank)
+    scalar(model(x)).backward()
+
+def gradients(model):
+    return [local(p.grad).clone() for p in model.parameters()]
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
+"""
+
+TOLD = """
+print(json.dumps(told))
+"""
+
+
+Told = list[dict[str, Any]]
+
+
+def told(script: str, tmp_path: Path) -> Told:
+    return [json.loads(out) for out in told_by_ranks(COMMON + script + TOLD, tmp_path / "store", timeout=300)]
+
+
+DDP = """
+def made():
+    torch.manual_seed(0)
+    return DistributedDataParallel(Transformer())
+
+plain, planned = made(), made()
+budget = tight(planned, batch(rows=4 + 4 * rank))
+ac_client.apply(planned, budget / GIB)
+at = ac_client.applied(planned)
+told["equal"] = []
+for i in range(3):
+    x = batch(rows=4 + 4 * rank)  # rank 1 has the larger batch
+    plain.zero_grad(), planned.zero_grad()
+    step(plain, x, i), step(planned, x, i)
+    told["equal"].append(same(gradients(plain), gradients(planned)))
+    if i == 0:
+        told["policy"], told["shapes"] = at.policy.to_json(), [dict(b.shape) for b in at.policies.buckets]
+        told["recomputed"], told["evidence"] = at.report().recomputed, at.plan is not None
+
+# Rank 0 alone meets a new shape, in a step of its own and then in one with gradients that are there.
+for i, longer in enumerate([40, 48]):
+    x = batch(rows=4, length=longer if rank == 0 else 32)
+    step(plain, x, i), step(planned, x, i)
+    told["equal"].append(same(gradients(plain), gradients(planned)))
+told["buckets"], told["off_path"] = len(at.policies.buckets), at.report().off_path
+
+# A step that runs out of memory is not run again: the other rank would not.
+if rank == 0:
+    def broken():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    try:
+        at.step(broken, retry_oom=True)
+    except torch.OutOfMemoryError as error:
+        told["notes"] = error.__notes__
+"""
+
+
+def test_ranks_get_the_policy_of_the_largest_batch_and_gradients_stay_equal(replicas: Told) -> None:
+    first, second = replicas
+    assert first["policy"] == second["policy"]
+    assert first["shapes"] == second["shapes"] == [{"0": "float32[8, 32, 32]"}]
+    assert first["recomputed"] > 0
+    assert [first["evidence"], second["evidence"]] == [False, True]  # only rank 1 planned
+    assert first["equal"] == second["equal"] == [True] * 5
+    assert first["buckets"] > second["buckets"]
+    assert first["off_path"] == second["off_path"] == "", "buckets are rebuilt in the second forward"
+    assert "the other 1 ranks" in first["notes"][0]
+
+
+FAILING = """
+from autoac.planner import InfeasibleBudget
+
+class Moody(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8), nn.Tanh())
+        self.bad = False
+    def forward(self, x):
+        if self.bad:
+            raise ZeroDivisionError("of this rank's data")
+        return self.inner(x)
+
+def attempt(budget_gb, bad=False, **options):
+    torch.manual_seed(0)
+    model = Moody()
+    model.bad = bad
+    plain = DistributedDataParallel(model)
+    ac_client.apply(plain, budget_gb, **options)
+    try:
+        plain(batch())
+    except Exception as error:
+        said = [type(error).__name__, str(error)]
+    model.bad = False
+    step(plain, batch(), 0)  # nobody hangs, and the model is as it was
+    try:
+        ac_client.applied(plain)
+    except ac_client.NotApplied:
+        said.append("unplanned")
+    return said
+
+told["budget"] = attempt(1e-4)
+told["one is too small"] = attempt(1e-4 if rank else 1.0)
+told["constraints"] = attempt(1.0, constraints=ac_client.Constraints(pin_save=("nothing",)))
+told["one fails"] = attempt(1.0, bad=rank == 1)
+
+# While one rank has a profiler on, all wait with planning.
+model = ac_client.apply(DistributedDataParallel(Transformer()), 1.0)
+at = ac_client.applied(model)
+with torch.profiler.profile() if rank == 0 else torch.enable_grad():
+    step(model, batch(), 0)
+told["while profiling"] = at.policy is None
+step(model, batch(), 1)
+told["after"] = at.policy is not None
+
+# Each for itself: rank 1 never comes to the meeting.
+model = ac_client.apply(DistributedDataParallel(Transformer()), 1.0, group=None)
+if rank == 0:
+    with model.no_sync():
+        step(model, batch(), 0)
+told["alone"] = ac_client.applied(model).policy is not None
+
+# The rank that holds most beside the profile sets the bound.
+torch.manual_seed(0)
+model = nn.Sequential(Transformer())[0]
+model.register_buffer("table", torch.zeros(50_000 * rank))
+ac_client.apply(model, 1.0, group=dist.group.WORLD)
+step(model, batch(), 0)
+predicted = ac_client.applied(model).policy.predicted
+told["predicted"] = [predicted.peak_bytes, predicted.static_bytes]
+told["static"] = static_bytes(model, (batch(),), {}, 0, CPU, accumulates=False).total
+told["static"] -= sum(p.grad.nbytes for p in model.parameters())
+"""
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What two ranks of DistributedDataParallel tell, for several tests: starting them takes long."""
+    return told(DDP + FAILING, tmp_path_factory.mktemp("replicas"))
+
+
+def test_what_goes_wrong_on_one_rank_is_raised_on_all_in_the_same_words(replicas: Told) -> None:
+    first, second = replicas
+    for case in ("budget", "one is too small", "constraints"):
+        assert first[case] == second[case]
+        assert first[case][2:] == ["unplanned"]
+    assert first["budget"][0] == first["one is too small"][0] == "InfeasibleBudget"
+    assert first["constraints"][0] == "UnmatchedPattern"
+    assert second["one fails"] == ["ZeroDivisionError", "of this rank's data", "unplanned"]
+    assert first["one fails"][::2] == ["RankFailed", "unplanned"]
+    assert "rank 1" in first["one fails"][1]
+    assert "ZeroDivisionError: of this rank's data" in first["one fails"][1]
+    assert first["while profiling"] is second["while profiling"] is True
+    assert first["after"] is second["after"] is True
+    assert [first["alone"], second["alone"]] == [True, False]
+    assert first["predicted"] == second["predicted"]
+    assert first["predicted"][1] == second["static"] == first["static"] + 200_000
+
+
+FSDP = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+mesh = init_device_mesh("cpu", (world,))
+WAYS = {
+    "default": {},
+    "kept gathered": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+class Loss(nn.Module):
+    "With the loss in the model, an odd width to be sharded, and blocks in a unit of their own."
+    def __init__(self):
+        super().__init__()
+        self.inner = Transformer(layers=2)
+        self.last = nn.Linear(32, 7)
+    def forward(self, x):
+        return self.last(self.inner(x)["logits"]).float().square().mean()
+
+def made(way):
+    torch.manual_seed(0)
+    model = Loss()
+    for block in model.inner.blocks:
+        fully_shard(block, mesh=mesh, **WAYS[way])
+    return fully_shard(model, mesh=mesh, **{k: v for k, v in WAYS[way].items() if k == "mp_policy"})
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+for way in WAYS:
+    at = told[way] = {"equal": []}
+    plain, planned = made(way), made(way)
+    of_plain, of_planned = adam(plain), adam(planned)
+    x = batch(rows=32)
+    shards = [local(p).clone() for p in planned.parameters()]
+    budget = tight(planned, x, of_planned)
+    at["untouched"] = same(shards, [local(p) for p in planned.parameters()]) and all(
+        p.grad is None for p in planned.parameters()
+    )
+    ac_client.apply(planned, budget / GIB, optimizer=of_planned)
+    with torch.no_grad():
+        same_output = torch.equal(plain.eval()(x), planned.eval()(x))  # leaves the root gathered
+    at["equal"].append(same_output)
+    plain.train(), planned.train()
+    for i in range(2):
+        step(plain, x, i), step(planned, x, i)
+        at["equal"].append(same(gradients(plain), gradients(planned)))
+        if i == 0:
+            policy = ac_client.applied(planned).policy
+            at["policy"], at["recomputed"] = policy.to_json(), ac_client.applied(planned).report().recomputed
+        of_plain.step(), of_planned.step(), of_plain.zero_grad(), of_planned.zero_grad()
+    standing = static_bytes(planned, (x,), {}, optimizer_state_nbytes(of_planned, CPU), CPU).total
+    at["measured"] = []
+    for i in (2, 3):
+        plain.zero_grad(), planned.zero_grad()
+        with AllocatorTimeline(base=standing) as timeline:
+            step(planned, x, i)
+            of_planned.step()
+        at["measured"].append(timeline.peak_bytes)
+        step(plain, x, i)
+        of_plain.step()
+        at["equal"].append(same(gradients(plain), gradients(planned)))
+    at["predicted"], at["budget"] = policy.predicted.peak_bytes, budget
+    at["save_all"] = policy.predicted.save_all_peak_bytes
+
+    at["off_path"] = ac_client.applied(planned).report().off_path
+    if way == "default":  # rank 0 alone meets a new shape, with gradients that are there
+        x = batch(rows=4, length=40 if rank == 0 else 32)
+        step(plain, x, 4), step(planned, x, 4)
+        at["equal"].append(same(gradients(plain), gradients(planned)))
+        told["buckets"] = len(ac_client.applied(planned).policies.buckets)
+
+# No gradient is touched that is not reduced yet.
+model = made("default")
+model.set_requires_gradient_sync(False)
+step(model, batch(), 0)
+ac_client.apply(model, 1.0)
+step(model, batch(), 1)
+told["waits"] = ac_client.applied(model).policy is None
+model.set_requires_gradient_sync(True)
+step(model, batch(), 2)
+reference = made("default")
+reference.set_requires_gradient_sync(False)
+step(reference, batch(), 0), step(reference, batch(), 1)
+reference.set_requires_gradient_sync(True)
+step(reference, batch(), 2)
+told["accumulated"] = same(gradients(reference), gradients(model))
+step(model, batch(), 3)
+told["planned later"] = ac_client.applied(model).policy is not None
+
+# A region that recomputes everything stays inside of the units.
+model, reference = made("default"), made("default")
+torch.manual_seed(rank)
+with ac_client.save_recompute_policy("recompute_all"):
+    loss = model(batch())
+loss.backward()
+torch.manual_seed(rank)
+reference(batch()).backward()
+told["region"] = same(gradients(reference), gradients(model))
+"""
+
+
+def test_a_sharded_model_is_planned_within_its_units(tmp_path: Path) -> None:
+    first, second = told(FSDP, tmp_path)
+    for way in ("default", "kept gathered", "bf16"):
+        for at in (first[way], second[way]):
+            assert at["equal"] == [True] * (6 if way == "default" else 5)
+            assert at["untouched"]
+            assert at["recomputed"] > 0
+            assert at["off_path"] == ""
+            assert at["predicted"] <= at["budget"] < at["save_all"]
+            # What gloo's threads let go of last, the record shows as never freed: so the least counts.
+            assert min(at["measured"]) == pytest.approx(at["predicted"], rel=0.01)
+        assert first[way]["policy"] == second[way]["policy"]
+    assert [first["buckets"], second["buckets"]] == [2, 1]
+    for at in (first, second):
+        assert at["waits"]
+        assert at["accumulated"]
+        assert at["planned later"]
+        assert at["region"]
+
+
+# --- without processes ----------------------------------------------------------------------------------
+
+
+class Party:
+    """Both sides of a meeting, one after the other: what the others say was written down before."""
+
+    def __init__(self, rank: int, others: list[str], made: dict[int, str] | None = None) -> None:
+        self.rank, self.size = rank, len(others)
+        self._others, self._made = others, made or {}
+        self.said: list[str] = []
+
+    def all(self, text: str) -> list[str]:
+        self.said.append(text)
+        return [text if rank == self.rank else other for rank, other in enumerate(self._others)]
+
+    def of(self, speaker: int, text: str) -> str:
+        self.said.append(text)
+        return text if speaker == self.rank else self._made[speaker]
+
+
+def heard(error: Exception) -> Exception:
+    """What another rank raises when this one fails."""
+    speaker = Party(0, ["", ""])
+    with pytest.raises(type(error)):
+        meet(speaker, error, lambda _terms: pytest.fail("planned all the same"))  # type: ignore[arg-type]
+    listener = Party(1, [speaker.said[0], ""])
+    need = Need({"0": "float32[1]"}, 10, 5)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - which one is the question
+        meet(listener, need, lambda _terms: pytest.fail("planned all the same"))  # type: ignore[arg-type]
+    assert "that was on rank 0 of 2" in raised.value.__notes__[0]
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InfeasibleBudget(10, 11, None, "a/aten.mm.default#0, forward", ()),
+        InvalidConstraints("no such thing"),
+        ac_client.InvalidBudget("none"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_the_planner_is_the_same_on_every_rank(error: Exception) -> None:
+    other = heard(error)
+    assert type(other) is type(error)
+    assert str(other) == str(error)
+    assert {**vars(other), "__notes__": 0} == {**vars(error), "__notes__": 0}
+
+
+def test_any_other_error_says_on_which_rank_and_what() -> None:
+    other = heard(KeyError("vocabulary"))
+    assert isinstance(other, ac_client.RankFailed)
+    assert (other.rank, other.kind) == (0, "KeyError")
+
+
+def test_ranks_plan_only_for_batches_that_no_other_covers() -> None:
+    wide, long, small = {"0": "f[8, 4]"}, {"0": "f[4, 9]"}, {"0": "f[4, 4]"}
+    assert planners_of([small, wide, small, wide]) == [1]
+    assert planners_of([small, wide, long]) == [2, 1]
+
+
+@pytest.mark.parametrize(("talks_over", "expected"), [("cuda", "cuda:3"), ("cpu", "cpu")])
+def test_ranks_talk_over_the_device_of_their_model(
+    talks_over: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the current one, which is every rank's first GPU if nobody set it, NCCL refuses to."""
+    monkeypatch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda group: talks_over)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(ranks_module, "device_of", lambda model: torch.device("cuda", 3))
+    found = ranks_of(nn.Linear(1, 1), object())
+    assert found is not None
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "tensor", lambda *_args, **kwargs: asked.append(kwargs["device"]))
+    found._numbers(1)
+    assert asked == [torch.device(expected)]
+
+
+def test_a_model_without_a_wrapper_is_planned_by_each_rank_alone() -> None:
+    assert ranks_of(nn.Linear(1, 1), "auto") is None
+    with pytest.raises(ValueError, match='group must be "auto", a ProcessGroup or None'):
+        ac_client.apply(nn.Linear(1, 1), 1.0, group="all")

@@ -1,0 +1,128 @@
+"""`apply` with a planning service: a real one, which listens on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from models import Transformer
+from serving import serving
+from stepping import scalar
+from torch import nn
+
+import ac_client
+import ac_client.planning.service_client
+from ac_client import ServiceRefused, ServiceUnavailable
+from autoac.api import Settings, create_app
+from autoac.planner import InfeasibleBudget, Policy
+from autoac.planner.units import GIB
+from autoac.profiler import profile
+
+BATCH = torch.randn(4, 64, 64)
+NAME = "transformer@cpu/production"
+NOBODY = "http://127.0.0.1:9"
+
+
+def made() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(layers=2, width=64)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    scalar(model(BATCH)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def policy_of(model: nn.Module) -> Policy:
+    policy = ac_client.applied(model).policy
+    assert policy is not None
+    return policy
+
+
+@pytest.fixture(scope="module")
+def budget_gb() -> float:
+    """Under which something is recomputed."""
+    from autoac.planner import build, simulate
+
+    graph = build(profile(made(), BATCH))
+    return (simulate(graph, graph.everything).peak.live_bytes - 1) / GIB
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Where the service is."""
+    path: Path = tmp_path_factory.mktemp("service") / "service.sqlite3"
+    app = create_app(Settings(database_url=f"sqlite:///{path}"))
+    with serving(app) as address:
+        yield address
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AUTOAC_TOKEN", raising=False)
+    monkeypatch.setattr(ac_client.planning.service_client, "PAUSES_S", ())
+
+
+def profiles(url: str) -> int:
+    return len(httpx2.get(f"{url}/v1/profiles").json()["items"])
+
+
+def test_a_second_training_gets_the_first_ones_policy_by_its_name_too(url: str, budget_gb: float) -> None:
+    plain = gradients(made())
+    first = ac_client.apply(made(), budget_gb, service=url, require_service=True)
+    assert all(map(torch.equal, gradients(first), plain))
+    assert (profiles(url), "recompute" in policy_of(first).decisions.values()) == (1, True)
+
+    # Its run times are others, so that its profile, were it sent, would be a second one.
+    second = ac_client.apply(made(), budget_gb, service=url)
+    assert all(map(torch.equal, gradients(second), plain))
+    assert policy_of(second) == policy_of(first)
+    assert profiles(url) == 1
+
+    id = httpx2.get(f"{url}/v1/policies").json()["items"][0]["id"]
+    put = httpx2.put(f"{url}/v1/aliases/{NAME}", json={"policy_id": id}, headers={"If-None-Match": "*"})
+    assert put.status_code == 201
+    named = ac_client.apply(made(), alias=NAME, service=url)
+    assert policy_of(named) == policy_of(first)
+    assert all(map(torch.equal, gradients(named), plain))
+    with pytest.raises(ServiceRefused, match="no alias transformer@cpu/canary"):
+        ac_client.apply(made(), budget_gb, alias="transformer@cpu/canary", service=url)
+    with pytest.raises(InfeasibleBudget):
+        ac_client.apply(made(), budget_gb / 2, alias=NAME, service=url)
+
+
+def test_with_the_service_away_and_required_the_first_step_says_so_and_the_model_is_as_it_was(
+    budget_gb: float,
+) -> None:
+    model = ac_client.apply(made(), budget_gb, service=NOBODY, require_service=True)
+    with pytest.raises(ServiceUnavailable, match="require_service=True forbids planning in this process"):
+        gradients(model)
+    assert all(map(torch.equal, gradients(model), gradients(made())))
+
+
+def test_an_alias_of_a_service_that_is_away(budget_gb: float, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = ac_client.apply(made(), budget_gb, alias=NAME, service=NOBODY)
+    assert f"in place of {NAME}" in caplog.text
+    gradients(model)
+    assert ac_client.applied(model).plan is not None  # made here
+    for given in ({"require_service": True, "budget_gb": budget_gb}, {}):
+        with pytest.raises(ServiceUnavailable, match="did not answer"):
+            ac_client.apply(made(), alias=NAME, service=NOBODY, **given)
+
+
+def test_arguments_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="alias means something only with a service"):
+        ac_client.apply(made(), 1, alias=NAME)
+    with pytest.raises(ValueError, match="require_service means something only with a service"):
+        ac_client.apply(made(), 1, require_service=True)
+    with pytest.raises(ValueError, match="not both"):
+        ac_client.apply(made(), 1, alias=NAME, policy="policy.json", service=NOBODY)
+    with pytest.raises(ValueError, match="is no alias"):
+        ac_client.apply(made(), 1, alias="not a name", service=NOBODY)

@@ -1,0 +1,388 @@
+"""One policy for each shape of batch: the smallest that covers it runs, with the plain model's gradients."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Transformer
+from stepping import scalar
+from torch import Tensor, nn
+
+import ac_client
+from ac_client.planning import policy_store as choosing
+from ac_client.planning.batch_shape import key_of, shape_of
+from ac_client.planning.shape_buckets import Buckets, Loaded
+from autoac.planner import bounds, build, find_minimum_peak, plan, simulate
+from autoac.planner.units import GIB
+from autoac.profiler import profile
+
+WIDTH = 32
+SMALL, TALL, WIDE, LARGE = (2, 16), (6, 16), (2, 48), (6, 48)
+
+
+def made() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(layers=2, width=WIDTH)
+
+
+def batch(of: tuple[int, int]) -> Tensor:
+    torch.manual_seed(of[0] * 100 + of[1])
+    return torch.randn(*of, WIDTH)
+
+
+@pytest.fixture(scope="module")
+def budget_gb() -> float:
+    """Binds for the largest batch, and for none of the others."""
+    found = profile(made(), batch(LARGE))
+    graph = build(found)
+    everything = simulate(graph, graph.everything).peak.live_bytes
+    return (find_minimum_peak(found, time_limit_s=5).found + everything) / 2 / GIB
+
+
+def gradients(model: nn.Module, of: tuple[int, int], *, seed: int = 1, **kwargs: Any) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    scalar(model(batch(of), **kwargs)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_as_plain(planned: nn.Module, plain: nn.Module, of: tuple[int, int], **kwargs: Any) -> None:
+    want, got = gradients(plain, of, **kwargs), gradients(planned, of, **kwargs)
+    assert len(want) == len(got)
+    assert all(map(torch.equal, want, got))
+
+
+def shape(of: tuple[int, int]) -> dict[str, str]:
+    return {"0": f"float32[{of[0]}, {of[1]}, {WIDTH}]"}
+
+
+def test_each_shape_runs_under_the_smallest_bucket_that_covers_it(budget_gb: float) -> None:
+    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    at = ac_client.applied(planned)
+    ran = {}
+    for of in (SMALL, TALL, WIDE, LARGE, SMALL, WIDE, LARGE, TALL):
+        assert_as_plain(planned, plain, of)
+        ran[of] = at.policy
+    assert [bucket.shape for bucket in at.policies.buckets] == [
+        shape(of) for of in (SMALL, TALL, WIDE, LARGE)
+    ]
+    for bucket in at.policies.buckets:
+        assert ran[eval_shape(bucket.shape)] == bucket.policy
+    assert "recompute" in ran[LARGE].decisions.values()
+    assert at.report().buckets == 4
+    assert at.report().off_path == ""
+    # (1, 40) is covered by WIDE and LARGE, (5, 17) by LARGE alone.
+    for of, bucket in (((1, 40), WIDE), ((5, 17), LARGE), ((2, 16), SMALL), ((3, 2), TALL)):
+        assert_as_plain(planned, plain, of)
+        assert at.policy is ran[bucket]
+    assert at.report().buckets == 4
+    assert "4 buckets" in str(at.report())
+
+
+def eval_shape(shape: dict[str, str]) -> tuple[int, int]:
+    a, b, _ = shape["0"].removeprefix("float32[").removesuffix("]").split(", ")
+    return int(a), int(b)
+
+
+def test_the_short_last_batch_is_planned_by_nobody(budget_gb: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    assert_as_plain(planned, plain, LARGE)
+    policy = ac_client.applied(planned).policy
+    monkeypatch.setattr(choosing, "observe", None)  # whoever profiles now fails
+    assert_as_plain(planned, plain, (5, 48))
+    assert ac_client.applied(planned).policy is policy
+
+
+def test_evaluation_and_other_modules_in_between_do_not_disturb(budget_gb: float) -> None:
+    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    at, other = ac_client.applied(planned), nn.Linear(WIDTH, 1)
+    for of in (LARGE, SMALL, LARGE):
+        assert_as_plain(planned, plain, of)
+        ran = at.policy
+        planned.eval()
+        planned(batch((7, 50))).values()
+        planned.train()
+        with torch.no_grad():
+            planned(batch((8, 60)))
+        other(batch(LARGE)).sum().backward()
+        assert at.policy is ran
+    assert at.report().buckets == 1
+
+
+def test_backwards_in_another_order_than_forwards_have_each_its_own_policy(budget_gb: float) -> None:
+    got = []
+    for model in (made(), ac_client.apply(made(), budget_gb)):
+        torch.manual_seed(3)
+        losses = [scalar(model(batch(of))) for of in (SMALL, LARGE, TALL)]
+        for i in (1, 2, 0):
+            losses[i].backward()
+        got.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *got))
+
+
+def test_strict_refuses_what_no_bucket_covers_before_anything_runs(budget_gb: float) -> None:
+    model = ac_client.apply(made(), budget_gb, strict=True)
+    at = ac_client.applied(model)
+    gradients(model, SMALL)
+    ran: list[str] = []
+    handle = model.blocks[0].register_forward_pre_hook(lambda *_: ran.append("block"))
+    state = torch.get_rng_state()
+    with pytest.raises(
+        ac_client.ShapeNotPlanned, match=r"float32\[6, 16, 32\]; planned are 0=float32"
+    ) as raised:
+        model(batch(TALL))
+    assert raised.value.shape == shape(TALL)
+    assert ran == []
+    handle.remove()
+    torch.set_rng_state(state)
+    at.plan_for(batch(TALL))
+    assert at.report().buckets == 2
+    assert_as_plain(model, made(), TALL)
+    with pytest.raises(ac_client.ShapeNotPlanned):
+        model(batch(SMALL), scale={"by": torch.ones(WIDTH)})  # the same sizes, and another argument
+
+
+def test_planning_ahead_changes_nothing(budget_gb: float) -> None:
+    model = ac_client.apply(made(), budget_gb)
+    at = ac_client.applied(model)
+    x, state = batch(LARGE), torch.get_rng_state()
+    at.plan_for(x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert at.report().steps == 0
+    assert_as_plain(model, made(), TALL)
+    assert at.report().buckets == 1
+    model.eval()
+    with pytest.raises(RuntimeError, match=r"model.train\(\)"):
+        at.plan_for(batch(TALL))
+    with pytest.raises(RuntimeError, match="budget_gb"):
+        ac_client.applied(ac_client.apply(made(), policy=at.policies)).plan_for(batch(LARGE))
+
+
+def test_a_shape_that_does_not_fit_leaves_the_others_planned(budget_gb: float) -> None:
+    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    assert_as_plain(planned, plain, SMALL)
+    with pytest.raises(ac_client.InfeasibleBudget):
+        planned(batch((60, 480)))
+    assert ac_client.applied(planned).report().buckets == 1
+    assert_as_plain(planned, plain, SMALL)
+
+
+def test_a_set_is_carried_out_from_a_file(
+    budget_gb: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, first = made(), ac_client.apply(made(), budget_gb)
+    for of in (SMALL, LARGE):
+        gradients(first, of)
+    policies = ac_client.applied(first).policies
+    path = tmp_path / "policies.json"
+    path.write_text(policies.to_json())
+
+    second = ac_client.apply(made(), policy=path)
+    at = ac_client.applied(second)
+    for of in (LARGE, SMALL, (6, 17)):
+        assert_as_plain(second, plain, of)
+        assert at.policy == policies.bucket(shape(of)).policy
+    with caplog.at_level(logging.WARNING):
+        for of in ((7, 48), (8, 48)):  # beyond, and nothing to plan for: the largest's decisions, op by op
+            assert_as_plain(second, plain, of)
+            assert at.policy == policies.buckets[1].policy
+    assert sum("no bucket covers" in message for message in caplog.messages) == 1
+    strict = ac_client.apply(made(), policy=policies, strict=True)
+    with pytest.raises(ac_client.ShapeNotPlanned, match="Pass budget_gb beside the policies"):
+        strict(batch((7, 48)))
+    filled = ac_client.apply(made(), 1.0, policy=policies)
+    assert_as_plain(filled, plain, (7, 48))
+    assert ac_client.applied(filled).report().buckets == 3
+    with pytest.raises(ac_client.InfeasibleBudget):
+        ac_client.apply(made(), budget_gb / 4, policy=policies)
+    with pytest.raises(ac_client.InvalidBudget, match="no buckets"):
+        ac_client.apply(made(), policy=ac_client.PolicySet(buckets=()))
+
+
+def test_a_loop_with_ever_larger_batches_does_not_plan_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choosing, "MOST_BUCKETS", 2)
+    plain, planned = made(), ac_client.apply(made(), 1.0)
+    with caplog.at_level(logging.WARNING):
+        for length in (1, 2, 3, 4):
+            assert_as_plain(planned, plain, (1, length))
+    assert ac_client.applied(planned).report().buckets == 2
+    assert sum("no bucket covers" in message for message in caplog.messages) == 1
+
+
+def test_while_torchs_profiler_runs_the_largest_bucket_serves_what_is_beyond(budget_gb: float) -> None:
+    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    at = ac_client.applied(planned)
+    for of in (TALL, SMALL):
+        assert_as_plain(planned, plain, of)
+    with torch.profiler.profile():
+        assert_as_plain(planned, plain, LARGE)
+    assert at.policy == at.policies.bucket(shape(TALL)).policy
+    assert at.report().buckets == 1
+    assert_as_plain(planned, plain, LARGE)
+    assert at.report().buckets == 2
+
+
+def test_the_first_policy_can_serve_every_shape() -> None:
+    plain, planned = made(), ac_client.apply(made(), 1.0, shapes="first")
+    for of in (SMALL, LARGE):
+        assert_as_plain(planned, plain, of)
+    assert ac_client.applied(planned).report().buckets == 1
+    with pytest.raises(ValueError, match="got 'one'"):
+        ac_client.apply(made(), 1.0, shapes="one")  # type: ignore[arg-type]
+
+
+def test_a_shape_with_nothing_to_differentiate_runs_plain() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, detached: bool = False) -> Tensor:
+            out = self.linear(x)
+            return out.detach() if detached else out
+
+    model = ac_client.apply(Sometimes(), 1.0)
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    for _ in range(2):
+        assert not model(x, detached=True).requires_grad
+    model(x).sum().backward()
+    assert ac_client.applied(model).report().buckets == 1
+
+
+class Pair(collections.namedtuple("Pair", "a b")):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (([1],), ([2],), True),
+        (([],), (False,), False),
+        (([1],), (True,), False),
+        ((None,), (False,), False),
+        ((1,), (1.0,), False),
+        ((torch.ones(2),), (torch.zeros(2),), True),
+        ((torch.ones(2),), (torch.ones(2, dtype=torch.float64),), False),
+        ((torch.ones(2),), ([torch.ones(2)],), False),
+        (({"a": torch.ones(2)},), ({"b": torch.ones(2)},), False),
+        ((collections.UserDict(a=torch.ones(2)),), (collections.UserDict(a=torch.ones(3)),), False),
+        ((Pair(torch.ones(2), 1),), (Pair(torch.ones(3), 1),), False),
+        (([torch.ones(1), torch.ones(2)],), ([torch.ones(1)], torch.ones(2)), False),
+        ((object(),), (object(),), True),
+        (({"1": torch.ones(2)},), ({1: torch.ones(2)},), False),
+        (({True: torch.ones(2)},), ({1: torch.ones(2)},), False),
+    ],
+)
+def test_batches_of_one_key_have_one_shape(one: tuple[Any, ...], other: tuple[Any, ...], same: bool) -> None:
+    assert (key_of(one, {}) == key_of(other, {})) is same
+    if same:
+        assert shape_of(one, {}) == shape_of(other, {})
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_bucket_covers_a_batch_whose_arguments_come_in_another_order(first: int) -> None:
+    """Dimensions are compared leaf by leaf, also where their number is the same."""
+    policy = plan(profile(nn.Linear(4, 4), torch.randn(2, 4)), budget_gb=1.0).policy()
+    long, wide = torch.empty(2, 48), torch.empty(48, 2)
+    buckets = Buckets()
+    bucket = Loaded(shape_of((), {"long": long, "wide": wide, "boxes": [{"b": wide, "a": long}]}), policy)
+    buckets.add(bucket)
+    met = {"boxes": [{"a": long[:, :9], "b": wide[:9]}], "wide": wide[:9], "long": long[:, :9]}
+    batches = [met, {**met, "wide": long[:, :9]}]
+    for batch in batches[first:] + batches[:first]:
+        covered = batch is met
+        assert (buckets.covering(key_of((), batch), (), batch) is bucket) is covered
+    assert buckets.covering(key_of((), {"other": long}), (), {"other": long}) is None
+
+
+def test_a_shape_names_each_leaf() -> None:
+    x = torch.zeros(2, 3)
+    assert shape_of((x, [x, 1]), {"scale": {"by": x}, "flag": True, "mask": None}) == {
+        "0": "float32[2, 3]",
+        "1[0]": "float32[2, 3]",
+        "1[1]": "int",
+        "scale['by']": "float32[2, 3]",
+        "flag": "True",
+        "mask": "None",
+    }
+
+
+def train_only(model: Transformer, count: int) -> None:
+    """The last `count` parameters."""
+    parameters = list(model.parameters())
+    for i, parameter in enumerate(parameters):
+        parameter.requires_grad_(i >= len(parameters) - count)
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("shapes", ["bucket", "first"])
+def test_other_parameters_that_train_have_a_plan_of_their_own(
+    shapes: choosing.Shapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiled = collections.Counter[str]()
+
+    def observe(*args: Any, **kwargs: Any) -> Any:
+        profiled["times"] += 1
+        return choosing_observe(*args, **kwargs)
+
+    choosing_observe = choosing.observe
+    monkeypatch.setattr(choosing, "observe", observe)
+    plain, planned = made(), made()
+    most = len(list(plain.parameters()))
+    peaks: dict[int, float] = {}
+    for count in (2, most):  # what the plain step takes with so many
+        train_only(plain, count)
+        found = profile(plain, batch(LARGE))
+        peaks[count] = bounds(build(found)).ceiling
+        smallest = find_minimum_peak(found, time_limit_s=5).found
+    assert peaks[2] < peaks[most]
+    budget = max(smallest, (smallest + int(peaks[most])) // 2)
+    ac_client.apply(planned, budget / GIB, shapes=shapes)
+    at = ac_client.applied(planned)
+    policies = {}
+    for count in (2, most, 2, most):
+        train_only(plain, count)
+        train_only(planned, count)
+        assert_as_plain(planned, plain, LARGE)
+        assert at.policy is not None
+        assert policies.setdefault(count, at.policy) is at.policy, "it was planned when it was met first"
+        assert at.policy.predicted.peak_bytes <= budget
+    assert "recompute" in policies[most].decisions.values()
+    assert "recompute" not in policies[2].decisions.values()
+    assert profiled["times"] == 2
+    assert at.report().buckets == 2
+
+
+def test_one_parameter_that_is_frozen_is_seen_within_a_few_forwards(budget_gb: float) -> None:
+    planned, plain = made(), made()
+    ac_client.apply(planned, 2 * budget_gb)
+    assert_as_plain(planned, plain, LARGE)
+    before = ac_client.applied(planned).policy
+    assert len(list(planned.parameters())) > choosing.ASKED
+    for model in (planned, plain):
+        list(model.parameters())[5].requires_grad_(False)
+    for _ in range(len(list(planned.parameters())) // choosing.ASKED + 1):
+        assert_as_plain(planned, plain, LARGE)
+    assert ac_client.applied(planned).policy is not before
+
+
+def test_a_policy_that_was_given_serves_whatever_trains(budget_gb: float) -> None:
+    first = ac_client.apply(made(), budget_gb)
+    gradients(first, LARGE)
+    planned, plain = made(), made()
+    ac_client.apply(planned, policy=ac_client.applied(first).policy)
+    for count in (2, len(list(plain.parameters())), 2):
+        train_only(plain, count)
+        train_only(planned, count)
+        assert_as_plain(planned, plain, LARGE)
+        assert ac_client.applied(planned).policy is ac_client.applied(first).policy
+    assert ac_client.applied(planned).report().buckets == 1

@@ -1,0 +1,400 @@
+"""Loops of other forms than one forward and one backward are planned for, or warned of at once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from ac_client import Report
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner import Policy, build, simulate
+from autoac.planner.units import GIB
+from autoac.profiler import observe
+from autoac.profiler.steps.hollow import Loop
+
+ROWS, WIDTH = 128, 32
+
+Step = Callable[[nn.Module], None]
+
+
+class Net(nn.Sequential):
+    """Linear layers with dropout."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+        super().__init__(*(module for layer in layers for module in layer))
+
+
+class WithLoss(Net):
+    """The same, and its loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+@dataclass
+class Output:
+    """As of a language model."""
+
+    loss: Tensor
+    logits: Tensor
+
+
+class Head(Net):
+    """Logits that are larger than all else, and a loss of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.append(nn.Linear(WIDTH, 1024))
+
+    def forward(self, x: Tensor) -> Output:
+        for layer in self:
+            x = layer(x)
+        logits = x
+        return Output(nn.functional.cross_entropy(logits, logits.new_zeros(len(x), dtype=torch.long)), logits)
+
+
+def batches(n: int = 1) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(ROWS, WIDTH) for _ in range(n)]
+
+
+def budget_for(
+    model: nn.Module, part: float, optimizer: torch.optim.Optimizer | None = None, loop: Loop | None = None
+) -> int:
+    """So much of what saving everything takes beyond the static bytes, in that loop."""
+    graph = build(observe(model, batches(), {}, optimizer=optimizer, loop=loop or Loop()))
+    peak = simulate(graph, graph.everything).peak.live_bytes
+    return graph.static_bytes + int(part * (peak - graph.static_bytes))
+
+
+def several(n: int) -> Step:
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        torch.autograd.backward([model(x) for x in batches(n)])
+
+    return step
+
+
+def measured(model: nn.Module, step: Step) -> Report:
+    model.zero_grad()
+    at = ac_client.applied(model)
+    with at.measure():
+        step(model)
+    return at.report()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def assert_gradients_of_the_plain_model(model: nn.Module, plain: nn.Module, step: Step) -> None:
+    for one in (model, plain):
+        one.zero_grad()
+        step(one)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_forwards_in_flight_peak_where_predicted(n: int, caplog: pytest.LogCaptureFixture) -> None:
+    budget = budget_for(WithLoss(), 0.6, loop=Loop(n))
+    model = ac_client.apply(WithLoss(), budget / GIB, forwards_in_flight=n)
+    several(n)(model)
+    report = measured(model, several(n))
+    assert report.recomputed > 0
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+    assert_gradients_of_the_plain_model(model, WithLoss(), several(n))
+    assert not warnings(caplog)
+    policy = ac_client.applied(model).policy
+    assert [len(part) for part in policy.forwards] == [len(policy.decisions) // n] * n
+    assert Policy.from_json(policy.to_json()) == policy
+
+
+def test_more_forwards_than_planned_warn_and_are_planned_for_in_the_same_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    budget = budget_for(WithLoss(), 0.6, loop=Loop(2))
+    model = ac_client.apply(WithLoss(), budget / GIB)
+    several(2)(model)
+    assert "2 forwards wait for one backward, and the plan is for 1" in warnings(caplog)[0]
+    assert "forwards_in_flight=" in warnings(caplog)[0]
+    report = measured(model, several(2))
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+    assert_gradients_of_the_plain_model(model, WithLoss(), several(2))
+    assert len(warnings(caplog)) == 1
+
+
+def test_forwards_one_after_the_other_are_not_in_flight(caplog: pytest.LogCaptureFixture) -> None:
+    model = ac_client.apply(WithLoss(), budget_for(WithLoss(), 0.6) / GIB)
+    kept = []
+    for x in batches(3):
+        loss = model(x)
+        loss.backward()
+        kept.append(loss)  # with its graph, which backward has freed
+    model(batches()[0])  # dropped at once
+    model(batches()[0]).backward()
+    assert not warnings(caplog)
+
+
+def test_forwards_in_flight_that_fit_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = ac_client.apply(WithLoss(), 1.0)
+    several(3)(model)
+    assert not warnings(caplog)
+    assert len(ac_client.applied(model).policy.forwards) == 1
+
+
+def test_a_budget_that_the_loop_cannot_keep_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    budget = budget_for(WithLoss(), 0.5)
+    model = ac_client.apply(WithLoss(), budget / GIB)
+    several(2)(model)
+    said = [message for message in warnings(caplog) if "cannot be kept" in message]
+    assert "the step needs at least" in said[-1]
+    report = measured(model, several(2))
+    assert report.predicted_peak_bytes >= report.measured_peak_bytes > budget
+
+
+def with_cross_entropy(model: nn.Module) -> None:
+    torch.manual_seed(2)
+    out = model(batches()[0])
+    loss_of(out).backward()
+
+
+HEAD = torch.randn(WIDTH, 1024)
+
+
+def loss_of(out: Tensor) -> Tensor:
+    logits = out @ HEAD
+    return nn.functional.cross_entropy(logits, logits.new_zeros(len(out), dtype=torch.long))
+
+
+def test_a_large_loss_outside_of_the_model_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = ac_client.apply(Net(), budget_for(Net(), 0.7) / GIB)
+    with_cross_entropy(model)
+    assert "Pass loss=..." in warnings(caplog)[0]
+
+
+def test_a_loss_that_is_passed_is_part_of_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    graph = build(observe(model, batches(), {}, loss=loss_of))
+    budget = simulate(graph, graph.everything).peak.live_bytes - ROWS * WIDTH * 4
+    ac_client.apply(model, budget / GIB, loss=loss_of)
+    with_cross_entropy(model)
+    report = measured(model, with_cross_entropy)
+    assert report.recomputed > 0
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+    assert_gradients_of_the_plain_model(model, Net(), with_cross_entropy)
+    assert not warnings(caplog)
+
+
+def test_a_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        x = batches()[0].requires_grad_()
+        out = model(x)
+        (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.mean() + gradient.square().mean()).backward()
+
+    model = ac_client.apply(Net(), budget_for(Net(), 0.7) / GIB)
+    step(model)
+    (said,) = warnings(caplog)
+    assert "create_graph=True" in said
+    assert "cannot be kept" in said
+    assert_gradients_of_the_plain_model(model, Net(), step)
+
+
+def test_a_retained_graph_is_warned_of_and_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        loss = model(batches()[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    budget = budget_for(WithLoss(), 0.9)
+    model = ac_client.apply(WithLoss(), budget / GIB)
+    step(model)
+    (said,) = warnings(caplog)
+    assert "retain_graph=True" in said
+    step(model)  # planned again
+    report = measured(model, step)
+    assert report.recomputed > 0
+    assert report.measured_peak_bytes <= budget
+    assert_gradients_of_the_plain_model(model, WithLoss(), step)
+    assert len(warnings(caplog)) == 1
+
+
+def test_an_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytest.LogCaptureFixture) -> None:
+    plain, model = WithLoss(), WithLoss()
+    adam = torch.optim.AdamW(model.parameters())
+    budget = budget_for(plain, 0.6, torch.optim.AdamW(plain.parameters()))
+    ac_client.apply(model, budget / GIB)
+
+    def step(model: nn.Module) -> None:
+        several(1)(model)
+        adam.step()
+        adam.zero_grad()
+
+    step(model)
+    step(model)
+    (said,) = warnings(caplog)
+    assert "AdamW steps it" in said
+    assert "optimizer=" in said
+    report = measured(model, step)
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+    assert ac_client.applied(model).policy.predicted.static_bytes > 3 * sum(
+        p.nbytes for p in plain.parameters()
+    )
+
+
+def test_an_optimizer_of_another_model_is_not_adopted() -> None:
+    model, other = ac_client.apply(WithLoss(), 1.0), WithLoss()
+    adam = torch.optim.AdamW(other.parameters())
+    for _ in range(2):
+        for one in (model, other):
+            several(1)(one)
+        adam.step()
+        model.zero_grad()
+    static = sum(p.nbytes for p in model.parameters()) + batches()[0].nbytes
+    assert ac_client.applied(model).policy.predicted.static_bytes == static
+
+
+def test_another_dtype_is_planned_for() -> None:
+    def step(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        model(batches()[0].to(torch.float32)).backward()
+
+    class Casts(WithLoss):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(next(self.parameters()).dtype))
+
+    budget = budget_for(Casts(), 1.2)
+    model = ac_client.apply(Casts(), budget / GIB)
+    step(model)
+    assert ac_client.applied(model).report().recomputed == 0
+    model.zero_grad()
+    model.double()
+    step(model)
+    report = measured(model, step)
+    assert report.recomputed > 0
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+
+
+def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogCaptureFixture) -> None:
+    models = Net(), WithLoss()
+    x = batches()[0]
+
+    def step() -> None:
+        torch.manual_seed(2)
+        models[1](models[0](x)).backward()
+        for model in models:
+            model.zero_grad()
+
+    def peak() -> int:
+        standing = x.nbytes + sum(p.nbytes for model in models for p in model.parameters())
+        with AllocatorTimeline(base=standing) as timeline:
+            step()
+        return timeline.peak_bytes
+
+    step()
+    budget = int(0.75 * peak())
+    for model in models:
+        ac_client.apply(model, budget / GIB)
+    step()
+    assert (
+        "other planned models on the device" in warnings(caplog)[0]
+    )  # in the step in which both train first
+    for _ in range(3):
+        step()
+    caplog.clear()
+    assert peak() <= budget
+    assert not warnings(caplog)
+    assert any(ac_client.applied(model).report().recomputed for model in models)
+
+
+def test_a_planned_model_that_does_not_train_takes_no_room() -> None:
+    idle = ac_client.apply(WithLoss(), 1.0)
+    several(1)(idle)
+    model = ac_client.apply(WithLoss(), 1.0)
+    several(1)(model)
+    peaks = [ac_client.applied(one).policy.predicted.peak_bytes for one in (idle, model)]
+    assert peaks[0] == peaks[1]
+
+
+class Skips(nn.Module):
+    """Layers of which some are left out, as with stochastic depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Net() for _ in range(3)])
+        self.runs = [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.runs:
+            x = self.layers[i](x)
+        return x.square().mean()
+
+
+def test_modules_that_the_first_batch_skipped_are_planned_once_they_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    whole = Skips()
+    whole.runs = [0, 1, 2]
+    budget = budget_for(whole, 0.7)
+    model = ac_client.apply(Skips(), budget / GIB)
+    several(1)(model)
+    assert ac_client.applied(model).report().recomputed == 0
+    model.runs = [0, 1, 2]
+    model.zero_grad()
+    several(1)(model)
+    (said,) = [message for message in warnings(caplog) if "skipped" in message]
+    assert "layers.1.0, " in said
+    model.zero_grad()
+    several(1)(model)  # planned again
+    report = measured(model, several(1))
+    assert report.recomputed > 0
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+    assert_gradients_of_the_plain_model(model, whole, several(1))
+    model.runs = [0]
+    several(1)(model)
+    assert ac_client.applied(model).report().buckets == 1
+
+
+def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogCaptureFixture) -> None:
+    def drops(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        model(batches()[0]).loss.backward()
+
+    def holds(model: nn.Module) -> None:
+        torch.manual_seed(2)
+        out = model(batches()[0])
+        out.loss.backward()
+
+    budget = budget_for(Head(), 0.97)
+    model = ac_client.apply(Head(), budget / GIB)
+    drops(model)
+    model.zero_grad()
+    before = ac_client.applied(model).report()
+    assert before.recomputed > 0
+    drops(model)
+    model.zero_grad()
+    report = measured(model, drops)
+    assert report.recomputed < before.recomputed
+    assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
+    assert not warnings(caplog)
+    model.zero_grad()
+    holds(model)
+    assert "outputs are held" in warnings(caplog)[0]
+    for step in (holds, drops, holds):
+        model.zero_grad()
+        step(model)
+        report = measured(model, step)
+        assert report.measured_peak_bytes <= budget
+    assert len(warnings(caplog)) == 1
+    assert_gradients_of_the_plain_model(model, Head(), drops)

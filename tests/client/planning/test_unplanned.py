@@ -1,0 +1,129 @@
+"""Training that no plan runs in is noticed, and training in `eval()` is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Transformer
+from stepping import scalar
+from torch import Tensor, nn
+
+import ac_client
+from ac_client import applied
+from autoac.planner import build, find_minimum_peak, simulate
+from autoac.planner.units import GIB
+from autoac.profiler import profile
+
+BATCH = torch.randn(4, 64, 64)
+
+
+def made() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(layers=2, width=64)
+
+
+@pytest.fixture(scope="module")
+def budget_gb() -> float:
+    found = profile(made().eval(), BATCH)
+    graph = build(found)
+    return (
+        (find_minimum_peak(found, time_limit_s=5).found + simulate(graph, graph.everything).peak.live_bytes)
+        / 2
+        / GIB
+    )
+
+
+def train(
+    model: nn.Module,
+    call: Callable[[Tensor], object],
+    steps: int = 3,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Tensor]:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(1)
+        scalar(call(BATCH)).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_training_in_eval_is_planned_from_the_second_step_on(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, planned = made().eval(), ac_client.apply(made().eval(), budget_gb)
+    weights = train(plain, plain)
+    assert all(map(torch.equal, train(planned, planned), weights))
+    report = applied(planned).report()
+    assert report.steps == 2
+    assert report.recomputed > 0
+    assert report.off_path == ""
+    assert sum("is trained in eval()" in message for message in caplog.messages) == 1
+
+
+def test_an_evaluation_with_gradients_is_not_planned(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ac_client.apply(made(), budget_gb * 2)
+    for _ in range(2):
+        train(model.train(), model, steps=1)
+        model.eval()(BATCH)
+    assert applied(model).report().steps == 2
+    assert not caplog.messages
+
+
+def test_each_mode_has_a_plan_of_its_own(budget_gb: float) -> None:
+    model = ac_client.apply(made(), budget_gb * 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    train(model, model, 2, optimizer)
+    train(model.eval(), model, 2, optimizer)
+    assert applied(model).report().buckets == 2
+    train(model.train(), model, 1, optimizer)
+    model.eval()(BATCH)  # evaluations are not planned again
+    report = applied(model).report()
+    assert (report.buckets, report.steps, report.off_path) == (2, 4, "")
+
+
+@pytest.mark.parametrize("way", ["forward", "list"])
+def test_steps_past_the_models_call_are_told_once(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    model: nn.Module = made()
+    call: Callable[[Tensor], object] = model.forward
+    if way == "list":
+        layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        model, call = layers, lambda x: layers[1](layers[0](x).sin())
+    ac_client.apply(model, 1e-6)
+    train(model, call, steps=1)  # may be one that only makes the optimizer's state
+    assert not caplog.messages
+    train(model, call)
+    assert [m for m in caplog.messages if "without a training forward" in m] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_two_optimizers_over_one_forward_are_no_unplanned_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = ac_client.apply(made(), 1.0)
+    half, others = list(model.parameters())[::2], list(model.parameters())[1::2]
+    optimizers = [torch.optim.SGD(some, lr=0.1) for some in (half, others)]
+    stranger = torch.optim.SGD(made().parameters(), lr=0.1)
+    for _ in range(3):
+        scalar(model(BATCH)).backward()
+        for optimizer in (*optimizers, stranger, stranger):
+            optimizer.step()
+    assert not caplog.messages
+
+
+def test_no_plan_for_other_parameters_runs_under_the_plan_before(caplog: pytest.LogCaptureFixture) -> None:
+    """A discriminator that is frozen trains less, and needs less; thawed, its budget is too small."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    x = torch.randn(64, 64, requires_grad=True)
+    model.requires_grad_(False)
+    found = find_minimum_peak(profile(model, x), time_limit_s=5).found
+    ac_client.apply(model, (found + 4096) / GIB)
+    model(x).sum().backward()
+    model.requires_grad_(True)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert sum("under the plan made before" in message for message in caplog.messages) == 1
+    assert all(p.grad is not None for p in model.parameters())

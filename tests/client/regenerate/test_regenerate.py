@@ -1,0 +1,596 @@
+"""`autoac regenerate`: policies that are planned where something changed, and nowhere else."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ac_client.cli import main as cli
+from ac_client.regenerate import config as settings
+from ac_client.regenerate import drift as run
+from ac_client.regenerate import model_source as observed
+from ac_client.regenerate.lock import Lock
+from autoac.planner import Policy
+from autoac.profiler import DATASHEETS, CannotFake
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.pow(2).mean()
+
+def make():
+    return Net(), torch.zeros(4096, 256)
+
+def bare():
+    print("building")
+    return Net()
+
+def trained():
+    model = Net()
+    adam = torch.optim.Adam(model.parameters())
+    return {"model": model, "args": (torch.zeros(4096, 256),), "optimizer": adam}
+
+def broken():
+    raise OSError("no such weights")
+"""
+FROZEN = """
+    net = Net()
+    net.layers[1][0].bias.requires_grad_(False)
+    return net, torch"""
+TOML = """
+[models.net]
+entry = "nets:make"
+device = "h100"
+budgets_gb = [0.08, 0.06]
+"""
+MB = 2**20
+
+
+def autoac(capsys, *argv):
+    """The exit code, stdout and stderr of `autoac regenerate ARGV`."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(["regenerate", *map(str, argv)])
+    out, err = capsys.readouterr()
+    return left.value.code, out, err
+
+
+def model(folder, text=MODEL):
+    """Write the module with the model, so that the next import sees it."""
+    (folder / "nets.py").write_text(text)
+    sys.modules.pop("nets", None)
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with `autoac.toml` and a module that makes its model."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    model(tmp_path)
+    (tmp_path / "autoac.toml").write_text(TOML)
+    yield tmp_path
+    sys.modules.pop("nets", None)
+
+
+MADE: dict[str, dict[str, bytes]] = {}  # policies by the text of autoac.toml: planned once for all tests
+
+
+def planned(folder, capsys, toml):
+    """`folder` with `toml` and its policies."""
+    (folder / "autoac.toml").write_text(toml)
+    if toml not in MADE:
+        assert autoac(capsys)[0] == cli.OK
+        MADE[toml] = texts(folder)
+    (folder / "policies").mkdir(exist_ok=True)
+    for name, text in MADE[toml].items():
+        (folder / "policies" / name).write_bytes(text)
+    return folder
+
+
+@pytest.fixture
+def fresh(folder, capsys):
+    """The same with its policies planned."""
+    return planned(folder, capsys, TOML)
+
+
+def texts(folder):
+    return {path.name: path.read_bytes() for path in sorted((folder / "policies").iterdir())}
+
+
+def policies_of(out):
+    return {told["file"]: told for told in json.loads(out)["policies"]}
+
+
+# --- nothing changed --------------------------------------------------------------------------------------
+
+
+def test_policies_are_planned_within_their_budgets_and_written_beside_a_lock(folder, capsys):
+    code, out, _ = autoac(capsys)
+    assert (code, out.splitlines()[-1]) == (cli.OK, "2 policies: 2 written.")
+    written = texts(folder)
+    assert list(written) == ["net-0.06gib.json", "net-0.08gib.json", "net.lock.json"]
+    for name, budget in (("net-0.06gib.json", 0.06), ("net-0.08gib.json", 0.08)):
+        policy = Policy.from_json(written[name])
+        assert policy.predicted.peak_bytes <= policy.budget_bytes == int(budget * 2**30)
+        assert "recompute" in policy.decisions.values()
+    assert "H100" in policy.device
+
+
+def test_a_check_of_what_did_not_change_plans_nothing_and_writes_nothing(fresh, capsys, monkeypatch):
+    monkeypatch.setattr(run, "plan_profile", lambda *args, **kwargs: pytest.fail("planned"))
+    before = {path.name: path.stat().st_mtime_ns for path in (fresh / "policies").iterdir()}
+    for argv in (["--check"], ["--check"], []):
+        code, out, _ = autoac(capsys, *argv)
+        assert (code, out.splitlines()[-1]) == (cli.OK, "2 policies: 2 unchanged.")
+    assert {path.name: path.stat().st_mtime_ns for path in (fresh / "policies").iterdir()} == before
+
+
+def test_another_process_with_other_hashes_writes_the_same_bytes(fresh):
+    before = texts(fresh)
+    for name in before:
+        (fresh / "policies" / name).unlink()
+    subprocess.run(
+        [sys.executable, "-m", "ac_client.cli.main", "regenerate"],
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert texts(fresh) == before
+
+
+def test_forcing_finds_the_same_plan(fresh, capsys):
+    before = texts(fresh)
+    code, out, _ = autoac(capsys, "--force", "--check")
+    assert (code, out.count("planned again, and it is the same")) == (cli.OK, 2)
+    assert autoac(capsys, "--force")[0] == cli.OK
+    assert texts(fresh) == before
+
+
+def test_what_is_estimated_is_the_same_on_every_build_of_torch(folder):
+    seen = observed.Observed("net", settings_of(folder).models["net"], folder).seen()
+    assert "+" not in seen.environment.torch
+
+
+# --- something changed ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("nn.GELU()", "nn.ReLU()", ["layers.0-3.1 (4 modules) changed:", "new: relu", "gone: gelu"]),
+        ("range(4)", "range(5)", ["layers.4.0,2 (2 modules) changed:", "new: addmm.default"]),
+        ("256, 512), nn.GELU(), nn.Linear(512", "256, 640), nn.GELU(), nn.Linear(640",
+         ["layers.0-3.0 (4 modules) changed:", "addmm.default makes 10.00 MiB, was 8.00 MiB"]),
+        ("zeros(4096, 256)", "zeros(2048, 256)", ["the batch is float32[2048, 256], was float32[4096, 256]"]),
+    ],
+)  # fmt: skip
+def test_a_changed_layer_is_told_by_its_name(fresh, capsys, old, new, told):
+    before = texts(fresh)
+    model(fresh, MODEL.replace(old, new))
+    code, out, _ = autoac(capsys, "--check")
+    assert code == cli.USAGE == 2
+    assert [words for words in told if words not in out] == []
+    assert "planned now" in out
+    assert texts(fresh) == before
+    assert autoac(capsys)[0] == cli.OK
+    assert texts(fresh) != before
+    assert autoac(capsys, "--check")[0] == cli.OK
+
+
+def test_one_changed_layer_is_told_alone(fresh, capsys):
+    changed = "    net = Net()\n    net.layers[2][1] = nn.ReLU()\n    return net, torch"
+    model(fresh, MODEL.replace("    return Net(), torch", changed))
+    code, out, _ = autoac(capsys, "--check", "--output-format", "json")
+    assert code == cli.USAGE
+    for told in policies_of(out).values():
+        assert [layer["name"] for layer in told["layers"]] == ["layers.2.1"]
+        assert (told["layers"][0]["new"], told["layers"][0]["gone"]) == (["relu.default"], ["gelu.default"])
+
+
+def test_parameters_that_are_no_longer_trained_are_drift_where_every_op_is_the_same(fresh, capsys):
+    was = Lock.from_json((fresh / "policies" / "net.lock.json").read_text())
+    model(fresh, MODEL.replace("    return Net(), torch", FROZEN))
+    code, out, _ = autoac(capsys, "--check")
+    assert code == cli.USAGE
+    assert "gradients of the step: " in out
+    assert autoac(capsys)[0] == cli.OK
+    now = Lock.from_json((fresh / "policies" / "net.lock.json").read_text())
+    assert (was.fingerprint, was.gradient_nbytes - 2048) == (now.fingerprint, now.gradient_nbytes)
+
+
+def test_drift_tells_peak_and_time_before_and_after_and_what_is_kept(fresh, capsys):
+    model(fresh, MODEL.replace("nn.GELU()", "nn.ReLU()"))
+    code, out, _ = autoac(capsys, "--check", "--output-format", "json")
+    assert (code, json.loads(out)["drifted"]) == (cli.USAGE, True)
+    told = policies_of(out)["policies/net-0.06gib.json"]
+    stored = Policy.from_json((fresh / told["file"]).read_text())
+    assert told["stored"]["peak_bytes"] == stored.predicted.peak_bytes
+    assert told["stored"]["recompute_us"] == stored.predicted.recompute_us
+    assert told["planned"]["peak_bytes"] <= stored.budget_bytes < told["stored_now"]["peak_bytes"]
+    assert "over the budget" in told["text"]
+    assert told["changes"]
+    known = set(stored.decisions)
+    for change in told["changes"]:  # relu was never kept before, so it is never said to be dropped
+        assert not [op for op in change["lost"] if f"{change['modules'][0]}/aten.{op}#0" not in known]
+    assert autoac(capsys)[0] == cli.OK
+    written = Policy.from_json((fresh / told["file"]).read_text())
+    assert written.predicted.peak_bytes == told["planned"]["peak_bytes"]
+
+
+def test_another_setting_is_told_by_its_key(fresh, capsys):
+    (fresh / "autoac.toml").write_text(TOML + 'gap = 0.02\nconstraints = { pin_save = ["layers.0.1"] }\n')
+    code, out, _ = autoac(capsys, "--check")
+    assert code == cli.USAGE
+    assert "gap is 0.02 in autoac.toml, was 0.01" in out
+    assert "constraints is {'pin_save': ['layers.0.1']} in autoac.toml, was not set" in out
+    assert autoac(capsys)[0] == cli.OK
+    policy = Policy.from_json((fresh / "policies" / "net-0.06gib.json").read_text())
+    assert policy.decisions["layers.0.1/aten.gelu.default#0"] == "save"
+    assert autoac(capsys, "--check")[0] == cli.OK
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda path: path.unlink(), "there is no such file"),
+        (lambda path: path.write_text("{"), "not a valid policy: not JSON"),
+        (lambda path: path.write_bytes(b"\xff"), "not a valid policy"),
+        (
+            lambda path: path.write_text(path.read_text().replace('"recompute"', '"save"', 1)),
+            "edited by hand, or merged",
+        ),
+    ],
+)
+def test_a_policy_that_is_not_what_was_written_has_drifted(fresh, capsys, spoil, told):
+    before = texts(fresh)
+    spoil(fresh / "policies" / "net-0.06gib.json")
+    code, out, _ = autoac(capsys, "--check")
+    assert code == cli.USAGE
+    assert told in out
+    assert "policies/net-0.08gib.json: unchanged" in out
+    assert autoac(capsys)[0] == cli.OK
+    assert texts(fresh) == before
+
+
+def test_a_run_that_was_cut_short_is_seen_by_the_next(fresh, capsys, monkeypatch):
+    before = texts(fresh)
+    model(fresh, MODEL.replace("nn.GELU()", "nn.ReLU()"))
+    write = run.write_whole
+
+    def fails_at_the_lock(path, text):
+        if path.name.endswith("lock.json"):
+            raise OSError(28, "No space left on device", str(path))
+        write(path, text)
+
+    monkeypatch.setattr(run, "write_whole", fails_at_the_lock)
+    code, _, err = autoac(capsys)
+    assert (code, "No space left" in err) == (cli.ERROR, True)
+    assert list(texts(fresh)) == list(before)
+    assert all(Policy.from_json(text) for name, text in texts(fresh).items() if "lock" not in name)
+    monkeypatch.setattr(run, "write_whole", write)
+    model(fresh)
+    code, out, _ = autoac(capsys, "--check")
+    assert (code, "edited by hand" in out) == (cli.USAGE, True)
+    assert autoac(capsys)[0] == cli.OK
+    assert texts(fresh) == before
+
+
+def test_other_run_times_alone_are_judged_by_a_new_plan(fresh, capsys):
+    path = fresh / "policies" / "net.lock.json"
+    before = texts(fresh)
+    path.write_text(Lock.from_json(path.read_text()).model_copy(update={"digest": "0" * 64}).to_json())
+    code, out, _ = autoac(capsys, "--check")
+    assert (code, out.count("unchanged\n")) == (cli.OK, 2)
+    assert autoac(capsys)[0] == cli.OK
+    assert texts(fresh) == before
+
+
+def test_a_policy_beyond_its_gap_by_other_run_times_has_drifted(fresh, capsys, monkeypatch):
+    slow = DATASHEETS["h100"]
+    told = {name: getattr(slow, name) for name in slow.__slots__} | {"bytes_per_s": slow.bytes_per_s / 50}
+    monkeypatch.setitem(DATASHEETS, "h100", type(slow)(**told))
+    code, out, _ = autoac(capsys, "--check", "--output-format", "json")
+    judged = policies_of(out)
+    for one in judged.values():
+        spent = one["stored_now"]["recompute_us"]
+        late = one["planned"] and spent - one["planned"]["recompute_us"] > 0.01 * spent
+        assert (one["verdict"] == "drifted") == bool(late)
+    assert code == (cli.USAGE if any(one["verdict"] == "drifted" for one in judged.values()) else cli.OK)
+
+
+# --- what is listed ---------------------------------------------------------------------------------------
+
+
+def test_files_of_what_is_no_longer_listed_are_told_and_pruned_when_asked(fresh, capsys):
+    (fresh / "policies" / "mine.json").write_text("{}")
+    (fresh / "autoac.toml").write_text(
+        TOML.replace("[0.08, 0.06]", "[0.06]").replace("models.net", "models.new")
+    )
+    code, out, _ = autoac(capsys)
+    assert code == cli.OK
+    gone = "net-0.06gib.json, net-0.08gib.json, net.lock.json"
+    assert f"no longer listed (--prune removes them): {gone}" in out
+    assert (autoac(capsys, "--check")[0], autoac(capsys, "--check", "--prune")[0]) == (cli.OK, cli.USAGE)
+    assert {*gone.split(", ")} < {*texts(fresh)}
+    code, out, _ = autoac(capsys, "--prune")
+    assert (code, f"no longer listed, removed: {gone}" in out) == (cli.OK, True)
+    assert list(texts(fresh)) == ["mine.json", "new-0.06gib.json", "new.lock.json"]
+    assert autoac(capsys, "--check", "--prune")[0] == cli.OK
+
+
+def test_the_file_of_a_budget_that_is_no_longer_listed_is_not_forgotten(fresh, capsys):
+    (fresh / "autoac.toml").write_text(TOML.replace("[0.08, 0.06]", "[0.06]"))
+    for _ in range(2):
+        assert "no longer listed (--prune removes them): net-0.08gib.json" in autoac(capsys)[1]
+    assert autoac(capsys, "--prune")[0] == cli.OK
+    assert list(texts(fresh)) == ["net-0.06gib.json", "net.lock.json"]
+    assert "no longer" not in autoac(capsys, "--check", "--prune")[1]
+
+
+def test_a_lock_makes_nothing_outside_its_folder_go(fresh, capsys):
+    (fresh / "keep.json").write_text("{}")
+    path = fresh / "policies" / "old.lock.json"
+    text = (fresh / "policies" / "net.lock.json").read_text().replace('"name": "net"', '"name": "old"')
+    path.write_text(text.replace("net-0.08gib.json", "../keep.json"))
+    assert autoac(capsys, "--prune")[0] == cli.OK
+    path.write_text(text.replace("net-0.08gib.json", "mine.json"))
+    (fresh / "policies" / "mine.json").write_text("{}")
+    assert autoac(capsys, "--prune")[0] == cli.OK
+    assert (fresh / "keep.json").exists()
+    assert (fresh / "policies" / "mine.json").exists()
+
+
+def test_a_failure_is_the_models_own_and_writes_nothing_of_it(fresh, capsys):
+    before = texts(fresh)
+    model(fresh, MODEL.replace("nn.GELU()", "nn.ReLU()"))
+    other = '\n[models.b]\nentry = "nets:broken"\ndevice = "h100"\nbudgets_gb = [1]\n'
+    other += '\n[models.c]\nentry = "nets:make"\ndevice = "a100"\nbudgets_gb = [1]\n'
+    (fresh / "autoac.toml").write_text(TOML.replace("0.06", "0.01") + other)
+    code, out, _ = autoac(capsys)
+    assert code == cli.ERROR
+    assert "no plan of net fits in 0.01 GiB" in out
+    assert "change budgets_gb of [models.net]" in out
+    assert "layers.0-3.1 (4 modules) changed:" in out
+    assert "not written, since another budget of this model failed" in out
+    assert "nets:broken: OSError: no such weights" in out
+    assert "policies/c-1gib.json: written" in out
+    now = texts(fresh)
+    assert {name: now[name] for name in before} == before
+    assert [name for name in now if name not in before] == ["c-1gib.json", "c.lock.json"]
+
+
+def test_the_least_budget_that_is_named_has_a_plan(folder, capsys):
+    (folder / "autoac.toml").write_text(TOML.replace("[0.08, 0.06]", "[0.01]"))
+    _, out, _ = autoac(capsys)
+    least = out.partition("the smallest budget is ")[2].partition(":")[0]
+    (folder / "autoac.toml").write_text(TOML.replace("[0.08, 0.06]", f"[{least}]"))
+    assert autoac(capsys)[0] == cli.OK
+
+
+def test_only_the_models_that_are_named_are_looked_at(fresh, capsys):
+    other = '\n[models.b]\nentry = "nets:broken"\ndevice = "h100"\nbudgets_gb = [1]\n'
+    (fresh / "autoac.toml").write_text(TOML + other)
+    assert autoac(capsys, "--only", "net", "--check")[0] == cli.OK
+    code, _, err = autoac(capsys, "--only", "c")
+    assert (code, "'c' is none of net, b" in err) == (cli.USAGE, True)
+
+
+# --- entries ----------------------------------------------------------------------------------------------
+
+
+def settings_of(folder):
+    return settings.read(folder / "autoac.toml", tuple(DATASHEETS))
+
+
+@pytest.mark.parametrize("inputs", ['["float32[4096, 256]"]', '{ x = "float32[4096, 256]" }'])
+def test_an_entry_may_return_the_model_alone_where_the_file_has_the_batch(folder, capsys, inputs):
+    text = TOML.replace("nets:make", "nets:bare")
+    (folder / "autoac.toml").write_text(text + f"meta = true\ninputs = {inputs}\n")
+    code, out, err = autoac(capsys, "--output-format", "json")
+    assert (code, json.loads(out)["failed"]) == (cli.OK, False)  # what the entry prints is not on stdout
+    assert "building" in err
+    policy = Policy.from_json((folder / "policies" / "net-0.06gib.json").read_text())
+    assert policy.inputs == ("float32[4096, 256]",)
+    (folder / "autoac.toml").write_text(text)
+    assert "nets:bare returned a model without a batch; return (model, batch)" in autoac(capsys)[1]
+
+
+def test_the_optimizer_of_an_entry_is_counted(folder):
+    plain = observed.Observed("net", settings_of(folder).models["net"], folder).seen()
+    (folder / "autoac.toml").write_text(TOML.replace("nets:make", "nets:trained"))
+    adam = observed.Observed("net", settings_of(folder).models["net"], folder).seen()
+    assert plain.static.optimizer_state == 0
+    assert adam.static.optimizer_state >= 2 * adam.static.parameters
+
+
+def test_autocast_is_in_force_for_a_device_that_is_not_here(folder):
+    (folder / "autoac.toml").write_text(TOML + 'autocast = "bfloat16"\n')
+    seen = observed.Observed("net", settings_of(folder).models["net"], folder).seen()
+    assert seen.environment.autocast == "bfloat16"
+
+
+# --- the local device -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(folder, capsys):
+    """Policies that were planned by a measurement of the local device."""
+    return planned(folder, capsys, TOML.replace('"h100"', '"local"'))
+
+
+def test_a_check_of_the_local_device_measures_nothing_where_nothing_changed(local, capsys, monkeypatch):
+    monkeypatch.setattr(observed.Observed, "measured", lambda self: pytest.fail("measured"))
+    assert Lock.from_json((local / "policies" / "net.lock.json").read_text()).planned_on == "cpu"
+    for _ in range(2):
+        assert autoac(capsys, "--check")[0] == cli.OK
+
+
+def test_measuring_again_judges_by_the_new_times(local, capsys, monkeypatch):
+    asked = []
+    measured = observed.Observed.measured
+    monkeypatch.setattr(observed.Observed, "measured", lambda self: asked.append(1) or measured(self))
+    monkeypatch.setattr(run, "NOISE", 1e9)
+    code, out, _ = autoac(capsys, "--check", "--measure")
+    assert (code, bool(asked), out.count("unchanged\n")) == (cli.OK, True, 2)
+    monkeypatch.setattr(run, "NOISE", -1e9)
+    monkeypatch.setattr(run._Model, "_no_longer_good", lambda *args, **kwargs: ["faster"])
+    assert autoac(capsys, "--check", "--measure")[0] == cli.USAGE
+
+
+def test_a_policy_is_no_longer_good_if_it_is_over_its_budget_or_slower_than_the_noise(folder, capsys):
+    from dataclasses import replace
+
+    from autoac.planner import plan
+
+    table = settings_of(folder).models["net"]
+    step = observed.Observed("net", table, folder).seen()
+    made = plan(step, budget_gb=0.06)
+    judge = run._Model("net", table, folder, folder, run.Wanted(), print, None)._no_longer_good
+    assert judge(made, made, measured=False) == []
+    assert "over" in judge(replace(made, peak=made.budget + 1), made, measured=True)[0]
+    slower = replace(made, recompute_us=made.recompute_us + 0.04 * made.step_us)
+    assert judge(slower, made, measured=True) == []
+    assert "a new plan recomputes" in judge(slower, made, measured=False)[0]
+    slower = replace(made, recompute_us=made.recompute_us + 0.06 * made.step_us)
+    assert "a new plan recomputes" in judge(slower, made, measured=True)[0]
+
+
+def test_policies_of_another_device_are_checked_here_and_not_planned_over(local, capsys):
+    path = local / "policies" / "net.lock.json"
+    path.write_text(path.read_text().replace('"planned_on": "cpu"', '"planned_on": "NVIDIA H100"'))
+    assert autoac(capsys, "--check")[0] == cli.OK
+    model(local, MODEL.replace("nn.GELU()", "nn.ReLU()"))
+    code, out, _ = autoac(capsys, "--check")
+    assert code == cli.USAGE
+    assert "layers.0-3.1 (4 modules) changed:" in out
+    assert "policies of net are for NVIDIA H100, and this machine has cpu" in out
+    code, out, _ = autoac(capsys)
+    assert (code, "pass --force to plan for cpu" in out) == (cli.ERROR, True)
+    assert autoac(capsys, "--force")[0] == cli.OK
+    assert Lock.from_json(path.read_text()).planned_on == "cpu"
+
+
+def test_a_model_that_cannot_take_a_fake_step_is_seen_where_it_is(local, capsys, monkeypatch):
+    observe = observed.observe
+
+    def no_fakes(*args, on=None, **kwargs):
+        if on is not None:
+            raise CannotFake("aten.nonzero.default", "its output's shape depends on values")
+        return observe(*args, on=on, **kwargs)
+
+    monkeypatch.setattr(observed, "observe", no_fakes)
+    assert autoac(capsys)[0] == cli.OK
+    assert Lock.from_json((local / "policies" / "net.lock.json").read_text()).environment.device_type == "cpu"
+    assert autoac(capsys, "--check")[0] == cli.OK
+    (local / "autoac.toml").write_text(TOML)
+    code, out, _ = autoac(capsys)
+    assert (code, 'set device = "local" in [models.net]' in out) == (cli.ERROR, True)
+
+
+# --- telling ----------------------------------------------------------------------------------------------
+
+
+def test_github_gets_an_annotation_for_each_file_and_a_summary(fresh, capsys, monkeypatch):
+    summary = fresh / "summary.md"
+    outputs = fresh / "outputs"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
+    monkeypatch.setenv("GITHUB_OUTPUT", str(outputs))
+    code, out, _ = autoac(capsys, "--check", "--output-format", "github")
+    assert (code, out) == (cli.OK, "2 policies: 2 unchanged.\n")
+    model(fresh, MODEL.replace("nn.GELU()", "nn.ReLU()"))
+    code, out, _ = autoac(capsys, "--check", "--output-format", "github")
+    assert code == cli.USAGE
+    lines = out.splitlines()
+    assert len(lines) == 3  # newlines and percent signs are escaped
+    assert lines[0].startswith("::error file=policies/net-0.08gib.json,title=policy out of date::")
+    assert lines[1].startswith("::error file=policies/net-0.06gib.json,title=policy out of date::")
+    assert "%0A" in lines[0]
+    assert "layers.0-3.1 (4 modules) changed:" in lines[0]
+    assert "| `net-0.06gib.json` | 0.06 GiB | drifted |" in summary.read_text()
+    assert outputs.read_text() == "drifted=false\ndrifted=true\n"
+
+
+def test_the_model_is_told_once_for_all_its_policies(fresh, capsys):
+    model(fresh, MODEL.replace("nn.GELU()", "nn.ReLU()"))
+    out = autoac(capsys, "--check")[1]
+    assert out.count("layers.0-3.1 (4 modules) changed:") == 1
+    assert out.count("the model changed as told of net-0.08gib.json") == 1
+
+
+# --- settings ---------------------------------------------------------------------------------------------
+
+TABLE = "[models.net]\nentry = 'nets:make'\ndevice = 'h100'\nbudgets_gb = [1]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[models.net", "not TOML"),
+        ("", "models: missing; add a table [models.NAME]"),
+        ("policis = 'p'\n" + TABLE, "policis: unknown key; did you mean policies?"),
+        (TABLE + "budget_gb = 2", "[models.net] budget_gb: unknown key; did you mean budgets_gb?"),
+        (TABLE.replace("entry = 'nets:make'\n", ""), '[models.net] entry: missing; write "module:function"'),
+        (TABLE.replace("nets:make", "nets.make"), "[models.net] entry: 'nets.make': "),
+        (TABLE.replace("h100", "h1000"), "[models.net] device: 'h1000' is none of local, h100"),
+        (TABLE.replace("h100", "h1000"), "did you mean h100?"),
+        (TABLE.replace("[1]", "[]"), "[models.net] budgets_gb: "),
+        (TABLE.replace("[1]", "[1, -2]"), "[models.net] budgets_gb[1]: -2: input should be greater than 0"),
+        (TABLE.replace("[1]", "['1']"), "[models.net] budgets_gb[0]: '1': "),
+        (TABLE.replace("[1]", "[nan]"), "[models.net] budgets_gb[0]: nan: "),
+        (TABLE.replace("[1]", "[1, 1.0]"), "[models.net]: budgets_gb lists 1 twice"),
+        (TABLE + "headroom_gb = 1", "headroom_gb = 1 leaves nothing of the budget of 1 GiB"),
+        (TABLE + "gap = 1", "[models.net] gap: 1: input should be less than 1; give a fraction"),
+        (TABLE + "gap = true", "[models.net] gap: True: "),
+        (TABLE + "inputs = ['in64[2]']", "'in64[2]' is no tensor; write a type and a shape"),
+        (TABLE + "meta = true", "give the batch here: inputs = "),
+        (TABLE.replace("h100", "local") + "meta = true\ninputs = ['int64[2]']", "cannot run on device"),
+        (TABLE + "[models.net.constraints]\npin_sav = []", "[models.net.constraints] pin_sav: unknown key"),
+        (TABLE + "[models.net.constraints]\nextra_static_gb = -1", "constraints] extra_static_gb: -1"),
+        (TABLE.replace("models.net", "models.'../net'"), "'../net' becomes part of file names"),
+        (TABLE + TABLE.replace("models.net", "models.NET"), "'net' and 'NET' are one file name"),
+        ("policies = '../out'\n" + TABLE, "policies: must be a folder of its own below the file"),
+        ("policies = '/out'\n" + TABLE, "policies: must be a folder"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_the_settings_is_told_by_table_and_key(folder, capsys, text, told):
+    (folder / "autoac.toml").write_text(text)
+    code, out, err = autoac(capsys)
+    assert (code, out) == (cli.ERROR, "")
+    assert err.startswith("autoac: autoac.toml: ")
+    assert told in err
+    assert not (folder / "policies").exists()
+
+
+def test_wrong_settings_are_annotated_at_their_table(folder, capsys):
+    (folder / "autoac.toml").write_text("# first\n" + TABLE + "gap = 1\n")
+    _, out, _ = autoac(capsys, "--output-format", "github")
+    assert out.startswith("::error file=autoac.toml,line=2,title=invalid settings::[models.net] gap: 1:")
+
+
+def test_no_file_says_where_to_begin(tmp_path, capsys):
+    code, _, err = autoac(capsys, "--config", tmp_path / "none.toml")
+    assert (code, "no such file; write one" in err) == (cli.ERROR, True)
+
+
+def test_every_key_is_in_the_page():
+    page = (Path(__file__).parents[3] / "docs" / "regenerate.md").read_text()
+    tables = (settings.Settings, settings.ModelTable, settings.ConstraintsTable)
+    assert [key for table in tables for key in table.model_fields if f"`{key}`" not in page] == []

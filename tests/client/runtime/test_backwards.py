@@ -1,0 +1,231 @@
+"""Several backward passes over one graph, partial ones, nested ones, and looks at the graph from outside."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.replay import Log
+from ac_client.runtime.view_recipes import StaleError
+
+
+def chain(x: Tensor) -> Tensor:
+    y = (x * 2).exp()
+    return (y.sin() * y.tanh()).exp()
+
+
+def test_backward_twice_with_retain_graph() -> None:
+    x = torch.randn(5, requires_grad=True)
+    (want,) = torch.autograd.grad(chain(x).sum(), x)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        z = chain(x)
+    (first,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
+    replayed = len(log.events)
+    (second,) = torch.autograd.grad(z.sum(), x)
+    assert torch.equal(first, want)
+    assert torch.equal(second, want)
+    assert len(log.events) > replayed, "each pass makes its values afresh"
+
+
+def test_two_losses_over_one_graph() -> None:
+    def losses(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.exp().sin()
+        return (y * y).sum(), y.tanh().sum()
+
+    x = torch.randn(5, requires_grad=True)
+    a, b = losses(x)
+    a.backward(retain_graph=True)
+    b.backward()
+    want, x.grad = x.grad, None
+    with save_recompute_policy("recompute_all"):
+        a, b = losses(x)
+    a.backward(retain_graph=True)
+    b.backward()
+    assert torch.equal(x.grad, want)
+
+
+def test_two_losses_that_share_what_the_first_pass_leaves() -> None:
+    x = torch.randn(5, requires_grad=True)
+    w = torch.randn(5, requires_grad=True)
+
+    def losses() -> tuple[Tensor, Tensor]:
+        y = x.exp().sin().cos()  # needed by both, and never by a shared autograd node
+        return (y.detach() * w).tanh().sum(), (y.detach() * w).exp().sum()
+
+    a, b = losses()
+    a.backward()
+    b.backward()
+    want, w.grad = w.grad, None
+    with save_recompute_policy("recompute_all"):
+        a, b = losses()
+    a.backward()
+    b.backward()
+    assert torch.equal(w.grad, want)
+
+
+def test_double_backward() -> None:
+    x = torch.randn(5, requires_grad=True, dtype=torch.double)
+
+    def second(z: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+        (gg,) = torch.autograd.grad(g.pow(2).sum(), x)
+        return gg
+
+    want = second(chain(x))
+    with save_recompute_policy("recompute_all"):
+        z = chain(x)
+    assert torch.equal(second(z), want)
+
+
+def test_gradcheck() -> None:
+    def planned(x: Tensor) -> Tensor:
+        with save_recompute_policy("recompute_all"):
+            return chain(x)
+
+    x = torch.randn(3, requires_grad=True, dtype=torch.double)
+    assert torch.autograd.gradcheck(planned, (x,))
+    assert torch.autograd.gradgradcheck(planned, (x,))
+
+
+def test_grad_inside_forward() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = chain(x)
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (g * y).sum()
+
+    x = torch.randn(5, requires_grad=True)
+    model(x).backward()
+    want, x.grad = x.grad, None
+    with save_recompute_policy("recompute_all"):
+        loss = model(x)
+    loss.backward()
+    assert torch.equal(x.grad, want)
+
+
+def test_partial_backward_then_the_rest() -> None:
+    x = torch.randn(5, requires_grad=True)
+    w = torch.randn(5, requires_grad=True)
+
+    def loss() -> Tensor:
+        return (chain(x) * w.exp()).sum()
+
+    loss().backward()
+    want = x.grad, w.grad
+    x.grad = w.grad = None
+    with save_recompute_policy("recompute_all"):
+        planned = loss()
+    planned.backward(inputs=[w], retain_graph=True)
+    assert x.grad is None
+    planned.backward(inputs=[x])
+    assert torch.equal(x.grad, want[0])
+    assert torch.equal(w.grad, want[1])
+
+
+def test_backward_twice_without_retain_is_torchs_error() -> None:
+    x = torch.randn(5, requires_grad=True)
+    with save_recompute_policy("recompute_all"):
+        loss = chain(x).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_a_look_at_the_graph_uses_nothing_up() -> None:
+    x = torch.randn(5, requires_grad=True)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        y = x.exp().sin()
+    want = x.detach().exp()
+    for _ in range(3):
+        assert torch.equal(y.grad_fn._saved_self, want)
+    y.sum().backward()
+    assert torch.equal(x.grad, want.cos() * want)
+
+
+def test_a_custom_function_may_unpack_twice() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            y = x.exp()
+            ctx.save_for_backward(y)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            (a,) = ctx.saved_tensors
+            total = a.sum()
+            del a
+            (b,) = ctx.saved_tensors
+            return gradient * b * total / total
+
+    x = torch.randn(5, requires_grad=True)
+    with save_recompute_policy("recompute_all"):
+        z = Twice.apply(x.sin().cos())
+    z.sum().backward()
+    want, x.grad = x.grad, None
+    Twice.apply(x.sin().cos()).sum().backward()
+    assert torch.equal(x.grad, want)
+
+
+def test_backward_on_another_thread() -> None:
+    x = torch.randn(5, requires_grad=True)
+    (want,) = torch.autograd.grad(chain(x).sum(), x)
+    with save_recompute_policy("recompute_all"):
+        loss = chain(x).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert torch.equal(x.grad, want)
+
+
+def test_several_regions_alive_at_once() -> None:
+    x = torch.randn(5, requires_grad=True)
+    (want,) = torch.autograd.grad(chain(chain(x).sin()).sum(), x)
+    with save_recompute_policy("recompute_all"):
+        y = chain(x)
+    with save_recompute_policy("recompute_all"):
+        z = chain(y.sin())
+    z.sum().backward()
+    assert torch.equal(x.grad, want)
+
+
+@pytest.mark.parametrize("written", ["parameter", "input", "view of input", "saved value"])
+def test_a_write_after_forward_is_an_error_as_in_autograd(written: str) -> None:
+    parameter = torch.nn.Parameter(torch.randn(5, 5))
+    given = torch.randn(5, 5, requires_grad=True)
+    with save_recompute_policy([torch.ops.aten.mm]):
+        kept = given.t() @ parameter
+        z = kept.exp().sin()
+    with torch.no_grad():
+        {"parameter": parameter, "input": given, "view of input": given[0], "saved value": kept}[
+            written
+        ].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        z.sum().backward()
+    assert isinstance(raised.value, StaleError)
+
+
+def test_writes_inside_the_region_are_no_error() -> None:
+    def model(x: Tensor) -> Tensor:
+        y = x.exp()
+        a = y + 1
+        with torch.no_grad():
+            given.mul_(3)
+        b = (a * given).sin()
+        y = y.clone().mul_(2)
+        return b * y
+
+    given = torch.ones(5)
+    x = torch.randn(5, requires_grad=True)
+    model(x).sum().backward()
+    want, x.grad = x.grad, None
+    given.fill_(1)
+    with save_recompute_policy("recompute_all"):
+        z = model(x)
+    z.sum().backward()
+    assert torch.equal(x.grad, want)

@@ -1,0 +1,408 @@
+"""Threads, generators, coroutines, interrupts and copies: nothing gets mixed up, nothing stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from models import ConvNet
+from stepping import nothing_left
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ac_client
+from ac_client.runtime.nodes import Value
+from ac_client.runtime.region import active, save_recompute_policy
+from ac_client.runtime.replay import Log
+from autoac.planner import Policy, plan
+from autoac.profiler import profile
+
+
+def chain(x: Tensor) -> Tensor:
+    return (x.sin().exp() * x).cos()
+
+
+def gradient(out: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(out.sum(), x)[0]
+
+
+def is_plain(out: Tensor, x: Tensor) -> bool:
+    return torch.equal(gradient(out, x), gradient(chain(x), x))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_open() -> Iterator[None]:
+    yield
+    assert active.region is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.inside: Callable[[], None] = int  # called half way; a copy takes it along
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if i == 2:
+                self.inside()
+            x = nn.functional.dropout(nn.functional.gelu(layer(x)).sin(), 0.1)
+        return x.exp()
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    """Recomputes everything."""
+    made = plan(profile(Deep(), torch.ones(4, 8)), budget_bytes=1 << 30).policy()
+    return made.model_copy(update={"decisions": dict.fromkeys(made.decisions, "recompute")})
+
+
+def gradients_of(model: nn.Module, x: Tensor, *, dropout: bool = True) -> list[Tensor]:
+    """Of one step of a model that is only read: nothing is accumulated."""
+    if dropout:
+        torch.manual_seed(1)
+    return list(torch.autograd.grad(model(x).sum(), list(model.parameters())))
+
+
+class WithoutDropout(Deep):
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if i == 2:
+                self.inside()
+            x = nn.functional.gelu(layer(x)).sin()
+        return x.exp()
+
+
+def test_forwards_and_backwards_of_regions_on_several_threads() -> None:
+    meet = threading.Barrier(4, timeout=30)
+
+    def run(seed: int) -> tuple[bool, list[tuple[str, str]]]:
+        x = torch.randn(16, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        log = Log()
+        for _ in range(20):
+            meet.wait()
+            with save_recompute_policy("recompute_all", log=log):
+                meet.wait()
+                z = chain(x)
+            meet.wait()
+            if not is_plain(z, x):
+                return False, []
+        return True, log.events
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(run, range(4)))
+    assert all(right for right, _ in results)
+    assert all(sum(kind == "recompute" for kind, _ in events) >= 20 for _, events in results)
+
+
+@pytest.mark.parametrize("given", ["policy", "budget"])
+def test_forwards_of_one_planned_model_on_several_threads(given: str) -> None:
+    torch.manual_seed(0)
+    model = WithoutDropout()
+    want = gradients_of(model, torch.ones(4, 8), dropout=False)
+    if given == "policy":
+        made = plan(profile(model, torch.ones(4, 8)), budget_bytes=1 << 30).policy()
+        decisions = dict.fromkeys(made.decisions, "recompute")
+        ac_client.apply(model, policy=made.model_copy(update={"decisions": decisions}))
+        model.inside = threading.Barrier(3, timeout=30).wait
+    else:
+        ac_client.apply(model, 1.0)  # the first of them plans, and the others wait for it
+
+    def run(_: int) -> bool:
+        found = [gradients_of(model, torch.ones(4, 8), dropout=False) for _ in range(5)]
+        return all(torch.equal(a, b) for one in found for a, b in zip(one, want, strict=True))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(run, range(3)))
+    report = ac_client.applied(model).report()
+    assert (report.steps, report.off_path) == (15, "")
+    assert (report.recomputed > 0) == (given == "policy")
+
+
+def test_backward_in_a_thread_while_another_forward_runs() -> None:
+    x = torch.randn(64, requires_grad=True)
+    with save_recompute_policy("recompute_all"):
+        first = chain(x)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(is_plain(first, x)))
+    with save_recompute_policy("recompute_all"):
+        second = chain(x)
+        thread.start()
+        thread.join()
+        second = second * 1
+    assert found == [True]
+    assert is_plain(second, x)
+
+
+def test_uses_are_counted_right_while_other_threads_run_backward_over_the_same_region() -> None:
+    x = torch.ones(2, requires_grad=True)
+    want = (x.detach().sin().exp() * 2).cos() * 2
+    wrong: list[Tensor] = []
+
+    def backward(outs: list[Tensor]) -> None:
+        while outs:
+            found = gradient(outs.pop(), base)
+            if not torch.equal(found, want):
+                wrong.append(found)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool, save_recompute_policy("recompute_all"):
+            base = x.sin().exp()
+            assert active.region is not None
+            value = active.region._origins.get(base)
+            assert isinstance(value, Value)
+            before = value.uses, value.node.used_outs
+            running = []
+            for _ in range(100):
+                outs = [(base * 2).sin() for _ in range(10)]  # each adds a use, and backward takes it away
+                running.append(pool.submit(backward, outs))
+                del outs
+            for one in running:
+                one.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    assert (value.uses, value.node.used_outs) == before
+
+
+def test_several_planned_models_alive_at_once(policy: Policy) -> None:
+    torch.manual_seed(0)
+    models = [Deep() for _ in range(3)]
+    x = torch.ones(4, 8)
+    want = [gradients_of(m, x) for m in models]
+    for m in models:
+        ac_client.apply(m, policy=policy)
+    outs = []
+    for m in models:
+        torch.manual_seed(1)
+        outs.append(m(x))
+    for m, out, expected in reversed(list(zip(models, outs, want, strict=True))):
+        found = torch.autograd.grad(out.sum(), list(m.parameters()))
+        assert all(map(torch.equal, found, expected))
+        assert ac_client.applied(m).report().off_path == ""
+
+
+def suspended(x: Tensor, policy: str, log: Log | None = None) -> Iterator[Tensor]:
+    with save_recompute_policy(policy, log=log):
+        y = x.sin().exp()
+        yield y
+        yield (y * x).cos()
+
+
+@pytest.mark.parametrize("between", ["plain code", "another region", "another generator"])
+@pytest.mark.parametrize("leaves_first", ["the generator", "the other"])
+def test_a_generator_that_suspends_inside_a_region(between: str, leaves_first: str) -> None:
+    x, log = torch.randn(4, requires_grad=True), Log()
+    outs = []
+    mine = suspended(x, "recompute_all", log)
+    next(mine)
+    other: Any = None
+    if between == "plain code":
+        outs.append(chain(x))
+    elif between == "another region":
+        other = save_recompute_policy("must_save_all")
+        other.__enter__()
+        outs.append(chain(x))
+    else:
+        other = suspended(x, "recompute_all")
+        next(other)
+
+    def finish_mine() -> None:
+        outs.append(next(mine))
+        mine.close()
+
+    def finish_other() -> None:
+        if isinstance(other, save_recompute_policy):
+            outs.append(chain(x))
+            other.__exit__(None, None, None)
+        elif other is not None:
+            outs.append(next(other))
+            other.close()
+
+    for finish in [finish_mine, finish_other][:: 1 if leaves_first == "the generator" else -1]:
+        finish()
+    assert active.region is None
+    assert all(is_plain(z, x) for z in outs)
+    assert any(kind == "recompute" for kind, _ in log.events)
+
+
+def test_coroutines_that_interleave() -> None:
+    x = torch.randn(4, requires_grad=True)
+
+    async def forward(ticks: int) -> Tensor:
+        with save_recompute_policy("recompute_all"):
+            y = x.sin()
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            return (y.exp() * x).cos()
+
+    async def every() -> list[Tensor]:
+        return await asyncio.gather(*(forward(i % 3) for i in range(6)))
+
+    outs = asyncio.run(every())
+    assert active.region is None
+    assert all(is_plain(z, x) for z in outs)
+
+
+def test_a_region_left_on_another_thread_is_a_clear_error_and_heals() -> None:
+    x = torch.randn(4, requires_grad=True)
+    mine = suspended(x, "recompute_all")
+    next(mine)
+    z = next(mine)
+    raised: list[BaseException] = []
+
+    def close() -> None:
+        try:
+            mine.close()
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert "left on the thread that entered it" in str(raised[0])
+    between = chain(x)  # what it sees from now on, it saves
+    log = Log()
+    with save_recompute_policy("recompute_all"):
+        after = chain(x)
+    assert active.region is None
+    assert all(is_plain(t, x) for t in (z, between, after))
+    with save_recompute_policy("recompute_all", log=log):
+        again = chain(x)
+    assert is_plain(again, x)
+    assert any(kind == "recompute" for kind, _ in log.events)
+
+
+class Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return func(*args, **(kwargs or {}))
+
+
+def test_leaving_before_a_mode_that_was_entered_inside_is_a_clear_error_and_heals() -> None:
+    region, mode = save_recompute_policy("recompute_all"), Nothing()
+    region.__enter__()
+    mode.__enter__()
+    with pytest.raises(RuntimeError, match="after the dispatch modes"):
+        region.__exit__(None, None, None)
+    mode.__exit__(None, None, None)
+    with save_recompute_policy("recompute_all"):
+        pass
+    assert active.region is None
+
+
+def test_entering_one_object_twice_is_a_clear_error() -> None:
+    one = save_recompute_policy("recompute_all")
+    with one, pytest.raises(RuntimeError, match="entered already"):
+        one.__enter__()
+    with one:
+        assert active.region is not None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_an_interrupted_region_leaves_nothing(error: type[BaseException]) -> None:
+    x = torch.randn(4, requires_grad=True)
+
+    def interrupted() -> None:
+        with save_recompute_policy("recompute_all"):
+            chain(x)
+            raise error
+
+    with pytest.raises(error):
+        interrupted()
+    with nothing_left(), pytest.raises(error):
+        interrupted()
+    assert active.region is None
+
+
+@pytest.mark.parametrize("next_call", ["training", "evaluation", "remove"])
+def test_an_interrupted_forward_of_a_planned_model_is_over_with_the_next_call(
+    policy: Policy, next_call: str
+) -> None:
+    torch.manual_seed(0)
+    model = Deep()
+    x = torch.ones(4, 8)
+    want = gradients_of(model, x)
+    ac_client.apply(model, policy=policy)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model.inside = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    model.inside = int
+    match next_call:
+        case "training":
+            assert all(map(torch.equal, gradients_of(model, x), want))
+        case "evaluation":
+            model.eval()
+            model(x)
+        case "remove":
+            ac_client.applied(model).remove()
+    assert active.region is None
+    model.train()
+    assert all(map(torch.equal, gradients_of(model, x), want))
+
+
+def through_torch_save(model: nn.Module) -> nn.Module:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded: nn.Module = torch.load(stream, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save], ids=["deepcopy", "torch.save"])
+def test_a_copy_is_plain_and_may_be_planned_itself(
+    policy: Policy, copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    torch.manual_seed(0)
+    model, x = Deep(), torch.ones(4, 8)
+    ac_client.apply(model, policy=policy)
+    want = gradients_of(model, x)
+    twin = copied(model)
+    with pytest.raises(ac_client.NotApplied):
+        ac_client.applied(twin)
+    assert all(map(torch.equal, gradients_of(twin, x), want))
+    assert ac_client.applied(model).report().steps == 1
+    ac_client.apply(twin, policy=policy)
+    assert all(map(torch.equal, gradients_of(twin, x), want))
+    assert ac_client.applied(twin).report().recomputed > 0
+
+
+def test_a_state_dict_is_that_of_the_plain_model_before_and_after_planning() -> None:
+    torch.manual_seed(0)
+    plain = ConvNet()
+    planned = ac_client.apply(copy.deepcopy(plain), 1.0)
+    x = torch.randn(4, 3, 8, 8)
+    for _ in range(2):
+        ours, theirs = planned.state_dict(), plain.state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        for model in (plain, planned):
+            torch.manual_seed(1)
+            model(x).sum().backward()
+    plain.load_state_dict(planned.state_dict())
+
+
+def test_a_region_entered_by_hand_and_never_left_ends_with_its_object() -> None:
+    def entered_and_lost() -> None:
+        save = save_recompute_policy("must_save_all")
+        save.__enter__()
+        raise ValueError
+
+    with pytest.raises(ValueError), save_recompute_policy("recompute_all"):  # noqa: PT011
+        entered_and_lost()
+    assert active.region is None

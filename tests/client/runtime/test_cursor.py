@@ -1,0 +1,211 @@
+"""The cursor knows where it is, and finds its way back at the next module (rule 10). No torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath, Route
+
+ROUTE = Route(
+    {
+        "./embed#0": "save",
+        "a/mm#0": "recompute",
+        "a/gelu#0": "save",
+        "a.b/mm#0": "recompute",
+        "a/mm#1": "save",
+        "c/mm#0": "recompute",
+        "./loss#0": "save",
+    }
+)
+
+
+def walk(cursor: Cursor, *events: str) -> list[str | None]:
+    """`>a` enters a module, `<a` leaves it, anything else is an op."""
+    decisions = []
+    for event in events:
+        if event[0] == ">":
+            cursor.enter(event[1:])
+        elif event[0] == "<":
+            cursor.leave(event[1:])
+        else:
+            decisions.append(cursor.op(event))
+    return decisions
+
+
+def test_on_the_path() -> None:
+    cursor = Cursor(ROUTE)
+    got = walk(
+        cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", ">c", "mm", "<c", "loss"
+    )
+    assert got == ["save", "recompute", "save", "recompute", "save", "recompute", "save"]
+    assert cursor.off is None
+
+
+def test_what_a_wrapper_runs_itself_is_beside_the_path() -> None:
+    """DistributedDataParallel rebuilds buckets and sends buffers before it calls its module."""
+    route = Route({"module/mm#0": "recompute", "module/gelu#0": "save"})
+    wrapper = Cursor(route, strict=True, beside={"."})
+    got = walk(wrapper, "empty", "mm", "copy_", ">module", "mm", "gelu", "<module", "copy_")
+    assert got == [None, None, None, "recompute", "save", None]
+    wrapper.finish()
+    with pytest.raises(LeftThePath):
+        walk(Cursor(route, strict=True, beside={"."}), "empty", ">module", "empty")
+    with pytest.raises(LeftThePath):
+        walk(Cursor(route, strict=True), "empty")
+
+
+def test_an_unknown_op_is_left_to_the_default_until_the_next_module() -> None:
+    told: list[OffPath] = []
+    cursor = Cursor(ROUTE, report=told.append)
+    got = walk(
+        cursor,
+        "embed",
+        ">a",
+        "mm",
+        "relu",
+        "gelu",
+        ">a.b",
+        "mm",
+        "<a.b",
+        "mm",
+        "<a",
+        ">c",
+        "mm",
+        "<c",
+        "loss",
+    )
+    assert got == ["save", "recompute", None, None, "recompute", "save", "recompute", "save"]
+    assert [str(off) for off in told] == ["expected a/gelu#0, found relu"]
+
+
+def test_a_module_that_is_left_out_is_skipped_and_told() -> None:
+    cursor = Cursor(ROUTE)
+    got = walk(cursor, "embed", ">c", "mm", "<c", "loss")
+    assert got == ["save", "recompute", "save"]
+    assert cursor.off == OffPath("a/mm#0", "c/mm#0")
+
+
+def test_a_module_that_is_called_once_more_is_left_to_its_last_call_and_told() -> None:
+    cursor = Cursor(ROUTE)
+    walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a")
+    got = walk(cursor, ">c", "mm", "<c", ">c", "mm", "<c", "loss")
+    assert got == ["recompute", "recompute", "save"]
+    assert cursor.off == OffPath("./loss#0", "c/mm#0")
+
+
+def test_ops_that_are_left_at_the_end_are_told_unless_they_may_be_the_loss() -> None:
+    whole, short = Cursor(ROUTE), Cursor(ROUTE)
+    for cursor, rest in ((whole, [">c", "mm", "<c"]), (short, [])):
+        walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", *rest)
+        cursor.finish()
+    assert whole.off is None
+    assert short.off == OffPath("c/mm#0", "the end of forward")
+    strict = Cursor(ROUTE, strict=True)
+    walk(strict, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a")
+    with pytest.raises(LeftThePath, match="expected c/mm#0, found the end of forward"):
+        strict.finish()
+
+
+SHARED = Route(
+    {
+        "shared/embedding#0": "save",
+        "encoder/mm#0": "recompute",
+        "shared/embedding#1": "save",
+        "decoder/mm#0": "recompute",
+        "head/mm#0": "save",
+    }
+)
+
+
+def test_a_module_may_begin_with_a_call_of_one_that_lives_elsewhere() -> None:
+    cursor = Cursor(SHARED, strict=True)
+    walk(cursor, ">encoder", ">shared", "embedding", "<shared", "mm", "<encoder")
+    got = walk(
+        cursor, ">decoder", ">shared", "embedding", "<shared", "mm", "<decoder", ">head", "mm", "<head"
+    )
+    cursor.finish()
+    assert got == ["save", "recompute", "save"]
+
+
+CALLED_TWICE = Route({"cell/mm#0": "save", "cell/mm#1": "save", "./exp#0": "recompute"})
+
+
+def test_calls_in_a_row_of_one_module_are_told_apart() -> None:
+    cursor = Cursor(CALLED_TWICE, strict=True)
+    calls = []
+    for _ in range(2):
+        walk(cursor, ">cell", "mm")
+        calls.append(cursor.leave("cell"))
+    assert calls == [(0, 1), (1, 2)]
+    again = Cursor(CALLED_TWICE, strict=True)
+    for begin, end in ((0, 1), (1, 2)):
+        assert again.enter("cell") == begin
+        again.skip(end)
+        assert again.leave("cell") == (begin, end)
+    assert walk(again, "exp") == ["recompute"]
+
+
+def test_what_left_the_path_is_no_known_call() -> None:
+    cursor = Cursor(ROUTE)
+    walk(cursor, "embed", ">a", "mm", "conv", ">a.b", "mm")
+    assert cursor.leave("a.b") == (3, 4)
+    assert cursor.leave("a") is None
+
+
+COPIES = Route(
+    {
+        "a/aten.clone.default#0": "save",
+        "a/mm#0": "recompute",
+        "a/aten.clone.default#1": "recompute",
+        "a.b/mm#0": "save",
+        "a/aten.clone.default#2": "save",
+    }
+)
+
+
+def test_copies_may_be_left_out() -> None:
+    """`reshape` copies nothing where a dimension of size 1 makes a view possible."""
+    cursor = Cursor(COPIES, strict=True)
+    assert walk(cursor, ">a", "mm", ">a.b", "mm", "<a.b", "<a") == ["recompute", "save"]
+    cursor.finish()
+    with pytest.raises(LeftThePath):
+        walk(Cursor(COPIES, strict=True), ">a", "exp")
+
+
+def test_ops_after_an_interrupted_forward_are_none_of_its_own() -> None:
+    told: list[OffPath] = []
+    for strict in (False, True):
+        cursor = Cursor(ROUTE, strict=strict, report=told.append, in_forward=lambda: False)
+        assert walk(cursor, "embed", ">a", "randn", "mm", "<a", "add") == ["save", None, None, None]
+        assert cursor.over
+        cursor.finish()
+    assert not told
+
+
+def test_what_is_not_certain_is_not_run_unseen() -> None:
+    """A module that is saved whole may run without the mode, but not while one may have been left out."""
+    cursor = Cursor(SHARED)
+    walk(cursor, ">encoder", ">shared", "embedding", "<shared", "mm", "<encoder")
+    assert cursor.enter("head") is None  # decoder may still come, from there
+    assert cursor.op("mm") == "save"
+    assert cursor.off == OffPath("shared/embedding#1", "head/mm#0")
+
+
+def test_an_unknown_module_is_left_to_the_default() -> None:
+    got = walk(
+        Cursor(ROUTE), "embed", ">new", "conv", "<new", ">a", "mm", "gelu", "<a", ">c", "mm", "<c", "loss"
+    )
+    assert got == ["save", None, "recompute", "save", "recompute", "save"]
+
+
+def test_it_tells_once() -> None:
+    told: list[OffPath] = []
+    cursor = Cursor(ROUTE, report=told.append)
+    walk(cursor, "x", ">a", "y", "<a", ">c", "z", "<c")
+    assert len(told) == 1
+    assert told[0] == OffPath("./embed#0", "x")
+
+
+def test_strict_raises_with_both_names() -> None:
+    with pytest.raises(LeftThePath, match=r"expected \./embed#0, found relu"):
+        walk(Cursor(ROUTE, strict=True), "relu")

@@ -1,0 +1,153 @@
+"""With the loss outside of the model: the peak is the allocator's, the events are the runtime's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import ConvNet, Gates, InPlace, Transformer, Views
+from stepping import expected_log, scalar
+from torch import nn
+
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.runtime.cursor import Cursor, Route
+from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.replay import Log
+from autoac.planner.formats.policy import decisions
+from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
+from autoac.planner.memory.simulate import peak_bytes, simulate
+from autoac.planner.problem.graph import OpId, SaveSet, build, closed
+from autoac.profiler import profile
+from autoac.profiler.torch_facts.module_paths import watch_modules
+
+Make = Callable[[], nn.Module]
+
+
+class Penalised(nn.Module):
+    """Differentiates inside its forward what it differentiates again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        y = self.inner(x)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope.sin().square().sum(1, keepdim=True)
+
+
+CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "transformer": (lambda: Transformer(layers=3, width=64), (4, 64, 64)),
+    "convolutions": (ConvNet, (16, 3, 8, 8)),
+    "in place": (lambda: InPlace(rows=512), (512, 16)),
+    "views": (Views, (64, 8)),
+    "chunks in place": (Gates, (64, 16)),
+    "backward in forward": (Penalised, (64, 16)),
+}
+
+
+def made(make: Make) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def casting(on: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if on else contextlib.nullcontext()
+
+
+def measured(
+    make: Make, batch: torch.Tensor, choice: dict[str, Any], static: int, autocast: bool = False
+) -> tuple[int, Log]:
+    model = made(make)
+    log = Log()
+    cursor = Cursor(Route(choice), strict=True)
+    watch_modules(model, cursor.enter, cursor.leave)
+    torch.manual_seed(1)
+    with AllocatorTimeline(base=static) as timeline:
+        with casting(autocast), save_recompute_policy(cursor, log=log):
+            out = model(batch)
+            loss = scalar(out)
+        loss.backward()
+        del loss
+    return timeline.peak_bytes, log
+
+
+def save_sets(found: Profile, n: int) -> list[SaveSet]:
+    graph = build(found)
+    chance = random.Random(7)
+    sets = [graph.everything, graph.must_save]
+    for _ in range(n):
+        probability = chance.choice([0.1, 0.3, 0.5, 0.7, 0.9])
+        sets.append(frozenset(OpId(op.id) for op in graph.ops if chance.random() < probability))
+    return [closed(graph, save_set) for save_set in sets]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_predicted_peak_is_the_measured_one(case: str, autocast: bool) -> None:
+    make, shape = CASES[case]
+    if autocast and case in ("in place", "views"):
+        pytest.skip("these models mix types by hand")
+    batch = torch.randn(shape)
+    with casting(autocast):
+        found = profile(made(make), batch, loss=scalar)
+    graph = build(found)
+    for save_set in save_sets(found, 12):
+        peak, log = measured(make, batch, decisions(found, save_set), found.static.total, autocast)
+        predicted = simulate(graph, save_set).peak.live_bytes
+        assert log.events == expected_log(graph, save_set)
+        assert peak == predicted
+
+
+class Late(torch.autograd.Function):
+    """Unpacks what it saved twice, with work in between, for which it drops what it had."""
+
+    @staticmethod
+    def forward(ctx, x, w):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        first = ctx.saved_tensors
+        for_x = gradient * first[1]
+        del first
+        larger = torch.cat([for_x, for_x]).sin()
+        second = ctx.saved_tensors
+        return for_x + larger[: len(for_x)] * 0, gradient * second[0]
+
+
+class Twice(nn.Module):
+    """Values that are asked for in two steps of backward, by themselves and with what they are made from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.before(x)
+        y = Late.apply(y.tanh(), y.exp().mul(2).add_(1))
+        return Late.apply(self.after(y).sin(), y.cos() * 2)
+
+
+def test_what_is_unpacked_in_two_steps_runs_as_often_as_predicted() -> None:
+    batch = torch.randn(64, 16)
+    found = profile(made(Twice), batch, loss=scalar)
+    graph = build(found)
+    twice = 0
+    for save_set in save_sets(found, 20):
+        peak, log = measured(Twice, batch, decisions(found, save_set), found.static.total)
+        assert log.events == expected_log(graph, save_set)
+        assert peak == peak_bytes(graph, save_set)
+        runs = [event.op for event in schedule(graph, save_set) if isinstance(event, Recompute)]
+        spent = sum(graph.ops[op].runtime_us for op in runs)
+        assert recompute_us(graph, save_set) == pytest.approx(spent)
+        twice += len(runs) > len(set(runs))
+    assert twice

@@ -1,0 +1,687 @@
+"""Custom functions and ops, parametrizations, transforms, subclasses, hooks, modes and compiled parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from stepping import Outcome, assert_same, nothing_left, step
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import ac_client
+from ac_client.runtime.region import active, save_recompute_policy
+from ac_client.runtime.replay import Log
+
+F = nn.functional
+
+
+class OldStyle(torch.autograd.Function):
+    """Keeps a tensor as an attribute, and unpacks twice."""
+
+    @staticmethod
+    def forward(ctx, x, w):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, w)
+        ctx.y = x.detach().exp()
+        return ctx.y * w
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        _, w = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
+        return gradient * ctx.y * w + x * 0, gradient * ctx.y
+
+
+class NewStyle(torch.autograd.Function):
+    """Saves an input and an output, has one that is not differentiable, and no second derivative."""
+
+    @staticmethod
+    def forward(x, w):  # type: ignore[no-untyped-def]
+        return x.exp() * w, x.argmax()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(inputs[0], output[0])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradient, _):  # type: ignore[no-untyped-def]
+        x, out = ctx.saved_tensors
+        return gradient * out, gradient * x.exp()
+
+
+class InPlace(torch.autograd.Function):
+    """Writes its input, and saves what was there and what it wrote."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        before = x.clone()
+        x.mul_(2).exp_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(before, x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        before, out = ctx.saved_tensors
+        return gradient * out * 2 + before * 0
+
+
+@torch.library.custom_op("autoac_tests::scale", mutates_args=())
+def scale(x: Tensor, w: Tensor) -> Tensor:
+    return x * w.sin()
+
+
+scale.register_autograd(
+    lambda ctx, g: (g * ctx.saved_tensors[1].sin(), g * ctx.saved_tensors[0] * ctx.saved_tensors[1].cos()),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op("autoac_tests::count_and_add", mutates_args=("counts",))
+def count_and_add(x: Tensor, counts: Tensor) -> Tensor:
+    counts.add_(1)
+    return x + counts
+
+
+@torch.library.custom_op("autoac_tests::triple_", mutates_args=("x",))
+def triple_(x: Tensor) -> None:
+    x.mul_(3)
+
+
+@torch.library.custom_op("autoac_tests::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+noise.register_autograd(lambda ctx, g: g)
+
+
+def functions(m: Net, x: Tensor) -> Any:
+    y = OldStyle.apply(x.sin(), m.weight.cos())
+    z, _ = NewStyle.apply(y.tanh(), (m.weight * 2).sin())
+    u = InPlace.apply((z * 0.1).sin())
+    return (u.cos() * u).sin()
+
+
+def custom_ops(m: Net, x: Tensor) -> Any:
+    y = scale(x.sin(), m.weight.cos())
+    z = y.exp() * count_and_add(y.exp().detach(), m.counts)
+    t = (z.detach() + 1).sin()
+    triple_(t)
+    triple_(m.counts)
+    return noise(scale(z, (t * z).sin())).exp().sin()
+
+
+def conditional(m: Net, x: Tensor) -> Any:
+    return torch.cond(x.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (x.exp(),)).sin().exp()
+
+
+def checkpoints(m: Net, x: Tensor) -> Any:
+    for reentrant in (False, True):
+        x = torch.utils.checkpoint.checkpoint(
+            lambda t: F.dropout(m.inner(t).sin().exp(), 0.5), x.sin(), use_reentrant=reentrant
+        ).cos()
+    return x.exp()
+
+
+def called_with_other_weights(m: Net, x: Tensor) -> Any:
+    weights = {name: parameter * 2 for name, parameter in m.inner.named_parameters()}
+    return torch.func.functional_call(m.inner, weights, x.sin()).exp()
+
+
+def shares_weights(m: Net, x: Tensor) -> Any:
+    return F.linear(m.inner(F.gelu(m.inner(x)).sin()), m.inner.weight.t()).exp()
+
+
+def vectorized(m: Net, x: Tensor) -> Any:
+    def body(row: Tensor) -> Tensor:
+        return F.dropout((row.sin().exp() @ m.weight).sin(), 0.5)
+
+    return torch.vmap(body, randomness="different")(x).exp()
+
+
+def forward_derivatives(m: Net, x: Tensor) -> Any:
+    def body(t: Tensor) -> Tensor:
+        return (t.sin().exp() * t).cos()
+
+    return torch.func.jvp(body, (x.sin(),), (m.weight,)), torch.func.jacfwd(body)(x[0].sin()).exp().sin()
+
+
+def region_under_vmap(m: Net, x: Tensor) -> Any:
+    def body(row: Tensor) -> Tensor:
+        with save_recompute_policy("recompute_all"):
+            return (row.sin().exp() @ m.weight).sin()
+
+    return torch.vmap(body)(x)
+
+
+def nested_jagged(m: Net, x: Tensor) -> Any:
+    rows = torch.nested.nested_tensor_from_jagged(m.inner(x).sin(), torch.tensor([0, 1, 4]))
+    return (F.gelu(rows).sin() * rows).values().exp().sin()
+
+
+def nested_strided(m: Net, x: Tensor) -> Any:
+    rows = torch.nested.as_nested_tensor([x[:1].sin(), x[1:].cos()])
+    return torch.nested.to_padded_tensor(m.inner(rows), 0.0).sin().exp()
+
+
+def sparse(m: Net, x: Tensor) -> Any:
+    s = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 0, 3]]), x.sin()[0, :3], (4, 4))
+    dense = torch.sparse.mm(s, x.exp().sin())
+    embedded = F.embedding(torch.tensor([1, 2, 1]), m.weight)
+    return dense.sin().exp(), (s.coalesce() * 2).to_dense().sin(), embedded.sin().exp()
+
+
+def data_parallel(m: Net, x: Tensor) -> Any:
+    return nn.DataParallel(m.inner)(x.sin()).exp().sin()
+
+
+def hooks_inside(m: Net, x: Tensor) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        y = m.inner(x.sin()).exp()
+    return m.inner(y.sin()).exp().sin()
+
+
+class Net(nn.Module):
+    """A model of two weights, one buffer and a body."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("counts", torch.zeros(4, 4))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+BODIES = [
+    functions,
+    custom_ops,
+    conditional,
+    checkpoints,
+    called_with_other_weights,
+    shares_weights,
+    vectorized,
+    forward_derivatives,
+    region_under_vmap,
+    nested_jagged,
+    nested_strided,
+    sparse,
+    data_parallel,
+    hooks_inside,
+]
+pytestmark = [
+    # torch's own, when it loads decompositions for forward mode, or sees nested tensors of strided layout.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+    # And Dynamo, when it looks at an input that is no leaf.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint.*:UserWarning"),
+]
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", "must_save_all"])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.replace("_", " "))
+def test_it_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
+    x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
+    plain = step(lambda: Net(body), x)
+    planned = step(lambda: Net(body), x, policy=policy)
+    assert_same(plain, planned)
+    assert bool(planned.recomputed()) == (policy == "recompute_all")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [body for body in BODIES if body is not conditional],  # torch.cond makes cycles of its own
+    ids=lambda body: body.__name__.replace("_", " "),
+)
+def test_it_leaves_nothing_behind(body: Callable[..., Any]) -> None:
+    model, x = Net(body), torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
+    for t in (x, *model.parameters()):
+        t.grad = torch.zeros_like(t)
+
+    def once() -> None:
+        with save_recompute_policy("recompute_all"):
+            out = model(x)
+        sum(t.sum() for t in tree_leaves(out) if t.requires_grad).backward()
+
+    once()
+    with nothing_left():
+        once()
+
+
+@pytest.mark.parametrize("body", [functions, custom_ops, conditional, called_with_other_weights, sparse])
+def test_apply_changes_no_bit_either(body: Callable[..., Any]) -> None:
+    def run(*, planned: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Wide(body)
+        if planned:
+            ac_client.apply(model, policy=everything_recomputed(Wide(body)))
+        x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
+        for seed in range(2):
+            torch.manual_seed(seed)
+            sum(t.sum() for t in tree_leaves(model(x)) if t.requires_grad).backward()
+        if planned:
+            assert ac_client.applied(model).report().recomputed > 0
+            assert ac_client.applied(model).report().off_path == ""
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return [x.grad, *gradients, *model.buffers(), torch.get_rng_state()]
+
+    assert all(map(torch.equal, run(planned=True), run(planned=False)))
+
+
+class Wide(Net):
+    """As Net, and large enough that a plan has something to gain."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x.sin().exp().sin())
+
+
+def everything_recomputed(model: nn.Module, x: Tensor | None = None) -> Any:
+    """A policy that recomputes all that may be."""
+    from autoac.planner import plan
+    from autoac.planner.problem.graph import build
+    from autoac.profiler import profile
+
+    made = profile(model, torch.linspace(-1, 2, 16).view(4, 4).requires_grad_() if x is None else x)
+    policy = plan(made, budget_bytes=1 << 30).policy()
+    must = {op.name for op in build(made).ops if "storage of its own" in op.must_save}
+    must |= {key for key in policy.decisions if key.split("/")[1].startswith(("autoac", "higher_order"))}
+    decisions = {key: "save" if key in must else "recompute" for key in policy.decisions}
+    return policy.model_copy(update={"decisions": decisions})
+
+
+P = nn.utils.parametrizations
+
+
+@pytest.mark.parametrize(
+    "parametrize",
+    [
+        P.weight_norm,
+        P.spectral_norm,
+        P.orthogonal,
+        lambda layer: P.orthogonal(layer, orthogonal_map="cayley"),
+        lambda layer: P.orthogonal(layer, orthogonal_map="householder", use_trivialization=False),
+    ],
+    ids=["weight norm", "spectral norm", "orthogonal", "cayley", "householder"],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_parametrized_layers(parametrize: Callable[[nn.Module], nn.Module], cached: bool) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(parametrize(nn.Linear(4, 4)), nn.GELU(), parametrize(nn.Linear(4, 4)))
+
+    around = nn.utils.parametrize.cached if cached else nullcontext
+    x = torch.randn(2, 4, requires_grad=True)
+    plain = step(make, x, around=around)
+    planned = step(make, x, policy="recompute_all", around=around)
+    assert_same(plain, planned)
+    assert "aten.gelu.default" in planned.recomputed() or "aten.addmm.default" in planned.recomputed()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp])
+def test_a_region_inside_a_reverse_transform_is_a_clear_error(transform: Any) -> None:
+    ran = []
+
+    def body(t: Tensor) -> Tensor:
+        with save_recompute_policy("recompute_all"):
+            ran.append(1)
+            return t.sin().exp().sum()
+
+    x = torch.randn(4)
+    with pytest.raises(RuntimeError, match=r"torch.autograd.grad.*remove\(\)"):
+        transform(body, x) if transform is torch.func.vjp else transform(body)(x)
+    assert not ran
+    assert active.region is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_reverse_transform_over_a_planned_model_is_a_clear_error_before_anything_runs() -> None:
+    ran = []
+    model = nn.Linear(4, 4)
+    model.register_forward_pre_hook(lambda *_: ran.append(1))
+    ac_client.apply(model, 1.0)
+    weights = dict(model.named_parameters())
+
+    def loss(w: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, w, torch.ones(2, 4)).sum()
+
+    with pytest.raises(RuntimeError, match=r"torch\.func\.grad"):
+        torch.func.grad(loss)(weights)
+    assert not ran
+    ac_client.applied(model).remove()
+    torch.func.grad(loss)(weights)
+
+
+def test_a_reverse_transform_inside_a_region_is_torchs_error() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with (
+        save_recompute_policy("recompute_all"),
+        pytest.raises(RuntimeError, match="saved tensor hooks"),
+    ):
+        torch.func.grad(lambda t: t.sin().sum())(x)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_wrapped_tensors_are_kept_as_they_are() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def run(policy: str | None) -> tuple[list[Tensor], Log]:
+        torch.manual_seed(0)
+        model, log = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), Log()
+        for layer in (model[0], model[2]):
+            weight = layer.weight.detach()
+            layer.weight = nn.Parameter(TwoTensor(weight.clone(), weight * 2))
+        x = torch.ones(2, 4, requires_grad=True)
+        with save_recompute_policy(policy, log=log) if policy else nullcontext():
+            plain = (x.sin().exp() * 2).sin()
+            out = model(TwoTensor(plain.detach(), plain.detach())).sin().exp()
+        out.sum().backward()
+        plain.sum().backward()
+        return [g for i in (0, 2) for g in (model[i].weight.grad.a, model[i].weight.grad.b)] + [x.grad], log
+
+    planned, log = run("recompute_all")
+    assert all(map(torch.equal, planned, run(None)[0]))
+    assert ("recompute", "aten.sin.default") in log.events
+
+
+def test_a_wrapped_tensor_written_after_forward_is_an_error() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    w = nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
+    with save_recompute_policy("recompute_all"):
+        z = (w * 2).exp().sin()
+        kept = w * w
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (z + kept).sum().backward()
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    import torch.distributed as dist
+    from torch.distributed.tensor import init_device_mesh
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_distributed_tensors(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def run(policy: str | None) -> tuple[list[Tensor], Log]:
+        torch.manual_seed(0)
+        model, log = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), Log()
+        for layer in (model[0], model[2]):
+            for name, parameter in list(layer.named_parameters()):
+                local = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                setattr(layer, name, nn.Parameter(local))
+        x = distribute_tensor(torch.ones(2, 4), mesh, [Replicate()])
+        with save_recompute_policy(policy, log=log) if policy else nullcontext():
+            loss = (model(x).sin().exp().full_tensor() * 1).sin().exp().sum()
+        loss.backward()
+        return [p.grad.to_local() for p in model.parameters()], log
+
+    planned, log = run("recompute_all")
+    assert all(map(torch.equal, planned, run(None)[0]))
+    assert ("recompute", "aten.sin.default") in log.events
+
+
+class PartlyWrapped(nn.Module):
+    """Plain layers, and one whose weights `wrap` has replaced by wrapped tensors."""
+
+    def __init__(self, wrap: Callable[[Tensor], Tensor], enter: Any, leave: Any) -> None:
+        super().__init__()
+        self.before, self.wrapped, self.after = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        for name, parameter in list(self.wrapped.named_parameters()):
+            setattr(self.wrapped, name, nn.Parameter(wrap(parameter.detach())))
+        self.enter, self.leave = enter, leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.enter(self.before(x).sin().exp().tanh())
+        y = F.gelu(self.wrapped(y)).sin().exp()
+        return self.after(self.leave(y).sin().tanh()).exp().sum()
+
+
+def two_tensors() -> Callable[[], nn.Module]:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return TwoTensor(x.clone(), x * 2)
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            return gradient.a + gradient.b * 2
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            return x.a + x.b
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            return TwoTensor(gradient.clone(), gradient.clone())
+
+    return lambda: PartlyWrapped(lambda t: TwoTensor(t.clone(), t * 2), Twice.apply, Sum.apply)
+
+
+def distributed_tensors(mesh: Any) -> Callable[[], nn.Module]:
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    return lambda: PartlyWrapped(
+        lambda t: distribute_tensor(t, mesh, [Shard(0)]),
+        lambda t: DTensor.from_local(t, mesh, [Replicate()]),
+        lambda t: t.full_tensor(),
+    )
+
+
+def insides(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a wrapper holds."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [t for held in inner if isinstance(held, Tensor) for t in insides(held)]
+
+
+@pytest.mark.parametrize("kind", ["two tensors", "distributed tensors"])
+def test_a_model_with_wrapped_weights(kind: str, request: pytest.FixtureRequest) -> None:
+    make = two_tensors() if kind == "two tensors" else distributed_tensors(request.getfixturevalue("mesh"))
+    x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+
+    def gradients(policy: Any) -> tuple[list[Tensor], list[str]]:
+        found = step(make, x, policy=policy)
+        wrapped = [g for g in found.gradients.values() if g is not None]
+        assert len(wrapped) == 6
+        return [g for w in (*wrapped, *found.input_gradients) for g in insides(w)], found.recomputed()
+
+    want, _ = gradients(None)
+    assert len(want) == (9 if kind == "two tensors" else 7)
+    for policy in ("recompute_all", everything_recomputed(make(), x.detach())):
+        found, recomputed = gradients(policy)
+        assert all(map(torch.equal, found, want))
+        assert "aten.tanh.default" in recomputed
+        assert "aten.gelu.default" not in recomputed, "what wrapped tensors do is kept"
+    ac_client.apply(model := make(), budget_gb=1.0)
+    model(x).backward()
+    assert ac_client.applied(model).report().steps == 1
+    assert ac_client.applied(model).report().off_path == ""
+
+
+@pytest.mark.parametrize("kind", ["two tensors", "distributed tensors"])
+def test_a_plan_counts_wrapped_activations_as_saved(kind: str, request: pytest.FixtureRequest) -> None:
+    from autoac.planner.problem.graph import build
+    from autoac.profiler import profile
+
+    make = two_tensors() if kind == "two tensors" else distributed_tensors(request.getfixturevalue("mesh"))
+    ops = {op.name: op for op in build(profile(make(), torch.ones(3, 8))).ops}
+    assert ops["./aten.gelu.default#0"].must_save
+    assert not ops["./aten.tanh.default#0"].must_save
+
+
+class Ragged(nn.Module):
+    """Sequences of several lengths in one nested tensor, with plain layers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+        self.behind = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        attended = F.gelu(self.inside(sequences))
+        if sequences.layout is torch.jagged:  # on a CPU that makes nested tensors of the other layout
+            heads = attended.unflatten(-1, (2, 4)).transpose(1, 2)
+            attended = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
+        out: Tensor = self.behind(torch.cat(list(attended.unbind())))
+        return out
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_planned_model_with_nested_tensors(layout: torch.layout) -> None:
+    def gradients(recomputed: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        model = Ragged()
+        lengths = [torch.randn(n, 8) for n in (3, 1, 5)]
+        batch = torch.nested.nested_tensor(lengths, layout=layout)
+        if recomputed:
+            ac_client.apply(model, policy=everything_recomputed(model, batch))
+        model(batch).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    for plain, planned in zip(gradients(recomputed=False), gradients(recomputed=True), strict=True):
+        assert plain is not None
+        assert planned is not None
+        assert torch.equal(planned, plain)
+
+
+class Counts(TorchDispatchMode):
+    """Counts the ops that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def chain(x: Tensor) -> Tensor:
+    return (x.sin().exp() * x).cos()
+
+
+def gradient(out: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(out.sum(), x)[0]
+
+
+def test_the_users_modes_around_and_inside() -> None:
+    x, log = torch.randn(4, requires_grad=True), Log()
+    outer, inner, later = Counts(), Counts(), Counts()
+    with outer, save_recompute_policy("recompute_all", log=log), inner:
+        z = chain(x)
+    with later:
+        found = gradient(z, x)
+    assert torch.equal(found, gradient(chain(x), x))
+    assert len(outer.ops) == len(inner.ops) == 4
+    assert later.ops.count("aten.exp.default") == 1, "a mode around backward sees the recompute"
+
+
+def test_hooks_around_a_region_see_its_inputs_and_what_it_saves() -> None:
+    x, log = torch.randn(4, requires_grad=True), Log()
+    seen: list[Tensor] = []
+
+    class Moved:
+        def __init__(self, tensor: Tensor) -> None:
+            seen.append(tensor)
+            self.tensor = tensor.clone()
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(Moved, lambda moved: moved.tensor),
+        save_recompute_policy([torch.ops.aten.exp], log=log),
+    ):
+        z = chain(x)
+    kept = [t for t in seen if torch.equal(t, x.detach().sin().exp())]
+    assert any(t is x for t in seen)
+    assert kept
+    assert len(seen) < 6, "what is recomputed is none of theirs"
+    assert torch.equal(gradient(z, x), gradient(chain(x), x))
+    assert ("recompute", "aten.mul.Tensor") in log.events
+
+
+def test_offload_around_a_region() -> None:
+    x, log = torch.randn(4, requires_grad=True), Log()
+    with torch.autograd.graph.save_on_cpu(), save_recompute_policy("recompute_all", log=log):
+        z = chain(x)
+    assert torch.equal(gradient(z, x), gradient(chain(x), x))
+    assert ("recompute", "aten.exp.default") in log.events
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_part_stays_compiled(backend: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    x, log = torch.randn(2, 4, requires_grad=True), Log()
+    want = gradient(block(x.sin()).sin().exp(), x)
+    compiled = torch.compile(block, backend=counter)
+    for _ in range(2):
+        with save_recompute_policy("recompute_all", log=log):
+            z = compiled(x.sin()).sin().exp()
+        assert torch.equal(gradient(z, x), want)
+    assert (counter.frame_count, counter.op_count) == (1, 3)
+    assert ("recompute", "aten.exp.default") in log.events
+
+
+def test_a_planned_model_with_a_compiled_part() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2)]
+    x = torch.randn(2, 8)
+    nn.Sequential(*blocks)(x).sum().backward()
+    want = [p.grad for b in blocks for p in b.parameters()]
+    model = ac_client.apply(nn.Sequential(blocks[0], torch.compile(blocks[1], backend=counter)), 1.0)
+    model.zero_grad()
+    model(x).sum().backward()
+    frames = counter.frame_count
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(map(torch.equal, [p.grad for p in model.parameters()], want))
+    assert counter.frame_count == frames > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("cached", [False, True])
+def test_autocast_of_every_dtype_that_cpu_has(dtype: torch.dtype, cached: bool) -> None:
+    def around() -> Any:
+        return torch.autocast("cpu", dtype=dtype, cache_enabled=cached, enabled=dtype is not torch.float32)
+
+    def make() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        return nn.Sequential(layer, nn.GELU(), nn.LayerNorm(4), layer, nn.Softmax(-1))
+
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def run(policy: str | None) -> Outcome:
+        return step(make, x, policy=policy, around=around)
+
+    planned = run("recompute_all")
+    assert_same(run(None), planned)
+    assert "aten.addmm.default" in planned.recomputed()

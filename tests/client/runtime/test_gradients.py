@@ -1,0 +1,302 @@
+"""Gradients, outputs, buffers and generators are those of the plain step, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
+from stepping import assert_same, step
+from torch import nn
+
+from ac_client.runtime.global_flags import ambient
+from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.replay import Log
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
+    "transformer": (Transformer, lambda: ((torch.randn(2, 8, 32, requires_grad=True),), {})),
+    "transformer with nested keywords": (
+        Transformer,
+        lambda: ((torch.randn(2, 8, 32),), {"scale": {"by": torch.randn(32, requires_grad=True)}}),
+    ),
+    "convolutions": (ConvNet, lambda: ((torch.randn(4, 3, 8, 8, requires_grad=True),), {})),
+    "recurrent": (Recurrent, lambda: ((torch.randn(2, 5, 8),), {})),
+    "routed": (Routed, lambda: ((torch.randn(12, 16, requires_grad=True),), {})),
+    "in place": (InPlace, lambda: ((torch.randn(4, 16, requires_grad=True),), {})),
+    "views": (Views, lambda: ((torch.randn(4, 8, requires_grad=True),), {})),
+}
+
+
+def coin(seed: int, probability: float) -> Callable[..., bool]:
+    chance = random.Random(seed)
+    return lambda ctx, out, op, *args, **kwargs: chance.random() < probability
+
+
+POLICIES = {
+    "recompute all": lambda: "recompute_all",
+    "save all": lambda: "must_save_all",
+    "save matmuls": lambda: [torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution],
+    **{f"random {seed}": (lambda seed=seed: coin(seed, 0.2 + 0.1 * seed)) for seed in range(7)},
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_policy_changes_no_bit(case: str, policy: str) -> None:
+    make, batch = CASES[case]
+    torch.manual_seed(5)
+    args, kwargs = batch()
+    plain = step(make, *args, **kwargs)
+    planned = step(make, *args, policy=POLICIES[policy](), **kwargs)
+    assert_same(plain, planned)
+    if policy == "recompute all":
+        assert planned.recomputed(), "nothing was recomputed, so nothing was tested"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast_in_forward_and_around_backward(dtype: torch.dtype, backward_inside: bool) -> None:
+    x = torch.randn(2, 8, 32, requires_grad=True)
+
+    def backward(loss: torch.Tensor) -> None:
+        with torch.autocast("cpu", dtype=dtype, enabled=backward_inside):
+            loss.backward()
+
+    def around() -> Any:
+        return torch.autocast("cpu", dtype=dtype)
+
+    plain = step(Transformer, x, around=around, backward=backward)
+    planned = step(Transformer, x, policy="recompute_all", around=around, backward=backward)
+    assert_same(plain, planned)
+
+
+def test_a_replay_makes_the_type_that_was_the_default_in_forward() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return (x.exp() * torch.full((4,), 3.0)).sin()
+
+    x = torch.randn(4, dtype=torch.double, requires_grad=True)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        (want,) = torch.autograd.grad(model(x).sum(), x)
+        with save_recompute_policy("recompute_all"):
+            y = model(x)
+    finally:
+        torch.set_default_dtype(default)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, want)
+    assert torch.get_default_dtype() is default
+
+
+@torch.library.custom_op("tests::switches", mutates_args=())
+def switches(x: torch.Tensor) -> torch.Tensor:
+    """`x` plus a number that tells what an op that runs now finds switched on."""
+    found = (
+        torch.backends.mkldnn.enabled,
+        torch.backends.mkldnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    return x + sum(2**i for i, on in enumerate(found) if on)
+
+
+switches.register_autograd(lambda _ctx, gradient: gradient)
+
+
+@contextlib.contextmanager
+def mkldnn(**flags: bool) -> Iterator[None]:
+    before = torch.backends.mkldnn.set_flags(**flags)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(*before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SWITCHES: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
+    functools.partial(mkldnn, _enabled=False),
+    functools.partial(mkldnn, _deterministic=True),
+    deterministic,
+]
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("switched", SWITCHES)
+def test_a_replay_finds_the_switches_of_forward(
+    switched: Callable[[], contextlib.AbstractContextManager[Any]], within: bool
+) -> None:
+    around, inside = (contextlib.nullcontext, switched) if within else (switched, contextlib.nullcontext)
+    x, w = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    with around(), save_recompute_policy("recompute_all"):
+        with inside():
+            made = switches(x).sin()
+        y = made * w
+        want = made.detach().clone()
+    before = ambient()
+    (got,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(got, want)
+    assert ambient() == before
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def test_convolutions_without_mkldnn_have_the_plain_gradients() -> None:
+    def backward(loss: torch.Tensor) -> None:
+        assert torch.backends.mkldnn.enabled
+        loss.backward()
+
+    around = functools.partial(mkldnn, _enabled=False)
+    x = torch.randn(2, 3, 8, 8)
+    plain = step(ConvNet, x, around=around, backward=backward)
+    assert_same(plain, step(ConvNet, x, policy="recompute_all", around=around, backward=backward))
+
+
+class Leaky(nn.Module):
+    """A random op whose noise autograd packs before the op has drawn it."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rrelu(x.exp() - 1, training=True, inplace=self.inplace).sin()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "policy",
+    ["recompute_all", [torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_]],
+    ids=["recompute all", "save rrelu"],
+)
+def test_noise_that_is_packed_before_it_is_drawn(inplace: bool, policy: Any) -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    plain = step(lambda: Leaky(inplace), x)
+    planned = step(lambda: Leaky(inplace), x, policy=policy)
+    assert_same(plain, planned)
+    assert "aten.exp.default" in planned.recomputed()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_kept_as_they_are() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        ragged = torch.nested.as_nested_tensor([x[:2], x[2:3]])
+        return torch.nested.to_padded_tensor(ragged.sin(), 0.0).exp().cos()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    (want,) = torch.autograd.grad(model(x).sum(), x)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        y = model(x)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, want)
+    assert ("recompute", "aten.exp.default") in log.events
+
+
+def test_an_lstm_that_runs_again_makes_its_workspace_again() -> None:
+    batch = torch.randn(2, 5, 8, requires_grad=True)
+    plain, planned = step(Recurrent, batch), step(Recurrent, batch, policy="recompute_all")
+    assert_same(plain, planned)
+    assert "aten.mkldnn_rnn_layer.default" in planned.recomputed()
+
+
+def test_what_a_mask_or_an_index_shapes_runs_again() -> None:
+    index = torch.tensor([2, 0, 0])
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y, mask = x.exp(), x > 0
+        return y[index].sin().sum() + y[mask].sin().sum() + y.masked_select(mask).sin().sum()
+
+    x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+    (want,) = torch.autograd.grad(model(x), x)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        y = model(x)
+    assert torch.equal(torch.autograd.grad(y, x)[0], want)
+    again = [name for kind, name in log.events if kind == "recompute"]
+    assert again.count("aten.index.Tensor") == 2
+    assert again.count("aten.masked_select.default") == 1
+    assert "aten.gt.Scalar" not in again
+
+
+flips = iter(range(100))
+
+
+@torch.library.custom_op("tests::unsteady_mask", mutates_args=())
+def unsteady_mask(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(x)) > next(flips)
+
+
+def test_a_mask_that_runs_again_and_differs_is_an_error() -> None:
+    x = torch.randn(6, requires_grad=True)
+    with save_recompute_policy("recompute_all"):
+        y = (x * 2)[unsteady_mask(x)].exp().sum()
+    with pytest.raises(RuntimeError, match=r"aten.index.Tensor must return \[5\].*got \[4\]"):
+        y.backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+def test_a_workspace_that_a_replay_would_not_fill_is_kept() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        sparse = torch.eye(4).to_sparse_csr().requires_grad_()
+        return torch.sparse.mm(sparse, x.exp(), "amax").sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    (want,) = torch.autograd.grad(model(x).sum(), x)
+    with save_recompute_policy("recompute_all"):
+        y = model(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+
+
+def test_random_ops_on_meta_tensors_are_recorded() -> None:
+    x = torch.empty(4, device="meta", requires_grad=True)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        y = nn.functional.dropout(x.exp(), 0.5).sin()
+    y.sum().backward()
+    assert ("recompute", "aten.bernoulli_.float") in log.events
+    assert x.grad is not None
+
+
+def test_statistics_of_batch_norm_move_once() -> None:
+    planned = step(ConvNet, torch.randn(4, 3, 8, 8), policy="recompute_all")
+    assert planned.buffers["bn1.num_batches_tracked"] == 1
+    assert "aten.native_batch_norm.default" in planned.recomputed()
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_statistics_that_were_made_in_the_region(both: bool) -> None:
+    def model(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
+        mean = mean * 2
+        if both:
+            var = var * 2
+        y = nn.functional.batch_norm(x.exp(), mean, var, training=True).sin()
+        return y * mean.exp() * var.sin()
+
+    def gradients(policy: str | None) -> list[torch.Tensor]:
+        x, mean, var = torch.randn(6, 3, requires_grad=True), torch.ones(3), torch.ones(3)
+        with save_recompute_policy(policy) if policy else contextlib.nullcontext():
+            y = model(x, mean, var)
+        return [*torch.autograd.grad(y.sum(), x), mean, var]
+
+    torch.manual_seed(2)
+    want = gradients(None)
+    torch.manual_seed(2)
+    assert all(map(torch.equal, gradients("recompute_all"), want))
+
+
+def test_every_op_is_run_again_at_most_once() -> None:
+    planned = step(Transformer, torch.randn(2, 8, 32), policy="recompute_all")
+    computed = [name for kind, name in planned.log.events if kind == "compute"]
+    assert len(planned.recomputed()) <= len(computed)
+    assert planned.recomputed().count("aten.addmm.default") <= computed.count("aten.addmm.default")

@@ -1,0 +1,253 @@
+"""Higher-order ops inside regions and planned models: control flow, shared subgraphs, flex attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from stepping import assert_same, step
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention import flex_attention as flex
+
+from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.view_recipes import StaleError
+from autoac.planner import plan
+from autoac.planner.problem.graph import build
+from autoac.profiler import profile
+
+pytestmark = [
+    # torch's own, when Dynamo is loaded and when it looks at an input that is no leaf.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def forget_what_is_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def thrice(t: Tensor) -> Tensor:
+    body = lambda i, t: (i + 1, t.sin() * 1.5)  # noqa: E731
+    looped: Tensor = while_loop(lambda i, t: i < 3, body, (torch.tensor(0), t))[1]
+    return looped
+
+
+def conditional(m: Net, x: Tensor) -> Any:
+    def yes(t: Tensor) -> Tensor:
+        return t.sin() @ m.weight
+
+    return torch.cond(x.sum() > 0, yes, lambda t: t.cos(), (x.exp(),)).sin().exp()
+
+
+def loop(m: Net, x: Tensor) -> Any:
+    return (thrice(x.detach().exp()) * x.sin() @ m.weight).exp().sin()
+
+
+def loop_with_gradients(m: Net, x: Tensor) -> Any:
+    return (thrice(x.exp()) @ m.weight).sin().exp()
+
+
+def mapped(m: Net, x: Tensor) -> Any:
+    return map_rows(lambda row, w: (row @ w).sin(), x.exp(), m.weight).sin().exp()
+
+
+def scanned(m: Net, x: Tensor) -> Any:
+    carry, rows = scan(lambda c, t: ((c + t).tanh(), (c * t).sin()), x[0].exp(), (x @ m.weight).sin())
+    return carry.sin() + rows.exp().sin()
+
+
+def scanned_in_a_tree(m: Net, x: Tensor) -> Any:
+    return associative_scan(lambda a, b: a * b, (x @ m.weight).exp(), 0, combine_mode="generic").sin().exp()
+
+
+@torch.compiler.nested_compile_region
+def block(t: Tensor, w: Tensor) -> Tensor:
+    return (t.sin() @ w).tanh()
+
+
+def subgraph(m: Net, x: Tensor) -> Any:
+    return block(block(x.exp(), m.weight), m.weight).sin().exp()
+
+
+def subgraph_compiled(m: Net, x: Tensor) -> Any:
+    compiled = torch.compile(lambda t, w: block(block(t, w), w).cos(), backend="aot_eager")
+    return compiled(x.exp(), m.weight).sin().exp()
+
+
+def loop_compiled(m: Net, x: Tensor) -> Any:
+    return (torch.compile(thrice, backend="aot_eager", fullgraph=True)(x.exp()) @ m.weight).sin().exp()
+
+
+def attention(attend: Callable[..., Any]) -> Callable[..., Any]:
+    def body(m: Net, x: Tensor) -> Any:
+        heads = (x @ m.weight).sin().view(1, 2, 4, 2)
+        mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cpu")
+        out = attend(heads, heads.exp(), heads.cos(), lambda s, b, h, q, k: s + m.weight[q, k], mask)
+        return out.sin().exp()
+
+    return body
+
+
+flex_eager = attention(flex.flex_attention)
+flex_compiled = attention(
+    lambda *args: torch.compile(flex.flex_attention, backend="aot_eager", fullgraph=True)(*args)
+)
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x.sin().exp().sin())
+
+
+BODIES = {
+    "cond": conditional,
+    "while_loop": loop,
+    "while_loop with gradients": loop_with_gradients,
+    "while_loop compiled": loop_compiled,
+    "map": mapped,
+    "scan": scanned,
+    "associative_scan": scanned_in_a_tree,
+    "invoke_subgraph": subgraph,
+    "invoke_subgraph compiled": subgraph_compiled,
+    "flex_attention": flex_eager,
+    "flex_attention compiled": flex_compiled,
+}
+RUN_THROUGH = {"invoke_subgraph", "associative_scan"}  # outside of torch.compile they are plain calls
+
+
+@pytest.fixture
+def flex_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses its backward there; the eager ops behind it are the same as on a GPU."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+
+
+@pytest.mark.usefixtures("flex_attention_on_the_cpu")
+@pytest.mark.parametrize("body", BODIES)
+def test_it_changes_no_bit(body: str) -> None:
+    x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
+    plain = step(lambda: Net(BODIES[body]), x)
+    for policy in ("recompute_all", "must_save_all"):
+        planned = step(lambda: Net(BODIES[body]), x, policy=policy)
+        assert_same(plain, planned)
+        recomputed = planned.recomputed()
+        assert bool(recomputed) == (policy == "recompute_all")
+        assert not any("higher_order" in name for name in recomputed), "what runs inside is not seen"
+        seen = any("higher_order" in name for _, name in planned.log.events)
+        assert seen == (body not in RUN_THROUGH)
+
+
+@pytest.mark.usefixtures("flex_attention_on_the_cpu")
+@pytest.mark.parametrize("body", BODIES)
+def test_a_planned_model_changes_no_bit_either(body: str) -> None:
+    x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
+    policy = plan(profile(Net(BODIES[body]), x), budget_bytes=1 << 30).policy()
+    decisions = {k: "save" if "higher_order" in k else "recompute" for k in policy.decisions}
+    everything = policy.model_copy(update={"decisions": decisions})
+    planned = step(lambda: Net(BODIES[body]), x, policy=everything)
+    assert_same(step(lambda: Net(BODIES[body]), x), planned)
+    assert planned.recomputed()
+
+
+def test_flex_attention_without_gradients_on_a_cpu_is_as_without_a_region() -> None:
+    q = torch.randn(1, 2, 4, 2)
+    x = torch.randn(4, 2, requires_grad=True)
+
+    def run(policy: str | None) -> list[Tensor]:
+        with save_recompute_policy(policy) if policy else nullcontext():
+            out = (flex.flex_attention(q.sin(), q, q.exp()) * x.exp()).sin()
+        return [out.detach(), *torch.autograd.grad(out.sum(), x)]
+
+    assert all(map(torch.equal, run("recompute_all"), run(None)))
+
+
+def test_flex_attention_with_gradients_on_a_cpu_is_torchs_error_and_leaves_the_region() -> None:
+    q = torch.randn(1, 2, 4, 2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="CPU"), save_recompute_policy("recompute_all"):
+        flex.flex_attention(q, q, q)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def writes(t: Tensor) -> Tensor:
+    t.mul_(2)
+    return t + 0
+
+
+def cond_that_writes(t: Tensor) -> None:
+    with torch.no_grad():
+        torch.cond(t.sum() > 0, writes, lambda t: t + 0, (t,))
+
+
+def loop_that_writes(t: Tensor) -> None:
+    def body(i: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        t.mul_(2)
+        return i + 1, u.sin()
+
+    with torch.no_grad():
+        while_loop(lambda i, u: i < 2, body, (torch.tensor(0), t.clone()))
+
+
+WRITING = {"cond": cond_that_writes, "while_loop": loop_that_writes}
+
+
+@pytest.mark.parametrize("op", WRITING)
+def test_what_is_written_inside_was_read_before_and_is_read_after(op: str) -> None:
+    def run(policy: str | None) -> list[Tensor]:
+        x = torch.linspace(0.1, 1, 4).requires_grad_()
+        with save_recompute_policy(policy) if policy else nullcontext():
+            made = x.detach() * 2 + 1
+            before = (x.exp() * (made if policy else made.clone())).sin()
+            WRITING[op](made)
+            out = before + (x * made).exp()
+        return [out.detach(), *torch.autograd.grad(out.sum(), x)]
+
+    assert all(map(torch.equal, run("recompute_all"), run(None)))
+
+
+@pytest.mark.parametrize("op", WRITING)
+def test_an_input_that_is_written_inside_after_it_was_read_is_an_error(op: str) -> None:
+    x, given = torch.ones(4, requires_grad=True), torch.ones(4)
+    with save_recompute_policy("recompute_all"):
+        early = (x + given).sin()
+        WRITING[op](given)
+        late = (x + given).sin()
+    assert torch.equal(torch.autograd.grad(late.sum(), x)[0], (x + given).cos().detach())
+    with pytest.raises(StaleError):
+        early.sum().backward()
+
+
+def test_a_plan_keeps_what_has_read_an_input_that_is_written_inside() -> None:
+    class Writes(Net):
+        def __init__(self) -> None:
+            super().__init__(loop)
+            self.register_buffer("given", torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Any:
+            y = (x.exp() + self.given).sin()
+            cond_that_writes(self.given)
+            return (y @ self.weight + self.given).exp().sin()
+
+    x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
+    found = profile(Writes(), x)
+    musts = {op.name: op.must_save for op in build(found).ops}
+    assert musts["./aten.add.Tensor#0"] == "reads what is overwritten later"
+    policy = plan(found, budget_bytes=1 << 30).policy()
+    decisions = {name: "save" if musts.get(name) else "recompute" for name in policy.decisions}
+    planned = step(Writes, x, policy=policy.model_copy(update={"decisions": decisions}))
+    assert_same(step(Writes, x), planned)
+    assert "aten.exp.default" in planned.recomputed()

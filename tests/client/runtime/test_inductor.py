@@ -1,0 +1,217 @@
+"""Inductor's compiled code inside regions and planned models, and as the backend of compiled autograd.
+
+What its kernels compute differs in the last bits from the plain ops, so the same compiled code without a
+region is what is compared with.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from stepping import replays
+from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+
+import ac_client
+from ac_client.runtime.region import active, save_recompute_policy
+from ac_client.runtime.replay import Log
+from ac_client.runtime.view_recipes import StaleError
+from autoac.planner import Policy, plan
+from autoac.profiler import profile
+
+pytestmark = [
+    pytest.mark.skipif(
+        not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))),
+        reason="Inductor's code for the CPU needs a C++ compiler",
+    ),
+    # torch's own, when Inductor is loaded and when Dynamo looks at an input that is no leaf.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_open() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    assert active.region is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def greatest(x: Tensor) -> Tensor:
+    """Inductor calls cummax by the dispatcher, and its kernel for exp writes over what that returned."""
+    return torch.cummax(x, 0).values.exp()
+
+
+def doubled(t: Tensor) -> Tensor:
+    t.mul_(2)
+    return t.sin()
+
+
+def outcome(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def test_ops_that_compiled_code_calls_are_not_run_again() -> None:
+    compiled = torch.compile(greatest, backend="inductor")
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def run(policy: str | None, log: Log | None = None) -> list[Tensor]:
+        with save_recompute_policy(policy, log=log) if policy else nullcontext():
+            loss = compiled(x.sin()).sin().exp().sum()
+        return outcome(loss, x)
+
+    want, log = run(None), Log()
+    assert all(map(torch.equal, run("recompute_all", log), want))
+    recomputed = [name for kind, name in log.events if kind == "recompute"]
+    assert "aten.exp.default" in recomputed
+    assert not any("cummax" in name for _, name in log.events)
+
+
+@pytest.mark.parametrize("written", ["a value", "an input", "a buffer of a module"])
+def test_what_compiled_code_writes_was_read_before_and_is_read_after(written: str) -> None:
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("own", torch.full((4,), 3.0))
+
+        def forward(self) -> Tensor:
+            return doubled(self.own)
+
+    def run(policy: str | None) -> list[Tensor]:
+        def read(t: Tensor) -> Tensor:
+            return t if policy else t.clone()  # else autograd raises
+
+        module = Doubles()
+        compiled: Callable[..., Tensor] = torch.compile(
+            module if written == "a buffer of a module" else doubled, backend="inductor"
+        )
+        x, given = torch.linspace(0.1, 1, 4).requires_grad_(), torch.full((4,), 3.0)
+        with save_recompute_policy(policy) if policy else nullcontext():
+            if written == "a value":
+                given = x.detach().exp()
+            elif written == "a buffer of a module":
+                given = module.own
+            before = (x.exp() * read(given) * 1).sin()
+            z = compiled() if written == "a buffer of a module" else compiled(given)
+            loss = (before * z + (x.sin() * read(given) * 1).exp()).sum()
+        return [*outcome(loss, x), given]
+
+    try:
+        found = run("recompute_all")
+    except StaleError:
+        # Autograd itself holds what is not made inside, and finds it written over.
+        assert written != "a value"
+    else:
+        assert all(map(torch.equal, found, run(None)))
+
+
+def test_an_input_that_is_only_recomputed_from_is_copied_before_compiled_code_writes_it() -> None:
+    compiled = torch.compile(doubled, backend="inductor")
+    x, given = torch.randn(4, requires_grad=True), torch.ones(4)
+    with save_recompute_policy("recompute_all"):
+        y = (x + given).sin()
+        compiled(given)
+        z = (x + given).sin()
+    (found,) = torch.autograd.grad((y + z).sum(), x)
+    assert torch.equal(found, (x + 1).cos().detach() + (x + 2).cos().detach())
+
+
+class Parts(nn.Module):
+    """A compiled part between two plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.part = torch.compile(greatest, backend="inductor")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.part(self.before(x).sin().exp().sin())
+        return self.after(y).sin().exp().sum()
+
+
+def all_recomputed(policy: Policy) -> Policy:
+    return policy.model_copy(update={"decisions": dict.fromkeys(policy.decisions, "recompute")})
+
+
+def test_a_planned_model_with_a_compiled_part() -> None:
+    torch.manual_seed(0)
+    model, x = Parts(), torch.randn(3, 4)
+    want = outcome(model(x), *model.parameters())
+    policy = plan(profile(model, x), budget_bytes=1 << 30).policy()
+    assert not any("cummax" in key for key in policy.decisions), "a compiled part is no op of a plan"
+    ac_client.apply(model, policy=all_recomputed(policy))
+    for _ in range(2):
+        with replays() as made_again:
+            assert all(map(torch.equal, outcome(model(x), *model.parameters()), want))
+        assert made_again.made >= 6
+    assert ac_client.applied(model).report().off_path == ""
+
+
+def test_a_region_in_which_the_first_function_was_compiled_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = torch.compile(greatest, backend="inductor")
+    region = save_recompute_policy("recompute_all")
+    with monkeypatch.context() as before:
+        before.delitem(sys.modules, "torch._dynamo")
+        region.__enter__()
+    compiled(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="run the step again"):
+        region.__exit__(None, None, None)
+
+
+def chain(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x.sin().exp().sin().tanh()
+    return x
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", [torch.ops.aten.tanh]], ids=["all", "every 4th saved"])
+def test_compiled_autograd(policy: Any) -> None:
+    x = torch.randn(8, requires_grad=True)
+
+    def run(policy: Any, log: Log | None = None, *, compiled: bool = True) -> Tensor:
+        with save_recompute_policy(policy, log=log) if policy else nullcontext():
+            loss = chain(x).sum()
+        with compiled_autograd._enable(torch.compile(backend="inductor")) if compiled else nullcontext():
+            loss.backward()
+        assert x.grad is not None
+        gradient, x.grad = x.grad, None
+        return gradient
+
+    want, engine = run(None), Log()
+    run(policy, engine, compiled=False)
+    for _ in range(3):  # the first sees each key as a constant, the second as a symbol
+        log = Log()
+        with replays() as made_again:
+            assert torch.equal(run(policy, log), want)
+        assert log.events == engine.events, "lazily, once each, in the same order"
+        assert made_again.alive == 0
+
+
+def test_compiled_autograd_of_a_planned_model() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+
+    def run() -> list[Tensor | None]:
+        model.zero_grad()
+        loss = model(x).sum()
+        with compiled_autograd._enable(torch.compile(backend="inductor")):
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    want = run()
+    ac_client.apply(model, policy=all_recomputed(plan(profile(model, x), budget_bytes=1 << 30).policy()))
+    with replays() as made_again:
+        assert all(map(torch.equal, run(), want))
+    assert made_again.made > 0
+    assert made_again.alive == 0

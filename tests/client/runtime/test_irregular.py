@@ -1,0 +1,97 @@
+"""Gathers, routing, cells, packed sequences: the smallest peak is at most that of torch's checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from stepping import Outcome, assert_same, expected_log, step
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from zoo import IRREGULAR, Entry
+
+from autoac.planner import Graph, bounds, build, find_minimum_peak, plan
+from autoac.planner.formats.policy import decisions
+from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.problem.graph import OpId, SaveSet, closed
+from autoac.profiler import profile
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """oneDNN takes more workspace with more threads, and so makes other plans."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model of the zoo, observed, and trained for a step without us."""
+
+    entry: Entry
+    profile: Profile
+    graph: Graph
+    plain: Outcome
+
+    def carry_out(self, save_set: SaveSet) -> Outcome:
+        """The step under a save set, which is the plain one but for memory, and the schedule's."""
+        saved = closed(self.graph, save_set)
+        policy = plan(self.profile, budget_bytes=bounds(self.graph).ceiling).policy()
+        policy = policy.model_copy(update={"decisions": decisions(self.profile, saved)})
+        standing = self.graph.static_bytes
+        outcome = dense(step(self.entry.make, policy=policy, standing=standing, **self.entry.batch()))
+        assert_same(self.plain, outcome)
+        assert outcome.log.events == expected_log(self.graph, saved)
+        return outcome
+
+
+@pytest.fixture(scope="module", params=IRREGULAR, ids=lambda entry: entry.name)
+def subject(one_thread: None, request: pytest.FixtureRequest) -> Subject:
+    entry: Entry = request.param
+    torch.manual_seed(0)
+    found = profile(entry.make(), **entry.batch())
+    graph = build(found)
+    plain = step(entry.make, standing=graph.static_bytes, **entry.batch())
+    return Subject(entry, found, graph, dense(plain))
+
+
+def dense(outcome: Outcome) -> Outcome:
+    """`outcome` with sparse gradients made dense, which can be compared."""
+    for name, gradient in outcome.gradients.items():
+        if isinstance(gradient, Tensor) and gradient.is_sparse:
+            outcome.gradients[name] = gradient.to_dense()
+    return outcome
+
+
+def checkpointed(entry: Entry) -> nn.Module:
+    """The model of `entry` with each of its blocks under torch's checkpoint."""
+    model = entry.make()
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def test_the_plain_peak_is_foretold(subject: Subject) -> None:
+    assert subject.plain.peak == bounds(subject.graph).ceiling
+
+
+def test_the_smallest_peak_is_reached_and_at_most_that_of_checkpointed_blocks(subject: Subject) -> None:
+    found = find_minimum_peak(subject.profile, gap=0.12, time_limit_s=20)
+    ours = subject.carry_out(found.save_set)
+    make = functools.partial(checkpointed, subject.entry)
+    torchs = step(make, standing=subject.graph.static_bytes, **subject.entry.batch())
+    assert ours.peak == found.found
+    assert ours.peak <= torchs.peak
+
+
+def test_any_save_set_changes_no_bit_and_is_foretold(subject: Subject) -> None:
+    chance = random.Random(3)
+    drawn = frozenset(OpId(op.id) for op in subject.graph.ops if chance.random() < 0.5)
+    assert subject.carry_out(drawn).peak == peak_bytes(subject.graph, drawn)

@@ -1,0 +1,173 @@
+"""Memory goes back when it should, in every way that a step can end, without the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from models import Transformer
+from stepping import nothing_left, scalar
+from torch import Tensor
+
+from ac_client.runtime.region import active, save_recompute_policy
+from ac_client.runtime.replay import Log
+
+BATCH = torch.randn(2, 8, 32)
+
+
+class Boom(Exception):
+    """The user's own."""
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        raise Boom
+
+
+@pytest.fixture
+def model() -> Transformer:
+    model = Transformer()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # so that a step leaves nothing new behind
+    return model
+
+
+def forward(model: Transformer) -> Tensor:
+    with save_recompute_policy([torch.ops.aten.addmm]):
+        return scalar(model(BATCH))
+
+
+def warmed_up(model: Transformer) -> None:
+    """What is made once and stays (the Python objects of the parameters' storages) is there."""
+    forward(model).backward()
+    with save_recompute_policy("recompute_all"):
+        loss = scalar(model(BATCH))
+    loss.backward()
+
+
+def test_after_backward(model: Transformer) -> None:
+    warmed_up(model)
+    with nothing_left():
+        forward(model).backward()
+
+
+def test_without_backward(model: Transformer) -> None:
+    warmed_up(model)
+    with nothing_left():
+        forward(model)
+
+
+def test_after_an_exception_in_forward(model: Transformer) -> None:
+    warmed_up(model)
+    with nothing_left():
+        try:
+            with save_recompute_policy("recompute_all"):
+                hidden = model(BATCH)["hidden"]
+                raise Boom
+        except Boom:
+            del hidden
+    assert active.region is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_after_an_exception_in_backward(model: Transformer) -> None:
+    warmed_up(model)
+    with nothing_left():
+        with save_recompute_policy("recompute_all"):
+            x = BATCH
+            for i, block in enumerate(model.blocks):
+                x = block(x)
+                if i == 0:
+                    x = Raises.apply(x)
+            loss = scalar(x)
+        del x
+        try:
+            loss.backward()
+        except Boom:
+            pass
+        del loss
+
+
+def test_after_a_partial_backward(model: Transformer) -> None:
+    warmed_up(model)
+    with nothing_left():
+        loss = forward(model)
+        loss.backward(inputs=[model.head.weight])
+        del loss
+
+
+def test_nothing_is_cached_between_two_passes(model: Transformer) -> None:
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        loss = scalar(model(BATCH))
+    gc.collect()
+    gc.disable()
+    try:
+        before = storages()
+        loss.backward(inputs=[model.blocks[2].down.weight], retain_graph=True)
+        assert storages() == before
+        assert any(kind == "recompute" for kind, _ in log.events)
+    finally:
+        gc.enable()
+
+
+def storages() -> int:
+    return sum(type(o) is torch.UntypedStorage for o in gc.get_objects())
+
+
+def test_a_dropped_value_is_gone_right_after_forward() -> None:
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    with save_recompute_policy("recompute_all"):
+        x = torch.randn(8, requires_grad=True)
+        y = x.exp()
+        seen.append(weakref.ref(y.untyped_storage()))
+        z = y.sin()
+        del y
+        assert seen[0]() is None
+        z.sum().backward()
+
+
+def test_a_saved_value_that_backward_does_not_want_is_not_held() -> None:
+    with save_recompute_policy("must_save_all"):
+        x = torch.randn(8, requires_grad=True)
+        y = x + 1
+        held = weakref.ref(y.untyped_storage())
+        z = y + 1
+        del y
+        assert held() is None
+    z.sum().backward()
+
+
+def test_use_counts_do_not_explode_over_residual_adds() -> None:
+    def seconds(adds: int) -> float:
+        x = torch.randn(4, requires_grad=True)
+        with save_recompute_policy("recompute_all"):
+            y = x
+            for _ in range(adds):
+                y = y + y.sin()
+        began = time.perf_counter()
+        y.sum().backward()
+        return time.perf_counter() - began
+
+    seconds(8)
+    assert seconds(1000) < 250 * max(seconds(8), 0.01)  # 2**1000 at the time of the first attempt
+
+
+def test_a_chain_of_many_ops_recurses_nowhere() -> None:
+    log = Log()
+    x = torch.randn(2, requires_grad=True)
+    with save_recompute_policy("recompute_all", log=log):
+        y = x
+        for _ in range(100_000):
+            y = y.sin()
+    y.sum().backward()
+    assert sum(kind == "recompute" for kind, _ in log.events) == 99_999
+    del y

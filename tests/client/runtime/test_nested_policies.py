@@ -1,0 +1,177 @@
+"""Nested policies resolve from the outermost to the innermost (rule 9)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy as P
+
+import ac_client
+from ac_client import PolicyConflict
+from ac_client.runtime.nested_policies import Pushed, decider, resolve
+from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.replay import Log
+from autoac.profiler.torch_facts.op_facts import facts_of
+
+MM = torch.ops.aten.mm.default
+
+
+def asked(word: P) -> object:
+    return lambda ctx, out, op, *args, **kwargs: word
+
+
+@pytest.mark.parametrize(
+    ("stack", "result"),
+    [
+        ([], P.PREFER_SAVE),
+        (["recompute_all"], P.PREFER_RECOMPUTE),
+        (["recompute_all", [MM]], P.MUST_SAVE),
+        ([[MM], "recompute_all"], P.MUST_SAVE),  # a MUST beats a PREFER, wherever it stands
+        ([asked(P.PREFER_RECOMPUTE), asked(P.PREFER_SAVE)], P.PREFER_SAVE),
+        ([asked(P.PREFER_SAVE), asked(P.PREFER_RECOMPUTE)], P.PREFER_RECOMPUTE),
+        ([asked(P.MUST_RECOMPUTE), asked(P.PREFER_SAVE)], P.MUST_RECOMPUTE),
+        ([lambda ctx, out, op, *a, **k: True], P.MUST_SAVE),
+        ([lambda ctx, out, op, *a, **k: False], P.PREFER_RECOMPUTE),
+    ],
+)
+def test_how_a_stack_resolves(stack: list[object], result: P) -> None:
+    pushed = [Pushed(decider(policy), "train.py", 1) for policy in stack]
+    assert resolve(pushed, MM, facts_of(MM), (), {}, None)[0] is result
+
+
+def test_two_different_musts_are_an_error_that_names_both() -> None:
+    x = torch.randn(2, 2, requires_grad=True)
+    with (
+        pytest.raises(
+            PolicyConflict,
+            match=r"MUST_SAVE by .*must_save_all.*test_policies.py:\d+.* and MUST_RECOMPUTE by the function",
+        ),
+        save_recompute_policy("must_save_all"),
+        save_recompute_policy(asked(P.MUST_RECOMPUTE)),
+    ):
+        x @ x
+
+
+def test_only_the_outermost_region_installs_the_mode() -> None:
+    with save_recompute_policy("recompute_all"):
+        depth = torch._C._len_torch_dispatch_stack()
+        with save_recompute_policy([MM]):
+            assert torch._C._len_torch_dispatch_stack() == depth
+
+
+def test_an_inner_policy_holds_inside_only() -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        a = (x @ x).sin()
+        with save_recompute_policy("must_save_all"):
+            b = (a @ a).sin()
+        c = (b @ b).sin()
+    c.sum().backward()
+    recomputed = [name for kind, name in log.events if kind == "recompute"]
+    assert recomputed.count("aten.mm.default") == 2
+    assert recomputed.count("aten.sin.default") == 1
+
+
+@pytest.mark.parametrize("policy", ["save_everything", 3, [torch.mm], ["mm"]])
+def test_what_is_no_policy_is_refused(policy: object) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        save_recompute_policy(policy)
+
+
+def test_a_function_that_answers_neither_policy_nor_bool_is_an_error() -> None:
+    with (
+        pytest.raises(TypeError, match="returned 'save'"),
+        save_recompute_policy(lambda ctx, out, op, *a, **k: "save"),
+    ):
+        torch.ones(2) + 1
+
+
+def test_a_function_sees_the_output_of_the_op() -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+    seen = []
+
+    def small_ones(ctx: Any, out: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        seen.append((op, out.shape))
+        return bool(out.numel() <= 3)
+
+    log = Log()
+    with save_recompute_policy(small_ones, log=log):
+        row = (x @ x).sin().sum(0)
+        y = row.exp().sum()
+    y.backward()
+    assert seen[0] == (MM, (3, 3))
+    # The sum over rows is small, so it is saved, and exp as well; of what is large only mm is wanted.
+    assert [name for kind, name in log.events if kind == "recompute"] == ["aten.mm.default"]
+
+
+def test_a_function_in_the_form_of_torchs_selective_checkpoint_is_refused_with_advice() -> None:
+    with pytest.raises(TypeError, match=r"\(ctx, out, op, \*args, \*\*kwargs\)"):
+        save_recompute_policy(lambda ctx, op, *args, **kwargs: True)
+
+
+def recomputed(policy: Any, tag: Any, **options: Any) -> tuple[list[str], Tensor]:
+    """What runs again of sin, exp, cos, with a tag on exp's output; and the gradient."""
+    x, log = torch.linspace(0.1, 1, 6, requires_grad=True), Log()
+    with save_recompute_policy(policy, log=log, **options):
+        y = ac_client.tag(x.sin().exp(), tag).cos()
+    y.sum().backward()
+    assert x.grad is not None
+    return [name for kind, name in log.events if kind == "recompute"], x.grad
+
+
+@pytest.mark.parametrize("tag", ["must_save", "prefer_save", P.MUST_SAVE])
+def test_a_tagged_tensor_is_saved(tag: Any) -> None:
+    again, gradient = recomputed("recompute_all", tag)
+    without, plain = recomputed("recompute_all", "prefer_recompute")
+    assert without == ["aten.sin.default", "aten.exp.default"]
+    assert again == []  # exp's own saved tensor is the one that is tagged, and nothing asks for sin's output
+    assert torch.equal(gradient, plain)
+
+
+def test_a_tag_outside_of_regions_says_nothing() -> None:
+    x = torch.ones(2)
+    assert ac_client.tag(x, "must_save") is x
+
+
+def test_a_tag_against_a_policy_that_insists_is_an_error_that_names_both() -> None:
+    with pytest.raises(
+        PolicyConflict, match=r"MUST_RECOMPUTE by .*test_policies.py:\d+.* and MUST_SAVE by the tag"
+    ):
+        recomputed(P.MUST_RECOMPUTE, "must_save")
+    with pytest.raises(PolicyConflict, match=r"MUST_RECOMPUTE by the function .* and MUST_SAVE by the tag"):
+        recomputed(asked(P.MUST_RECOMPUTE), "must_save")
+    assert recomputed(P.MUST_RECOMPUTE, "prefer_save")[0] == ["aten.sin.default", "aten.exp.default"]
+
+
+def test_what_is_saved_already_cannot_be_tagged_for_recomputation() -> None:
+    with pytest.raises(RuntimeError, match="was saved when it was made"):
+        recomputed("must_save_all", "must_recompute")
+    with pytest.raises(ValueError, match="cannot tag"):
+        recomputed("recompute_all", "save")
+
+
+@pytest.mark.parametrize("policy", ["recompute_all", "must_save_all", [torch.ops.aten.exp]])
+def test_a_packing_decides_how_a_saved_tensor_is_held(policy: Any) -> None:
+    packed: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Any:
+        packed.append(tuple(tensor.shape))
+        return tensor.numpy(force=True).copy()
+
+    _, plain = recomputed(policy, "prefer_recompute")
+    assert not packed
+    _, gradient = recomputed(policy, "prefer_recompute", packing=(pack, torch.from_numpy))
+    assert torch.equal(gradient, plain)
+    assert packed
+
+
+def test_a_packing_of_half_the_width_changes_the_gradient_it_should() -> None:
+    half = (lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32))
+    _, plain = recomputed("must_save_all", "prefer_save")
+    _, coarse = recomputed("must_save_all", "prefer_save", packing=half)
+    assert not torch.equal(coarse, plain)
+    assert torch.allclose(coarse, plain, rtol=0.02)

@@ -1,0 +1,364 @@
+"""Every operator that torch tests itself with: recomputed, it gives the bits of the plain step.
+
+The samples are torch's own (`torch.testing._internal`). AUTOAC_OP_SAMPLES says how many of each operator
+and dtype are taken, and of which dtypes: without it two (and one that is complex); a number, or "all", goes
+over every dtype of DTYPES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.replay import Log
+
+Function = Callable[..., Any]
+
+SAMPLES = os.environ.get("AUTOAC_OP_SAMPLES", "")
+DTYPES = (torch.float64, torch.complex128, torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+UNINITIALISED = "shows memory as it finds it"
+READS_UNINITIALISED = "LAPACK's driver reads memory as it finds it"
+LOSES_OUT = "torch: under any dispatch mode, also an empty one, the result does not get into `out`"
+OTHER_ALGORITHM = "torch: under any dispatch mode, also an empty one, another algorithm, and other last bits"
+
+# What may give other bits, and why.
+EXCEPTIONS = {
+    "empty": UNINITIALISED,
+    "empty_like": UNINITIALISED,
+    "empty_permuted": UNINITIALISED,
+    "empty_strided": UNINITIALISED,
+    "new_empty": UNINITIALISED,
+    "new_empty_strided": UNINITIALISED,
+    "linalg.lstsq": READS_UNINITIALISED,
+    "linalg.lstsq.grad_oriented": READS_UNINITIALISED,
+    "linalg.matrix_rank": LOSES_OUT,
+    "linalg.matrix_rank.hermitian": LOSES_OUT,
+    "linalg.cond": OTHER_ALGORITHM,  # with out=; as the two norms
+    "linalg.matrix_norm": OTHER_ALGORITHM,
+    "linalg.norm": OTHER_ALGORITHM,
+    "norm.nuc": OTHER_ALGORITHM,
+    "linalg.pinv": OTHER_ALGORITHM,  # of complex numbers
+    "linalg.pinv.singular": OTHER_ALGORITHM,
+    "pinverse": OTHER_ALGORITHM,
+}
+
+
+def called(function: Function, args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def in_place(function: Function, args: Any, kwargs: Any) -> Any:
+    """What is written, a part of something larger that is written, and what was read before."""
+    first, *rest = args
+    larger = torch.stack([first, first])
+    before = first.clone() if first.dtype == torch.bool else first + 1
+    function(first, *rest, **kwargs)
+    function(larger[0], *rest, **kwargs)
+    return first, larger, before
+
+
+def through_out(function: Function, args: Any, kwargs: Any) -> Any:
+    """Buffers of the right size, and buffers that the op makes larger."""
+    with torch.no_grad():
+        like = function(*args, **kwargs)
+        right = tree_map_only(Tensor, torch.zeros_like, like)
+        empty = tree_map_only(Tensor, lambda t: t.new_empty(0), like)
+        for out in (right, empty):
+            function(*args, **kwargs, out=out)
+    return right, empty
+
+
+FORMS: dict[str, tuple[Function, Callable[[Any], Function | None]]] = {
+    "called": (called, lambda op: op.op),
+    "in place": (in_place, lambda op: op.inplace_variant),
+    "through out=": (through_out, lambda op: op.op if op.supports_out else None),
+}
+
+
+def samples(op: Any, *, complex_too: bool) -> Iterator[tuple[str, Any]]:
+    """Samples of an operator, with their names."""
+    dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")]
+    if not SAMPLES:
+        dtypes = [d for d in dtypes[:2] if d is dtypes[0] or (complex_too and d.is_complex)]
+    for dtype in dtypes:
+        differentiable = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+        number = None if SAMPLES == "all" else int(SAMPLES) if SAMPLES else 2 if dtype is dtypes[0] else 1
+        found = op.sample_inputs("cpu", dtype, requires_grad=differentiable)
+        for i, sample in enumerate(islice(found, number)):
+            yield f"{op.full_name} {dtype} #{i}", sample
+
+
+def results(run: Callable[..., Any], given: Any, policy: Any, log: Log | None = None) -> list[Tensor | None]:
+    """What `run` makes of `given`, and does to it; all gradients; the generator.
+
+    Backward reads every value, also those without a derivative, to find the gradient of a factor. So it
+    is recomputed values that are compared.
+    """
+    torch.manual_seed(0)
+    leaves = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), given)
+    factor = torch.tensor(1.25, dtype=torch.float64, requires_grad=True)
+    with save_recompute_policy(policy, log=log) if policy is not None else contextlib.nullcontext():
+        arguments = tree_map_only(Tensor, torch.clone, leaves)  # values that are not saved
+        out = run(*arguments)
+        made = [t for t in tree_leaves((out, arguments)) if isinstance(t, Tensor)]
+        products = [t * factor for t in made if t.layout is torch.strided and not t.is_nested]
+    ends = [t for t in (*products, *made) if t.requires_grad]
+    starts = [t for t in (*tree_leaves(leaves), factor) if isinstance(t, Tensor) and t.requires_grad]
+    gradients = torch.autograd.grad(ends, starts, [torch.ones_like(t) for t in ends], allow_unused=True)
+    return [*(t.detach().clone() for t in made), *gradients, torch.get_rng_state()]
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether these are the same bits; one NaN is as good as another."""
+    if a is None or b is None:
+        return a is b
+    if (a.layout, a.dtype, a.shape) != (b.layout, b.dtype, b.shape):
+        return False
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    if a.element_size() > 1:
+        a, b = (t.masked_fill(t.isnan(), torch.nan) for t in (a, b))
+    a, b = (t.contiguous().view(bits) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def all_same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.filterwarnings("ignore")
+def test_an_op_that_is_recomputed_gives_the_same_bits(name: str) -> None:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    form, variant = FORMS[name]
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    log = Log()
+    for op in op_db:
+        function = variant(op)
+        if function is None:
+            continue
+        for what, sample in samples(op, complex_too=form is called):
+
+            def run(
+                first: Any, rest: Any, kwargs: Any, function: Any = function, sample: Any = sample
+            ) -> Any:
+                out = form(function, (first, *rest), kwargs)
+                # The vectors of a decomposition are only determined up to a phase.
+                return sample.output_process_fn_grad(out) if form is called else out
+
+            given = (sample.input, sample.args, sample.kwargs)
+            try:
+                plain, again = results(run, given, None), results(run, given, None)
+            except Exception:  # noqa: BLE001
+                counts["raises plainly"] += 1
+                continue
+            if not all_same(plain, again):
+                counts["differs plainly"] += 1
+                continue
+            counts["compared"] += 1
+            try:
+                planned = results(run, given, "recompute_all", log)
+            except Exception as error:  # noqa: BLE001
+                wrong.append(f"{what}: {type(error).__name__}: {error}")
+                continue
+            if all_same(plain, planned):
+                continue
+            if op.full_name in EXCEPTIONS:
+                counts["excepted"] += 1
+            else:
+                wrong.append(f"{what}: other bits")
+    print(name, dict(counts), dict(Counter(kind for kind, _ in log.events)))
+    assert not wrong, "\n".join(wrong)
+    # A sweep that compares little, or recomputes little, proves nothing.
+    assert counts["compared"] > 2 * (counts["raises plainly"] + counts["differs plainly"])
+    assert sum(kind == "recompute" for kind, _ in log.events) > counts["compared"]
+
+
+def foreach_in_place(x: Tensor, c: Tensor) -> Any:
+    written = [x * 0.5, x.abs() + 1, c.real.clone()]
+    before = [t + 1 for t in written]
+    torch._foreach_mul_(written, [x.sin(), x, c.imag])
+    torch._foreach_add_(written, 2.0)
+    torch._foreach_sqrt_([written[1]])
+    return written, before
+
+
+def foreach(x: Tensor, c: Tensor) -> Any:
+    lists = torch._foreach_tanh([x, c.imag]), torch._foreach_add([x, c], [x, c]), torch._foreach_norm([x, c])
+    return lists, torch._foreach_addcmul([x], [x], [x.sin()], 0.5), torch._foreach_lerp([x], [x.sin()], 0.3)
+
+
+def foreach_on_parts(x: Tensor, c: Tensor) -> Any:
+    whole = x.detach() * 2
+    before = whole + 1
+    torch._foreach_copy_([whole[:2], whole[2:3]], [x[2:].detach(), x[:1].detach()])
+    torch._foreach_mul_([whole[:2], whole[1:]], 3.0)
+    return whole * x, before * x
+
+
+def generators(x: Tensor, c: Tensor) -> Any:
+    own = torch.Generator().manual_seed(3)
+    first = torch.rand(x.shape, generator=own, dtype=x.dtype)
+    own.manual_seed(4)
+    drawn = torch.bernoulli(torch.full_like(x, 0.5), generator=own), torch.normal(x, 1.0, generator=own)
+    filled = torch.empty_like(x).normal_(generator=own), torch.empty_like(x).exponential_()
+    torch.manual_seed(5)
+    return first, drawn, filled, x[torch.randperm(len(x), generator=own)], functional.dropout(x, 0.5)
+
+
+def noise_filled_late(x: Tensor, c: Tensor) -> Any:
+    own = torch.zeros_like(x).add_(0)
+    drawn = functional.rrelu(x, training=True), functional.rrelu(x * 2, training=True, inplace=True)
+    return drawn, torch._C._nn.rrelu_with_noise(x, own, 0.1, 0.4, True), own
+
+
+def conjugates_and_negatives(x: Tensor, c: Tensor) -> Any:
+    mirrored, negative = c.conj(), c.conj().imag
+    written = (c * 2).conj()
+    before = written + 1
+    written.mul_(c)
+    written.imag.add_(1.5)
+    return mirrored * c, mirrored.t() @ c, negative * c.real, negative.exp(), written.sin(), before.sin()
+
+
+def written_through_a_negative(x: Tensor, c: Tensor) -> Any:
+    with torch.no_grad():
+        other = (c * 2).conj()
+        torch.mul(c, c, out=other)
+        torch.sin(c.real, out=other.imag)
+    return other * c
+
+
+def shown_elsewhere(x: Tensor, c: Tensor) -> Any:
+    a, b, d = (x.detach() * factor for factor in (2, 3, 4))
+    a.set_(b)
+    a.mul_(2)
+    d.data = b
+    e = torch.empty(0, dtype=x.dtype).set_((x.detach() + 1).untyped_storage(), 0, x.shape)
+    return a * x, b.sin() * x, d.exp() * x, e * x
+
+
+def resized(x: Tensor, c: Tensor) -> Any:
+    smaller, larger, through_out = (x.detach() * factor for factor in (2, 3, 4))
+    before = larger + 1
+    smaller.resize_(2, 3)
+    larger.resize_(len(x) + 1, *x.shape[1:])[-1] = 1.0
+    torch.cat([x.detach(), x.detach()], out=through_out.resize_(0))
+    return smaller * x[:2, :3], larger[1:] * x, before * x, through_out[1:-1].sin()
+
+
+def shapes_from_data(x: Tensor, c: Tensor) -> Any:
+    index = x.nonzero()[:, 0]
+    found = torch.unique((x * 2).long(), return_inverse=True, return_counts=True)
+    return x[index].sin(), x[x > 0].exp(), x.masked_select(x < 0).sin(), found, x[: int(index[1]) + 1].sin()
+
+
+def sparse(x: Tensor, c: Tensor) -> Any:
+    coordinates, rows = (x * 2).to_sparse(), (x * 2).relu().to_sparse_csr()
+    multiplied = (
+        torch.sparse.mm(coordinates, x.t()),
+        (rows @ x.t()).sin(),
+        (coordinates * 2).coalesce().values(),
+    )
+    return multiplied, coordinates.to_dense().sin(), rows.to_dense().exp()
+
+
+def nested(x: Tensor, c: Tensor) -> Any:
+    ragged = torch.nested.as_nested_tensor([x[:1] * 2, x[1:] * 3])
+    jagged = torch.nested.as_nested_tensor([x[:1] * 2, x[1:] * 3], layout=torch.jagged)
+    return torch.nested.to_padded_tensor(ragged.sin(), 0.0), (jagged.sin() * 2).values().exp()
+
+
+def quantized(x: Tensor, c: Tensor) -> Any:
+    coarse = torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8)
+    return coarse.dequantize() * x, coarse[1:].dequantize() * x[1:], coarse.int_repr() * x
+
+
+def statistics_made_inside(x: Tensor, c: Tensor) -> Any:
+    mean, var = torch.zeros(x.shape[1], dtype=x.dtype), torch.ones(x.shape[1], dtype=x.dtype)
+    normal = functional.batch_norm(x, mean, var, training=True).sin()
+    layer = torch.nn.InstanceNorm1d(x.shape[0], track_running_stats=True).double()
+    return normal, mean * x, var * x, layer(x.unsqueeze(0)).sin(), layer.running_mean
+
+
+BY_HAND = (
+    foreach,
+    foreach_in_place,
+    foreach_on_parts,
+    generators,
+    noise_filled_late,
+    conjugates_and_negatives,
+    written_through_a_negative,
+    shown_elsewhere,
+    resized,
+    shapes_from_data,
+    sparse,
+    nested,
+    quantized,
+    statistics_made_inside,
+)
+
+
+def one_in(number: int, rest: int) -> Callable[..., bool]:
+    """Save every so manieth op."""
+    calls = iter(range(10**9))
+    return lambda ctx, out, op, *args, **kwargs: next(calls) % number == rest
+
+
+POLICIES = {
+    "recompute all": lambda: "recompute_all",
+    "must recompute": lambda: CheckpointPolicy.MUST_RECOMPUTE,
+    "save all": lambda: "must_save_all",
+    "save the first of two": lambda: one_in(2, 0),
+    "save the second of two": lambda: one_in(2, 1),
+    "save one of three": lambda: one_in(3, 1),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", BY_HAND)
+@pytest.mark.filterwarnings("ignore")
+def test_what_samples_leave_out_gives_the_same_bits(case: Function, policy: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    c = torch.randn(3, 6, dtype=torch.complex128, generator=generator, requires_grad=True)
+    plain = results(case, (x, c), None)
+    assert all_same(plain, results(case, (x, c), None))
+    assert all_same(plain, results(case, (x, c), POLICIES[policy]()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_sparse_tensor_that_is_written_over_was_read_before() -> None:
+    def product(x: Tensor) -> Tensor:
+        rows = (x.detach() * 2).to_sparse()
+        product = rows.to_dense() * x
+        rows.neg_()
+        return product.exp()
+
+    x = torch.ones(2, 3, requires_grad=True)
+    (plain,) = torch.autograd.grad(product(x).sum(), x)
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        y = product(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain)
+    assert ("recompute", "aten.exp.default") in log.events

@@ -1,0 +1,215 @@
+"""Modules that a plan saves whole run without the mode, and nothing goes unnoticed there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stepping import nothing_left
+from torch import Tensor, nn
+
+import ac_client
+from ac_client import StaleError
+from ac_client.runtime.region import Region, save_recompute_policy
+from autoac.planner import plan
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.problem.graph import build
+from autoac.profiler import profile
+
+
+class Block(nn.Module):
+    """Ten ops, of which two write into what they have just made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = nn.functional.dropout((x @ self.weight).tanh(), 0.1) + x
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+def gradients(model: nn.Module, x: Tensor, steps: int) -> list[Tensor]:
+    found = []
+    for i in range(steps):
+        model.zero_grad()
+        torch.manual_seed(i)
+        model(x).backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+def test_blocks_that_are_saved_whole_run_without_the_mode_from_the_second_step_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(32, 8)
+    torch.manual_seed(0)
+    found = profile(Stack(), x)
+    graph = build(found)
+    policy = plan(found, budget_bytes=peak_bytes(graph, graph.everything) - 2000).policy()
+    recomputed = {key.split("/")[0] for key, decision in policy.decisions.items() if decision == "recompute"}
+    assert recomputed
+    assert len(recomputed) < 4
+    model = ac_client.apply(Stack(), policy=policy)
+    seen: list[str] = []
+    dispatch = Region.__torch_dispatch__
+
+    def watching(self: Region, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Region, "__torch_dispatch__", watching)
+    first = gradients(model, x, 1)
+    in_first = len(seen)
+    second = gradients(model, x, 2)
+    assert len(seen) - 2 * in_first < -20  # the other blocks' ops were not seen
+    plain = gradients(Stack(), x, 2)
+    assert all(map(torch.equal, first + second, plain[: len(first)] + plain))
+    assert ac_client.applied(model).report().off_path == ""
+
+
+def in_a_pause(write: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients with a write that the region does not see, and without a region."""
+
+    def run(region: save_recompute_policy | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        leaf, constant = torch.randn(4, requires_grad=True), torch.randn(4)
+        if region is not None:
+            region.__enter__()
+        made = leaf.sin()
+        early = made.exp() * constant
+        if region is not None:
+            assert region._entered[0].pause()
+        write(made, constant)
+        if region is not None:
+            region._entered[0].resume()
+        y = (made * made).cos() + early
+        if region is not None:
+            region.__exit__(None, None, None)
+        y.sum().backward()
+        assert leaf.grad is not None
+        return [leaf.grad, y.detach()]
+
+    return run(save_recompute_policy("recompute_all")), run(None)
+
+
+def test_a_write_to_what_an_unsaved_op_made_is_noticed_when_the_mode_comes_back() -> None:
+    planned, plain = in_a_pause(lambda made, constant: made.mul_(2))
+    assert all(map(torch.equal, planned, plain))
+
+
+def test_a_write_to_what_an_unsaved_op_has_read_is_an_error_in_backward() -> None:
+    with pytest.raises((StaleError, RuntimeError), match="modified by an inplace operation"):
+        in_a_pause(lambda made, constant: constant.add_(1))
+
+
+def test_a_write_is_noticed_by_what_is_saved_before_the_mode_comes_back() -> None:
+    def run(region: save_recompute_policy | None) -> list[Tensor]:
+        leaf = torch.linspace(-1, 1, 5).requires_grad_()
+        if region is not None:
+            region.__enter__()
+        made = leaf.sin()
+        if region is not None:
+            assert region._entered[0].pause()
+        made.mul_(2)
+        y = made.cos()  # saves `made`
+        if region is not None:
+            region._entered[0].resume()
+            region.__exit__(None, None, None)
+        y.sum().backward()
+        assert leaf.grad is not None
+        return [leaf.grad, y.detach()]
+
+    assert all(map(torch.equal, run(save_recompute_policy("recompute_all")), run(None)))
+
+
+def test_a_value_of_which_only_a_view_is_left_is_taken_as_written_in_a_pause() -> None:
+    def run(region: save_recompute_policy | None) -> list[Tensor]:
+        leaf = torch.linspace(-1, 1, 6).requires_grad_()
+        if region is not None:
+            region.__enter__()
+        view = leaf.sin().detach()
+        if region is not None:
+            assert region._entered[0].pause()
+        view.mul_(2)
+        if region is not None:
+            region._entered[0].resume()
+        y = leaf * view.cos()
+        if region is not None:
+            assert region._entered[0].orphans
+            region.__exit__(None, None, None)
+        y.sum().backward()
+        assert leaf.grad is not None
+        return [leaf.grad, y.detach()]
+
+    assert all(map(torch.equal, run(save_recompute_policy("recompute_all")), run(None)))
+
+
+class Alternating(nn.Module):
+    """Saved linear layers between recomputed functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh().exp()
+        return x.sum()
+
+
+def test_one_saved_op_is_enough_for_its_module_to_run_without_the_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    torch.manual_seed(0)
+    policy = plan(profile(Alternating(), x), budget_gb=1).policy()
+    decisions = {
+        key: "recompute" if key.startswith("./aten.tanh") else decision
+        for key, decision in policy.decisions.items()
+    }
+    model = ac_client.apply(Alternating(), policy=policy.model_copy(update={"decisions": decisions}))
+    seen: list[str] = []
+    dispatch = Region.__torch_dispatch__
+
+    def watching(self: Region, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        seen.append(str(func))
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(Region, "__torch_dispatch__", watching)
+    first = gradients(model, x, 1)
+    assert seen.count("aten.addmm.default") == 3
+    seen.clear()
+    second = gradients(model, x, 1)
+    assert seen.count("aten.addmm.default") == 0
+    assert seen.count("aten.tanh.default") == 3
+    torch.manual_seed(0)
+    assert ac_client.applied(model).report().off_path == ""
+    ac_client.applied(model).remove()
+    assert all(map(torch.equal, first + second, 2 * gradients(model, x, 1)))
+
+
+def test_nothing_is_left_of_a_region_that_ends_while_paused() -> None:
+    with nothing_left():
+        x = torch.randn(4, requires_grad=True)
+        with save_recompute_policy("recompute_all") as _:
+            y = x.sin().exp()
+            region = ac_client.runtime.region.active.region
+            assert region is not None
+            assert region.pause()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        y.sum().backward()
+        del x, y, region

@@ -1,0 +1,245 @@
+"""Input gradients first, weight gradients later: one backward pass in several graph tasks."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from stepping import nothing_left, replays
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from ac_client import split_backward
+from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.replay import Log
+
+
+class Attention(nn.Module):
+    """A pre-norm attention and MLP block, without views of a fused projection."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = nn.functional.scaled_dot_product_attention(self.q(y), self.k(y), self.v(y))
+        x = x + self.o(y)
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+def linears() -> nn.Module:
+    """8 linears, each with something after it that saves its output."""
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(4, 4), nn.Tanh())))
+
+
+def attention() -> nn.Module:
+    return nn.Sequential(Attention(), nn.Dropout(0.5), Attention())
+
+
+MODELS = {"linears": (linears, (3, 4)), "attention": (attention, (2, 3, 8))}
+LINEAR = "aten.addmm"
+
+
+def made(name: str) -> tuple[nn.Module, Tensor]:
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    return model, torch.randn(shape).requires_grad_()
+
+
+def forward(model: nn.Module, x: Tensor, log: Log, policy: Any = "recompute_all") -> Tensor:
+    torch.manual_seed(1)
+    with save_recompute_policy(policy, log=log):
+        out: Tensor = model(x)
+    return out
+
+
+def recomputed(log: Log) -> list[str]:
+    return [name for kind, name in log.events if kind == "recompute"]
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    found = [x.grad, *(p.grad for p in model.parameters())]
+    x.grad = None
+    for p in model.parameters():
+        p.grad = None
+    return found
+
+
+def plainly(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    torch.manual_seed(1)
+    out = model(x)
+    out.backward(torch.ones_like(out))
+    return gradients(model, x)
+
+
+def assert_equal(a: list[Tensor | None], b: list[Tensor | None]) -> None:
+    assert len(a) == len(b)
+    for one, other in zip(a, b, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
+    model, x = made(name)
+    want = plainly(model, x)
+    log = Log()
+    forward(model, x, log).sum().backward()
+    once = sorted(recomputed(log))
+    gradients(model, x)
+
+    log = Log()
+    out = forward(model, x, log)
+    _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
+    halfway = recomputed(log)
+    stage_backward_weight(model.parameters(), groups)
+    assert sorted(recomputed(log)) == once
+    assert_equal(gradients(model, x), want)
+    if name == "linears":
+        assert sum(LINEAR in op for op in halfway) == 8
+        assert len(recomputed(log)) == len(halfway), "the weight half recomputes nothing"
+
+
+def test_two_microbatches_may_have_their_halves_interleaved() -> None:
+    model, x = made("linears")
+    other = torch.randn(3, 4, requires_grad=True)
+    want = plainly(model, x), plainly(model, other)
+    logs = Log(), Log()
+    outs = [forward(model, t, log) for t, log in zip((x, other), logs, strict=True)]
+    groups = [
+        stage_backward_input([out], [torch.ones_like(out)], [t], model.parameters())[1]
+        for out, t in zip(outs, (x, other), strict=True)
+    ]
+    for t, group, wanted in zip((x, other), groups, want, strict=True):
+        stage_backward_weight(model.parameters(), group)
+        assert_equal(gradients(model, t), wanted)
+    for log in logs:
+        assert sum(LINEAR in op for op in recomputed(log)) == 8
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["recompute_all", [torch.ops.aten.addmm]], ids=["all", "some"])
+def test_nothing_is_left_after_the_second_half(name: str, policy: Any) -> None:
+    model, x = made(name)
+    for p in [x, *model.parameters()]:
+        p.grad = torch.zeros_like(p)
+
+    def both() -> None:
+        out = forward(model, x, Log(), policy)
+        _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
+        del out
+        stage_backward_weight(model.parameters(), groups)
+
+    both()
+    forward(model, x, Log(), policy).sum().backward()
+    with nothing_left():
+        both()
+        gc.collect()  # torch's functions leave cycles of their own, through their hooks
+
+
+def test_a_stage_that_never_runs_its_weight_half_frees_all_with_its_graph() -> None:
+    model, x = made("linears")
+    out = forward(model, x, Log())
+    with replays() as made_again:
+        _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
+        assert made_again.alive > 0
+        del out, groups
+        gc.collect()  # see above
+        assert made_again.alive == 0
+
+
+def test_the_end_of_the_block_frees_what_was_kept() -> None:
+    model, x = made("linears")
+    loss = forward(model, x, Log()).sum()
+    with replays() as made_again:
+        with split_backward():
+            torch.autograd.grad(loss, x, retain_graph=True)
+            assert made_again.alive == 7, "what the weights of all linears but the first wait for"
+        assert made_again.alive == 0
+
+
+def test_a_partial_backward_outside_of_a_split_keeps_nothing() -> None:
+    model, x = made("linears")
+    loss = forward(model, x, Log()).sum()
+    with replays() as made_again:
+        torch.autograd.grad(loss, x, retain_graph=True)
+        assert made_again.most > 0
+        assert made_again.alive == 0
+
+
+def test_an_input_half_that_raises_keeps_nothing() -> None:
+    model, x = made("linears")
+    loss = forward(model, x, Log()).sum()
+
+    def boom(_: Tensor) -> None:
+        raise ValueError("boom")
+
+    x.register_hook(boom)
+    with replays() as made_again, split_backward():
+        with pytest.raises(ValueError, match="boom"):
+            torch.autograd.grad(loss, x, retain_graph=True)
+        assert made_again.most > 0
+        assert made_again.alive == 0
+
+
+def test_the_tasks_in_a_block_are_one_pass() -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    want = torch.autograd.grad((x.exp() @ w).sin().sum(), (x, w))
+    log = Log()
+    with save_recompute_policy("recompute_all", log=log):
+        hidden = x.exp() @ w
+        loss = hidden.sin().sum()
+    with split_backward():
+        dx, dhidden = torch.autograd.grad(loss, (x, hidden), retain_graph=True)
+        assert recomputed(log) == ["aten.exp.default", "aten.mm.default"]
+        (dw,) = torch.autograd.grad(hidden, w, dhidden)
+        assert recomputed(log) == ["aten.exp.default", "aten.mm.default"]
+    assert_equal([dx, dw], list(want))
+
+
+def test_a_second_part_that_goes_the_whole_way_again_is_a_pass_of_its_own() -> None:
+    model, x = made("linears")
+    want = plainly(model, x)
+    log = Log()
+    loss = forward(model, x, log).sum()
+    with split_backward():
+        (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
+        dw = torch.autograd.grad(loss, list(model.parameters()))
+    assert_equal([dx, *dw], want)
+    assert len(recomputed(log)) <= 2 * 16
+
+
+def test_a_whole_backward_in_a_block_is_as_any_other() -> None:
+    model, x = made("attention")
+    want = plainly(model, x)
+    plain, split = Log(), Log()
+    with replays() as outside:
+        forward(model, x, plain).sum().backward()
+    assert_equal(gradients(model, x), want)
+    with replays() as inside, split_backward():
+        forward(model, x, split).sum().backward()
+        assert inside.alive == 0
+    assert_equal(gradients(model, x), want)
+    assert plain.events == split.events
+    assert outside.most == inside.most
+
+
+def test_a_second_whole_backward_in_a_block_is_a_pass_of_its_own() -> None:
+    model, x = made("attention")
+    want = plainly(model, x)
+    log = Log()
+    out = forward(model, x, log).sum()
+    with split_backward():
+        out.backward(retain_graph=True)
+        first = len(recomputed(log))
+        assert_equal(gradients(model, x), want)
+        out.backward()
+    assert_equal(gradients(model, x), want)
+    assert len(recomputed(log)) == 2 * first

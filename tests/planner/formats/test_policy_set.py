@@ -1,0 +1,119 @@
+"""The smallest bucket that covers a batch is chosen, and the set of them is data."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoac.planner import MalformedPolicy, Policy, PolicySet, UnknownVersion
+from autoac.planner.formats.policy_set import Bucket, Extent, covers
+
+
+@pytest.mark.parametrize(
+    ("bucket", "batch", "covered"),
+    [
+        ({"0": "int64[4, 128]"}, {"0": "int64[4, 128]"}, True),
+        ({"0": "int64[4, 128]"}, {"0": "int64[3, 1]"}, True),
+        ({"0": "int64[4, 128]"}, {"0": "int64[5, 1]"}, False),
+        ({"0": "int64[4, 128]"}, {"0": "int32[4, 128]"}, False),
+        ({"0": "int64[4, 128]"}, {"0": "int64[4]"}, False),
+        ({"0": "float32[]"}, {"0": "float32[]"}, True),
+        ({"0": "float32[0, 2]"}, {"0": "float32[0, 1]"}, True),
+        ({"x": "int64[4]"}, {"y": "int64[4]"}, False),
+        ({"x": "int64[4]"}, {"x": "int64[4]", "y": "int64[4]"}, False),
+        ({"x": "int64[4]", "flag": "True"}, {"x": "int64[4]", "flag": "False"}, False),
+        ({"x": "int64[4]", "n": "int"}, {"x": "int64[2]", "n": "int"}, True),
+        ({"x": "None"}, {"x": "int64[4]"}, False),
+        ({}, {}, True),
+    ],
+)
+def test_a_bucket_covers_what_is_alike_and_not_larger(
+    bucket: dict[str, str], batch: dict[str, str], covered: bool
+) -> None:
+    assert covers(bucket, batch) is covered
+
+
+def image(*dims: int) -> dict[str, str]:
+    return {"0": f"float32{list(dims)}"}
+
+
+dims = st.tuples(*[st.integers(0, 4)] * 2)
+
+
+@given(st.lists(dims, max_size=6), dims)
+def test_the_choice_is_the_smallest_of_those_that_cover(
+    buckets: list[tuple[int, int]], batch: tuple[int, int]
+) -> None:
+    fitting = [a * b for a, b in buckets if a >= batch[0] and b >= batch[1]]
+    made = PolicySet(buckets=tuple(Bucket(shape=image(*bucket), policy=policy()) for bucket in buckets))
+    chosen = made.bucket(image(*batch))
+    assert (chosen is None) == (not fitting)
+    if chosen is not None:
+        assert Extent.of(chosen.shape).elements == min(fitting)
+
+
+@cache
+def policy() -> Policy:
+    return Policy.model_validate(
+        {
+            "model": "M",
+            "fingerprint": "f",
+            "profile_digest": "d",
+            "inputs": ["int64[4]"],
+            "device": "cpu",
+            "budget_bytes": 8,
+            "stopped": "optimal",
+            "predicted": {
+                "peak_bytes": 8,
+                "peak_at": "a/b#0, forward",
+                "save_all_peak_bytes": 9,
+                "static_bytes": 1,
+                "recompute_us": 1.0,
+                "recompute_bound_us": 1.0,
+                "step_us": 2.0,
+                "gap": 0.0,
+            },
+            "tools": {},
+            "decisions": {"a/b#0": "save"},
+        }
+    )
+
+
+def test_a_set_is_read_as_it_was_written() -> None:
+    corrected = policy().model_copy(update={"corrected_by_bytes": -3})
+    made = PolicySet(
+        buckets=(Bucket(shape=image(4, 4), policy=policy()), Bucket(shape=image(8, 8), policy=corrected))
+    )
+    again = PolicySet.from_json(made.to_json())
+    assert again == made
+    assert again.to_json() == made.to_json()
+    found = again.bucket(image(5, 1))
+    assert found is not None
+    assert found.policy.corrected_by_bytes == -3
+    assert again.bucket(image(9, 1)) is None
+
+
+def test_a_policy_that_was_not_corrected_says_nothing_of_it() -> None:
+    assert "corrected_by_bytes" not in policy().to_json()
+    corrected = policy().model_copy(update={"corrected_by_bytes": 5})
+    assert json.loads(corrected.to_json())["corrected_by_bytes"] == 5
+    assert Policy.from_json(corrected.to_json()) == corrected
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("[]", MalformedPolicy),
+        ("{", MalformedPolicy),
+        ('{"format": "autoac.policy-set", "version": 2}', UnknownVersion),
+        ('{"format": "autoac.policy-set", "version": 1, "buckets": [{}]}', MalformedPolicy),
+        ('{"format": "autoac.policy", "version": 1, "buckets": []}', MalformedPolicy),
+    ],
+)
+def test_what_is_no_policy_set_is_refused(text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        PolicySet.from_json(text)

@@ -1,0 +1,204 @@
+"""plan_stage() against brute force over save sets, judged by replaying whole pipelines."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import graphs
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoac.planner import Graph, InfeasibleBudget, bounds, build, find_minimum_peak, plan, simulate
+from autoac.planner.errors import InvalidPipeline
+from autoac.planner.memory.lifetimes import live_at_peak
+from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us, schedule
+from autoac.planner.memory.simulate import peak_bytes, waiting_bytes
+from autoac.planner.pipeline.plan_stages import plan_stage, plan_stages, stage_graph
+from autoac.planner.pipeline.schedules import Kind, Schedule, actions, in_flight
+from autoac.planner.problem.graph import SaveSet, chain
+from autoac.planner.solver.arrays import columns
+from autoac.planner.solver.program import Burst, Forward, Work, assignment, build_program
+from autoac.planner.solver.recompute_windows import facts
+
+seeds = st.integers(0, 2**32 - 1)
+laws = settings(max_examples=40, derandomize=True, deadline=None)
+
+
+class Microbatch:
+    """One microbatch on a stage: its own events, replayed half by half. Knows nothing of others."""
+
+    def __init__(self, graph: Graph, save_set: SaveSet) -> None:
+        self.graph, self.live = graph, 0
+        events = list(schedule(graph, save_set))
+        begins = next((i for i, e in enumerate(events) if isinstance(e, (Backward, Recompute))), len(events))
+        self.halves = {Kind.FORWARD: events[:begins], Kind.BACKWARD: events[begins:]}
+
+    def run(self, kind: Kind, beside: int) -> int:
+        """The most bytes live during a half, with `beside` held by the others."""
+        graph, most = self.graph, 0
+        for event in self.halves[kind]:
+            extra = 0
+            match event:
+                case Compute(op, nbytes):
+                    self.live += nbytes
+                    extra = graph.ops[op].workspace + graph.ops[op].other
+                case Recompute(op, nbytes, step):
+                    self.live += nbytes
+                    extra = graph.ops[op].workspace + graph.steps[step].other
+                case Backward(step):
+                    extra = graph.steps[step].peak
+                case Free(_, nbytes):
+                    self.live -= nbytes
+            most = max(most, beside + self.live + extra)
+        return most
+
+
+def replayed(graph: Graph, save_set: SaveSet, order: Schedule, stage: int, p: int, m: int) -> int:
+    """The peak of a stage over a whole step of the pipeline, optimizer left out."""
+    batches = [Microbatch(graph, save_set) for _ in range(m)]
+    most = 0
+    for action in actions(order, stage, p, m):
+        beside = sum(b.live for k, b in enumerate(batches) if k != action.microbatch)
+        most = max(most, batches[action.microbatch].run(action.kind, graph.static_bytes + beside))
+    assert all(batch.live == 0 for batch in batches)
+    return most
+
+
+def small(seed: int, most_ops: int = 6) -> tuple[Graph, random.Random]:
+    rng = random.Random(seed)
+    return build(graphs.random_profile(rng, most_ops)), rng
+
+
+@laws
+@given(seeds)
+def test_the_simulator_with_others_has_the_peak_of_the_whole_pipeline(seed: int) -> None:
+    graph, rng = small(seed)
+    save_set = rng.choice(list(oracles.every_save_set(graph)))
+    for order in (Schedule.GPIPE, Schedule.ONE_F_ONE_B):
+        p, m = rng.choice([(1, 3), (2, 4), (3, 5)])
+        for stage in range(p):
+            others = in_flight(order, stage, p, m) - 1
+            alone = replace(graph, others=others, closing_bytes=0)
+            assert simulate(alone, save_set).peak.live_bytes == replayed(graph, save_set, order, stage, p, m)
+
+
+@laws
+@given(seeds, st.integers(1, 4))
+def test_plan_stage_is_the_fastest_save_set_whose_pipeline_fits(seed: int, p: int) -> None:
+    graph, rng = small(seed)
+    graph = replace(graph, closing_bytes=0)
+    table = {
+        save_set: (
+            replayed(graph, save_set, Schedule.ONE_F_ONE_B, 0, p, 2 * p),
+            recompute_us(graph, save_set),
+        )
+        for save_set in oracles.every_save_set(graph)
+    }
+    peaks = sorted({peak for peak, _ in table.values()})
+    ceiling = peak_bytes(replace(graph, others=p - 1), graph.everything)
+    budget = rng.choice([peak for peak in peaks if peak < ceiling] or [ceiling]) or 1
+    made = plan_stage(graph, in_flight=p, budget_bytes=budget, gap=0.0)
+    assert made.recompute_us == pytest.approx(oracles.least_time(table, budget))
+    assert made.bound_us == pytest.approx(made.recompute_us)
+    assert made.peak <= budget
+
+
+@laws
+@given(seeds, st.integers(1, 3))
+def test_every_save_set_satisfies_the_rows_and_no_bound_exceeds_its_peak(seed: int, others: int) -> None:
+    graph, _ = small(seed, 5)
+    graph = replace(graph, others=others)
+    f = facts(graph)
+    points = [Forward(op.id) for op in graph.ops] + [Work(step.id) for step in graph.steps]
+    points += [Burst(t, op.id) for t in range(1, f.n_states + 1) for op in graph.ops]
+    built = build_program(columns(f), None, points)
+    for save_set in oracles.every_save_set(graph):
+        values = assignment(f, built, save_set)
+        assert built.program.allows(values)
+        assert built.peak is not None
+        assert values[built.peak] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
+        assert bounds(graph).floor <= peak_bytes(graph, save_set)
+
+
+@laws
+@given(seeds)
+def test_the_floor_with_others_is_the_smallest_peak(seed: int) -> None:
+    graph, _ = small(seed, 5)
+    graph = replace(graph, others=2)
+    found = find_minimum_peak(graph, gap=0.0)
+    assert found.found == oracles.smallest_peak(oracles.peaks_and_times(graph))
+
+
+def test_a_chain_holds_what_is_saved_once_for_each_microbatch() -> None:
+    graph = chain(1, 8, 1, 8, 0)
+    assert waiting_bytes(graph, frozenset({0, 2})) == 2
+    # Alone 10 at the peak; two more microbatches hold 2 each.
+    assert peak_bytes(replace(graph, others=2), frozenset({0, 2})) == 14
+    assert peak_bytes(replace(graph, others=2), graph.everything) == 18 * 3
+    assert sum(h.nbytes for h in live_at_peak(replace(graph, others=2), frozenset({0, 2}))) == 14
+    # With 24 bytes for three microbatches it pays to keep small values only.
+    assert plan_stage(graph, in_flight=3, budget_bytes=24).recompute_us == 2.0
+    assert plan_stage(graph, in_flight=1, budget_bytes=24).recompute_us == 0.0
+
+
+def test_another_decision_is_right_when_others_wait() -> None:
+    # a: 4 bytes over all of forward and backward; b: 10 bytes. One microbatch alone keeps both.
+    graph = chain(4, 10, runtime_us=[1.0, 5.0])
+    kept = {n: plan_stage(graph, in_flight=n, budget_bytes=30).save_set for n in (1, 2, 3)}
+    assert kept[1] == kept[2] == graph.everything
+    assert peak_bytes(replace(graph, others=2), kept[3]) <= 30
+
+
+def test_each_waiting_microbatch_holds_its_own_batch_and_gradients_exist() -> None:
+    profile = graphs.gpt2(1)
+    static = profile.static.model_copy(update={"inputs": 1000})
+    profile = profile.model_copy(update={"static": static})
+    graph = stage_graph(profile, 4)
+    assert graph.static_bytes == profile.static.total + 3000 + profile.gradient_nbytes
+    assert graph.closing_bytes == profile.optimizer_workspace_nbytes
+    with pytest.raises(InvalidPipeline, match="not 0"):
+        stage_graph(profile, 0)
+
+
+def test_the_first_stage_of_1f1b_recomputes_more_than_the_last() -> None:
+    profiles = [graphs.gpt2(2, vocabulary=1024)] * 3
+    ceiling = peak_bytes(stage_graph(profiles[0], 1), build(profiles[0]).everything)
+    made = plan_stages(profiles, "1f1b", n_microbatches=6, budget_gb=1.05 * ceiling / 2**30)
+    assert [stage.in_flight for stage in made.stages] == [3, 2, 1]
+    spent = [stage.plan.recompute_us for stage in made.stages]
+    assert spent[0] > spent[1] > spent[2] == 0
+    assert made.times.bottleneck == 0
+    assert made.times.step_us > made.plain.step_us
+    assert made.slowdown > 0
+    assert all(stage.plan.peak <= 1.05 * ceiling for stage in made.stages)
+    assert made.stages[0].plan.policy().decisions  # a policy can be written for each stage
+
+
+def test_an_infeasible_stage_is_named() -> None:
+    profiles = [graphs.gpt2(1, vocabulary=1024)] * 2
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_stages(profiles, "gpipe", n_microbatches=64, budget_gb=[0.2, 0.2])
+    assert caught.value.__notes__ == ["This is stage 0 of 2, which holds 64 microbatches under gpipe."]
+    with pytest.raises(InvalidPipeline, match="budget_gb has 1 entries for 2 stages"):
+        plan_stages(profiles, "gpipe", n_microbatches=4, budget_gb=[1.0])
+
+
+def test_microbatches_that_wait_for_their_weight_half_count_what_the_caller_says() -> None:
+    profiles = [graphs.gpt2(1, vocabulary=1024)] * 2
+    made = plan_stages(
+        profiles, "zb-h1", n_microbatches=4, budget_gb=4.0, weight_half_bytes=[1 << 20, 2 << 20]
+    )
+    assert [(stage.in_flight, stage.waiting_bytes) for stage in made.stages] == [(2, 0), (1, 2 << 20)]
+    without = plan_stages(profiles, "zb-h1", n_microbatches=4, budget_gb=4.0)
+    assert [stage.in_flight for stage in without.stages] == [2, 2]
+
+
+def test_one_microbatch_in_flight_is_a_plain_plan() -> None:
+    graph = build(graphs.gpt2(2))
+    known = bounds(graph)
+    budget = (known.floor + known.ceiling) // 2
+    alone = plan(graph, budget_bytes=budget)
+    assert plan_stage(graph, in_flight=1, budget_bytes=budget).save_set == alone.save_set

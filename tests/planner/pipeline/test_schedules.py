@@ -1,0 +1,177 @@
+"""Pipeline schedules: replayed orders against the closed forms that were published."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoac.planner.errors import InvalidPipeline
+from autoac.planner.pipeline.schedules import (
+    Action,
+    Cost,
+    Kind,
+    Schedule,
+    actions,
+    balance,
+    held,
+    in_flight,
+    times,
+)
+
+SIZES = [(1, 1), (1, 4), (2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (4, 12), (5, 20), (8, 16), (8, 32)]
+
+
+def chunks_of(schedule: Schedule) -> int:
+    return {Schedule.INTERLEAVED: 2, Schedule.ZB_V: 2}.get(schedule, 1)
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_each_microbatch_goes_once_forward_and_once_back_in_order(schedule: Schedule, p: int, m: int) -> None:
+    for stage in range(p):
+        order = actions(schedule, stage, p, m)
+        assert len(set(order)) == len(order)
+        at = {action: i for i, action in enumerate(order)}
+        for chunk, k in itertools.product(range(chunks_of(schedule)), range(m)):
+            forward = at[Action(Kind.FORWARD, chunk, k)]
+            if Action(Kind.BACKWARD, chunk, k) in at:
+                assert forward < at[Action(Kind.BACKWARD, chunk, k)]
+            else:
+                assert forward < at[Action(Kind.INPUT, chunk, k)] < at[Action(Kind.WEIGHT, chunk, k)]
+        last = held(schedule, stage, p, m)[-1]
+        assert last.total == 1
+        assert last.action.kind in (Kind.BACKWARD, Kind.WEIGHT)
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_no_schedule_waits_for_itself(schedule: Schedule, p: int, m: int) -> None:
+    cost = Cost(1.0, 1.0, 1.0)
+    found = times(schedule, [[cost] * chunks_of(schedule)] * p, m)
+    assert found.busy_us == (3.0 * m * chunks_of(schedule),) * p
+    assert found.step_us >= 3 * m * chunks_of(schedule)
+
+
+@pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0]])
+def test_in_flight_is_what_the_papers_say(p: int, m: int) -> None:
+    for s in range(p):
+        assert in_flight("gpipe", s, p, m) == m  # Huang et al.: all of a step
+        assert in_flight("1f1b", s, p, m) == p - s  # Narayanan et al., section 2.2
+        for v in (2, 3):  # Megatron-LM: the warm-up and one; on the first stage pv + p - 1
+            n = in_flight("interleaved-1f1b", s, p, m, chunks=v)
+            assert n == min((p - s - 1) * 2 + (v - 1) * p + 1, m * v)
+        # Qi et al., section 2.3, with i = s + 1 for the stage:
+        i = s + 1
+        assert in_flight("zb-h1", s, p, m) == p  # (p - i + 1) and (i - 1) that wait for the weight half
+        assert in_flight("zb-h2", s, p, m) == 2 * p - 1  # (2p - 2i + 1) and (2i - 2)
+        assert in_flight("zb-v", s, p, m) == 2 * p  # halves of a stage: p in all, on each stage
+        for schedule, full, waiting in (
+            ("zb-h1", p - i + 1, i - 1),
+            ("zb-h2", 2 * p - 2 * i + 1, 2 * i - 2),
+        ):
+            forwards = [now for now in held(schedule, s, p, m) if now.action.kind is Kind.FORWARD]
+            fullest = max(forwards, key=lambda now: (now.total, sum(now.weights)))
+            assert (sum(fullest.backward), sum(fullest.weights)) == (full, waiting)
+
+
+def test_the_first_stage_of_interleaved_1f1b_holds_the_published_share_more() -> None:
+    # Korthikanti et al. 2022: 1 + (p - 1) / (pv) times what 1F1B holds.
+    p, m = 8, 64
+    for v in (1, 2, 4):
+        n = in_flight("interleaved-1f1b", 0, p, m, chunks=v)
+        assert n / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
+
+
+def test_few_microbatches_are_all_that_is_in_flight() -> None:
+    for schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZB_H1, Schedule.ZB_H2):
+        assert in_flight(schedule, 0, 8, 2) == 2
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_forward_and_backward_both_meet_the_fullest_moment(schedule: Schedule, p: int, m: int) -> None:
+    for stage in range(p):
+        during = held(schedule, stage, p, m)
+        most = max(now.total for now in during)
+        kinds = {now.action.kind for now in during if now.total == most}
+        assert Kind.FORWARD in kinds
+        assert kinds & {Kind.BACKWARD, Kind.INPUT}
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 12), (8, 32)])
+def test_bubbles_are_what_the_papers_say(p: int, m: int) -> None:
+    f, b, w = 2.0, 3.0, 2.0
+    one = [[Cost(f, b, w)]] * p
+    assert times("gpipe", one, m).step_us == (m + p - 1) * (f + b + w)
+    assert times("1f1b", one, m).step_us == (m + p - 1) * (f + b + w)
+    two = [[Cost(f / 2, b / 2, w / 2)] * 2] * p
+    assert times("interleaved-1f1b", two, m).step_us == m * (f + b + w) + (p - 1) * (f + b + w) / 2
+    even = [[Cost(1.0, 1.0, 1.0)]] * p
+    assert max(times("zb-h1", even, m).bubble_us) == p - 1  # (p - 1)(f + b - w)
+    assert max(times("zb-h2", even, m).bubble_us) == 0  # (p - 1)(f + b - 2w)
+    assert max(times("zb-v", [[Cost(1.0, 1.0, 1.0)] * 2] * p, m).bubble_us) == 0
+
+
+def test_the_slowest_stage_is_the_bottleneck() -> None:
+    costs = [[Cost(1.0, 2.0)], [Cost(2.0, 4.0)], [Cost(1.0, 2.0)]]
+    found = times("1f1b", costs, 10)
+    assert found.bottleneck == 1
+    assert found.step_us >= 60.0
+
+
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_balance_is_the_best_of_all_divisions(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(1, 8)
+    p = rng.randint(1, n)
+    block = [rng.randrange(1, 9) for _ in range(n)]
+    speed = [rng.randrange(1, 4) for _ in range(p)]
+    most = rng.choice([n, n, max(n // 2, 1)])  # blocks that fit on a stage
+
+    def us(stage: int, begin: int, end: int) -> float:
+        return math.inf if end - begin > most else float(speed[stage] * sum(block[begin:end]))
+
+    best = math.inf
+    for cuts in itertools.combinations(range(1, n), p - 1):
+        edges = [0, *cuts, n]
+        best = min(best, max(us(s, edges[s], edges[s + 1]) for s in range(p)))
+    if math.isinf(best):
+        with pytest.raises(InvalidPipeline, match="allow a larger budget"):
+            balance(n, p, us)
+        return
+    found = balance(n, p, us)
+    assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])]
+    assert (len(found), found[-1][1]) == (p, n)
+    assert max(us(s, *span) for s, span in enumerate(found)) == best
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(InvalidPipeline, match="3 blocks cannot be divided among 4 stages"):
+        balance(3, 4, lambda stage, begin, end: 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("2f2b", 0, 4, 8), "'2f2b' is no schedule; pass one of gpipe, 1f1b"),
+        (("1f1b", 4, 4, 8), "stage 4 is not among the 4 stages 0 to 3"),
+        (("1f1b", 0, 4, 0), "not 4 and 0"),
+        (("interleaved-1f1b", 0, 4, 6), "multiple of 4 microbatches"),
+    ],
+)
+def test_what_a_schedule_does_not_take_is_told(arguments: tuple[str, int, int, int], says: str) -> None:
+    with pytest.raises(InvalidPipeline, match=says):
+        in_flight(*arguments)
+
+
+def test_a_schedule_says_how_many_chunks_it_has() -> None:
+    with pytest.raises(InvalidPipeline, match="zb-v has 2 chunks for each stage, not 3"):
+        in_flight("zb-v", 0, 4, 8, chunks=3)
+    with pytest.raises(InvalidPipeline, match="each stage must have 1 chunks"):
+        times("1f1b", [[Cost(1, 1)], [Cost(1, 1)] * 2], 4)

@@ -1,0 +1,208 @@
+"""The page in Chromium: it draws, says what is under the cursor, and works from the keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawings import HOSTILE, drawn, hostile, small
+from serving import chromium, needs_chromium
+
+from autoac.planner import Picture
+from autoac.planner.report.page import timeline_page
+from autoac.planner.units import format_bytes
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as launched:
+        yield launched
+
+
+class Opened:
+    """A page that has drawn itself, and what it complained about."""
+
+    def __init__(self, browser: Any, picture: Picture, folder: Path, **options: Any) -> None:
+        file = folder / "page.html"
+        file.write_text(timeline_page(picture.data()), "utf-8")
+        self.page = browser.new_page(viewport={"width": 1280, "height": 900}, **options)
+        self.page.set_default_timeout(60_000)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(file.as_uri())
+        self.page.wait_for_selector('[data-ready="true"]')
+
+    def text(self, part: str) -> str:
+        return str(self.page.inner_text(f'[data-part="{part}"]'))
+
+    def press(self, *keys: str) -> str:
+        """The readout after these keys on the plot."""
+        for key in keys:
+            self.page.press('[data-part="plot"]', key)
+        return self.text("readout")
+
+
+@pytest.fixture(scope="module")
+def small_picture() -> Picture:
+    return drawn(small())
+
+
+@pytest.fixture
+def opened(browser: Any, small_picture: Picture, tmp_path: Path) -> Iterator[Opened]:
+    made = Opened(browser, small_picture, tmp_path)
+    yield made
+    made.page.close()
+    assert made.complaints == []
+    assert [url for url in made.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def test_it_opens_at_the_peak_with_what_is_live_there(opened: Opened, small_picture: Picture) -> None:
+    track, measured = small_picture.tracks[0], small_picture.measured
+    assert measured is not None
+    peak = format_bytes(track.live_bytes[track.peak])
+    assert f"predicted {peak}" in opened.text("readout")
+    assert f"measured {format_bytes(measured.peak_bytes)}" in opened.text("readout")
+    assert opened.text("live-title") == "Live at the peak"
+    table = opened.text("live")
+    assert table.splitlines()[-1].split("\t")[-1] == peak
+    assert "parameters" in table
+    assert "transformer.h.1" in table
+    assert format_bytes(measured.peak_bytes) in opened.text("facts")
+    assert "+1.00 %" in opened.text("peaks")
+
+
+def test_what_is_live_by_op_names_ops_and_reasons(opened: Opened) -> None:
+    opened.page.select_option('[data-part="live-by"]', "op")
+    assert "transformer.h.1.attn/" in opened.text("live")
+    assert "saved" in opened.text("live")
+
+
+def test_the_cursor_shows_the_module_under_it_and_a_click_stays(opened: Opened) -> None:
+    before = opened.text("readout")
+    area = opened.page.locator(".u-over").bounding_box()
+    x, y = area["x"] + area["width"] * 0.1, area["y"] + area["height"] / 2
+    opened.page.mouse.move(x, y)
+    opened.page.wait_for_function(
+        "old => document.querySelector('[data-part=readout]').innerText !== old", arg=before
+    )
+    here = opened.text("readout")
+    assert "forward, " in here
+    assert " in transformer." in here
+    opened.page.mouse.move(2, 2)  # elsewhere: back to the moment that was chosen
+    opened.page.wait_for_function(
+        "old => document.querySelector('[data-part=readout]').innerText === old", arg=before
+    )
+    opened.page.mouse.move(x, y)
+    opened.page.mouse.down()
+    opened.page.mouse.up()
+    opened.page.mouse.move(2, 2)
+    assert opened.text("readout") == here
+
+
+def test_a_click_does_not_wait_for_a_frame_and_leaving_calls_the_cursor_off(opened: Opened) -> None:
+    """Events of one task, so that no frame comes between them."""
+    in_one_task = """async kinds => {
+        const over = document.querySelector('.u-over'), area = over.getBoundingClientRect();
+        const at = {clientX: area.x + area.width * 0.1, clientY: area.y + area.height / 2, bubbles: true};
+        for (const kind of kinds) over.dispatchEvent(new MouseEvent(kind, at));
+        for (let frame = 0; frame < 3; frame++) await new Promise(requestAnimationFrame);
+        return document.querySelector('[data-part=readout]').innerText;
+    }"""
+    before = opened.text("readout")
+    assert opened.page.evaluate(in_one_task, ["mouseenter", "mousemove", "mouseleave"]) == before
+    clicked = ["mouseenter", "mousemove", "mousedown", "mouseup", "click", "mouseleave"]
+    assert "forward, " in opened.page.evaluate(in_one_task, clicked)
+
+
+def test_the_keyboard_walks_over_the_step_and_what_it_finds_is_spoken(opened: Opened) -> None:
+    opened.page.focus('[data-part="plot"]')
+    first = opened.press("Home")
+    assert first.startswith("0.000 ms")
+    assert "embedding.default#0 in transformer.wte" in first
+    second = opened.press("ArrowRight")
+    assert "embedding.default#0 in transformer.wpe" in second
+    assert opened.press("ArrowLeft") == first
+    assert "transformer.h.0" in opened.press("PageDown")
+    assert "transformer.h.1" in opened.press("PageDown")
+    assert "optimizer step" in opened.press("End")
+    opened.press("p")
+    opened.page.wait_for_function(
+        "() => document.querySelector('[data-part=spoken]').textContent.includes('predicted')"
+    )
+    assert opened.text("live-title") == "Live at the peak"
+    spoken = opened.page.text_content('[data-part="spoken"]')
+    assert "GiB" in spoken or "MiB" in spoken
+
+
+def test_every_control_has_a_name_and_zooming_keeps_the_moment(opened: Opened) -> None:
+    unnamed = opened.page.evaluate(
+        "() => [...document.querySelectorAll('button, select')]"
+        ".filter(e => !e.ariaLabel && !e.textContent.trim() && !e.labels.length).length"
+    )
+    assert unnamed == 0
+    at_peak = opened.press("p", "+", "+", "+")
+    assert opened.press("ArrowRight", "ArrowLeft") == at_peak
+    assert opened.press("0") == at_peak
+
+
+def test_the_numbers_are_there_as_a_table(opened: Opened, small_picture: Picture) -> None:
+    opened.page.click("summary")
+    opened.page.wait_for_selector('[data-part="runs"] tbody tr')  # drawn a task after the click
+    table = opened.text("runs")
+    assert "forward, transformer.h.0" in table
+    assert "backward, transformer.h.2" in table
+    assert format_bytes(max(small_picture.tracks[0].live_bytes)) in table
+
+
+def test_layers_open_to_their_modules(opened: Opened) -> None:
+    opened.page.click('[data-part="layers"] button >> nth=1')
+    assert "keeps " in opened.text("layers")
+
+
+def test_dark_and_light_follow_the_system_and_the_button(
+    browser: Any, small_picture: Picture, tmp_path: Path
+) -> None:
+    light = Opened(browser, small_picture, tmp_path, color_scheme="light")
+    dark = Opened(browser, small_picture, tmp_path, color_scheme="dark")
+    try:
+        ground = "() => getComputedStyle(document.body).backgroundColor"
+        colours = [made.page.evaluate(ground) for made in (light, dark)]
+        assert colours[0] != colours[1]
+        light.page.click('[data-part="theme"]')
+        assert light.page.evaluate(ground) == colours[1]
+        assert light.complaints == dark.complaints == []
+    finally:
+        light.page.close()
+        dark.page.close()
+
+
+def test_hostile_names_are_shown_and_not_run(browser: Any, tmp_path: Path) -> None:
+    made = Opened(browser, drawn(hostile()), tmp_path)
+    try:
+        assert made.page.evaluate("() => window.broken") is None
+        assert made.text("model") == HOSTILE[0]
+        assert made.page.locator("img").count() == 0
+        made.press("Home", "PageDown", "PageDown")
+        assert made.complaints == []
+    finally:
+        made.page.close()
+
+
+def test_a_long_step_is_drawn_whole(browser: Any, tmp_path: Path) -> None:
+    """Thousands of events; how long that takes is noted in docs/pictures.md, and no test's business."""
+    picture = drawn(small(80))
+    assert len(picture.tracks[0].kind) > 4000
+    made = Opened(browser, picture, tmp_path)
+    try:
+        assert "transformer.h.0" in made.press("Home", "PageDown")
+        assert "optimizer step" in made.press("End")
+        assert made.complaints == []
+    finally:
+        made.page.close()

@@ -1,0 +1,106 @@
+"""What a plan is told as: decisions by module, layers that do the same told once."""
+
+from __future__ import annotations
+
+import random
+
+import graphs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoac.planner import bounds, build, explain, plan
+from autoac.planner.memory.schedule import Compute, Free, schedule
+from autoac.planner.problem.graph import OpId, chain
+from autoac.planner.report.by_module import Decided, Fate, as_table, by_module, decided, folded, in_words
+
+seeds = st.integers(0, 2**32 - 1)
+laws = settings(max_examples=60, derandomize=True, deadline=None)
+
+
+def test_layers_that_decide_alike_are_one_row_with_the_sums_of_all() -> None:
+    ops = []
+    for layer in range(4):
+        ops.append(Decided(f"h.{layer}.mlp/aten.mm.default#0", Fate.KEPT, kept_bytes=8))
+        ops.append(Decided(f"h.{layer}.mlp/aten.gelu.default#0", Fate.AGAIN, 0, 5, 2.0))
+    ops[5] = Decided("h.2.mlp/aten.gelu.default#0", Fate.KEPT, kept_bytes=5)
+    first, other = by_module(ops)
+    assert (first.name, first.modules) == ("h.0-1,3.mlp", ("h.0.mlp", "h.1.mlp", "h.3.mlp"))
+    assert (first.keeps, first.recomputes) == (("mm.default",), ("gelu.default",))
+    assert (first.kept_bytes, first.recomputed_bytes, first.recompute_us) == (24, 15, 6.0)
+    assert (other.name, other.keeps, other.kept_bytes) == ("h.2.mlp", ("mm.default", "gelu.default"), 13)
+    assert list(in_words([first])) == [
+        "h.0-1,3.mlp (3 modules)",
+        "  each keeps mm.default  (8 B, 24 B in all)",
+        "  each recomputes gelu.default  (2 us, 6 us in all)",
+    ]
+
+
+def test_an_ordinal_is_told_where_a_module_has_several_of_an_op() -> None:
+    keys = ["m/aten.mul.Tensor#0", "m/aten.mul.Tensor#1", "m/aten.mm.default#0"]
+    (row,) = by_module(Decided(key, Fate.KEPT) for key in keys)
+    assert row.keeps == ("mul.Tensor#0", "mul.Tensor#1", "mm.default")
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a", "b"], ["a", "b"]),
+        (["h.0", "h.1", "h.3"], ["h.0-1,3"]),
+        (["l.0.e.0", "l.0.e.1", "l.1.e.0", "l.1.e.1"], ["l.0-1.e.0-1"]),
+        (["l.0.e.0", "l.0.e.1", "l.1.e.0"], ["l.0-1.e.0", "l.0.e.1"]),  # never l.0-1.e.0-1
+        (["conv1", "conv2"], ["conv1", "conv2"]),  # a number in a name is part of the name
+        (["h.0", "h.0.mlp", "h.1"], ["h.0-1", "h.0.mlp"]),
+        ([""], [""]),
+    ],
+)
+def test_a_folded_name_spells_its_modules_and_no_other(paths: list[str], names: list[str]) -> None:
+    groups = folded(paths, lambda path: "same")
+    assert [name for name, _ in groups] == names
+    assert sorted(path for _, of_it in groups for path in of_it) == sorted(paths)
+
+
+@laws
+@given(seeds)
+def test_kept_bytes_are_what_saving_holds_when_backward_begins(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = build(graphs.random_profile(rng))
+    save_set = frozenset(OpId(op.id) for op in graph.ops if rng.random() < 0.5)
+    n = len(graph.ops)
+    live = 0  # at the end of forward
+    for event in schedule(graph, save_set):
+        match event:
+            case Compute(_, nbytes):
+                live += nbytes
+            case Free(_, nbytes):
+                live -= nbytes
+            case _:
+                break
+    rows = decided(graph, save_set)
+    kept = sum(row.kept_bytes for row in rows)
+    held_anyway = sum(s.nbytes for s in graph.storages if s.values and s.released > n)
+    assert kept <= live <= kept + held_anyway or not graph.steps[0].unpacks
+    assert {row.key for row in rows} == {op.name for op in graph.ops}
+
+
+def test_a_table_has_a_line_for_each_row_and_one_with_the_sums() -> None:
+    graph = chain(4, 8, 4, 8)
+    rows = by_module(decided(graph, frozenset({OpId(0), OpId(2)})))
+    assert sum(row.kept_bytes for row in rows) == 8
+    assert sum(row.recomputed_bytes for row in rows) == 16
+    lines = list(as_table(rows))
+    assert len(lines) == len(rows) + 2
+    assert lines[-1].split() == ["all", "8", "B", "16", "B", "2", "us"]
+
+
+def test_a_plan_of_equal_layers_is_told_in_fewer_lines_than_it_has_modules() -> None:
+    profile = graphs.gpt2(6)
+    known = bounds(build(profile))
+    made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
+    text = explain(made)
+    assert "(6 modules)\n  each " in text
+    assert len(text.splitlines()) < len(profile.modules)
+    table = explain(made, table=True)
+    assert "each " not in table
+    assert "\nall  " in table
+    assert made.peak_at in table

@@ -1,0 +1,236 @@
+"""What a page draws: the same bytes as the simulator's, and a measured step where it belongs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import drawings
+import graphs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoac.planner import Graph, Plan, as_planned, build, picture, plan, simulate
+from autoac.planner.memory.lifetimes import beside, lives
+from autoac.planner.memory.schedule import Backward, Compute, Recompute
+from autoac.planner.problem.graph import OpId, SaveSet, chain
+from autoac.planner.report.align_measured import Clock, MeasuredStep, Ran, in_common, op_names, thinned
+from autoac.planner.report.timeline import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Picture, Track
+
+seeds = st.integers(0, 2**32 - 1)
+quick = settings(max_examples=150, derandomize=True, deadline=None)
+
+
+def planned() -> Plan:
+    return drawings.chosen(drawings.small())
+
+
+@quick
+@given(seeds, st.sampled_from([0.1, 0.5, 0.9]))
+def test_at_every_instant_what_is_live_adds_up(seed: int, share: float) -> None:
+    chance = random.Random(seed)
+    graph = build(graphs.random_profile(chance, 8))
+    save_set: SaveSet = frozenset(OpId(op.id) for op in graph.ops if chance.random() < share)
+    timeline = simulate(graph, save_set)
+    found = lives(graph, save_set, timeline)
+    for i, instant in enumerate(timeline.instants):
+        held = sum(life.nbytes for life in found if life.begin <= i < life.end)
+        assert graph.static_bytes + held + beside(graph, timeline, i) == instant.live_bytes
+
+
+def test_memory_that_is_written_over_changes_hands() -> None:
+    """`x -> empty_like -> bernoulli_ -> div_`: one buffer that each has in turn."""
+    graph = build(graphs.dropout())
+    names = {op.id: op.name.partition("/")[2].partition("#")[0] for op in graph.ops}
+    timeline = simulate(graph, frozenset())
+    found = [(names[graph.values[life.value].op], life.why) for life in lives(graph, frozenset(), timeline)]
+    masks = [(name, why) for name, why in found if name in ("empty_like", "bernoulli_", "div_")]
+    assert masks == [
+        ("empty_like", "held by forward or Python"),
+        ("bernoulli_", "held by forward or Python"),
+        ("div_", "held by forward or Python"),
+        ("empty_like", "recomputed"),
+        ("bernoulli_", "recomputed"),
+        ("div_", "recomputed"),
+    ]
+
+
+def live_by_module(drawn: Picture, track: Track, e: int) -> dict[str, int]:
+    """As the page sums it."""
+    found: dict[str, int] = {}
+    for op, nbytes, begin, end in zip(
+        track.lives.op, track.lives.nbytes, track.lives.begin, track.lives.end, strict=True
+    ):
+        if begin <= e < end:
+            module = drawn.modules[drawn.ops.module[op]]
+            found[module] = found.get(module, 0) + nbytes
+    return found
+
+
+def assert_adds_up(drawn: Picture) -> None:
+    for track in drawn.tracks:
+        for e, live in enumerate(track.live_bytes):
+            waiting = track.waiting_bytes[e] if track.waiting_bytes else 0
+            standing = sum(nbytes for _, nbytes in drawn.static) + waiting + track.beside_bytes[e]
+            assert standing + sum(live_by_module(drawn, track, e).values()) == live, (track.id, e)
+
+
+def test_at_every_event_the_modules_bytes_add_up_to_what_is_live() -> None:
+    assert_adds_up(picture(planned()))
+
+
+def test_with_other_microbatches_in_flight_too() -> None:
+    graph = replace(chain(4, 8, 2, 8, static_bytes=3), others=2)
+    made = plan(graph, budget_bytes=simulate(graph, graph.everything).peak.live_bytes - 1)
+    drawn = picture(made)
+    assert_adds_up(drawn)
+    assert set(drawn.tracks[0].waiting_bytes[:-1]) != {0}
+
+
+def test_peaks_and_times_are_the_plans() -> None:
+    made = planned()
+    drawn = picture(made)
+    first, plain, blocks = drawn.tracks
+    assert (first.id, plain.id, blocks.id) == ("plan", "plain", "blocks")
+    assert max(first.live_bytes) == first.live_bytes[first.peak] == made.peak
+    assert plain.live_bytes[plain.peak] == made.ceiling
+    assert blocks.live_bytes[blocks.peak] < made.ceiling
+    assert first.end_us == pytest.approx(made.step_us + made.recompute_us)
+    assert plain.end_us == pytest.approx(made.step_us)
+    assert (drawn.budget_bytes, drawn.peak_at) == (made.budget, made.peak_at)
+    assert first.kind.count(RECOMPUTE) == len(made.recompute_set)
+    assert sum(layer.recompute_us for layer in drawn.layers) == pytest.approx(made.recompute_us)
+
+
+def test_a_timeline_is_drawn_once() -> None:
+    profile = graphs.gpt2(1, batch=1, length=32, vocabulary=64)
+    drawn = picture(plan(profile, budget_gb=100))  # nothing is recomputed, and there is but one block
+    assert [track.id for track in drawn.tracks] == ["plan"]
+
+
+def test_a_policy_and_its_profile_give_the_same_picture() -> None:
+    made = planned()
+    again = as_planned(made.policy(), made.profile)
+    assert picture(again).tracks == picture(made).tracks
+
+
+def test_a_step_of_backward_is_in_the_module_whose_op_it_is_the_backward_of() -> None:
+    drawn = picture(planned())
+    where = {
+        (drawn.labels[label], drawn.modules[module])
+        for label, module in zip(drawn.steps.label, drawn.steps.module, strict=True)
+    }
+    assert ("SoftmaxBackward0", "transformer.h.1.attn") in where
+    assert ("AddmmBackward0", "transformer.h.1.mlp.c_fc") in where
+    assert ("TanhBackward0", "transformer.h.2.mlp.act") in where
+
+
+# --- a measured step ------------------------------------------------------------------------------------
+
+
+def as_measured(graph: Graph, save_set: SaveSet, *, slower: float, lost: frozenset[int]) -> MeasuredStep:
+    """What a profiler would see of the simulated step, on a slower clock, with calls that no plan knows.
+
+    Args:
+        slower: how much longer everything takes, after a pause between forward and backward.
+        lost: events that the profiler does not see.
+    """
+    timeline = simulate(graph, save_set)
+    clock = Clock.of(graph, timeline)
+    ran, changes = [], []
+    pause = 0.0
+    for k, i in enumerate(clock.events):
+        event = timeline.instants[i].event
+        if isinstance(event, Backward | Recompute) and not pause:
+            pause = 5000.0
+        begin = 100 + slower * clock.begin_us[k] + pause
+        end = 100 + slower * (clock.begin_us[k + 1] if k + 1 < len(clock.events) else clock.end_us) + pause
+        live = timeline.instants[i].live_bytes
+        # What goes, goes before the next kernel begins; what comes, comes after.
+        changes += [(begin - 1e-3, min(live, changes[-1][1] if changes else live)), (begin + 1e-3, live)]
+        match event:
+            case Compute(op):
+                (name,) = op_names([graph.ops[op].name])
+                module = graph.ops[op].name.partition("/")[0]
+                seen = Ran(begin, end, name, False, module)
+                ran.append(Ran(begin, begin, "aten::elsewhere", False, module))
+            case Recompute(op):
+                seen = Ran(begin, end, *op_names([graph.ops[op].name]), False)
+            case Backward(step):
+                seen = Ran(begin, end, graph.steps[step].name, True)
+                ran.append(Ran(begin, begin, "ViewBackward0", True))
+                # The node begins with its first unpack, before what that has run again.
+                while isinstance(timeline.instants[clock.events[k - 1]].event, Recompute):
+                    k -= 1
+                seen = replace(seen, begin_us=100 + slower * clock.begin_us[k] + pause)
+            case _:
+                continue
+        if k not in lost:
+            ran.append(seen)
+    ran.sort(key=lambda seen: (seen.begin_us, not seen.node))
+    return MeasuredStep(
+        (100.0, *(us for us, _ in changes)),
+        (graph.static_bytes, *(live for _, live in changes)),
+        tuple(ran),
+        changes[-1][0] + 50.0,
+    )
+
+
+@pytest.mark.parametrize("lost", [frozenset[int](), frozenset(range(3, 60, 7))])
+def test_a_measured_step_is_drawn_where_the_plan_does_the_same(lost: frozenset[int]) -> None:
+    made = planned()
+    step = as_measured(made.graph, made.save_set, slower=3.0, lost=lost)
+    drawn = picture(made, step)
+    measured, track = drawn.measured, drawn.tracks[0]
+    assert measured is not None
+    assert measured.peak_bytes == step.peak_bytes == made.peak == max(measured.live_bytes)
+    assert max(measured.most_bytes) == made.peak
+    assert measured.of == len(track.kind) - 1
+    assert measured.of - measured.matched <= len(lost)
+    exact = sum(a == b for a, b in zip(track.live_bytes, measured.most_bytes, strict=True))
+    if not lost:
+        assert exact == len(track.kind)
+    assert exact >= len(track.kind) - 2 * len(lost)
+
+
+def test_a_measured_step_that_knows_nothing_of_the_plan_is_stretched_over_it() -> None:
+    made = planned()
+    step = MeasuredStep((0.0, 10.0, 20.0), (5, 9, 5), (), 20.0)
+    drawn = picture(made, step).measured
+    assert drawn is not None
+    assert drawn.matched == 0
+    assert drawn.time_us == pytest.approx([0, drawn.end_us / 2, drawn.end_us], abs=1)
+    assert drawn.peak_bytes == max(drawn.most_bytes) == 9
+
+
+def test_kinds_come_in_the_order_of_the_step() -> None:
+    track = picture(planned()).tracks[0]
+    assert track.kind[0] == FORWARD
+    assert track.kind[-1] == OPTIMIZER
+    first_back = track.kind.index(BACKWARD)
+    assert FORWARD not in track.kind[first_back:]
+
+
+@quick
+@given(st.text("abcd", max_size=9), st.text("abcde", max_size=9))
+def test_what_two_sequences_have_in_common_is_as_long_as_can_be(a: str, b: str) -> None:
+    longest = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            longest[i + 1][j + 1] = longest[i][j] + 1 if x == y else max(longest[i][j + 1], longest[i + 1][j])
+    found = in_common(a, b)
+    assert len(found) == longest[-1][-1]
+    assert all(a[i] == b[j] for i, j in found)
+    assert all(p[0] < q[0] and p[1] < q[1] for p, q in pairwise(found))
+
+
+def test_thinning_keeps_the_highest_and_the_last() -> None:
+    levels = [1, 5, 2, 9, 3, 4, 0, 7, 6, 2]
+    kept = thinned(levels, 4)
+    assert kept[0] == 0
+    assert kept[-1] == len(levels) - 1
+    assert max(levels[i] for i in kept) == 9
+    assert len(kept) < len(levels)
+    assert thinned(levels, 10) == list(range(10))

@@ -1,0 +1,344 @@
+"""Models wrapped by torch.distributed: profiled without harm, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import ConvNet
+from ranks import told_by_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner import bounds, build, plan
+from autoac.profiler import DATASHEETS, CannotProfile, observe, profile
+from autoac.profiler.distributed.ddp import buckets_of
+from autoac.profiler.torch_facts.rng import generators_restored
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gradients in buckets": {"gradient_as_bucket_view": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> Iterator[None]:
+    """A world of this process alone, on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(before)
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    return ConvNet()
+
+
+def batch() -> Tensor:
+    with generators_restored(torch.device("cpu")):
+        torch.manual_seed(1)
+        return torch.randn(16, 3, 8, 8)
+
+
+def step(model: nn.Module) -> Tensor:
+    torch.manual_seed(2)
+    out = model(batch())
+    loss = out.square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_goes_on_as_if_nothing_had_been_profiled(way: str) -> None:
+    def trained(profiled: bool) -> list[Tensor]:
+        model = DistributedDataParallel(made(), **WAYS[way])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            if profiled:
+                profile(model, batch(), loss=torch.sum)
+            losses.append(step(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*losses, *model.parameters(), *model.buffers()]
+
+    for a, b in zip(trained(False), trained(True), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_sent_and_no_attribute_changed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DistributedDataParallel(made(), **WAYS[way])
+    attributes = dict(vars(model))
+    monkeypatch.setattr(model, "_sync_buffers", lambda: pytest.fail("buffers were sent"))
+    monkeypatch.setattr(model, "reducer", Reducer())
+    profile(model, batch(), loss=torch.sum)
+    monkeypatch.undo()
+    assert vars(model).keys() == attributes.keys()
+    assert all(vars(model)[name] is value for name, value in attributes.items())
+
+
+class Reducer:
+    """Fails where a real one would reduce."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        pytest.fail(f"the reducer was asked to {name}")
+
+
+@pytest.mark.parametrize("way", ["plain", "gradients in buckets"])
+def test_buckets_are_in_the_peak(way: str) -> None:
+    def run(standing: int) -> int:
+        model = DistributedDataParallel(made(), **WAYS[way])
+        x = batch()
+        step(model)  # buckets are laid out anew after the first backward
+        step(model)
+        model.zero_grad()
+        with AllocatorTimeline(base=standing) as timeline:
+            out = model(x)
+            out.sum().backward()
+        return timeline.peak_bytes
+
+    model = DistributedDataParallel(made(), **WAYS[way])
+    found = profile(model, batch(), loss=torch.sum)
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert found.static.gradients == parameters
+    assert found.gradient_nbytes == (0 if way == "gradients in buckets" else parameters)
+    predicted = bounds(build(found)).ceiling
+    assert run(found.static.total) == pytest.approx(predicted, rel=0.01)
+
+
+def test_a_model_inside_its_wrapper_knows_of_the_buckets() -> None:
+    """`DistributedDataParallel(apply(model))`: it is profiled inside the forward of its wrapper."""
+    model = made()
+    found: list[int] = []
+
+    def once(module: nn.Module, args: Any) -> None:
+        handle.remove()
+        found.append(observe(module, args, {}, loss=torch.sum).static.gradients)
+
+    handle = model.register_forward_pre_hook(once)
+    step(DistributedDataParallel(model))
+    assert found[0] == sum(p.nbytes for p in model.parameters())
+
+
+def test_a_planned_model_trains_in_its_wrapper() -> None:
+    plain, planned = DistributedDataParallel(made()), made()
+    ac_client.apply(planned, 1.0)
+    wrapped = DistributedDataParallel(planned)
+    for _ in range(2):
+        assert torch.equal(step(plain), step(wrapped))
+    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert torch.equal(a.grad, b.grad)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sharded(**settings: Any) -> nn.Sequential:
+    model = layers()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def test_a_sharded_model_is_left_whole() -> None:
+    model, x = sharded(), torch.ones(1, 4)
+    fired: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(fired.append)
+    before = list(model.parameters())
+    found = profile(model, x, loss=torch.sum)
+    assert found.static.parameters == sum(p.nbytes for p in layers().parameters())
+    assert [op for op, why in zip(found.keys(), found.ops.must_save, strict=True) if why >= 0] == [
+        "0/aten.addmm.default#0",  # its output goes into another unit
+        "./aten.sum.default#0",  # the loss
+    ]
+    assert all(a is b and a.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    assert not fired
+    plain = layers()
+    plain(x).sum().backward()
+    model(x).sum().backward()
+    assert len(fired) == len(before)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert isinstance(b.grad, DTensor)
+        assert a.grad is not None
+        assert torch.equal(a.grad, b.grad.to_local())
+
+
+def test_a_sharded_model_whose_step_raises_is_left_whole() -> None:
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    model, x = sharded(), torch.ones(1, 4)
+    handle = model[1].register_forward_hook(lambda _module, _args, out: Breaks.apply(out))
+    with pytest.raises(ZeroDivisionError):
+        profile(model, x, loss=torch.sum)
+    handle.remove()
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(model(x), layers()(x))
+
+
+class KeepsLoss(nn.Module):
+    """Backward comes to the loss that it keeps before it comes to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        out = self.second(y)
+        self.loss = y.exp().square().mean()
+        return out
+
+
+class WithItsLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = KeepsLoss(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(self.block(x).relu()).sum()
+        return out + self.block.loss
+
+
+def test_what_backward_asks_for_while_the_unit_is_freed_is_saved() -> None:
+    def sharded_with_its_loss() -> nn.Module:
+        torch.manual_seed(0)
+        model = WithItsLoss()
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    plain, planned, x = sharded_with_its_loss(), sharded_with_its_loss(), torch.ones(3, 4)
+    found = profile(planned, x)
+    saved = {
+        key: found.reasons[why]
+        for key, why in zip(found.keys(), found.ops.must_save, strict=True)
+        if why >= 0
+    }
+    assert saved["block/aten.exp.default#0"] == "its FSDP unit is freed when backward asks for it"
+    assert "block/aten.tanh.default#0" not in saved
+    policy = plan(found, budget_bytes=bounds(build(found)).ceiling).policy()
+    decisions = {key: "save" if key in saved else "recompute" for key in policy.decisions}
+    ac_client.apply(planned, policy=policy.model_copy(update={"decisions": decisions}))
+    plain(x).backward()
+    planned(x).backward()
+    for a, b in zip(plain.parameters(), planned.parameters(), strict=True):
+        assert isinstance(a.grad, DTensor)
+        assert isinstance(b.grad, DTensor)
+        assert torch.equal(a.grad.to_local(), b.grad.to_local())
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "offloaded": (
+        lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "offloaded to the host",
+    ),
+    "replicas": (
+        lambda: fully_shard(layers(), mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=("r", "s"))),
+        "over replicas",
+    ),
+    "a part": (lambda: _begun(sharded())[0], "profile or plan its root"),
+    "two layouts": (
+        lambda: fully_shard(
+            parallelize_module(
+                layers(), init_device_mesh("cpu", (1,), mesh_dim_names=("t",)), {"0": ColwiseParallel()}
+            ),
+            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("d",)),
+        ),
+        "by another layout as well",
+    ),
+    "FSDP1": (
+        lambda: FullyShardedDataParallel(
+            layers(), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD
+        ),
+        "not sharded",
+    ),
+}
+
+
+def _begun(model: nn.Sequential) -> nn.Sequential:
+    model(torch.ones(1, 4)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_what_one_rank_cannot_profile_alone_is_refused(setting: str) -> None:
+    make, why = REFUSED[setting]
+    model = make()
+    with pytest.raises(CannotProfile, match=why):
+        profile(model, torch.ones(1, 4), loss=torch.sum)
+
+
+def test_a_sharded_model_has_no_fake_step() -> None:
+    with pytest.raises(CannotProfile, match="fake tensors cannot be gathered"):
+        profile(sharded(), torch.ones(1, 4), on=DATASHEETS["h100"])
+
+
+def test_a_model_is_planned_after_it_was_sharded() -> None:
+    model = layers()
+    ac_client.apply(model, 1.0)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(CannotProfile, match=r"call ac_client\.apply after fully_shard"):
+        model(torch.ones(1, 4))
+
+
+RANK = """
+from torch.nn.parallel import DistributedDataParallel
+from models import ConvNet
+from ranks import told_by_ranks
+from autoac.profiler import profile
+
+torch.manual_seed(0)
+model = DistributedDataParallel(ConvNet())
+for i in range(3):
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * i + rank))
+    if rank == 0 and i != 1:  # alone: between the first two steps the reducer itself talks
+        profile(model, x, loss=torch.sum)
+    torch.manual_seed(i)
+    model(x).sum().backward()
+print([round(p.grad.sum().item(), 4) for p in model.parameters()])
+"""
+
+
+def test_one_rank_of_two_may_profile_alone(tmp_path: Path) -> None:
+    told = told_by_ranks(RANK, tmp_path / "store")
+    assert told[0] == told[1] != ""
+
+
+def test_buckets_count_for_a_module_around_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = DistributedDataParallel(made())
+    around = nn.Sequential(wrapped.module)
+    assert buckets_of(around, None).nbytes == 0
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", wrapped)  # as in its forward
+    assert buckets_of(around, None).nbytes == sum(p.nbytes for p in wrapped.parameters())
+    assert buckets_of(nn.Linear(2, 2), None).nbytes == 0

@@ -1,0 +1,295 @@
+"""A profiled step finds its batch as it was in each forward, and leaves it so."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from autoac.planner import build, simulate
+from autoac.profiler import DATASHEETS, CannotProfile, profile
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+class Bag:
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+
+def in_place(batch: Any) -> Tensor:
+    batch["x"].mul_(2)
+    batch["x"][batch["y"] < 0] = 0
+    return batch["x"]
+
+
+def pops(batch: Any) -> Tensor:
+    x = batch.pop("x") + 1
+    batch["x and 1"] = x
+    return x * batch["y"]
+
+
+def sets(batch: Any) -> Tensor:
+    batch.x = torch.cat([batch.x, batch.y])
+    return batch.x
+
+
+def through_data(batch: Any) -> Tensor:
+    batch["x"].data.t().add_(1)
+    return batch["x"] + batch["y"]
+
+
+class Layer:
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.steps: list[Tensor] = []
+
+
+class Cache:
+    """Objects inside of objects, as transformers' caches of keys and values are, and PyG's batches."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.layers = [Layer()]
+        self.of = Pair(x, y)
+        self.itself = self
+
+    def __getitem__(self, name: str) -> Tensor:
+        value: Tensor = getattr(self.of, name)
+        return value
+
+
+def grows(batch: Any) -> Tensor:
+    layer = batch.layers[0]
+    if layer.keys is None:
+        layer.keys = batch["x"]
+    layer.keys = torch.cat([layer.keys, batch["y"]])
+    batch.layers.append(Layer())
+    layer.steps.append(layer.keys.sum())
+    batch.of.x = batch.of.x + len(batch.layers) + len(layer.steps)
+    batch.itself.seen = True
+    return layer.keys[:8] + batch.itself.of.x
+
+
+class Attributes(dict[str, Tensor]):
+    """Its items are its attributes."""
+
+    def __init__(self, **items: Tensor) -> None:
+        super().__init__(**items)
+        self.__dict__ = self  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: Any) -> Attributes:
+        return Attributes(**copy.deepcopy(dict(self), memo))
+
+
+X, Y = torch.linspace(-1, 2, 32).view(8, 4), torch.linspace(3, -2, 32).view(8, 4)
+
+BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
+    (in_place, {"x": X, "y": Y}),
+    (through_data, {"x": X, "y": Y}),
+    (pops, {"x": X, "y": Y}),
+    (pops, UserDict({"x": X, "y": Y})),
+    (sets, Pair(X, Y)),
+    (sets, Bag(X, Y)),
+    (sets, Attributes(x=X, y=Y)),
+    (pops, Attributes(x=X, y=Y)),
+    (grows, Cache(X, Y)),
+    (in_place, Cache(X, Y)),
+]
+
+
+SEEN: weakref.WeakKeyDictionary[Model, list[Tensor]] = weakref.WeakKeyDictionary()
+"""Outside of the model, where nothing is put back."""
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Any], Tensor], seen: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.body = body
+        SEEN[self] = seen if seen is not None else []
+
+    def forward(self, batch: Any) -> Tensor:
+        x = self.body(batch)
+        SEEN[self].append(x.detach().clone())
+        out: Tensor = self.linear(x).sin().sum()
+        return out
+
+
+def contents(batch: Any) -> dict[str, Tensor]:
+    """Its tensors by name; of a Cache also those further inside, and in the names what there is else."""
+    if isinstance(batch, Cache):
+        named = {" ".join(vars(batch)): batch.of.x, f"{len(batch.layers)} layers": batch.of.y}
+        for i, layer in enumerate(batch.layers):
+            named |= {f"steps {i}.{j}": value for j, value in enumerate(layer.steps)}
+            if layer.keys is not None:
+                named[f"keys {i}"] = layer.keys
+        return named
+    return dict(batch) if isinstance(batch, (dict, UserDict)) else dict(vars(batch))
+
+
+@pytest.mark.parametrize("mode", ["hollow", "measured"])
+@pytest.mark.parametrize(("body", "batch"), BATCHES)
+def test_each_forward_finds_the_batch_as_it_was(body: Any, batch: Any, mode: Any) -> None:
+    batch = copy.deepcopy(batch)
+    before, held = copy.deepcopy(contents(batch)), contents(batch)
+    seen: list[Tensor] = []
+    profile(Model(body, seen), batch, mode=mode)
+    assert len(seen) > 1
+    assert all(torch.equal(x, seen[0]) for x in seen)
+    after = contents(batch)
+    assert after.keys() == before.keys()
+    assert all(after[name] is held[name] and torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(("body", "batch"), BATCHES)
+def test_the_first_step_of_a_planned_model_trains_on_the_same_numbers(body: Any, batch: Any) -> None:
+    def step(planned: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model, own = Model(body), copy.deepcopy(batch)
+        if planned:
+            ac_client.apply(model, 1.0)
+        model(own).backward()
+        assert model.linear.weight.grad is not None
+        return model.linear.weight.grad, contents(own)
+
+    (plain, plain_batch), (planned, planned_batch) = step(planned=False), step(planned=True)
+    assert torch.equal(plain, planned)
+    assert all(torch.equal(planned_batch[name], value) for name, value in plain_batch.items())
+
+
+def test_what_a_forward_puts_into_its_batch_is_the_users_through_the_step() -> None:
+    """In `batch["x and 1"]`, 128 bytes, which backward does not want."""
+    torch.manual_seed(0)
+    found = profile(Model(pops), {"x": X, "y": Y})
+    graph = build(found)
+    model, own = Model(pops), {"x": X, "y": Y}
+    with AllocatorTimeline(base=found.static.total) as timeline:
+        model(own).backward()
+    assert timeline.peak_bytes == simulate(graph, graph.everything).peak.live_bytes
+
+
+@pytest.mark.parametrize("batch", [Pair(X, Y), Bag(X, Y), UserDict({"x": X, "y": Y}), [{"x": X}, (Y,)]])
+def test_the_tensors_of_a_batch_count_wherever_they_are(batch: Any) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, _batch: Any) -> Tensor:
+            out: Tensor = self.linear(X).sum()
+            return out
+
+    assert profile(First(), batch).static.inputs == X.nbytes + Y.nbytes
+
+
+def test_one_tensor_that_is_passed_twice_stays_one() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.linear(x) if x is y else self.linear(x + y)
+
+    assert len(profile(Asks(), X, X).ops) == 1
+    assert len(profile(Asks(), X, Y).ops) == 2
+
+
+def test_what_another_module_computed_may_be_written_in_place() -> None:
+    head = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
+    x = (X * nn.Parameter(torch.ones(4))).add(0)
+    before = x.detach().clone()
+    for mode in ("hollow", "measured"):
+        found = profile(head, x, loss=torch.sum, mode=mode)  # type: ignore[arg-type]
+        assert torch.equal(x, before)
+        assert found.gradient_nbytes == (4 * 4 + 4) * 4 + x.nbytes
+    assert len(profile(head, x, loss=torch.sum, on=DATASHEETS["h100"]).ops) == len(found.ops)
+
+
+def test_what_forward_registers_is_gone_after_a_profile() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "more"):
+                self.more = nn.Linear(4, 4)
+                self.scale = nn.Parameter(torch.rand(4))
+                self.register_buffer("shift", torch.rand(4), persistent=False)
+                self.linear.add_module("inside", nn.ReLU())
+                self.linear.register_forward_hook(lambda _module, _args, out: out * 2)
+            out: Tensor = self.more(self.linear(x)) * self.scale + self.shift
+            return out
+
+    model = Grows()
+    profile(model, X, loss=torch.sum)
+    assert [name for name, _ in model.named_parameters()] == ["linear.weight", "linear.bias"]
+    assert not list(model.named_buffers())
+    assert list(model.modules()) == [model, model.linear]
+    assert not model.linear._forward_hooks
+    assert not model._non_persistent_buffers_set
+
+
+def test_a_model_whose_layers_wait_for_their_first_batch_is_refused_with_advice() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
+    with pytest.raises(CannotProfile, match=r"1\.weight .* run one batch through it first"):
+        profile(model, X, loss=torch.sum)
+
+
+def test_objects_that_do_not_change_are_left_alone() -> None:
+    """A batch may lead to what other threads use, who would find it empty for a moment."""
+
+    class Loader:
+        def __init__(self) -> None:
+            self.workers = 2
+
+    class Rows:
+        def __init__(self, x: Tensor, loader: Loader) -> None:
+            self.x, self.loader = x, loader
+
+    class Model(nn.Linear):
+        def forward(self, rows: Rows) -> Tensor:
+            return super().forward(rows.x)
+
+    rows = Rows(torch.randn(4, 8), Loader())
+    written: list[object] = []
+
+    def told(_frame: Any, event: str, call: Any) -> None:
+        if event == "c_call" and call.__name__ == "clear":
+            written.append(call.__self__)
+
+    sys.setprofile(told)
+    try:
+        profile(Model(8, 8), rows)
+    finally:
+        sys.setprofile(None)
+    assert any(one is rows.__dict__ for one in written)
+    assert not any(one is rows.loader.__dict__ for one in written)
+
+
+def test_a_batch_that_can_be_read_once_is_refused_and_not_read() -> None:
+    class Model(nn.Linear):
+        def forward(self, parts: Any) -> Tensor:
+            return torch.stack([super(Model, self).forward(x) for x in parts]).sum()
+
+    model, parts = Model(8, 8), [torch.randn(4, 8) for _ in range(2)]
+    batch = iter(parts)
+    with pytest.raises(CannotProfile, match=r"list_iterator, which can be read only once.*pass a list"):
+        profile(model, batch)
+    assert len(list(batch)) == 2
+    assert len(profile(model, parts).ops) > 2

@@ -1,0 +1,252 @@
+"""State that modules keep in Python objects counts each training step once, or the profile is refused."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from array import array
+from collections import Counter, OrderedDict, UserDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from autoac.profiler import CannotProfile, profile
+
+X = torch.linspace(-1, 2, 32).view(8, 4)
+
+
+@dataclass
+class Statistics:
+    calls: int = 0
+    average: float = 0.0
+    history: list[float] = field(default_factory=list)
+
+    def count(self) -> float:
+        self.calls += 1
+        self.average = 0.9 * self.average + 0.1 * self.calls
+        self.history.append(self.average)
+        return len(self.history) + self.average
+
+
+@dataclass(slots=True)
+class WithSlots:
+    calls: int = 0
+    inner: Statistics | None = None
+
+    def count(self) -> float:
+        self.calls += 1
+        self.inner = self.inner or Statistics()
+        return self.calls + self.inner.count()
+
+
+@dataclass(frozen=True)
+class Frozen:
+    numbers: numpy.ndarray[Any, Any]
+
+    def count(self) -> float:
+        self.numbers[1:] += 1
+        return float(self.numbers.sum())
+
+
+class Bounded(list[int]):
+    """A subclass with methods of its own, which nobody is to call."""
+
+    def clear(self) -> None:
+        raise AssertionError
+
+    def count_up(self) -> float:
+        self.append(len(self))
+        return float(sum(self))
+
+
+class Shared:
+    calls = 0
+
+    def count(self) -> float:
+        type(self).calls += 1
+        return self.calls
+
+
+class Unregistered:
+    """Hides a module from its parent, in an object with a cycle."""
+
+    def __init__(self) -> None:
+        self.of = [Plain(Statistics().count)]
+        self.itself = self
+
+    def count(self) -> float:
+        return self.of[0].count()
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock, self.calls = threading.Lock(), 0
+
+    def count(self) -> float:
+        with self.lock:
+            self.calls += 1
+        return self.calls
+
+
+def closure() -> Callable[[], float]:
+    calls = 0
+
+    def count() -> float:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
+
+
+def by_default(made: dict[int, int] = {}) -> float:  # noqa: B006 - this is the point
+    made[len(made)] = 1
+    return len(made)
+
+
+def with_attribute() -> float:
+    with_attribute.calls += 1  # type: ignore[attr-defined]
+    return float(with_attribute.calls)  # type: ignore[attr-defined]
+
+
+with_attribute.calls = 0  # type: ignore[attr-defined]
+
+
+def in_a_table(table: Any) -> float:
+    table["calls"] = table.get("calls", 0) + 1
+    if isinstance(table, OrderedDict):
+        table.move_to_end("calls", last=False)
+    return float(next(iter(table.values())) + table["calls"])
+
+
+def at_the_end(numbers: Any) -> float:
+    numbers.append(numbers[-1] + 1)
+    return float(numbers[-1])
+
+
+KEPT: dict[str, Callable[[], Callable[[], float]]] = {
+    "dataclass": lambda: Statistics().count,
+    "slots": lambda: WithSlots().count,
+    "frozen, with an array": lambda: Frozen(numpy.zeros(3)).count,
+    "array of objects": lambda: numpy.array([Statistics()])[0].count,
+    "subclass of a list": lambda: Bounded().count_up,
+    "nested": lambda: SimpleNamespace(of=({"deep": deque([Statistics()])},)).of[0]["deep"][0].count,
+    "attribute of a class": lambda: Shared().count,
+    "hidden module": lambda: Unregistered().count,
+    "lock": lambda: Locked().count,
+    "closure": closure,
+    "default argument": lambda: by_default,
+    "attribute of a function": lambda: with_attribute,
+    "counter": lambda: partial(in_a_table, Counter()),
+    "ordered": lambda: partial(in_a_table, OrderedDict(first=1)),
+    "user's dictionary": lambda: partial(in_a_table, UserDict()),
+    "array": lambda: partial(at_the_end, array("d", [1.0])),
+    "bytes": lambda: partial(at_the_end, bytearray(b"1")),
+}
+
+
+class Plain(nn.Module):
+    def __init__(self, count: Callable[[], float]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.count = count
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x).tanh() / (1 + self.count())
+        return out.square().sum()
+
+
+def counted_and_trained(make: Callable[[], Callable[[], float]], *, planned: bool) -> list[Any]:
+    Shared.calls = 0
+    with_attribute.calls = 0  # type: ignore[attr-defined]
+    by_default.__defaults__[0].clear()  # type: ignore[index]
+    torch.manual_seed(0)
+    model = Plain(make())
+    if planned:
+        ac_client.apply(model, 1.0)
+    results: list[Any] = []
+    for _ in range(3):
+        model.zero_grad()
+        model(X).backward()
+        results += [p.grad.tolist() for p in model.parameters() if p.grad is not None]
+    return [*results, model.count()]
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_state_in_objects_counts_each_step_once(name: str) -> None:
+    make = KEPT[name]
+    assert counted_and_trained(make, planned=True) == counted_and_trained(make, planned=False)
+
+
+def test_a_forward_hook_that_fills_a_list_sees_each_step_once() -> None:
+    seen: list[float] = []
+    model = Plain(lambda: 0.0)
+    model.register_forward_hook(lambda _module, _args, out: seen.append(out.item()))
+    ac_client.apply(model, 1.0)
+    model(X).backward()
+    model(X).backward()
+    assert len(seen) == 2
+
+
+def numbers() -> Any:
+    yield from range(1, 100)
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: partial(next, numbers()), "count[1], a generator"),
+        (lambda: partial(next, itertools.count()), "count[1], a count"),
+        (lambda: itertools.count().__next__, "count[0], a count"),
+        (lambda: closure_over(numbers()), "count closure_over.<locals>.<lambda>: items, a generator"),
+    ],
+)
+def test_an_iterator_that_forward_reads_is_refused_by_name_and_not_read(make: Any, where: str) -> None:
+    model = Plain(make())
+    with pytest.raises(CannotProfile) as refused:
+        profile(model, X)
+    assert where in refused.value.why
+    assert model.count() == make()()
+
+
+def closure_over(items: Any) -> Callable[[], float]:
+    return lambda: next(items)
+
+
+def test_an_iterator_that_forward_does_not_read_is_left_alone() -> None:
+    model = Plain(lambda: 1.0)
+    model.ids = itertools.count()  # type: ignore[assignment]
+    profile(model, X)
+    assert next(model.ids) == 0  # type: ignore[call-overload]
+
+
+def test_a_large_array_that_forward_writes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoac.profiler.restore.module_state.MOST_COPIED_NBYTES", 16)
+    with pytest.raises(CannotProfile) as refused:
+        profile(Plain(Frozen(numpy.zeros(3)).count), X)
+    assert "count[0].numbers, a numpy array" in refused.value.why
+    profile(Plain(lambda: float(numpy.zeros(3).sum())), X)
+
+
+def test_what_a_thread_changes_is_left_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Prefetching:
+        def __init__(self) -> None:
+            self.thread = threading.Thread()
+            self.calls = 0
+
+        def count(self) -> float:
+            self.calls += 1
+            return self.calls
+
+    held = Prefetching()
+    profile(Plain(held.count), X)
+    assert held.calls > 0
+    assert "count[0] holds a thread" in caplog.text

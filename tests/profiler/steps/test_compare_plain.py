@@ -1,0 +1,363 @@
+"""A plain step beside the hollow one, run times that are kept, and steps that must leave nothing changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from models import ConvNet, Transformer
+from torch import Tensor, nn
+from zoo import ZOO, Entry
+
+from autoac.planner import build, simulate
+from autoac.profiler import DATASHEETS, CannotProfile, Times, Unsteady, observe, profile
+from autoac.profiler.static_memory import optimizer_bytes
+
+SOME = [entry for entry in ZOO if entry.name in ("GPT-2", "ResNet", "LSTM", "mixture of experts")]
+CASTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "fp32": contextlib.nullcontext,
+    "bf16 autocast": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Some kernels allocate something for each thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("entry", "casting"),
+    [(entry, "fp32") for entry in ZOO] + [(entry, "bf16 autocast") for entry in SOME],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_a_plain_step_is_the_hollow_one_and_its_peak_the_predicted_one(entry: Entry, casting: str) -> None:
+    model = entry.make().train()
+    with CASTINGS[casting]():
+        hollow, measured = profile(model, **entry.batch()), profile(model, **entry.batch(), mode="measured")
+    assert measured.fingerprint == hollow.fingerprint  # ops, storages, saved tensors, unpacks, static bytes
+    assert measured.ops.workspace_nbytes == hollow.ops.workspace_nbytes
+    assert measured.ops.other_nbytes == hollow.ops.other_nbytes
+    assert measured.backward.peak_nbytes == hollow.backward.peak_nbytes
+    graph = build(measured)
+    before_optimizer = [i for i in simulate(graph, graph.everything).instants if i.event is not None]
+    above = max(i.live_bytes for i in before_optimizer) - graph.static_bytes
+    assert f"measured: a plain step held {above} bytes at most beside what was there before" in measured.notes
+
+
+@pytest.mark.parametrize("mode", ["hollow", "measured"])
+def test_no_mode_touches_gradients_buffers_or_generators(mode: Any) -> None:
+    model, x = ConvNet(), torch.randn(4, 3, 8, 8)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.register_post_accumulate_grad_hook(lambda p: pytest.fail("an optimizer in backward ran"))
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    profile(model, x, mode=mode)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_modes_that_contradict_the_device_are_refused() -> None:
+    model, x = Transformer(), torch.randn(2, 8, 32)
+    with pytest.raises(ValueError, match="pass on="):
+        profile(model, x, mode="fake")
+    with pytest.raises(ValueError, match="leave out on="):
+        profile(model, x, mode="measured", on=DATASHEETS["h100"])
+    with pytest.raises(ValueError, match="none of"):
+        profile(model, x, mode="real")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on='h100' is no device: pass DATASHEETS"):
+        profile(model, x, on="h100")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"on=torch.device\('meta'\) is not here to run ops on: pass DATASHEETS"
+    ):
+        profile(model, x, on=torch.device("meta"))
+    with pytest.raises(CannotProfile, match="on=DATASHEETS"):
+        profile(model.to("meta"), x.to("meta"))
+
+
+def test_what_is_no_model_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError, match=r"profile takes an nn\.Module, and was given a type"):
+        profile(Transformer, torch.randn(2, 8, 32))  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match="returned a NoneType"):
+        profile(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda _out: None)  # type: ignore[arg-type, return-value]
+
+
+CALLS: list[int] = []
+"""A global variable: what a model itself refers to is put back after each profile."""
+
+
+class Alternates(nn.Module):
+    """Takes another path from its fourth forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(1)
+        y = self.linear(x)
+        return y.tanh() if len(CALLS) < 4 else y.exp()
+
+
+def test_a_model_that_takes_another_path_is_not_measured() -> None:
+    CALLS.clear()
+    with pytest.raises(Unsteady, match=r"op 1: first aten\.tanh.*then aten\.exp") as caught:
+        profile(Alternates(), torch.randn(2, 4), mode="measured")
+    assert caught.value.__reduce__()[0] is Unsteady
+
+
+def test_times_on_disk_make_the_second_profile_equal_to_the_first(tmp_path: Path) -> None:
+    times = Times(tmp_path / "new" / "times.sqlite3")
+    model, x = Transformer(layers=2), torch.randn(2, 8, 32)
+    first = profile(model, x, times=times)
+    assert profile(model, x, times=times) == first
+    assert profile(Transformer(layers=2), x, mode="hollow", times=times).digest == first.digest
+    # Another batch has other ops, which are measured; those that it shares are not.
+    other = profile(model, torch.randn(2, 9, 32), times=times)
+    assert other.ops.runtime_us != first.ops.runtime_us
+    times.clear()
+    assert profile(model, x, times=times).ops.runtime_us != first.ops.runtime_us
+
+
+def test_ops_on_disk_are_not_measured_again(tmp_path: Path) -> None:
+    times = Times(tmp_path / "times.sqlite3")
+    CALLS.clear()
+
+    class Counts(Transformer):
+        def forward(self, x: Tensor) -> Any:
+            CALLS.append(1)
+            return super().forward(x)
+
+    model, x = Counts(), torch.randn(2, 8, 32)
+    profile(model, x, times=times)
+    assert len(CALLS) > 2  # the warm-up, the step, and at least one more for the clock
+    CALLS.clear()
+    profile(model, x, times=times)
+    assert len(CALLS) == 2
+
+
+def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    monkeypatch.setenv("AUTOAC_TIMES", "0")
+    assert Times.of_environment() is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("AUTOAC_TIMES", "1")
+    assert profile(model, x) == profile(model, x)
+    with contextlib.closing(sqlite3.connect(tmp_path / "autoac" / "times.sqlite3")) as file:
+        assert file.execute("select count(*) from ops").fetchone() == (1,)
+
+
+def test_a_file_that_is_none_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "times.sqlite3"
+    path.write_text("this is no database, and long enough to tell so " * 40)
+    assert profile(nn.Linear(4, 4), torch.randn(2, 4), times=path).ops
+    assert caplog.text.count("measured anew") == 1
+    assert path.read_text().startswith("this is no database")
+
+
+@pytest.mark.parametrize("junk", [("'no json'", "'x'"), ("'[\"x\"]'", "-1.0"), ("'3'", "9e999")])
+def test_what_is_no_time_in_the_file_is_left_alone(
+    tmp_path: Path, junk: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "times.sqlite3"
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    profile(model, x, times=path)
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        file.executescript(f"update steps set runtimes_us = {junk[0]}; update ops set runtime_us = {junk[1]}")
+    found = profile(model, x, times=path)
+    assert "were not read or kept" in caplog.text
+    assert all(0 < us < 1e9 for us in (*found.ops.runtime_us, *found.backward.runtime_us))
+
+
+def test_runtimes_are_medians_of_several_samples_with_their_spread() -> None:
+    found = profile(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(256, 64))
+    assert not any("seen once" in note for note in found.notes)
+    assert all(us > 0 for us in found.ops.runtime_us)
+    assert any(us > 0 for us in found.ops.spread_us)
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+class Stateful(nn.Module):
+    """Counts its calls, draws from every generator, switches its own mode, and may break."""
+
+    def __init__(self, breaks: str = "") -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.own = torch.Generator().manual_seed(3)
+        self.calls, self.breaks, self.cache = 0, breaks, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.late = self.calls
+        random.random(), numpy.random.rand()
+        self.norm.eval()
+        self.norm.train()
+        self.training = False
+        self.cache = y = self.norm(self.linear(x)) * torch.rand(4, generator=self.own) * torch.rand(4)
+        if self.breaks == "forward":
+            raise ZeroDivisionError
+        if self.breaks == "backward":
+            y = Breaks.apply(y)  # an error where autograd is off: training never is
+        return y
+
+
+@pytest.mark.parametrize("breaks", ["", "forward", "backward"])
+@pytest.mark.parametrize("mode", ["hollow", "measured", "fake"])
+def test_a_step_leaves_nothing_changed_also_where_it_raises(mode: Any, breaks: str) -> None:
+    model, x = Stateful(breaks), torch.randn(3, 4)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    attributes = [dict(module.__dict__) for module in model.modules()]
+    generators = torch.get_rng_state(), model.own.get_state(), random.getstate(), numpy.random.get_state()
+    on = DATASHEETS["h100"] if mode == "fake" else None
+    with pytest.raises(ZeroDivisionError) if breaks else contextlib.nullcontext():
+        profile(model, x, mode=mode, on=on)
+    assert [dict(module.__dict__) for module in model.modules()] == attributes
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None and type(p) is nn.Parameter for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert torch.equal(model.own.get_state(), generators[1])
+    assert random.getstate() == generators[2]
+    assert numpy.array_equal(numpy.random.get_state()[1], generators[3][1])
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not torch._C._autograd._profiler_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_gradients_that_will_be_there_count_from_the_start() -> None:
+    model, x = Transformer(), torch.randn(2, 8, 32)
+    told = observe(model, (x,), {}, accumulates=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    seen = observe(model, (x,), {})
+    assert told.static.gradients == sum(p.nbytes for p in model.parameters())
+    assert told.fingerprint == seen.fingerprint
+    assert told.backward.peak_nbytes == seen.backward.peak_nbytes
+    assert told.gradient_nbytes == 0
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_adafactors_factored_state_counts_before_its_first_step(foreach: bool) -> None:
+    model, x = Transformer(), torch.randn(2, 8, 32)
+    optimizer = torch.optim.Adafactor(model.parameters(), foreach=foreach)
+    found = observe(model, (x,), {}, optimizer=optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    assert found.static.optimizer_state == sum(t.nbytes for t in state)
+    assert 0 < found.static.optimizer_state < found.static.parameters / 2  # a row and a column of each
+    assert found.optimizer_workspace_nbytes > 0
+    assert not any("could not be run" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "at_once", "steps_there"),
+    [
+        ({}, True, False),  # on a GPU torch updates all at once, and counts steps on the host
+        ({"foreach": False}, False, False),
+        ({"fused": True}, None, True),
+        ({"capturable": True}, True, True),
+        ({"lr": torch.tensor(0.1)}, False, False),
+    ],
+)
+def test_an_optimizer_on_a_gpu_copies_all_parameters_at_once(
+    settings: dict[str, Any], at_once: bool | None, steps_there: bool
+) -> None:
+    """Fake tensors stand for the real ones, and torch would update those one by one."""
+    rounded = 512
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
+    needs = optimizer_bytes(optimizer, torch.device("cpu"), DATASHEETS["h100"])
+    one = 64 * 64 * 4
+    assert needs.note == ""
+    assert needs.state == 4 * (2 * one + (rounded if steps_there else 0))
+    if at_once is None:
+        assert needs.workspace == 0  # one kernel
+    else:
+        assert (needs.workspace >= 4 * one) is at_once
+    assert all("foreach" not in settings or group["foreach"] is False for group in optimizer.param_groups)
+
+
+def test_an_optimizer_on_this_cpu_updates_one_parameter_after_the_other() -> None:
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+    needs = optimizer_bytes(torch.optim.AdamW(model.parameters()), torch.device("cpu"))
+    assert needs.state == 4 * (2 * 64 * 64 * 4 + 4)  # steps are counted beside the rest
+    assert 64 * 64 * 4 <= needs.workspace < 4 * 64 * 64 * 4
+
+
+def test_a_model_may_differentiate_inside_its_forward() -> None:
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            y = self.inner(x)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y + slope.square().sum(1, keepdim=True)
+
+    found = profile(Penalised(), torch.randn(3, 4))
+    assert "./aten.mm.default#0" in found.keys()  # noqa: SIM118 - a Profile is no dict
+
+
+# torch's own, when it loads decompositions for forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_derivatives_have_zeros_without_memory() -> None:
+    class Sloped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, slope = torch.func.jvp(lambda t: self.linear(t).tanh(), (x,), (torch.ones_like(x),))
+            return y + slope
+
+    found = profile(Sloped(), torch.randn(3, 4))  # the parameters' tangents are such zeros
+    zeros = [i for i, key in enumerate(found.keys()) if "_efficientzerotensor" in key]
+    assert zeros
+    assert not set(zeros) & set(found.values.op)
+    measured = profile(Sloped(), torch.randn(3, 4), mode="measured")
+    assert measured.storages == found.storages
+
+
+def test_forward_runs_only_twice_where_ranks_talk_in_it() -> None:
+    """How often it runs for the clock is up to the clock, and ranks must not differ in that."""
+    CALLS.clear()
+
+    class Talks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            CALLS.append(1)
+            return torch.ops._c10d_functional.wait_tensor(self.linear(x).detach()) * self.linear(x)
+
+    profile(Talks(), torch.randn(3, 4))
+    assert len(CALLS) == 2

@@ -1,0 +1,113 @@
+"""A device that is here: its measured datasheet, and ops that are run one kind at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Transformer
+from torch import Tensor, nn
+
+from autoac.profiler import DATASHEETS, Times, datasheet_of_this_cpu, profile
+from autoac.profiler.steps import fake
+from autoac.profiler.timing import on_device as local
+from autoac.profiler.timing.roofline import Device
+from autoac.profiler.torch_facts.op_facts import facts_of
+
+CPU = torch.device("cpu")
+
+
+def test_a_datasheet_is_what_kernels_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes a second, so rates are the work of one call."""
+    monkeypatch.setattr(local, "least_s", lambda call, device: 1.0)
+    sheet = datasheet_of_this_cpu()
+    assert dict(sheet.flops_per_s) == dict.fromkeys((torch.float32, torch.bfloat16), 2.0 * local.PRODUCT**3)
+    assert sheet.bytes_per_s == 2 * local.COPIED  # read and written
+    assert sheet.launch_us == 1e6 / local.TINY_CALLS
+    assert (sheet.flops_efficiency, sheet.bandwidth_efficiency, sheet.allocator_rounding) == (1, 1, 1)
+
+
+def test_this_cpu_is_slower_than_a_gpu_and_faster_than_a_snail() -> None:
+    sheet, h100 = datasheet_of_this_cpu(), DATASHEETS["h100"]
+    assert 1e8 < sheet.flops_per_s[torch.float32] < h100.other_flops_per_s
+    assert 1e7 < sheet.bytes_per_s < h100.bytes_per_s
+    assert 0 < sheet.launch_us < 1e5
+    assert sheet.memory_bytes > 2**28
+    assert sheet.device_type == "cpu"
+    assert sheet.name
+
+
+def test_ops_of_a_step_that_runs_nowhere_have_measured_times() -> None:
+    model, x = Transformer(layers=2), torch.randn(2, 8, 32)
+    here = profile(model, x)
+    with torch.device("meta"):
+        elsewhere, y = Transformer(layers=2), torch.empty(2, 8, 32)
+    found = profile(elsewhere, y, on=CPU)
+    assert found.keys() == here.keys()
+    assert all(us > 0 for us in found.ops.runtime_us)
+    assert any(note.startswith("measured: run times of") for note in found.notes)
+    assert not any("was not run" in note for note in found.notes)
+    assert sum(found.backward.runtime_us) > 0
+
+
+def test_generators_of_the_device_that_ops_are_run_on_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout that is run by itself for its time draws there, and not on the CPU that fake tensors are on."""
+    restored: list[torch.device] = []
+    own = fake.generators_restored
+
+    def noted(device: torch.device) -> Any:
+        restored.append(device)
+        return own(device)
+
+    monkeypatch.setattr(fake, "generators_restored", noted)
+    profile(nn.Linear(4, 4), torch.randn(2, 4), on=torch.device("cpu", 0))
+    profile(nn.Linear(4, 4), torch.randn(2, 4), on=DATASHEETS["h100"])
+    assert restored == [torch.device("cpu", 0), torch.device("cpu")]
+
+
+def test_a_kind_of_op_is_run_once_and_then_read_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    once = local.LocalTimes._once
+
+    def counting(self: Any, func: Any, args: Any, kwargs: Any) -> float:
+        ran.append(func)
+        return once(self, func, args, kwargs)
+
+    monkeypatch.setattr(local.LocalTimes, "_once", counting)
+    model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(3, 8)
+    times = Times(tmp_path / "times.sqlite3")
+    first = profile(model, x, on=CPU, times=times)
+    assert sum(func is torch.ops.aten.addmm.default for func in ran) == local.RUNS + 1
+    ran.clear()
+    assert profile(model, x, on=CPU, times=times).ops.runtime_us == first.ops.runtime_us
+    assert not ran
+
+
+SMALL = Device("tiny", {}, 1e9, 1e9, 1000, device_type="cpu", allocator_rounding=1)
+
+
+def test_what_does_not_fit_or_does_not_run_is_estimated_and_named() -> None:
+    here = local.LocalTimes(CPU, SMALL)
+    op = torch.ops.aten.mm.default
+    large = torch.empty(100, 100, device="meta")
+    assert here.runtime_us(facts_of(op), op, (large, large), {}, large) == SMALL.runtime_us(
+        facts_of(op), op, (large, large), {}, large
+    )
+    add = torch.ops.aten.add.Tensor
+    operands = torch.empty(3, 4, device="meta"), torch.empty(4, 3, device="meta")
+    assert here.runtime_us(facts_of(add), add, operands, {}, operands[0]) > 0
+    assert list(here.notes) == [f"{name} was not run, and its time is estimated" for name in (op, add)]
+    assert here.kinds == 0
+
+
+def test_generators_and_the_model_are_as_before() -> None:
+    model, x = Transformer(), torch.randn(2, 8, 32)
+    before: list[Tensor] = [p.detach().clone() for p in model.parameters()]
+    state = torch.get_rng_state()
+    profile(model, x, on=CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, model.parameters(), before))
