@@ -49,6 +49,7 @@ from autoac.profiler.errors import CannotProfile
 from autoac.profiler.restore.batch import batch_tensors
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.steps.hollow import Loss
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import is_compiled, is_optimized
 from autoac.profiler.torch_facts.module_paths import ModuleHook, watch_modules
 
@@ -453,7 +454,7 @@ class Applied:
                 self._forward.end()  # as below; no part of a forward in training
             return
         self._forwards += 1
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if torch.compiler.is_compiling() or private.get_tracing_state() is not None:
             raise CannotProfile(
                 self._name,
                 "torch.export or torch.jit traces it, and would trace the plan as well",

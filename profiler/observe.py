@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from autoac.planner.formats.profile import Environment, Profile
 from autoac.profiler.arguments import check_one_device, device_of
@@ -29,6 +28,7 @@ from autoac.profiler.timing.on_device import LocalTimes, datasheet_of
 from autoac.profiler.timing.op_timer import BETWEEN
 from autoac.profiler.timing.roofline import DATASHEETS, Device
 from autoac.profiler.to_profile import assemble
+from autoac.profiler.torch_facts.private import tree_leaves
 
 Mode = Literal["hollow", "measured", "fake"]
 

@@ -11,11 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.optim.optimizer import _foreach_supported_types
-from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from autoac.planner.formats.profile import StaticBytes
 from autoac.planner.units import rounded_bytes
@@ -23,7 +18,14 @@ from autoac.profiler.distributed.ddp import buckets_of
 from autoac.profiler.distributed.fsdp import local, parameters_of
 from autoac.profiler.restore.batch import batch_tensors
 from autoac.profiler.timing.roofline import Device
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.op_facts import has_storage_or_fake, outputs_of
+from autoac.profiler.torch_facts.private import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    tree_leaves,
+)
 from autoac.profiler.torch_facts.storage_table import StorageTable
 
 
@@ -227,8 +229,8 @@ def _chooses_foreach(group: Mapping[str, Any], fakes: Sequence[Tensor]) -> bool:
         return False  # it has no choice
     if group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable")):
         return False
-    return all(type(p) in _foreach_supported_types for p in group["params"]) and all(
-        fake.device.type in _get_foreach_kernels_supported_devices() for fake in fakes
+    return all(type(p) in private.foreach_supported_types for p in group["params"]) and all(
+        fake.device.type in private.get_foreach_kernels_supported_devices() for fake in fakes
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
 from autoac.planner.formats.policy_set import Leaf, Shape
+from autoac.profiler.torch_facts.private import tree_leaves
 
 _PLAIN = frozenset({int, float, complex, str, bytes})
 

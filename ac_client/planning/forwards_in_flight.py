@@ -26,6 +26,7 @@ from ac_client.planning.shape_buckets import Loaded
 from ac_client.runtime.split_backward import current_split
 from autoac.profiler.restore.batch import batch_tensors
 from autoac.profiler.steps.hollow import roots_of
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.op_facts import has_storage
 
 
@@ -115,7 +116,7 @@ class _InFlight:
         if torch.compiler.is_compiling():  # compiled autograd traces this, for later steps too
             self.begun = True
             return
-        task = torch._C._current_graph_task_id()
+        task = private.current_graph_task_id()
         if task in self._tasks:
             return
         self._tasks.add(task)
@@ -141,7 +142,7 @@ def _of_caller() -> tuple[bool, int]:
 
     Both are read off the frame that called the engine, if it is on this thread, as on a CPU.
     """
-    frame = _frame_of(torch.autograd.graph._engine_run_backward.__code__)
+    frame = _frame_of(private.engine_run_backward.__code__)
     if frame is None:
         return False, 0
     known = frame.f_locals

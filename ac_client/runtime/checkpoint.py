@@ -27,16 +27,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _TorchDispatchModeKey
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 from torch.utils import checkpoint as torchs
-from torch.utils._pytree import tree_leaves
 
 from ac_client.runtime.nested_policies import AskedAsByTorch
 from ac_client.runtime.region import save_recompute_policy
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import dynamo_is_active
 from autoac.profiler.torch_facts.op_facts import is_wrapper
+from autoac.profiler.torch_facts.private import tree_leaves
 
 R = TypeVar("R")
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -182,10 +181,7 @@ def _traced(function: Any, args: Sequence[Any]) -> bool:
     """Whether the tensors inside stand for others or are not seen, so that recording would say nothing."""
     if dynamo_is_active() or any(getattr(function, mark, None) is not None for mark in _COMPILED):
         return True
-    if torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
-        return True
-    fake = torch._guards.detect_fake_mode(args)
-    return isinstance(fake, FakeTensorMode)
+    return private.is_proxy_tracing() or private.detect_fake_mode(args) is not None
 
 
 def _wraps(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
+from autoac.profiler.torch_facts import private
+
 Ambient = tuple[Any, ...]
 """Whether gradients are on, the default dtype, whether kernels are to be deterministic, what libraries do."""
 
 _grad = torch.is_grad_enabled
 _dtype = torch.get_default_dtype  # of what ops make from numbers and integers
-_deterministic = torch._C._get_deterministic_algorithms
-_mkldnn = torch._C._get_mkldnn_enabled
-_mkldnn_deterministic = torch._C._get_mkldnn_deterministic
-_cudnn = torch._C._get_cudnn_enabled
-_cudnn_deterministic = torch._C._get_cudnn_deterministic
-_cudnn_benchmark = torch._C._get_cudnn_benchmark
+_deterministic = private.get_deterministic_algorithms
+_mkldnn = private.get_mkldnn_enabled
+_mkldnn_deterministic = private.get_mkldnn_deterministic
+_cudnn = private.get_cudnn_enabled
+_cudnn_deterministic = private.get_cudnn_deterministic
+_cudnn_benchmark = private.get_cudnn_benchmark
 
 
 def _on_cpu() -> Ambient:
@@ -46,18 +48,18 @@ def _on_gpus_too() -> Ambient:
 
 def _set_deterministic(value: bool) -> None:
     # What would raise has done so in forward.
-    torch._C._set_deterministic_algorithms(value, warn_only=True)
+    private.set_deterministic_algorithms(value, warn_only=True)
 
 
 _SETTERS: tuple[Callable[[Any], None], ...] = (
-    torch._C._set_grad_enabled,
+    private.set_grad_enabled,
     torch.set_default_dtype,
     _set_deterministic,
-    torch._C._set_mkldnn_enabled,
-    torch._C._set_mkldnn_deterministic,
-    torch._C._set_cudnn_enabled,
-    torch._C._set_cudnn_deterministic,
-    torch._C._set_cudnn_benchmark,
+    private.set_mkldnn_enabled,
+    private.set_mkldnn_deterministic,
+    private.set_cudnn_enabled,
+    private.set_cudnn_deterministic,
+    private.set_cudnn_benchmark,
 )
 
 ambient: Callable[[], Ambient] = _on_gpus_too if torch.backends.cuda.is_built() else _on_cpu
@@ -80,14 +82,14 @@ class Switches:
         """Put `then` in force."""
         if then != self._now:
             if self._now == self._before:
-                self._warns = torch._C._get_deterministic_algorithms_warn_only()
+                self._warns = private.get_deterministic_algorithms_warn_only()
             _change(self._now, then)
             self._now = then
 
     def __exit__(self, *_: Any) -> None:
         if self._now != self._before:
             _change(self._now, self._before)
-            torch._C._set_deterministic_algorithms(_deterministic(), warn_only=self._warns)
+            private.set_deterministic_algorithms(_deterministic(), warn_only=self._warns)
 
 
 def _change(now: Ambient, then: Ambient) -> None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ac_client.runtime.cursor import Cursor
 from autoac.planner.formats.profile import DECIDES
 from autoac.profiler.torch_facts.op_facts import OpFacts
+from autoac.profiler.torch_facts.private import OpOverload, OpOverloadPacket
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
 

@@ -44,6 +44,7 @@ from ac_client.runtime.view_recipes import (
     version_of,
     without_history,
 )
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.rng import GeneratorState
 
 
@@ -65,7 +66,7 @@ class Source:
         if not self.tensors:
             self._first = weakref.ref(tensor)
         if _modes():
-            unseen = torch._C._DisableTorchDispatch()  # by modes around ours
+            unseen = private.DisableTorchDispatch()  # by modes around ours
             self.tensors.append(tensor.data)
             del unseen
         else:
@@ -107,7 +108,7 @@ class Source:
         return tensor
 
 
-_modes = torch._C._len_torch_dispatch_stack
+_modes = private.len_dispatch_stack
 
 _serials = itertools.count()
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.runtime.nested_policies import (
@@ -33,6 +32,7 @@ from ac_client.runtime.replay import Graph, Log, suspended
 from ac_client.runtime.saved_handles import HandedOn, Kept, Packed, unpack
 from ac_client.runtime.view_recipes import Recipe, recipe_of, window_by
 from autoac.profiler.distributed.fsdp import watch_sharding
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import (
     SeesCompiled,
     anything_compiled,
@@ -50,6 +50,7 @@ from autoac.profiler.torch_facts.op_facts import (
     versions,
     written_tensors,
 )
+from autoac.profiler.torch_facts.private import get_current_dispatch_mode
 from autoac.profiler.torch_facts.rng import capture, generator_of
 from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, window_of
 
@@ -108,7 +109,7 @@ class Region(SeesCompiled):
         watch_sharding()
         self._untold = not watch_compiled()
         if not torch.compiler.is_compiling():
-            self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            self._outer = private.top_saved_tensors_default_hooks(True)
         enter_hooks(self._hooks)
         self.__enter__()  # type: ignore[no-untyped-call]
         active.region = self
@@ -117,10 +118,10 @@ class Region(SeesCompiled):
         """Whether this thread has neither mode nor hooks that were entered after ours."""
         if torch.compiler.is_compiling():
             return True
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = private.top_saved_tensors_default_hooks(True)
         return (
             active.region is self
-            and _get_current_dispatch_mode() is self
+            and get_current_dispatch_mode() is self
             and hooks is not None
             and hooks[0] == self.pack
         )
@@ -195,23 +196,23 @@ class Region(SeesCompiled):
         Nothing is recorded until `resume`. A write in place that happens all the same is noticed when what
         it hit is read next.
         """
-        depth = torch._C._len_torch_dispatch_stack()
+        depth = private.len_dispatch_stack()
         if (
             self._paused
             or depth == 0
-            or torch._C._get_dispatch_stack_at(depth - 1) is not self
+            or private.get_dispatch_stack_at(depth - 1) is not self
             or not self.before_pause()
         ):
             return False
         self._paused = self._was_paused = True
-        torch._C._pop_torch_dispatch_stack(None)
+        private.pop_dispatch_stack(None)
         return True
 
     def resume(self) -> None:
         """Record again."""
         if self._paused:
             self._paused = False
-            torch._C._push_on_torch_dispatch_stack(self)
+            private.push_on_dispatch_stack(self)
 
     def _written_unseen(self, value: Value) -> bool:
         """Return True if `value`, which is older than a pause, may have been written without the mode."""
@@ -513,7 +514,7 @@ def _plain_recipe_of(tensor: Tensor) -> Recipe:
 
 # Dynamo is not to look into what the mode, or anything that it calls, does when a compiled submodule runs
 # under it.
-_frames = torch._C._dynamo.eval_frame
+_frames = private.eval_frame
 _frames.set_code_exec_strategy(
     Region.__torch_dispatch__.__code__,
     _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP),

@@ -20,6 +20,7 @@ from ac_client.runtime.global_flags import Switches
 from ac_client.runtime.nodes import Held, Node, Ref, Source, Value, alive
 from ac_client.runtime.split_backward import Split, current_split
 from ac_client.runtime.view_recipes import Recipe, StaleError, is_shown_by, recipe_of, show
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts import rng as randomness
 from autoac.profiler.torch_facts.op_facts import outputs_of
 
@@ -140,7 +141,7 @@ class Graph:
 
         Outside of backward (a debugger looks at `grad_fn._saved_self`) it is a pass of its own.
         """
-        task = torch._C._current_graph_task_id()
+        task = private.current_graph_task_id()
         if task == -1:
             return Pass(-1), False
         running = self.passes.get(task)
@@ -157,7 +158,7 @@ class Graph:
 
     def afresh(self) -> Pass:
         """A pass that takes the place of the running one: a split backward came by again, and is none."""
-        task = torch._C._current_graph_task_id()
+        task = private.current_graph_task_id()
         fresh = Pass(task)
         self._begin(fresh)
         return fresh
@@ -345,9 +346,9 @@ class _Ambient:
 
     def __enter__(self) -> None:
         suspended.depth += 1
-        self._autograd = torch._C._AutoDispatchBelowAutograd()
+        self._autograd = private.AutoDispatchBelowAutograd()
         self._autograd.__enter__()
-        self._autocast = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+        self._autocast = private.ExcludeDispatchKeyGuard(_AUTOCAST)
         self._autocast.__enter__()
 
     def __exit__(self, *_: Any) -> None:
@@ -356,7 +357,7 @@ class _Ambient:
         suspended.depth -= 1
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST = private.DispatchKeySet(private.DispatchKey.AutocastCPU)
 for _key in ("AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastHPU", "AutocastPrivateUse1"):
-    if hasattr(torch._C.DispatchKey, _key):
-        _AUTOCAST = _AUTOCAST | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
+    if hasattr(private.DispatchKey, _key):
+        _AUTOCAST = _AUTOCAST | private.DispatchKeySet(getattr(private.DispatchKey, _key))

@@ -18,6 +18,8 @@ from typing import Protocol
 
 import torch
 
+from autoac.profiler.torch_facts import private
+
 
 class Resting(Protocol):
     """What keeps a pass between two parts."""
@@ -59,14 +61,14 @@ def split_backward() -> Iterator[None]:
     """
     outer = _stated()
     split = Split()
-    torch._C._stash_obj_in_tls(_KEY, split)
+    private.stash_in_tls(_KEY, split)
     try:
         yield
     finally:
         if outer is None:
-            torch._C._remove_obj_from_tls(_KEY)
+            private.remove_from_tls(_KEY)
         else:
-            torch._C._stash_obj_in_tls(_KEY, outer)
+            private.stash_in_tls(_KEY, outer)
         split.close()
 
 
@@ -83,22 +85,22 @@ def leaves_gradients() -> bool:
 
     Such a node may run again for it in another part, and will unpack again.
     """
-    node = torch._C._current_autograd_node()
+    node = private.current_autograd_node()
     return node is not None and any(
         not _is_asked_for(following) for following, _ in node.next_functions if following is not None
     )
 
 
 def _stated() -> Split | None:
-    if not torch._C._is_key_in_tls(_KEY):
+    if not private.is_key_in_tls(_KEY):
         return None
-    split: Split = torch._C._get_obj_in_tls(_KEY)
+    split: Split = private.get_from_tls(_KEY)
     return split
 
 
 def _of_group() -> Split | None:
     """Return the split backward that torch's GraphExecGroup stands for; it lasts as long as the group."""
-    group: object | None = torch._C._get_graph_exec_group()
+    group: object | None = private.get_graph_exec_group()
     if group is None:
         return None
     split = _of_groups.get(group)
@@ -113,7 +115,7 @@ _of_groups: weakref.WeakKeyDictionary[object, Split] = weakref.WeakKeyDictionary
 
 def _is_asked_for(node: torch.autograd.graph.Node) -> bool:
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(private.will_engine_execute_node(node))
     except RuntimeError:  # raised for a leaf that autograd.grad was asked for
         return True
 
@@ -127,7 +129,7 @@ def _called_by_a_stage() -> bool:
     # No frame in a local variable: it would be a cycle, and hold what every caller holds.
     if _comes_from(sys._getframe(1), code):
         return True
-    if _comes_from(sys._getframe(1), torch.autograd.graph._engine_run_backward.__code__):
+    if _comes_from(sys._getframe(1), private.engine_run_backward.__code__):
         return False
     # A thread of the engine's own (CUDA): the caller waits in another one.
     return any(_comes_from(other, code) for other in sys._current_frames().values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.op_facts import is_wrapper
 from autoac.profiler.torch_facts.storage_table import Window
 
@@ -45,9 +46,9 @@ def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
     if conjugate:
-        torch._C._set_conj(tensor, True)
+        private.set_conj(tensor, True)
     if negative:
-        torch._C._set_neg(tensor, True)
+        private.set_neg(tensor, True)
     return tensor
 
 
@@ -61,21 +62,19 @@ def without_history(tensor: Tensor) -> Tensor:
     """`tensor` detached, with the version counter of `tensor`. Seen by no dispatch mode."""
     if is_wrapper(tensor):
         return _with_counter(tensor)  # only its own dispatch knows how
-    unseen = torch._C._DisableTorchDispatch()  # from here on, not only in a with-block
-    alias = (
-        _with_counter(tensor) if torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS) else tensor.detach()
-    )
+    unseen = private.DisableTorchDispatch()  # from here on, not only in a with-block
+    alias = _with_counter(tensor) if private.dispatch_key_is_excluded(_COUNTS) else tensor.detach()
     del unseen
     return alias
 
 
 def _with_counter(tensor: Tensor) -> Tensor:
     # Inside a dispatch mode the key that shares the version counter is excluded.
-    with torch._C._SetExcludeDispatchKeyGuard(_COUNTS, False):
+    with private.SetExcludeDispatchKeyGuard(_COUNTS, False):
         return tensor.detach()
 
 
-_COUNTS = torch._C.DispatchKey.ADInplaceOrView
+_COUNTS = private.DispatchKey.ADInplaceOrView
 
 
 class StaleError(RuntimeError):

@@ -13,6 +13,7 @@ from torch import Tensor
 from autoac.planner.formats.constraints import CROSSES
 from autoac.planner.formats.profile import DECIDES, PINNED
 from autoac.profiler.restore.written_tensors import Originals
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import SeesCompiled
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import (
@@ -325,7 +326,7 @@ class SavedTensorsRecord:
         if not isinstance(packed, _HollowHandle):
             tensor: Tensor = packed
             return tensor
-        node = torch._C._current_autograd_node()
+        node = private.current_autograd_node()
         event = SavedEvent("unpack", packed.index, self._mark(), node.name() if node is not None else "")
         self.events.append(event)
         maker = self._recorder.record.values[self.values[packed.index]].op
@@ -341,7 +342,7 @@ class SavedTensorsRecord:
         event.ended = self._mark()
         event.stand_in = RecordedStorage(self._recorder.locate(fresh.untyped_storage()), event.ended)
         self.copies.append(event.stand_in)
-        fresh = torch._neg_view(fresh) if packed.negative else fresh
+        fresh = private.neg_view(fresh) if packed.negative else fresh
         return self._given(fresh.conj() if packed.conjugate else fresh, packed)
 
     def _given(self, tensor: Tensor, packed: _HollowHandle) -> Tensor:

@@ -24,29 +24,28 @@ has these events too, so `check_complete` compares the two. (`materializeOpEvent
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch._C._autograd import DeviceType, _disable_profiler, _enable_profiler, _prepare_profiler
-from torch._C._profiler import RecordScope, _EventType
 
 from autoac.profiler.errors import CannotProfile, ProfilerBusy
+from autoac.profiler.torch_facts import private
 
 _MARK = "autoac.mark:"
 _WHOLE = "autoac.record"
 _MEMORY = "[memory]"
-_CPU = DeviceType.CPU
+_CPU = private.DeviceType.CPU
 _NODE = "autograd::engine::evaluate_function: "
 _NO_KINETO_BANNER = "6"  # kineto writes a line at start and stop at every lower level
 
 
 def profiler_is_running() -> bool:
     """Whether torch.profiler runs on this thread, so that no record can be taken."""
-    return torch._C._autograd._profiler_enabled()
+    return private.profiler_enabled()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +104,14 @@ class Recording:
             raise ProfilerBusy
         os.environ.setdefault("KINETO_LOG_LEVEL", _NO_KINETO_BANNER)  # read when kineto is first used
         config, activities = self._settings.config(create_trace_id=True), self._settings.kineto_activities
-        _prepare_profiler(config, activities)
-        scopes = {RecordScope.USER_SCOPE, *([RecordScope.BACKWARD_FUNCTION] if self._ranged else [])}
-        _enable_profiler(config, activities, set() if self._ops else scopes)  # type: ignore[call-arg]  # the stub lacks them
+        private.prepare_profiler(config, activities)
+        scopes = {private.RecordScope.USER_SCOPE}
+        if self._ranged:
+            scopes.add(private.RecordScope.BACKWARD_FUNCTION)
+        private.enable_profiler(config, activities, set() if self._ops else scopes)
         if self._ranged:
             with _unseen():
-                self._range = _begin_range(_WHOLE, None)
+                self._range = private.begin_range(_WHOLE, None)
         return self
 
     def __exit__(
@@ -121,14 +122,14 @@ class Recording:
     ) -> None:
         if self._ranged:
             with _unseen():
-                _end_range(self._range)
+                private.end_range(self._range)
             self._range = None
-        self._results = _disable_profiler()
+        self._results = private.disable_profiler()
 
     def mark(self, name: str = "") -> None:
         """Name this moment."""
         with _unseen():
-            _end_range(_begin_range(_MARK + name, None))
+            private.end_range(private.begin_range(_MARK + name, None))
 
     def check_complete(self, where: str) -> None:
         """Compare the allocations of `entries`, but the CPU's, with torch.profiler's flat list of events.
@@ -147,7 +148,7 @@ class Recording:
             event.name() == _MEMORY and event.device_type() != _CPU for event in self._results.events()
         )
         found = sum(
-            event.tag == _EventType.Allocation and event.typed[1].device.type != "cpu"
+            event.tag == private.EventType.Allocation and event.typed[1].device.type != "cpu"
             for event, _ in self._walk()
         )
         if found != listed:
@@ -163,7 +164,7 @@ class Recording:
         ops = self._ops
         for event, inside in sorted(self._walk(), key=lambda found: int(found[0].start_time_ns)):
             time_ns = int(event.start_time_ns)
-            if event.tag == _EventType.Allocation:
+            if event.tag == private.EventType.Allocation:
                 fields = event.typed[1]
                 yield Allocated(time_ns, fields.ptr, fields.alloc_size, fields.device)
             elif (name := event.name).startswith(_MARK):
@@ -188,14 +189,10 @@ class Recording:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Hide the ops inside from modes."""
-    unseen = torch._C._DisableTorchDispatch()
-    with torch._C.DisableTorchFunctionSubclass():
+    unseen = private.DisableTorchDispatch()
+    with private.DisableTorchFunctionSubclass():
         yield
     del unseen
-
-
-_begin_range: Callable[..., Any] = torch.ops.profiler._record_function_enter_new.default._op
-_end_range: Callable[..., Any] = torch.ops.profiler._record_function_exit._RecordFunction._op
 
 
 def _returned_ns(node: Any) -> int:

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
 
 from autoac.planner.formats.constraints import CROSSES
 from autoac.profiler.capture.op_recorder import ForwardRecord
 from autoac.profiler.errors import CannotProfile, ShardsInUse
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import opaque, recording_modes
 from autoac.profiler.torch_facts.module_paths import ROOT
+from autoac.profiler.torch_facts.private import tree_leaves
 
 FREED = "its FSDP unit is freed when backward asks for it"
 
@@ -45,15 +45,14 @@ def watch_sharding() -> None:
     """From now on what FSDP does around a module's forward is opaque to the modes that record."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    if getattr(FSDPParamGroup, _WATCHED, False):
+    group_class = private.fsdp_param_group_class()
+    if getattr(group_class, _WATCHED, False):
         return
     for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard"):
-        setattr(FSDPParamGroup, name, _unseen(getattr(FSDPParamGroup, name)))
+        setattr(group_class, name, _unseen(getattr(group_class, name)))
     for name in ("pre_forward", "post_forward"):
-        setattr(FSDPParamGroup, name, _crossing(getattr(FSDPParamGroup, name)))
-    setattr(FSDPParamGroup, _WATCHED, True)
+        setattr(group_class, name, _crossing(getattr(group_class, name)))
+    setattr(group_class, _WATCHED, True)
 
 
 _WATCHED = "_autoac_watched"
@@ -163,8 +162,8 @@ _UNSHARDED = (
 
 def _check(where: str, state: Any) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
+    shard_class, replicate_class = private.fsdp_mesh_classes()
     for group in state._fsdp_param_groups:
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             raise CannotProfile(
@@ -172,7 +171,7 @@ def _check(where: str, state: Any) -> None:
                 "its parameters are offloaded to the host, whose memory is not the budget's",
                 "leave offload_policy=... out of fully_shard, or apply no plan",
             )
-        if isinstance(group.mesh_info, HSDPMeshInfo) or not isinstance(group.mesh_info, FSDPMeshInfo):
+        if isinstance(group.mesh_info, replicate_class) or not isinstance(group.mesh_info, shard_class):
             raise CannotProfile(
                 where,
                 "its gradients are also reduced over replicas, which one rank cannot do alone",
@@ -324,7 +323,7 @@ def _gathered_again(back: ExitStack, group: Any) -> None:
     def gather() -> None:
         for param in group.fsdp_params:
             param.alloc_all_gather_outputs()
-        with _unsafe_preserve_version_counter(tuple(outputs)):
+        with private.unsafe_preserve_version_counter(tuple(outputs)):
             for output, copy in zip(outputs, copies, strict=True):
                 output.copy_(copy)
         group._to_unsharded()

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from autoac.profiler.restore.module_state import forget_cached
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.steps.backward_hooks import BackwardHooks
 from autoac.profiler.torch_facts.op_facts import has_storage
+from autoac.profiler.torch_facts.private import tree_leaves, tree_map
 
 _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 

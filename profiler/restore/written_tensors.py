@@ -18,10 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from autoac.profiler.torch_facts.op_facts import OpFacts, has_storage, outputs_of, tensors_in, written_tensors
+from autoac.profiler.torch_facts.private import disable_current_modes, tree_leaves
 from autoac.profiler.torch_facts.storage_table import StorageTable
 
 
@@ -88,7 +87,7 @@ class Originals:
 
     def restore(self) -> None:
         """Put back what was written."""
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             for tensor, numbers in self._written:
                 tensor.copy_(numbers)
             for before in self._others.values():

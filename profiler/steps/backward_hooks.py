@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _HookMixin
 from torch.nn.modules import module as torch_modules
+
+from autoac.profiler.torch_facts import private
 
 _OF_TORCH = ("torch.utils.hooks", "torch.distributed.")
 """Code whose hooks are part of the step: modules, which pass on to hooks of their own, and FSDP."""
@@ -120,19 +121,19 @@ def _registration_seen() -> Iterator[None]:
 _tensor_methods = {
     name: getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")
 }
-_of_node = _HookMixin._register_hook  # torch's C++ calls it for hooks and pre-hooks of nodes
+_of_node = private.HookMixin._register_hook  # torch's C++ calls it for hooks and pre-hooks of nodes
 
 
 def _patch() -> None:
     for name, method in _tensor_methods.items():
         setattr(Tensor, name, _quieting(method))
-    _HookMixin._register_hook = staticmethod(_quieting(_of_node))  # type: ignore[method-assign]
+    private.HookMixin._register_hook = staticmethod(_quieting(_of_node))  # type: ignore[method-assign]
 
 
 def _unpatch() -> None:
     for name, method in _tensor_methods.items():
         setattr(Tensor, name, method)
-    _HookMixin._register_hook = staticmethod(_of_node)  # type: ignore[method-assign]
+    private.HookMixin._register_hook = staticmethod(_of_node)  # type: ignore[method-assign]
 
 
 def _quieting(register: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,14 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    unset_fake_temporarily,
-)
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.planner.units import rounded_bytes
 from autoac.profiler.capture.allocations import Block, Change
@@ -51,8 +43,17 @@ from autoac.profiler.steps.hollow import ONE_FORWARD, HollowStep, Loop, Loss, is
 from autoac.profiler.timing.on_device import LocalTimes
 from autoac.profiler.timing.op_timer import middle_and_spread
 from autoac.profiler.timing.roofline import Device
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.op_facts import OpFacts, facts_of, outputs_of, tensors_in, written_tensors
 from autoac.profiler.torch_facts.op_facts import has_storage_or_fake as has_storage
+from autoac.profiler.torch_facts.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from autoac.profiler.torch_facts.rng import generators_restored
 from autoac.profiler.torch_facts.storage_table import StorageTable
 
@@ -127,7 +128,7 @@ class FakeAllocations(TorchDispatchMode):
             self._settle()
             for tensor in outputs_of(out):
                 self._note_output(tensor, args, kwargs)
-            if func in _IN_PLACE_FOR_REAL and torch._C._current_graph_task_id() >= 0:
+            if func in _IN_PLACE_FOR_REAL and private.current_graph_task_id() >= 0:
                 self._sum = (self._block_added_to(args[0]), self._block_of(out))
             if not self.idle():
                 self._now_us += self._runtime_us(facts, func, args, kwargs, out)

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 from autoac.profiler.errors import CannotFake
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.private import DispatchKey, FakeTensor, tree_leaves
 
 _aten = torch.ops.aten
 
@@ -35,7 +34,7 @@ _MASK_ALIGNMENT = 8  # elements: to which the efficient kernel wants rows of a m
 @contextlib.contextmanager
 def gpu_paths() -> Iterator[None]:
     """Inside, composite ops on fake tensors take the kernels of a GPU."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with private.scoped_library("aten", "IMPL") as library:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         library.impl("lstm_cell", _lstm_cell, "AutogradCPU")

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from autoac.profiler.capture.allocations import AllocationRecord, Allocations, Block
@@ -42,9 +40,11 @@ from autoac.profiler.timing.op_timer import (
     middle_and_spread,
     timed_forward,
 )
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import watch_compiled
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from autoac.profiler.torch_facts.pins import pins_of
+from autoac.profiler.torch_facts.private import tree_leaves
 from autoac.profiler.torch_facts.rng import generators_restored
 
 Loss = Callable[[Any], Tensor]
@@ -244,8 +244,8 @@ def forget_workspaces(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return False
-    torch._C._cuda_clearCublasWorkspaces()
-    in_backward(torch._C._cuda_clearCublasWorkspaces, device)
+    private.clear_cublas_workspaces()
+    in_backward(private.clear_cublas_workspaces, device)
     return True
 
 
@@ -433,7 +433,7 @@ def isolated(
     # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
     # (torch.utils.checkpoint), and hooks, find the aliases.
     with (
-        _reparametrize_module(model, tensors, tie_weights=True),
+        private.reparametrize_module(model, tensors, tie_weights=True),
         nothing_cached(),
         backward_hooks(model) as hooks,
     ):

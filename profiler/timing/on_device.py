@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoac.profiler.capture.op_recorder import signature_of
 from autoac.profiler.timing.cache import Measured, Times, machine, processor
 from autoac.profiler.timing.op_timer import event_now, host_clock
 from autoac.profiler.timing.roofline import Device, bytes_moved
 from autoac.profiler.torch_facts.op_facts import OpFacts, has_storage_or_fake
+from autoac.profiler.torch_facts.private import (
+    FakeTensor,
+    disable_current_modes,
+    tree_leaves,
+    tree_map_only,
+    unset_fake_temporarily,
+)
 
 PRODUCT = 768  # rows and columns of the products that the peak is measured with; 4096 where there is a stream
 COPIED = 2**26  # bytes that are copied to measure the bandwidth
@@ -153,7 +157,7 @@ class LocalTimes:
             return None
         if not all(has_storage_or_fake(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
             return None
-        with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        with unset_fake_temporarily(), disable_current_modes(), torch.no_grad():
             try:
                 taken = [self._once(func, args, kwargs)]  # warms up
                 runs = 1 if taken[0] > LONG_S else RUNS

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.profiler.capture.op_recorder import signature_of
 from autoac.profiler.restore.batch import Call
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts.op_facts import facts_of, has_storage
+from autoac.profiler.torch_facts.private import TorchDispatchMode
 from autoac.profiler.torch_facts.rng import GeneratorState, capture, generator_of
 
 SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards

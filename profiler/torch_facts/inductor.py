@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-_frames = torch._C._dynamo.eval_frame
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.private import TorchDispatchMode, get_current_dispatch_mode_stack
+
+_frames = private.eval_frame
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -29,8 +30,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 def is_optimized(module: nn.Module) -> bool:
     """Return True if `module` is what `torch.compile(other_module)` returned."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported: then nothing was compiled
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    optimized = private.optimized_module_class()
+    return optimized is not None and isinstance(module, optimized)
 
 
 def compiled_parts(model: nn.Module) -> list[str]:
@@ -100,18 +101,16 @@ def watch_compiled() -> bool:
     """
     if "torch._dynamo" not in sys.modules:
         return False
-    from torch._inductor.output_code import CompiledFxGraph
-
-    if not hasattr(CompiledFxGraph.__call__, "__wrapped__"):
-        CompiledFxGraph.__call__ = _telling(CompiledFxGraph.__call__)  # type: ignore[method-assign, assignment]
+    graph_class = private.compiled_graph_class()
+    if not hasattr(graph_class.__call__, "__wrapped__"):
+        graph_class.__call__ = _telling(graph_class.__call__)
     return True
 
 
 def anything_compiled() -> bool:
     """Whether Inductor's code exists in this process. Slow."""
-    from torch._inductor.output_code import CompiledFxGraph
-
-    return any(type(thing) is CompiledFxGraph for thing in gc.get_objects())
+    graph_class = private.compiled_graph_class()
+    return any(type(thing) is graph_class for thing in gc.get_objects())
 
 
 def _telling(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[Any]], Any]:
@@ -127,7 +126,7 @@ def _telling(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequen
 
 def recording_modes() -> list[SeesCompiled]:
     """Those that are active on this thread."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, SeesCompiled)]
+    return [mode for mode in get_current_dispatch_mode_stack() if isinstance(mode, SeesCompiled)]
 
 
 class opaque:

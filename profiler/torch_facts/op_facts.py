@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autoac.planner.formats.profile import DECIDES
+from autoac.profiler.torch_facts.private import FakeTensor, HigherOrderOperator, OpOverload, tree_leaves
 
 # Return a tensor on their input's storage, which their schema does not say.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}

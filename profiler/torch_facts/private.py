@@ -1,0 +1,177 @@
+"""List every private name of torch that the profiler and the client use, each with its reason.
+
+torch promises nothing about these names, so a new release of torch is checked against this file first. Names
+keep torch's spelling without the underscore. Some are only looked up when they are called, because a build
+without CUDA lacks them, or because importing them loads a part of torch that the user may not need.
+
+Private attributes are read where they are used, since a call would cost time for each op:
+
+- `Tensor._version`: counts writes in place; tells whether a saved tensor still has the saved contents.
+- `Tensor._base`, `_is_view()`: tell views from tensors of their own.
+- `Tensor._is_zerotensor()`: forward-mode AD makes such tensors without any memory.
+- `UntypedStorage._cdata`: the identity of a storage, also where it has no address.
+- `OpOverload._schema`, `_op`, `_op_dk`, `_overloadpacket`: what an op writes; how to call it without Python.
+- `Module._parameters`, `_modules`, `_backward_hooks`, `_backward_pre_hooks`: read without a user's overrides.
+- `Module._compiled_call_impl`: set by `module.compile()`.
+- `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: a copy of an optimizer must call none.
+- `DistributedDataParallel._module_parameters`, `_static_graph_delay_allreduce_enqueued`,
+  `_get_active_ddp_module()`: what it reduces, and switches without a public form (`distributed/ddp.py`).
+- FSDP's state, parameter groups and communication: all of it is private (`distributed/fsdp.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _C, _guards, _ops, nn
+from torch._C import _autograd, _profiler
+from torch._subclasses import fake_tensor as _fake
+from torch.autograd import function as _function
+from torch.autograd import grad_mode as _grad_mode
+from torch.nn.modules import module as _modules
+from torch.nn.utils import parametrize as _parametrize
+from torch.nn.utils import stateless as _stateless
+from torch.optim import optimizer as _optimizer
+from torch.utils import _foreach_utils, _python_dispatch, _pytree
+
+# Ops, and the containers of their arguments.
+OpOverload = _ops.OpOverload  # what a dispatch mode is called with
+OpOverloadPacket = _ops.OpOverloadPacket  # what users name an op by: torch.ops.aten.mm
+HigherOrderOperator = _ops.HigherOrderOperator  # an op with functions inside, such as flex_attention
+tree_leaves = _pytree.tree_leaves  # walks containers as torch itself does
+tree_map = _pytree.tree_map
+tree_map_only = _pytree.tree_map_only
+
+# Dispatch modes. The stack is pushed and popped for each op, so without torch's Python around it.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+disable_current_modes = _python_dispatch._disable_current_modes  # for our own copies
+get_current_dispatch_mode = _python_dispatch._get_current_dispatch_mode
+get_current_dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack
+len_dispatch_stack = _C._len_torch_dispatch_stack
+get_dispatch_stack_at = _C._get_dispatch_stack_at
+pop_dispatch_stack = _C._pop_torch_dispatch_stack
+push_on_dispatch_stack = _C._push_on_torch_dispatch_stack
+DisableTorchDispatch = _C._DisableTorchDispatch  # hides an op of ours from all modes
+DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # and from tensor subclasses
+
+# Dispatch keys: which kernels run.
+DispatchKey = _C.DispatchKey
+DispatchKeySet = _C.DispatchKeySet
+AutoDispatchBelowAutograd = _C._AutoDispatchBelowAutograd  # recompute builds no graph
+ExcludeDispatchKeyGuard = _C._ExcludeDispatchKeyGuard  # recompute runs ops that autocast has already cast
+SetExcludeDispatchKeyGuard = _C._SetExcludeDispatchKeyGuard  # lets a view share a version counter
+dispatch_key_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+scoped_library = torch.library._scoped_library  # kernels that last as long as a with-block
+
+# Tensors without memory, and whether torch is tracing.
+FakeTensor = _fake.FakeTensor
+FakeTensorMode = _fake.FakeTensorMode
+unset_fake_temporarily = _fake.unset_fake_temporarily  # runs one op for real
+DataDependentOutputException = _fake.DataDependentOutputException  # an op asks for an unknown value
+DynamicOutputShapeException = _fake.DynamicOutputShapeException  # or needs one for its output's shape
+UnsupportedOperatorException = _fake.UnsupportedOperatorException  # or has no fake kernel
+detect_fake_mode = _guards.detect_fake_mode
+get_tracing_state = _C._get_tracing_state  # of torch.jit.trace
+
+
+def is_proxy_tracing() -> bool:
+    """Return True if `make_fx` or torch.export traces what runs on this thread."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
+
+
+# Tensors.
+neg_view = torch._neg_view  # a stand-in is lazily negated where the saved tensor is
+set_conj, set_neg = _C._set_conj, _C._set_neg  # rebuild a view with its lazy bits
+unsafe_preserve_version_counter = _grad_mode._unsafe_preserve_version_counter  # a gather put back is no write
+
+# Autograd.
+current_graph_task_id = _C._current_graph_task_id  # which backward is running; -1: none
+current_autograd_node = _C._current_autograd_node  # which node unpacks
+get_graph_exec_group = _C._get_graph_exec_group  # `register_multi_grad_hook` and pipelines set it
+will_engine_execute_node = _C._will_engine_execute_node  # whether a partial backward comes to a node
+engine_run_backward = torch.autograd.graph._engine_run_backward  # its frame shows the arguments of backward
+top_saved_tensors_default_hooks = _autograd._top_saved_tensors_default_hooks  # hooks around ours
+set_grad_enabled = _C._set_grad_enabled  # unlike the public one, makes no object
+HookMixin = _function._HookMixin  # C++ registers hooks of nodes through it
+
+# Modules and optimizers.
+reparametrize_module = _stateless._reparametrize_module  # functional_call ends before backward
+foreach_supported_types = _optimizer._foreach_supported_types  # which tensors an optimizer updates at once
+get_foreach_kernels_supported_devices = _foreach_utils._get_foreach_kernels_supported_devices  # and where
+HOOKS_OF_ALL_MODULES: tuple[dict[int, Any], ...] = (
+    _modules._global_backward_hooks,  # `register_module_full_backward_hook`
+    _modules._global_backward_pre_hooks,
+)
+
+
+def parametrization_cache() -> dict[Any, Any]:
+    """Return what `torch.nn.utils.parametrize.cached()` holds, which replaces the dictionary when it ends."""
+    return _parametrize._cache
+
+
+# State of a thread that autograd takes along to the threads of its devices.
+stash_in_tls = _C._stash_obj_in_tls
+remove_from_tls = _C._remove_obj_from_tls
+is_key_in_tls = _C._is_key_in_tls
+get_from_tls = _C._get_obj_in_tls
+
+# Flags of the process by which kernels are chosen: the public accessors are slow, or check and warn.
+get_deterministic_algorithms = _C._get_deterministic_algorithms
+get_deterministic_algorithms_warn_only = _C._get_deterministic_algorithms_warn_only
+set_deterministic_algorithms = _C._set_deterministic_algorithms
+get_mkldnn_enabled, set_mkldnn_enabled = _C._get_mkldnn_enabled, _C._set_mkldnn_enabled
+get_mkldnn_deterministic = _C._get_mkldnn_deterministic
+set_mkldnn_deterministic = _C._set_mkldnn_deterministic
+get_cudnn_enabled, set_cudnn_enabled = _C._get_cudnn_enabled, _C._set_cudnn_enabled
+get_cudnn_deterministic = _C._get_cudnn_deterministic
+set_cudnn_deterministic = _C._set_cudnn_deterministic
+get_cudnn_benchmark, set_cudnn_benchmark = _C._get_cudnn_benchmark, _C._set_cudnn_benchmark
+
+# torch.profiler: its public form neither records marks alone nor lets a mark pass unseen by modes.
+DeviceType = _autograd.DeviceType
+RecordScope = _profiler.RecordScope
+EventType = _profiler._EventType
+profiler_enabled = _autograd._profiler_enabled
+prepare_profiler = _autograd._prepare_profiler
+enable_profiler: Callable[..., None] = _autograd._enable_profiler  # the stub lacks its scopes
+disable_profiler: Callable[[], Any] = _autograd._disable_profiler
+begin_range: Callable[..., Any] = torch.ops.profiler._record_function_enter_new.default._op
+end_range: Callable[..., Any] = torch.ops.profiler._record_function_exit._RecordFunction._op
+
+# Dynamo: imports none of its Python, which takes seconds.
+eval_frame = _C._dynamo.eval_frame
+
+
+def clear_cublas_workspaces() -> None:
+    """Free what cuBLAS keeps between calls for this thread. Only a build with CUDA has the function."""
+    _C._cuda_clearCublasWorkspaces()
+
+
+def optimized_module_class() -> type[nn.Module] | None:
+    """Return the class of what `torch.compile(module)` returns; None if nothing has loaded Dynamo yet."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return None if dynamo is None else dynamo.OptimizedModule
+
+
+def compiled_graph_class() -> Any:
+    """Return the class of Inductor's compiled code, which has no hook around its calls. Imports Inductor."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    return CompiledFxGraph
+
+
+def fsdp_param_group_class() -> Any:
+    """Return the class that gathers, frees and reduces the parameters of an FSDP unit. Imports FSDP."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    return FSDPParamGroup
+
+
+def fsdp_mesh_classes() -> tuple[Any, Any]:
+    """Return the classes of a mesh over which FSDP shards, and of one that also replicates. Imports FSDP."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    return FSDPMeshInfo, HSDPMeshInfo
