@@ -17,14 +17,14 @@ from autoac.planner.frontier import Frontier
 from autoac.planner.memory.simulate import simulate
 from autoac.planner.plan import Plan
 from autoac.planner.report.align_measured import Clock, thinned
-from autoac.planner.report.by_module import Decided, Fate, decided
+from autoac.planner.report.by_module import Decision, OpDecision, op_decisions
 from autoac.planner.report.timeline import picture
 from autoac.planner.report.what_if import as_planned
 
 IDLE, KEPT, AGAIN = range(3)
 """What became of an op: backward asks for nothing of it, it is kept, it is run again."""
 
-_FATES = {Fate.IDLE: IDLE, Fate.KEPT: KEPT, Fate.AGAIN: AGAIN}
+_FATES = {Decision.UNUSED: IDLE, Decision.SAVED: KEPT, Decision.RECOMPUTED: AGAIN}
 _OF_FATES = {number: fate for fate, number in _FATES.items()}
 OUTLINE = 400  # moments of a point's memory that are drawn
 LEVEL = 6  # of gzip: a fourth of the JSON, in hundredths of a second
@@ -53,10 +53,10 @@ def draw(profile: Profile, policy: Policy) -> bytes:
         OtherProfile: the policy was not made from this profile.
     """
     plan = as_planned(policy, profile)
-    fates = decided(plan.graph, plan.save_set)
+    fates = op_decisions(plan.graph, plan.save_set)
     data = picture(plan, policy=policy).data() | {
         "fates": {  # by op
-            "fate": [_FATES[op.fate] for op in fates],
+            "fate": [_FATES[op.decision] for op in fates],
             "nbytes": [op.kept_bytes or op.recomputed_bytes for op in fates],
             "runtime_us": [op.runtime_us for op in fates],
         }
@@ -103,7 +103,7 @@ def _outlined(plan: Plan) -> dict[str, Any]:
         "end_us": round(clock.end_us, 1),
         "begin_us": [round(clock.begin_us[i], 1) for i in kept],
         "live_bytes": [levels[i] for i in kept],
-        "fates": "".join(str(_FATES[op.fate]) for op in decided(plan.graph, plan.save_set)),  # by op
+        "fates": "".join(str(_FATES[op.decision]) for op in op_decisions(plan.graph, plan.save_set)),  # by op
     }
 
 
@@ -112,11 +112,17 @@ def _compressed(data: dict[str, Any]) -> bytes:
     return gzip.compress(text.encode(), LEVEL, mtime=0)
 
 
-def became(drawing: bytes, policy: Policy) -> list[Decided]:
+def became(drawing: bytes, policy: Policy) -> list[OpDecision]:
     """Return the decision on each op of `policy`, as its drawing has it, in forward order."""
     fates = json.loads(gzip.decompress(drawing))["fates"]
     return [
-        Decided(key, fate, nbytes if fate is Fate.KEPT else 0, nbytes if fate is Fate.AGAIN else 0, us)
+        OpDecision(
+            key,
+            fate,
+            nbytes if fate is Decision.SAVED else 0,
+            nbytes if fate is Decision.RECOMPUTED else 0,
+            us,
+        )
         for key, fate, nbytes, us in zip(
             policy.decisions,
             (_OF_FATES[number] for number in fates["fate"]),

@@ -30,7 +30,7 @@ from ac_client.files import write_whole
 from ac_client.runtime.region import save_recompute_policy
 from autoac.planner import Policy, plan
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import build
+from autoac.planner.problem.build import build
 from autoac.profiler import profile
 
 OPS = 400

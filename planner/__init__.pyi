@@ -26,7 +26,8 @@ from .memory.simulate import Timeline, simulate
 from .minimum_peak import MinimumPeak, find_minimum_peak
 from .pipeline.plan_stages import Stage, Stages, plan_stage, plan_stages
 from .plan import Plan, plan
-from .problem.graph import Graph, build
+from .problem.build import build
+from .problem.graph import Graph
 from .report.compare import Difference, difference, difference_in_words
 from .report.summary import explain
 from .report.timeline import Picture, picture

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from autoac.planner.formats.constraints import Constraints, constrained, no_forward_budget
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes, simulate
-from autoac.planner.problem.graph import Graph, SaveSet, normalised
+from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.constrained_moments import first_points, too_large
 from autoac.planner.solver.highs import OnProgress, Outcome, Stopped
 from autoac.planner.solver.program import Built, Options, Point, assignment, build_program
@@ -186,7 +187,7 @@ class FloorSearch:
             return False
         candidate = built.save_set(outcome.values)
         timeline = simulate(self.graph, candidate)
-        tidy = normalised(self.graph, candidate)
+        tidy = without_cost_free_recomputes(self.graph, candidate)
         for save_set, peak in (
             (tidy, peak_bytes(self.graph, tidy)),
             (candidate, timeline.peak.live_bytes),

@@ -16,7 +16,9 @@ from autoac.planner.memory.schedule import Recompute, recompute_us
 from autoac.planner.memory.simulate import Instant, Timeline, peak_bytes, peak_of, simulate
 from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.minimum_peak import FloorSearch, MinimumPeak
-from autoac.planner.problem.graph import Graph, SaveSet, build, needed
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.save_sets import recomputed_by_backward
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.program import Options
@@ -235,7 +237,7 @@ def plan_of(
     """The Plan of a save set, with the evidence of the search that found it; none: nothing is recomputed."""
     graph = problem.graph
     peak = peak_of(graph, save_set)
-    again = needed(graph, save_set)
+    again = recomputed_by_backward(graph, save_set)
     spent = recompute_us(graph, save_set)
     return Plan(
         graph=graph,
@@ -286,7 +288,7 @@ def _where(graph: Graph, instant: Instant) -> str:
         case Recompute(op, _, step):
             return f"{graph.ops[op].name}, run again in backward step {step} ({graph.steps[step].name})"
         case _:
-            return graph.moment_name(instant.place)
+            return graph.moment_name(instant.moment)
 
 
 def _step_us(graph: Graph) -> float:

@@ -78,7 +78,7 @@ def explain(
     from autoac.planner import why_in_words as why_text
     from autoac.planner.budget import budget_in_bytes
     from autoac.planner.formats.policy_set import SET_FORMAT
-    from autoac.planner.report.by_module import by_module, decided
+    from autoac.planner.report.by_module import by_module, op_decisions
 
     if more_gb is not None and not 0 < more_gb < float("inf"):
         raise typer.BadParameter("must be positive", param_hint="--more-gb")
@@ -132,7 +132,7 @@ def explain(
     answer: dict[str, Any] = header(policy)
     words = [in_words(made, table=table) if made else in_words(policy)]
     if made is not None:
-        answer["modules"] = plain(by_module(decided(made.graph, made.save_set)))
+        answer["modules"] = plain(by_module(op_decisions(made.graph, made.save_set)))
         answer["tensors"] = []
         for key in tensors or []:
             reason = why(made, key)

@@ -203,7 +203,7 @@ def _prepare(row: Row, setting: Setting, trainee: Trainee, policy: Any) -> None:
 def _profile(trainee: Trainee, path: Path) -> int:
     """Write the model's profile; returns the peak that it predicts with nothing recomputed."""
     from autoac.planner.memory.simulate import peak_bytes
-    from autoac.planner.problem.graph import build
+    from autoac.planner.problem.build import build
     from autoac.profiler import observe
 
     profile = observe(trainee.model, (trainee.ids,), {"labels": trainee.ids}, optimizer=trainee.optimizer)

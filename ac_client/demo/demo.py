@@ -15,7 +15,8 @@ from ac_client.demo.rows import Children, Measured, Row, policy_path, profile_pa
 from ac_client.demo.setting import Setting, block_paths
 from autoac.planner import MinimumPeak, Policy, Profile, find_minimum_peak
 from autoac.planner.memory.schedule import recompute_us
-from autoac.planner.problem.graph import OpId, build
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import OpId
 
 PLAIN = "plain"
 CHECKPOINT = "checkpoint every block"

@@ -6,7 +6,8 @@ the rules that ours is judged by. For all but one that is in the baselines' favo
 rules an op outside the save set runs again only if something needs it. A selective policy of
 `torch.utils.checkpoint` is judged as torch runs it (`as_run`).
 
-Every save set is `normalised`: what must be saved is, and what nothing asks for costs nothing.
+Every save set is completed (`without_cost_free_recomputes`): what must be saved is, and saving what nothing
+asks for costs nothing.
 """
 
 from __future__ import annotations
@@ -19,17 +20,8 @@ from unittest import mock
 
 import pulp
 
-from autoac.planner.problem.graph import (
-    Graph,
-    Handle,
-    HandleId,
-    Moment,
-    OpId,
-    SaveSet,
-    StepId,
-    normalised,
-    wanted,
-)
+from autoac.planner.problem.graph import Graph, Moment, OpId, SavedTensor, SavedTensorId, SaveSet, StepId
+from autoac.planner.problem.save_sets import may_be_recomputed, without_cost_free_recomputes
 
 Family = dict[str, SaveSet]
 """Setting -> save set."""
@@ -113,14 +105,15 @@ def boundary(graph: Graph, blocks: Sequence[str]) -> SaveSet:
         op.id
         for op in graph.ops
         if not blocks[op.id]
-        or any(blocks[r] != blocks[op.id] for w in op.writes for r in graph.values[w].readers)
+        or any(blocks[r] != blocks[op.id] for w in op.writes for r in graph.versions[w].readers)
     )
 
 
 def per_block(graph: Graph) -> Family:
     """`torch.utils.checkpoint` around every block: its inputs are saved and nothing inside."""
     return {
-        f"depth {depth}": normalised(graph, boundary(graph, _blocks(graph, depth))) for depth in depths(graph)
+        f"depth {depth}": without_cost_free_recomputes(graph, boundary(graph, _blocks(graph, depth)))
+        for depth in depths(graph)
     }
 
 
@@ -130,7 +123,9 @@ def attention_and_blocks(graph: Graph) -> Family:
     if not attention:
         return {}
     return {
-        f"depth {depth}": normalised(graph, boundary(graph, _blocks(graph, depth)) | attention)
+        f"depth {depth}": without_cost_free_recomputes(
+            graph, boundary(graph, _blocks(graph, depth)) | attention
+        )
         for depth in depths(graph)
     }
 
@@ -163,7 +158,7 @@ def selective(graph: Graph) -> Family:
         outputs = boundary(graph, _blocks(graph, depth))
         for which in EVERY:
             setting = f"{which}, depth {depth}"
-            family[setting] = normalised(graph, listed(graph, setting) | outputs)
+            family[setting] = without_cost_free_recomputes(graph, listed(graph, setting) | outputs)
     return family
 
 
@@ -199,35 +194,39 @@ def as_run(graph: Graph, baseline: str, setting: str, save_set: SaveSet) -> tupl
     begins: dict[str, StepId] = {}  # by block: the step of its first unpack
     for step in graph.steps:
         for h in step.unpacks:
-            begins.setdefault(blocks[graph.values[graph.handles[h].value].op], step.id)
+            begins.setdefault(blocks[graph.versions[graph.saved_tensors[h].version].op], step.id)
     crossing = boundary(graph, blocks)
     parked = {
         op
         for op in listed(graph, setting) - crossing
-        if blocks[op] in begins and not any(graph.values[w].handles for w in graph.ops[op].writes)
+        if blocks[op] in begins and not any(graph.versions[w].saved_tensors for w in graph.ops[op].writes)
     }
     extra = [0] * (n + len(graph.steps) + 1)  # bytes, by moment
-    values, handles, steps = list(graph.values), list(graph.handles), list(graph.steps)
-    for value in graph.values:
+    values, handles, steps = list(graph.versions), list(graph.saved_tensors), list(graph.steps)
+    for value in graph.versions:
         begin = begins.get(blocks[value.op]) if blocks[value.op] else None
         if begin is None:
             continue
         if value.op in parked:
             for moment in range(graph.storages[value.storage].released, n + begin):
                 extra[moment] += graph.nbytes(value.id)
-        elif value.handles:
-            h = HandleId(len(handles))
-            handles.append(Handle(h, value.id, value.op + 1, (begin,), Moment(n + begin + 1)))
-            values[value.id] = replace(value, handles=(*value.handles, h))
+        elif value.saved_tensors:
+            h = SavedTensorId(len(handles))
+            handles.append(SavedTensor(h, value.id, value.op + 1, (begin,), Moment(n + begin + 1)))
+            values[value.id] = replace(value, saved_tensors=(*value.saved_tensors, h))
             step = steps[begin]
             steps[begin] = replace(step, unpacks=(*step.unpacks, h), drops=(*step.drops, h))
     return replace(
         graph,
-        ops=tuple(replace(op, other=op.other + extra[op.id]) for op in graph.ops),
-        values=tuple(values),
-        handles=tuple(handles),
+        ops=tuple(replace(op, extra_bytes=op.extra_bytes + extra[op.id]) for op in graph.ops),
+        versions=tuple(values),
+        saved_tensors=tuple(handles),
         steps=tuple(
-            replace(step, other=step.other + extra[n + step.id], peak=step.peak + extra[n + step.id])
+            replace(
+                step,
+                extra_bytes_while_unpacking=step.extra_bytes_while_unpacking + extra[n + step.id],
+                extra_bytes_peak=step.extra_bytes_peak + extra[n + step.id],
+            )
             for step in steps
         ),
     ), save_set - parked
@@ -245,7 +244,7 @@ def knapsack_items(graph: Graph, *, packed_only: bool) -> list[OpId]:
     Args:
         packed_only: only those of which autograd keeps an output; all others run again.
     """
-    asked = wanted(graph, frozenset())
+    asked = may_be_recomputed(graph, frozenset())
     return [
         op.id
         for op in graph.ops
@@ -253,7 +252,7 @@ def knapsack_items(graph: Graph, *, packed_only: bool) -> list[OpId]:
         and not op.must_save
         and not op.must_recompute
         and nbytes_of(graph, op.id)
-        and (not packed_only or any(graph.values[w].handles for w in op.writes))
+        and (not packed_only or any(graph.versions[w].saved_tensors for w in op.writes))
     ]
 
 
@@ -280,7 +279,7 @@ def knapsack(graph: Graph, solver: Knapsack, fractions: Iterable[float] = FRACTI
         for fraction in fractions:
             _, chosen, _ = solver(memory, runtimes, fraction)
             setting = f"{'packed' if packed_only else 'all'}, fraction {fraction:.2f}"
-            family[setting] = normalised(graph, (items[i] for i in chosen))
+            family[setting] = without_cost_free_recomputes(graph, (items[i] for i in chosen))
     return family
 
 
@@ -339,7 +338,7 @@ def uniform_blocks(graph: Graph, fractions: Iterable[float] = FRACTIONS) -> Fami
                 if kind not in solved:
                     solved[kind] = block_policy(graph, ops, fraction)
                 chosen.update(o for o, save in zip(ops, solved[kind], strict=True) if save)
-            family[f"depth {depth}, fraction {fraction:.2f}"] = normalised(graph, chosen)
+            family[f"depth {depth}, fraction {fraction:.2f}"] = without_cost_free_recomputes(graph, chosen)
     return family
 
 
@@ -360,9 +359,9 @@ def _sac_stats(graph: Graph, ops: Sequence[OpId]):  # type: ignore[no-untyped-de
     names = [overload_of(graph.ops[o].name) for o in ops]
     inplace = []
     for o in ops:
-        previous = [p for w in graph.ops[o].writes if (p := graph.values[w].previous) is not None]
+        previous = [p for w in graph.ops[o].writes if (p := graph.versions[w].previous) is not None]
         if previous:  # torch pairs it with its parent, or with itself where that is outside the module
-            head = graph.values[previous[0]].op
+            head = graph.versions[previous[0]].op
             while (before := _overwrites(graph, head)) is not None and before in at:
                 head = before
             inplace.append((at[o], at.get(head, at[o])))
@@ -380,9 +379,9 @@ def _sac_stats(graph: Graph, ops: Sequence[OpId]):  # type: ignore[no-untyped-de
 
 def _overwrites(graph: Graph, op: OpId) -> OpId | None:
     for w in graph.ops[op].writes:
-        previous = graph.values[w].previous
+        previous = graph.versions[w].previous
         if previous is not None:
-            return graph.values[previous].op
+            return graph.versions[previous].op
     return None
 
 
@@ -469,7 +468,7 @@ def sac_milp(graph: Graph, fractions: Iterable[float] = (0.2, 0.35, 0.5, 0.65, 0
                 unit[op] = names[i]
             saves = block_policy(graph, modules[i].ops, 1 - ratio)
             chosen.update(op for op, save in zip(modules[i].ops, saves, strict=True) if save)
-        family[f"budget {fraction:.2f}"] = normalised(graph, chosen | boundary(graph, unit))
+        family[f"budget {fraction:.2f}"] = without_cost_free_recomputes(graph, chosen | boundary(graph, unit))
     return family
 
 
@@ -489,8 +488,8 @@ def _sac_graph(graph: Graph, modules: Sequence[Module], names: Sequence[str]):  
     working = [0] * len(graph.ops)  # the most that the steps need which unpack an op's outputs
     for step in graph.steps:
         for h in step.unpacks:
-            op = graph.values[graph.handles[h].value].op
-            working[op] = max(working[op], step.peak)
+            op = graph.versions[graph.saved_tensors[h].version].op
+            working[op] = max(working[op], step.extra_bytes_peak)
     post = sorted(range(len(modules)), key=lambda i: (modules[i].ops[-1], -len(modules[i].within)))
     tree = Tree(len(modules))
     tree.fw_post_order = [names[i] for i in post]
@@ -527,7 +526,7 @@ def _sac_graph(graph: Graph, modules: Sequence[Module], names: Sequence[str]):  
 
 def _kept_nbytes(graph: Graph, op: OpId) -> int:
     """Bytes of what `op` writes and autograd keeps."""
-    return sum(graph.nbytes(w) for w in graph.ops[op].writes if graph.values[w].handles)
+    return sum(graph.nbytes(w) for w in graph.ops[op].writes if graph.versions[w].saved_tensors)
 
 
 def tradeoff(
@@ -582,9 +581,9 @@ def minimum_cut(graph: Graph) -> Family:
         if op.writes and 4 * nbytes_of(graph, op.id) <= sum(graph.nbytes(r) for r in op.reads)
     }
     return {
-        "nothing banned": normalised(graph, cut(graph, set())),
-        "expensive ops banned": normalised(graph, cut(graph, expensive)),
-        "expensive, random and shrinking ops banned": normalised(
+        "nothing banned": without_cost_free_recomputes(graph, cut(graph, set())),
+        "expensive ops banned": without_cost_free_recomputes(graph, cut(graph, expensive)),
+        "expensive, random and shrinking ops banned": without_cost_free_recomputes(
             graph, cut(graph, expensive | random | shrinking)
         ),
     }
@@ -609,9 +608,9 @@ def cut(graph: Graph, banned: set[OpId]) -> SaveSet:
             if free or op.id in banned:
                 network.add_edge("source", ("in", op.id))
         for w in op.writes:
-            for r in graph.values[w].readers:
+            for r in graph.versions[w].readers:
                 network.add_edge(("out", op.id), ("in", r))
-            if any(graph.handles[h].unpacked for h in graph.values[w].handles):
+            if any(graph.saved_tensors[h].unpacked for h in graph.versions[w].saved_tensors):
                 network.add_edge(("out", op.id), "sink")
     _, (reached, _) = nx.minimum_cut(network, "source", "sink")
     return frozenset(op.id for op in graph.ops if ("in", op.id) in reached and ("out", op.id) not in reached)

@@ -24,7 +24,7 @@ from typing import Any
 
 import pulp
 
-from autoac.planner.problem.graph import Graph, OpId, StepId, ValueId
+from autoac.planner.problem.graph import Graph, OpId, StepId, VersionId
 
 MOST_OPS = 40  # beyond this the program is too large to be worth waiting for
 
@@ -53,8 +53,8 @@ class Stage:
     """An unpack of backward, or a step without any."""
 
     step: StepId
-    wants: ValueId | None  # what is unpacked
-    pinned: tuple[ValueId, ...]  # unpacked earlier in the same step
+    wants: VersionId | None  # what is unpacked
+    pinned: tuple[VersionId, ...]  # unpacked earlier in the same step
     works: bool  # the step's work follows
 
 
@@ -62,7 +62,7 @@ def stages(graph: Graph) -> list[Stage]:
     """Backward as a list of stages."""
     found = []
     for step in graph.steps:
-        values = list(dict.fromkeys(graph.handles[h].value for h in step.unpacks))
+        values = list(dict.fromkeys(graph.saved_tensors[h].version for h in step.unpacks))
         for i, value in enumerate(values):
             found.append(Stage(step.id, value, tuple(values[:i]), i == len(values) - 1))
         if not values:
@@ -90,7 +90,7 @@ class _Program:
         self.scale = max(1, budget)
         self.problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
         self.runs: dict[tuple[int, OpId], Any] = {}  # R
-        self.stays: dict[tuple[int, ValueId], Any] = {}  # S
+        self.stays: dict[tuple[int, VersionId], Any] = {}  # S
         self.lives: dict[str, Any] = {}  # in memory while some op runs
         self._decide()
         self.problem += pulp.lpSum(graph.ops[o].runtime_us * column for (_, o), column in self.runs.items())
@@ -101,7 +101,7 @@ class _Program:
 
     def _decide(self) -> None:
         """A column for each run and each stay that anything later can have a use for."""
-        useful: set[ValueId] = set()
+        useful: set[VersionId] = set()
         for j in reversed(range(len(self.stages))):
             stage = self.stages[j]
             useful |= {v for v in (stage.wants, *stage.pinned) if v is not None}
@@ -110,7 +110,7 @@ class _Program:
                     useful.update(op.reads)
                     self.runs[j, op.id] = self.problem.add_variable(f"R_{j}_{op.id}", 0, 1, cat="Integer")
             for v in useful:
-                lost = j == 0 and self.graph.ops[self.graph.values[v].op].must_recompute
+                lost = j == 0 and self.graph.ops[self.graph.versions[v].op].must_recompute
                 name = f"S_{j}_{v}"
                 self.stays[j, v] = self.problem.add_variable(name, 0, 0 if lost else 1, cat="Integer")
 
@@ -129,35 +129,35 @@ class _Program:
             for v in stage.pinned:
                 self.problem += self.stays[j, v] >= 1
 
-    def _there(self, j: int, v: ValueId) -> Any:
-        return self.stays.get((j, v), 0) + self.runs.get((j, self.graph.values[v].op), 0)
+    def _there(self, j: int, v: VersionId) -> Any:
+        return self.stays.get((j, v), 0) + self.runs.get((j, self.graph.versions[v].op), 0)
 
     def _forward(self, budget: int) -> None:
         """At each op of forward: what forward holds, and what is to stay."""
         graph = self.graph
         for op in graph.ops:
-            live: Any = graph.static_bytes + op.workspace + op.other
+            live: Any = graph.static_bytes + op.workspace_bytes + op.extra_bytes
             live += sum(
                 storage.nbytes
                 for storage in graph.storages
-                if storage.values
-                and graph.values[storage.values[0]].op <= op.id
-                and op.id < max(storage.released, graph.values[storage.values[-1]].op + 1)
+                if storage.versions
+                and graph.versions[storage.versions[0]].op <= op.id
+                and op.id < max(storage.released, graph.versions[storage.versions[-1]].op + 1)
             )
             terms = [
                 graph.nbytes(v.id) * self.stays[0, v.id]
-                for v in graph.values
+                for v in graph.versions
                 if (0, v.id) in self.stays and self._free_at(v.id) <= op.id
             ]
             self._within(terms, live, budget)
 
-    def _free_at(self, v: ValueId) -> int:
+    def _free_at(self, v: VersionId) -> int:
         """The moment from which neither forward nor Python has `v` anyway."""
-        value = self.graph.values[v]
+        value = self.graph.versions[v]
         storage = self.graph.storages[value.storage]
-        following = storage.values.index(v) + 1
-        if following < len(storage.values):
-            return self.graph.values[storage.values[following]].op
+        following = storage.versions.index(v) + 1
+        if following < len(storage.versions):
+            return self.graph.versions[storage.versions[following]].op
         return max(storage.released, value.op + 1)
 
     def _backward(self, j: int, budget: int) -> None:
@@ -169,41 +169,43 @@ class _Program:
         ops = sorted(o for (at, o) in self.runs if at == j)
         step = graph.steps[stage.step]
         counted = [
-            v for v in graph.values if self._free_at(v.id) <= moment and (j, v.id) in self.stays
+            v for v in graph.versions if self._free_at(v.id) <= moment and (j, v.id) in self.stays
         ]  # what can be in memory at all
-        after: dict[ValueId, Any] = {}  # live from the last run on
+        after: dict[VersionId, Any] = {}  # live from the last run on
         for value in counted:
             stays_on = self.stays.get((j + 1, value.id))
             after[value.id] = 1 if value.id in wanted else 0 if stays_on is None else stays_on
         for k in ops:
-            terms = [graph.ops[k].workspace * self.runs[j, k]]
+            terms = [graph.ops[k].workspace_bytes * self.runs[j, k]]
             for value in counted:
                 in_place = value.op == k and value.previous is not None
                 if not in_place:
                     terms.append(graph.nbytes(value.id) * self._live(j, value.id, k, after[value.id]))
-            self._within(terms, held + step.other, budget)
+            self._within(terms, held + step.extra_bytes_while_unpacking, budget)
         if stage.works:
-            self._within([graph.nbytes(v) * live for v, live in after.items()], held + step.peak, budget)
+            self._within(
+                [graph.nbytes(v) * live for v, live in after.items()], held + step.extra_bytes_peak, budget
+            )
 
-    def _live(self, j: int, v: ValueId, k: OpId, after: Any) -> Any:
+    def _live(self, j: int, v: VersionId, k: OpId, after: Any) -> Any:
         """Whether `v` is in memory while op `k` runs in stage `j`.
 
         Until its own op it is there if it stayed; then, if a reader from `k` on runs, or it is unpacked,
         or it stays on. Each of these implies that it is there, so none needs a product.
         """
         graph = self.graph
-        if graph.values[v].op > k:
+        if graph.versions[v].op > k:
             return self.stays[j, v]
-        readers = [r for r in graph.values[v].readers if r >= k and (j, r) in self.runs]
+        readers = [r for r in graph.versions[v].readers if r >= k and (j, r) in self.runs]
         reasons = [self.runs[j, r] for r in readers] + [after]
-        if graph.values[v].op == k:
+        if graph.versions[v].op == k:
             reasons += [self.runs[j, k], self.stays[j, v]]
         if any(isinstance(reason, int) and reason == 1 for reason in reasons):
             return 1
         columns = [reason for reason in reasons if not isinstance(reason, int)]
         if len(columns) < 2:
             return columns[0] if columns else 0
-        key = f"L_{j}_{v}_{'own' if graph.values[v].op == k else readers[0] if readers else 'end'}"
+        key = f"L_{j}_{v}_{'own' if graph.versions[v].op == k else readers[0] if readers else 'end'}"
         if key not in self.lives:
             self.lives[key] = self.problem.add_variable(key, 0, 1)
             for column in columns:

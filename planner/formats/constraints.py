@@ -6,9 +6,9 @@ NOTE [ Constraints are a graph ]
 
 Nothing behind this module knows of constraints. A pin is the `must_save` or `must_recompute` of an op. Bytes
 are static bytes. A smaller limit for forward is the difference to the budget, counted as live at every op
-of forward (`Op.other`): with budget B and limit F, `live + (B - F) <= B` in forward is `live <= F`, exactly,
-in the simulator, in every row of the program and in the bounds. The plan is then told on the graph without
-that difference.
+of forward (`Op.extra_bytes`): with budget B and limit F, `live + (B - F) <= B` in forward is `live <= F`,
+exactly, in the simulator, in every row of the program and in the bounds. The plan is then evaluated on the
+graph without that difference.
 
 Patterns name ops by their keys, `model.layers.3.mlp/aten.mm.default#1`:
 
@@ -42,7 +42,9 @@ from autoac.planner.errors import (
 )
 from autoac.planner.formats.profile import DECIDES, PINNED, Count, Profile
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import Graph, OpId, because_of, build, unsaved_with
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import Graph, OpId
+from autoac.planner.problem.save_sets import because_of, unsaved_with
 from autoac.planner.solver.bounds import bounds_of
 from autoac.planner.solver.heuristics import candidates
 from autoac.planner.solver.recompute_windows import facts
@@ -142,7 +144,7 @@ def held_back(graph: Graph, budget: int, forward: int | None) -> Graph:
     if forward is None or forward >= budget:
         return graph
     kept_free = budget - forward
-    return replace(graph, ops=tuple(replace(op, other=op.other + kept_free) for op in graph.ops))
+    return replace(graph, ops=tuple(replace(op, extra_bytes=op.extra_bytes + kept_free) for op in graph.ops))
 
 
 def blamed(
@@ -351,7 +353,7 @@ def _because(graph: Graph, op: OpId, link: OpId, save: dict[OpId, str]) -> str:
 def _crossing(graph: Graph, units: Sequence[tuple[str, ...]]) -> Iterator[OpId]:
     """The ops of which another unit reads an output."""
     for op in graph.ops:
-        readers = (r for w in op.writes for r in graph.values[w].readers)
+        readers = (r for w in op.writes for r in graph.versions[w].readers)
         if any(units[r] != units[op.id] for r in readers):
             yield op.id
 

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from autoac.planner.errors import Holding
 from autoac.planner.memory.schedule import Compute, Free, Recompute
 from autoac.planner.memory.simulate import Timeline, simulate, waiting_bytes
-from autoac.planner.problem.graph import Graph, OpId, SaveSet, ValueId, closed
+from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
+from autoac.planner.problem.save_sets import with_forced_saves
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
     """Memory that an op of forward filled, in forward or again in backward."""
 
-    value: ValueId
+    value: VersionId
     nbytes: int
     begin: int  # into Timeline.instants
     end: int  # the first instant at which it is live no more
@@ -28,11 +29,11 @@ def lives(graph: Graph, save_set: SaveSet, timeline: Timeline) -> tuple[Life, ..
     to no storage (`beside`) add up to the instant's `live_bytes`. Memory that is written over in place is
     from then on the new version's.
     """
-    saved = closed(graph, save_set)
+    saved = with_forced_saves(graph, save_set)
     found: list[Life] = []
-    begun: dict[ValueId, list[tuple[int, str]]] = {}  # lives that have not ended: since when, and why
+    begun: dict[VersionId, list[tuple[int, str]]] = {}  # lives that have not ended: since when, and why
 
-    def end(v: ValueId, at: int) -> None:
+    def end(v: VersionId, at: int) -> None:
         # Of several, the latest: what Python holds of forward outlives what backward made again.
         since, why = begun[v].pop()
         if graph.nbytes(v):
@@ -62,15 +63,15 @@ def beside(graph: Graph, timeline: Timeline, at: int) -> int:
     instant = timeline.instants[at]
     match instant.event:
         case Compute(op):
-            return graph.ops[op].workspace + graph.ops[op].other
+            return graph.ops[op].workspace_bytes + graph.ops[op].extra_bytes
         case Recompute(op, _, step):
-            return graph.ops[op].workspace + graph.steps[step].other
+            return graph.ops[op].workspace_bytes + graph.steps[step].extra_bytes_while_unpacking
         case Free():
             return 0  # between two kernels
         case None:
             return graph.closing_bytes
         case event:
-            return graph.steps[event.step].peak
+            return graph.steps[event.step].extra_bytes_peak
 
 
 def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
@@ -78,13 +79,13 @@ def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
     timeline = simulate(graph, save_set)
     at = timeline.instants.index(timeline.peak)
     holdings = [
-        Holding(life.nbytes, graph.ops[graph.values[life.value].op].name, life.why)
+        Holding(life.nbytes, graph.ops[graph.versions[life.value].op].name, life.why)
         for life in lives(graph, save_set, timeline)
         if life.begin <= at < life.end
     ]
-    if graph.others and timeline.peak.event is not None:
-        waiting = graph.others * waiting_bytes(graph, save_set)
-        holdings.append(Holding(waiting, "other microbatches in flight", f"{graph.others}"))
+    if graph.waiting_microbatches and timeline.peak.event is not None:
+        waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set)
+        holdings.append(Holding(waiting, "other microbatches in flight", f"{graph.waiting_microbatches}"))
     holdings += [
         Holding(graph.static_bytes, "parameters, buffers, gradients, optimizer state, batch", "not planned"),
         Holding(beside(graph, timeline, at), "gradients, temporaries and workspace", "not planned"),

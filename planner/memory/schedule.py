@@ -32,7 +32,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.errors import UnknownOp
-from autoac.planner.problem.graph import Graph, HandleId, Op, OpId, SaveSet, StepId, ValueId, closed, needed
+from autoac.planner.problem.graph import Graph, Op, OpId, SavedTensorId, SaveSet, StepId, VersionId
+from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Compute:
 
     op: OpId
     nbytes: int
-    over: tuple[ValueId, ...] = ()  # versions whose memory it wrote over; what was copied first is not one
+    overwritten: tuple[VersionId, ...] = ()  # versions whose memory it wrote over, uncopied
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Recompute:
     op: OpId
     nbytes: int
     step: StepId
-    over: tuple[ValueId, ...] = ()  # as of Compute
+    overwritten: tuple[VersionId, ...] = ()  # as of Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Backward:
 class Free:
     """`nbytes` of a value's memory go back to the allocator."""
 
-    value: ValueId
+    version: VersionId
     nbytes: int
 
 
@@ -83,7 +84,7 @@ def schedule(graph: Graph, save_set: SaveSet) -> Iterator[Event]:
     for op in save_set:
         if not 0 <= op < len(graph.ops):
             raise UnknownOp(op, len(graph.ops))
-    return _Replay(graph, closed(graph, save_set)).events()
+    return _Replay(graph, with_forced_saves(graph, save_set)).events()
 
 
 def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
@@ -97,21 +98,24 @@ def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
 
 def _dropped(graph: Graph) -> list[int]:
     """By value: the first moment at which autograd holds no saved tensor of it; 0 if it never did."""
-    return [max((graph.handles[h].dropped for h in value.handles), default=0) for value in graph.values]
+    return [
+        max((graph.saved_tensors[h].dropped for h in value.saved_tensors), default=0)
+        for value in graph.versions
+    ]
 
 
 def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
     """By value: the first moment at which nothing unsaved that is made from it is needed; 0 if nothing is."""
     n = len(graph.ops)
-    until, dropped = [0] * len(graph.values), _dropped(graph)
-    in_forward = [min(graph.storages[value.storage].released, n) for value in graph.values]
-    for value in graph.values:
+    until, dropped = [0] * len(graph.versions), _dropped(graph)
+    in_forward = [min(graph.storages[value.storage].released, n) for value in graph.versions]
+    for value in graph.versions:
         if value.previous is not None:
             in_forward[value.previous] = value.op
     op_until = [0] * n  # how long an unsaved op keeps what it reads
     for op in reversed(graph.ops):
         for w in op.writes:
-            readers = (reader for reader in graph.values[w].readers if reader not in save_set)
+            readers = (reader for reader in graph.versions[w].readers if reader not in save_set)
             until[w] = max((op_until[reader] for reader in readers), default=0)
         op_until[op.id] = max([op.id, *(max(until[w], dropped[w], in_forward[w]) for w in op.writes)])
     return until
@@ -121,9 +125,9 @@ def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
 class ForwardMemory:
     """What happens to the memory of forward, and when: places are ops, then backward steps."""
 
-    frees_at: dict[int, list[ValueId]]
-    copies_at: dict[int, list[ValueId]]  # versions that are written over while a copy is kept (rule b)
-    over_at: dict[int, list[ValueId]]  # versions that are written over, not copied
+    frees_at: dict[int, list[VersionId]]
+    copies_at: dict[int, list[VersionId]]  # versions that are written over while a copy is kept (rule b)
+    over_at: dict[int, list[VersionId]]  # versions that are written over, not copied
 
     @classmethod
     def of(cls, graph: Graph, save_set: SaveSet) -> ForwardMemory:
@@ -131,14 +135,14 @@ class ForwardMemory:
         found = cls({}, {}, {})
         until, dropped = readers_until(graph, save_set), _dropped(graph)
         for storage in graph.storages:
-            last = storage.values[-1]
-            op = graph.values[last].op
-            packed = (dropped[v] for v in storage.values if graph.values[v].op in save_set)
+            last = storage.versions[-1]
+            op = graph.versions[last].op
+            packed = (dropped[v] for v in storage.versions if graph.versions[v].op in save_set)
             end = max([storage.released, op + 1, *packed] + ([until[last]] if op in save_set else []))
             found.frees_at.setdefault(end, []).append(last)
-            for v, successor in zip(storage.values, storage.values[1:], strict=False):
-                written_at = graph.values[successor].op
-                if graph.values[v].op in save_set and until[v] > written_at:
+            for v, successor in zip(storage.versions, storage.versions[1:], strict=False):
+                written_at = graph.versions[successor].op
+                if graph.versions[v].op in save_set and until[v] > written_at:
                     found.copies_at.setdefault(written_at, []).append(v)
                     found.frees_at.setdefault(until[v], []).append(v)
                 else:
@@ -147,7 +151,7 @@ class ForwardMemory:
 
     def compute(self, graph: Graph, op: Op) -> Compute:
         """The event of `op` in forward."""
-        fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
+        fresh = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous is None)
         copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
         return Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
 
@@ -155,7 +159,7 @@ class ForwardMemory:
 def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
     """By value: how often backward will ask for it, by unpacks and by unsaved ops that run again."""
     n = len(graph.ops)
-    uses = [sum(graph.handles[h].dropped > n for h in value.handles) for value in graph.values]
+    uses = [sum(graph.saved_tensors[h].dropped > n for h in value.saved_tensors) for value in graph.versions]
     for op in reversed(graph.ops):
         if op.id not in save_set and any(uses[w] for w in op.writes):
             for r in op.reads:
@@ -165,9 +169,11 @@ def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
 
 def recompute_us(graph: Graph, save_set: SaveSet) -> float:
     """Run time, in microseconds, of what a full backward runs again, as often as it does (rule g)."""
-    if all(len(set(handle.unpacked)) < 2 for handle in graph.handles):
+    if all(len(set(handle.unpacked)) < 2 for handle in graph.saved_tensors):
         return sum(
-            op.recompute_us for op, again in zip(graph.ops, needed(graph, save_set), strict=True) if again
+            op.recompute_us
+            for op, again in zip(graph.ops, recomputed_by_backward(graph, save_set), strict=True)
+            if again
         )
     events = schedule(graph, save_set)
     return sum(graph.ops[event.op].recompute_us for event in events if isinstance(event, Recompute))
@@ -179,14 +185,14 @@ class _Replay:
     def __init__(self, graph: Graph, save_set: SaveSet) -> None:
         self.graph = graph
         n = len(graph.ops)
-        self.saved = [value.op in save_set for value in graph.values]
-        self.cached = [False] * len(graph.values)
+        self.saved = [value.op in save_set for value in graph.versions]
+        self.cached = [False] * len(graph.versions)
         self.left = uses_of(graph, save_set)  # uses left, of unsaved values
         self.ran = [False] * n
-        self.pinned: list[ValueId] = []  # unpacked in this step
-        self.passing: list[ValueId] = []  # of these, made in passing
-        self.given: set[HandleId] = set()  # unpacked in this step
-        self.unpacked: set[HandleId] = set()
+        self.pinned: list[VersionId] = []  # unpacked in this step
+        self.passing: list[VersionId] = []  # of these, made in passing
+        self.given: set[SavedTensorId] = set()  # unpacked in this step
+        self.unpacked: set[SavedTensorId] = set()
         self.forward = ForwardMemory.of(graph, save_set)
 
     def events(self) -> Iterator[Event]:
@@ -198,21 +204,23 @@ class _Replay:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
                 if h not in self.given:
-                    yield from self._unpack(graph.handles[h].value, step.id, first=h not in self.unpacked)
+                    yield from self._unpack(
+                        graph.saved_tensors[h].version, step.id, first=h not in self.unpacked
+                    )
                 self.given.add(h)
             self.unpacked |= self.given
             yield Backward(step.id)
             yield from self._unpin()
             for h in step.drops:
-                if not graph.handles[h].unpacked:
-                    yield from self._lose(graph.handles[h].value)
+                if not graph.saved_tensors[h].unpacked:
+                    yield from self._lose(graph.saved_tensors[h].version)
         yield from self._frees(graph.end)
 
     def _frees(self, moment: int) -> Iterator[Event]:
         for v in self.forward.frees_at.get(moment, ()):
             yield Free(v, self.graph.nbytes(v))
 
-    def _unpack(self, v: ValueId, step: StepId, *, first: bool) -> Iterator[Event]:
+    def _unpack(self, v: VersionId, step: StepId, *, first: bool) -> Iterator[Event]:
         if self.saved[v]:
             return
         if self.cached[v]:
@@ -237,24 +245,24 @@ class _Replay:
             if not self.left[v] and self.cached[v]:
                 yield self._free(v)
 
-    def _free(self, v: ValueId) -> Free:
+    def _free(self, v: VersionId) -> Free:
         self.cached[v] = False
         return Free(v, self.graph.nbytes(v))
 
-    def _burst(self, wanted: ValueId) -> list[OpId]:
+    def _burst(self, wanted: VersionId) -> list[OpId]:
         """What `wanted` needs, in forward order (rule c)."""
         graph = self.graph
         burst: set[OpId] = set()
         stack = [wanted]
         while stack:
             v = stack.pop()
-            op = graph.ops[graph.values[v].op]
+            op = graph.ops[graph.versions[v].op]
             if not self.saved[v] and not self.cached[v] and op.id not in burst:
                 burst.add(op.id)
                 stack.extend(op.reads)
         return sorted(burst)
 
-    def _run_in_passing(self, burst: list[OpId], wanted: ValueId, step: StepId) -> Iterator[Event]:
+    def _run_in_passing(self, burst: list[OpId], wanted: VersionId, step: StepId) -> Iterator[Event]:
         """Run what was run before and is gone (rule g)."""
         graph = self.graph
         made = [w for op in burst for w in graph.ops[op].writes]
@@ -269,9 +277,9 @@ class _Replay:
         for op_id in burst:
             op = graph.ops[op_id]
             taken = [
-                p for w in op.writes if (p := graph.values[w].previous) is not None and self._may_take(p)
+                p for w in op.writes if (p := graph.versions[w].previous) is not None and self._may_take(p)
             ]
-            nbytes = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous not in taken)
+            nbytes = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous not in taken)
             for p in taken:
                 self.cached[p] = False
             yield Recompute(op.id, nbytes, step, tuple(taken))
@@ -285,18 +293,18 @@ class _Replay:
                 if not self.left[w]:
                     yield self._free(w)
 
-    def _may_take(self, p: ValueId) -> bool:
+    def _may_take(self, p: VersionId) -> bool:
         """Whether an in-place op may write into the buffer of version `p` (rule e)."""
-        return self.cached[p] and self.left[p] == 1 and not self.graph.values[p].handles
+        return self.cached[p] and self.left[p] == 1 and not self.graph.versions[p].saved_tensors
 
-    def _use(self, v: ValueId) -> Iterator[Event]:
+    def _use(self, v: VersionId) -> Iterator[Event]:
         if self.saved[v]:
             return
         self.left[v] -= 1
         if not self.left[v] and self.cached[v] and v not in self.pinned:
             yield self._free(v)
 
-    def _lose(self, v: ValueId) -> Iterator[Event]:
+    def _lose(self, v: VersionId) -> Iterator[Event]:
         """A use of `v` that will never come (rule f)."""
         stack = [v]
         while stack:
@@ -304,7 +312,7 @@ class _Replay:
             if self.saved[v]:
                 continue
             yield from self._use(v)
-            op = self.graph.ops[self.graph.values[v].op]
+            op = self.graph.ops[self.graph.versions[v].op]
             if not self.ran[op.id] and not any(self.left[w] for w in op.writes):
                 self.ran[op.id] = True
                 stack.extend(op.reads)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute, schedule
-from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.graph import Graph, Moment, SaveSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Instant:
 
     event: Event | None  # None: optimizer.step()
     live_bytes: int  # all that is live at the event, static bytes and the kernel's workspace included
-    place: int  # the moment: forward op or backward step
+    moment: Moment  # forward op or backward step
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Timeline:
 def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     """Replay one training step and count the bytes live at every event.
 
-    Counted: static bytes; what `graph.others` hold, except at the optimizer step; every storage that an op
-    of `graph` allocates, once, however many tensors view it; gradients and temporaries of backward; what
-    a kernel holds beside its outputs while it runs.
+    Counted: static bytes; what waiting microbatches hold, except at the optimizer step; every storage that
+    an op of `graph` allocates, once, however many tensors view it; gradients and temporaries of backward;
+    what a kernel holds in addition to its outputs while it runs.
     `live_bytes` compares with a budget as it is.
 
     Args:
@@ -52,32 +52,35 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     >>> simulate(chain(1, 8, 1, 8, 0), frozenset({0, 2})).peak.live_bytes
     10
     """
-    instants = [Instant(event, live, place) for event, live, place in _instants(graph, save_set)]
-    return Timeline(tuple(instants))
+    return Timeline(tuple(Instant(*instant) for instant in _instants(graph, save_set)))
 
 
-def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event | None, int, int]]:
-    """(event, live bytes, place), as in Instant."""
+def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event | None, int, Moment]]:
+    """Yield (event, live bytes, moment), as in Instant."""
     n = len(graph.ops)
-    beside = graph.others * waiting_bytes(graph, save_set) if graph.others else 0
+    beside = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
     live = graph.static_bytes + beside
-    place = 0
+    moment = Moment(0)
     for event in schedule(graph, save_set):
         match event:
             case Free(_, nbytes):
                 live -= nbytes
-                yield event, live, place
+                yield event, live, moment
             case Compute(op, nbytes):
-                place = op
+                moment = Moment(op)
                 live += nbytes
-                yield event, live + graph.ops[op].workspace + graph.ops[op].other, place
+                yield event, live + graph.ops[op].workspace_bytes + graph.ops[op].extra_bytes, moment
             case Recompute(op, nbytes, step):
-                place = n + step
+                moment = Moment(n + step)
                 live += nbytes
-                yield event, live + graph.ops[op].workspace + graph.steps[step].other, place
+                yield (
+                    event,
+                    live + graph.ops[op].workspace_bytes + graph.steps[step].extra_bytes_while_unpacking,
+                    moment,
+                )
             case Backward(step):
-                place = n + step
-                yield event, live + graph.steps[step].peak, place
+                moment = Moment(n + step)
+                yield event, live + graph.steps[step].extra_bytes_peak, moment
     yield None, live - beside + graph.closing_bytes, graph.end
 
 
@@ -85,7 +88,7 @@ def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
     """Bytes that a microbatch holds from the end of its forward until its backward begins.
 
     What is saved and wanted, and what forward or Python holds beyond forward (the outputs). Each of
-    `graph.others` holds so much while this one runs (docs/pipelines.md).
+    `graph.waiting_microbatches` holds so much while this one runs (docs/pipelines.md).
     """
     live = 0
     for event in schedule(graph, save_set):

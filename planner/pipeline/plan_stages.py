@@ -4,9 +4,9 @@ NOTE [ Other microbatches ]
 
 While a stage works on one microbatch, the n - 1 others in flight wait between their forward and their
 backward, each holding what the save set has it hold there. So what a save set keeps past forward counts n
-times: `Graph.others = n - 1`, which the simulator and the rows of the program read. Every schedule of
-`pipelines` goes from its fullest forward straight to a backward, so both meet n - 1 others, and the largest
-peak over all microbatches is the simulator's for one with n - 1 others beside it.
+times: `Graph.waiting_microbatches = n - 1`, which the simulator and the rows of the program read. Every
+schedule of `pipelines` goes from its fullest forward straight to a backward, so both meet n - 1 others, and
+the largest peak over all microbatches is the simulator's for one with n - 1 others beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
 from autoac.planner.pipeline.schedules import Cost, Kind, Schedule, Times, held, times
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, Plan, plan
-from autoac.planner.problem.graph import Graph, build
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
 from autoac.planner.solver.time_limit import Clock
 
@@ -63,12 +64,14 @@ def stage_graph(profile: Profile | Graph, in_flight: int, *, beside_bytes: int =
     if beside_bytes < 0:
         raise InvalidPipeline(f"beside_bytes must not be negative, not {beside_bytes}")
     if isinstance(profile, Graph):
-        return replace(profile, others=in_flight - 1, static_bytes=profile.static_bytes + beside_bytes)
+        return replace(
+            profile, waiting_microbatches=in_flight - 1, static_bytes=profile.static_bytes + beside_bytes
+        )
     graph = build(profile)
     gradients = profile.gradient_nbytes
     return replace(
         graph,
-        others=in_flight - 1,
+        waiting_microbatches=in_flight - 1,
         static_bytes=graph.static_bytes + beside_bytes + gradients + (in_flight - 1) * profile.static.inputs,
         closing_bytes=graph.closing_bytes - gradients,
     )

@@ -11,26 +11,27 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autoac.planner.memory.schedule import held_until, readers_until
-from autoac.planner.problem.graph import Graph, SaveSet, closed, needed
+from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.units import format_bytes, format_us
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 
 
-class Fate(Enum):
+class Decision(Enum):
     """What becomes of the outputs of an op."""
 
-    KEPT = "keeps"  # saved, and held when backward begins
-    AGAIN = "recomputes"  # made again in backward
-    IDLE = "needs nothing of"  # backward asks for neither
+    SAVED = "keeps"  # saved, and held when backward begins
+    RECOMPUTED = "recomputes"  # made again in backward
+    UNUSED = "needs nothing of"  # backward asks for neither
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class OpDecision:
     """What was decided about one op, with its numbers."""
 
     key: str  # "layers.3.mlp/aten.mm.default#1"
-    fate: Fate
+    decision: Decision
     kept_bytes: int = 0  # held when backward begins
     recomputed_bytes: int = 0  # that running it again allocates
     runtime_us: float = 0.0  # of running it again
@@ -49,21 +50,21 @@ class Row:
     recompute_us: float
 
 
-def decided(graph: Graph, save_set: SaveSet) -> list[Decided]:
+def op_decisions(graph: Graph, save_set: SaveSet) -> list[OpDecision]:
     """What `save_set` decides about each op of `graph`, in forward order."""
-    save_set = closed(graph, save_set)
-    again = needed(graph, save_set)
+    save_set = with_forced_saves(graph, save_set)
+    again = recomputed_by_backward(graph, save_set)
     until, nbytes = held_until(graph, save_set), _kept_nbytes(graph, save_set)
     n = len(graph.ops)
     found = []
     for op in graph.ops:
         if again[op.id]:
-            fresh = sum(graph.nbytes(w) for w in op.writes if graph.values[w].previous is None)
-            found.append(Decided(op.name, Fate.AGAIN, 0, fresh, op.recompute_us))
+            fresh = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous is None)
+            found.append(OpDecision(op.name, Decision.RECOMPUTED, 0, fresh, op.recompute_us))
         elif op.id in save_set and any(until[w] > n for w in op.writes):
-            found.append(Decided(op.name, Fate.KEPT, sum(nbytes[w] for w in op.writes)))
+            found.append(OpDecision(op.name, Decision.SAVED, sum(nbytes[w] for w in op.writes)))
         else:
-            found.append(Decided(op.name, Fate.IDLE))
+            found.append(OpDecision(op.name, Decision.UNUSED))
     return found
 
 
@@ -75,30 +76,34 @@ def _kept_nbytes(graph: Graph, save_set: SaveSet) -> list[int]:
     """
     n = len(graph.ops)
     until, readers = held_until(graph, save_set), readers_until(graph, save_set)
-    kept = [0] * len(graph.values)
+    kept = [0] * len(graph.versions)
     for storage in graph.storages:
-        saved = [v for v in storage.values if graph.values[v].op in save_set and until[v] > n]
+        saved = [v for v in storage.versions if graph.versions[v].op in save_set and until[v] > n]
         for v in saved:
-            if v != storage.values[-1] and readers[v] > n:
+            if v != storage.versions[-1] and readers[v] > n:
                 kept[v] = storage.nbytes
-        packed = [v for v in saved if any(graph.handles[h].dropped > n for h in graph.values[v].handles)]
-        holding = saved[-1:] if storage.values[-1] in saved else packed[-1:]
+        packed = [
+            v
+            for v in saved
+            if any(graph.saved_tensors[h].dropped > n for h in graph.versions[v].saved_tensors)
+        ]
+        holding = saved[-1:] if storage.versions[-1] in saved else packed[-1:]
         for v in holding:
             kept[v] += storage.nbytes
     return kept
 
 
-def by_module(ops: Iterable[Decided]) -> tuple[Row, ...]:
+def by_module(ops: Iterable[OpDecision]) -> tuple[Row, ...]:
     """The rows of a table by module, in the order in which modules first ran. Idle modules have none."""
-    modules: dict[str, list[Decided]] = {}
+    modules: dict[str, list[OpDecision]] = {}
     for op in ops:
         modules.setdefault(op.key.partition("/")[0], []).append(op)
-    groups = folded(modules, lambda module: tuple((_op(op.key), op.fate) for op in modules[module]))
+    groups = folded(modules, lambda module: tuple((_op(op.key), op.decision) for op in modules[module]))
     rows = []
     for name, paths in groups:
         of_one = modules[paths[0]]
         of_all = [op for path in paths for op in modules[path]]
-        keeps, recomputes = (_names(of_one, fate) for fate in (Fate.KEPT, Fate.AGAIN))
+        keeps, recomputes = (_names(of_one, decision) for decision in (Decision.SAVED, Decision.RECOMPUTED))
         if keeps or recomputes:
             rows.append(
                 Row(
@@ -217,11 +222,11 @@ def _op(key: str) -> str:
     return key.partition("/")[2].removeprefix("aten.")
 
 
-def _names(ops: Sequence[Decided], fate: Fate) -> tuple[str, ...]:
+def _names(ops: Sequence[OpDecision], decision: Decision) -> tuple[str, ...]:
     names = [_op(op.key) for op in ops]
     several = {name.rpartition("#")[0] for name in names if not name.endswith("#0")}
     return tuple(
         name if name.rpartition("#")[0] in several or "#" not in name else name.rpartition("#")[0]
         for name, op in zip(names, ops, strict=True)
-        if op.fate is fate
+        if op.decision is decision
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoac.planner.formats.policy import Policy
 from autoac.planner.plan import Plan
-from autoac.planner.report.by_module import Decided, Fate, decided, folded
+from autoac.planner.report.by_module import Decision, OpDecision, folded, op_decisions
 from autoac.planner.units import format_bytes, format_us
 
 
@@ -58,7 +58,7 @@ def difference(
     after: Plan | Policy,
     unknown: Collection[str] = (),
     *,
-    became: tuple[Sequence[Decided] | None, Sequence[Decided] | None] = (None, None),
+    became: tuple[Sequence[OpDecision] | None, Sequence[OpDecision] | None] = (None, None),
 ) -> Difference:
     """What `after` keeps that `before` does not, and the other way round.
 
@@ -79,15 +79,15 @@ def difference(
         shown = key if key.rpartition("#")[0] in numbered or "#" not in key else key.rpartition("#")[0]
         return shown.partition("/")[2].removeprefix("aten.")
 
-    modules: dict[str, list[tuple[Decided, Decided]]] = {}
+    modules: dict[str, list[tuple[OpDecision, OpDecision]]] = {}
     for key, old in of_before.items():
         new = of_after.get(key)
-        kept = old.fate is Fate.KEPT and key not in unknown
-        if new is not None and kept != (new.fate is Fate.KEPT):
+        kept = old.decision is Decision.SAVED and key not in unknown
+        if new is not None and kept != (new.decision is Decision.SAVED):
             modules.setdefault(key.partition("/")[0], []).append((old, new))
 
     def signature(module: str) -> object:
-        return tuple((op_name(old.key), new.fate is Fate.KEPT) for old, new in modules[module])
+        return tuple((op_name(old.key), new.decision is Decision.SAVED) for old, new in modules[module])
 
     changes = []
     for name, paths in folded(modules, signature):
@@ -97,10 +97,10 @@ def difference(
             Change(
                 name=name,
                 modules=paths,
-                gained=tuple(op_name(new.key) for _, new in of_one if new.fate is Fate.KEPT),
-                lost=tuple(op_name(old.key) for old, new in of_one if new.fate is not Fate.KEPT),
-                gained_bytes=sum(new.kept_bytes for _, new in pairs if new.fate is Fate.KEPT),
-                lost_bytes=sum(old.kept_bytes for old, new in pairs if new.fate is not Fate.KEPT),
+                gained=tuple(op_name(new.key) for _, new in of_one if new.decision is Decision.SAVED),
+                lost=tuple(op_name(old.key) for old, new in of_one if new.decision is not Decision.SAVED),
+                gained_bytes=sum(new.kept_bytes for _, new in pairs if new.decision is Decision.SAVED),
+                lost_bytes=sum(old.kept_bytes for old, new in pairs if new.decision is not Decision.SAVED),
             )
         )
     return Difference(
@@ -112,15 +112,18 @@ def difference(
     )
 
 
-def _decided(subject: Plan | Policy) -> list[Decided]:
+def _decided(subject: Plan | Policy) -> list[OpDecision]:
     if isinstance(subject, Plan):
-        return decided(subject.graph, subject.save_set)
-    return [Decided(key, Fate.KEPT if d == "save" else Fate.AGAIN) for key, d in subject.decisions.items()]
+        return op_decisions(subject.graph, subject.save_set)
+    return [
+        OpDecision(key, Decision.SAVED if d == "save" else Decision.RECOMPUTED)
+        for key, d in subject.decisions.items()
+    ]
 
 
-def _side(subject: Plan | Policy, ops: Sequence[Decided], known: bool) -> Side:
-    fates = [op.fate for op in ops]
-    kept, again, idle = (fates.count(fate) for fate in (Fate.KEPT, Fate.AGAIN, Fate.IDLE))
+def _side(subject: Plan | Policy, ops: Sequence[OpDecision], known: bool) -> Side:
+    fates = [op.decision for op in ops]
+    kept, again, idle = (fates.count(fate) for fate in (Decision.SAVED, Decision.RECOMPUTED, Decision.UNUSED))
     if isinstance(subject, Plan):
         model = subject.profile.model if subject.profile else "a graph"
         budget = subject.budget + subject.headroom

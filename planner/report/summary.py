@@ -6,7 +6,7 @@ from autoac.planner.errors import PlannerError, holdings_in_lines
 from autoac.planner.formats.policy import Policy
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.plan import Plan
-from autoac.planner.report.by_module import Decided, Fate, as_table, by_module, decided, in_words
+from autoac.planner.report.by_module import Decision, OpDecision, as_table, by_module, in_words, op_decisions
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.units import format_bytes, format_us
 
@@ -31,7 +31,7 @@ def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> st
 
 def _plan(plan: Plan, *, table: bool) -> str:
     graph = plan.graph
-    rows = by_module(decided(graph, plan.save_set))
+    rows = by_module(op_decisions(graph, plan.save_set))
     lines = [
         f"The peak is {format_bytes(plan.peak)} of a budget of {format_bytes(plan.budget)}"
         f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
@@ -49,7 +49,10 @@ def _plan(plan: Plan, *, table: bool) -> str:
 
 def _policy(policy: Policy) -> str:
     predicted = policy.predicted
-    ops = [Decided(key, Fate.KEPT if d == "save" else Fate.AGAIN) for key, d in policy.decisions.items()]
+    ops = [
+        OpDecision(key, Decision.SAVED if d == "save" else Decision.RECOMPUTED)
+        for key, d in policy.decisions.items()
+    ]
     again = sum(decision == "recompute" for decision in policy.decisions.values())
     lines = [
         f"A policy for {policy.model} on {policy.device}, inputs {', '.join(policy.inputs) or 'none'}.",

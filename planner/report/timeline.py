@@ -16,9 +16,10 @@ from autoac.planner.memory.lifetimes import beside, lives
 from autoac.planner.memory.schedule import Backward, Compute, Recompute, recompute_us
 from autoac.planner.memory.simulate import simulate, waiting_bytes
 from autoac.planner.plan import Plan
-from autoac.planner.problem.graph import Graph, SaveSet, Step, closed
+from autoac.planner.problem.graph import BackwardStep, Graph, SaveSet
+from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.report.align_measured import Clock, MeasuredStep, align, thinned
-from autoac.planner.report.by_module import Decided, Fate, by_module, decided, folded
+from autoac.planner.report.by_module import Decision, OpDecision, by_module, folded, op_decisions
 from autoac.planner.solver.heuristics import block_of, per_block
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
@@ -161,14 +162,14 @@ def picture(
         tuple(labels.at(step.name) for step in graph.steps),
     )
     tracks = [_track("plan", "this plan", graph, plan.save_set, reasons)]
-    drawn = {closed(graph, plan.save_set)}
+    drawn = {with_forced_saves(graph, plan.save_set)}
     blocks = per_block(graph)
     for id_, name, other in (
         ("plain", "nothing recomputed", graph.everything),
         ("blocks", "every block recomputed", blocks),
     ):
-        if other is not None and closed(graph, other) not in drawn:
-            drawn.add(closed(graph, other))
+        if other is not None and with_forced_saves(graph, other) not in drawn:
+            drawn.add(with_forced_saves(graph, other))
             tracks.append(_track(id_, name, graph, other, reasons))
     if profile is not None:
         static = profile.static
@@ -200,7 +201,7 @@ def picture(
         ops=op_names,
         steps=steps,
         tracks=tuple(tracks),
-        layers=_layers(decided(graph, plan.save_set)),
+        layers=_layers(op_decisions(graph, plan.save_set)),
         measured=_measured(plan, measured) if measured is not None else None,
         notes=tuple(notes),
     )
@@ -216,7 +217,7 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table
         if k < len(clock.events) and clock.events[k] < i:
             k += 1
         event_after.append(k)
-    waiting = graph.others * waiting_bytes(graph, save_set) if graph.others else 0
+    waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
     kinds, at = [], []
     for instant in instants:
         match instant.event:
@@ -233,7 +234,7 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table
                 kinds.append(OPTIMIZER)
                 at.append(-1)
     found = [
-        (int(graph.values[life.value].op), life.nbytes, begin, end, reasons.at(life.why))
+        (int(graph.versions[life.value].op), life.nbytes, begin, end, reasons.at(life.why))
         for life in lives(graph, save_set, timeline)
         if (begin := event_after[life.begin]) < (end := event_after[life.end])
     ]
@@ -295,18 +296,18 @@ def _modules_of_steps(graph: Graph, modules: Sequence[str]) -> Iterator[str]:
         yield module
 
 
-def _module_of(graph: Graph, step: Step, modules: Sequence[str]) -> str:
+def _module_of(graph: Graph, step: BackwardStep, modules: Sequence[str]) -> str:
     for h in step.unpacks:
-        handle = graph.handles[h]
+        handle = graph.saved_tensors[h]
         around = [
             op
             for op in graph.ops[max(handle.packed - 1, 0) : handle.packed + 1][::-1]
-            if handle.value in op.reads or handle.value in op.writes
+            if handle.version in op.reads or handle.version in op.writes
         ]
         alike = [op for op in around if _squashed(op.name.rpartition("/")[2]) == _squashed(step.name)]
         for op in alike or around:
             return modules[op.id]
-    return modules[graph.values[graph.handles[step.unpacks[0]].value].op] if step.unpacks else ""
+    return modules[graph.versions[graph.saved_tensors[step.unpacks[0]].version].op] if step.unpacks else ""
 
 
 def _squashed(name: str) -> str:
@@ -315,18 +316,18 @@ def _squashed(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def _layers(ops: Sequence[Decided]) -> tuple[Layer, ...]:
-    layers: dict[str, list[Decided]] = {}
+def _layers(ops: Sequence[OpDecision]) -> tuple[Layer, ...]:
+    layers: dict[str, list[OpDecision]] = {}
     for op in ops:
         layers.setdefault(block_of(op.key), []).append(op)
 
     def within(layer: str) -> object:
-        return tuple((op.key.removeprefix(layer), op.fate) for op in layers[layer])
+        return tuple((op.key.removeprefix(layer), op.decision) for op in layers[layer])
 
     rows = []
     for name, paths in folded(layers, within):
         of_all = [op for path in paths for op in layers[path]]
-        if all(op.fate is Fate.IDLE for op in of_all):
+        if all(op.decision is Decision.UNUSED for op in of_all):
             continue
         rows.append(
             Layer(

@@ -17,8 +17,15 @@ from autoac.planner.memory.schedule import Compute, Recompute, recompute_us
 from autoac.planner.memory.simulate import Timeline, peak_bytes, simulate
 from autoac.planner.plan import Plan
 from autoac.planner.plan import plan as plan_again
-from autoac.planner.problem.graph import Graph, OpId, build, closed, needed, normalised, unsaved_with
-from autoac.planner.report.by_module import Fate, decided
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import Graph, OpId
+from autoac.planner.problem.save_sets import (
+    recomputed_by_backward,
+    unsaved_with,
+    with_forced_saves,
+    without_cost_free_recomputes,
+)
+from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.recompute_windows import Role, facts
 from autoac.planner.units import GIB, format_bytes, format_us
@@ -29,7 +36,7 @@ class Why:
     """What the opposite decision about one op would do. Bytes and microseconds."""
 
     key: str
-    fate: Fate  # as planned
+    fate: Decision  # as planned
     must_save: str  # why the planner had no choice; "" if it had
     must_recompute: bool  # the user had it run again
     follows: str  # key of the op that is saved in place of this one where either is; "" if none
@@ -108,17 +115,17 @@ def why(plan: Plan, key: str) -> Why:
     op = find_op(graph, key)
     name = graph.ops[op].name
     f = facts(graph)
-    all_of_them = decided(graph, plan.save_set)
-    fate = all_of_them[op].fate
+    all_of_them = op_decisions(graph, plan.save_set)
+    fate = all_of_them[op].decision
     # From what is really kept: a save set also names ops that nothing asks for, as long as nothing does.
-    kept = graph.must_save | {OpId(i) for i, d in enumerate(all_of_them) if d.fate is Fate.KEPT}
-    if fate is Fate.AGAIN:
-        other = normalised(graph, kept | {op})
+    kept = graph.must_save | {OpId(i) for i, d in enumerate(all_of_them) if d.decision is Decision.SAVED}
+    if fate is Decision.RECOMPUTED:
+        other = without_cost_free_recomputes(graph, kept | {op})
     else:
         kept -= {op}
-        if op in closed(graph, kept):
+        if op in with_forced_saves(graph, kept):
             kept -= frozenset(unsaved_with(graph, op)) - graph.must_save
-        other = normalised(graph, kept)
+        other = without_cost_free_recomputes(graph, kept)
     before, after = simulate(graph, plan.save_set), simulate(graph, other)
     spent = recompute_us(graph, other)
     leader = f.leader[op]
@@ -128,7 +135,7 @@ def why(plan: Plan, key: str) -> Why:
         must_save=graph.ops[op].must_save,
         must_recompute=graph.ops[op].must_recompute,
         follows=graph.ops[leader].name if leader != op and f.role[op] is Role.FOLLOWS else "",
-        at_peak_bytes=_most_at(after, before.peak.place) - before.peak.live_bytes,
+        at_peak_bytes=_most_at(after, before.peak.moment) - before.peak.live_bytes,
         peak=after.peak.live_bytes,
         peak_at=place(graph, after),
         recompute_us=spent,
@@ -203,7 +210,7 @@ def marginal(plan: Plan, tried: int = 40) -> Marginal | None:
 
     best: tuple[float, Marginal] | None = None
     for op in sorted(plan.recompute_set, key=lambda o: (-worth(o), o))[:tried]:
-        other = normalised(graph, plan.save_set | {op})
+        other = without_cost_free_recomputes(graph, plan.save_set | {op})
         gain = plan.recompute_us - recompute_us(graph, other)
         if gain <= 0:
             continue
@@ -253,7 +260,7 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         budget=policy.budget_bytes,
         headroom=0,
         save_set=saved,
-        recompute_set=frozenset(OpId(i) for i, run in enumerate(needed(graph, saved)) if run),
+        recompute_set=frozenset(OpId(i) for i, run in enumerate(recomputed_by_backward(graph, saved)) if run),
         peak=timeline.peak.live_bytes,
         peak_at=place(graph, timeline),
         ceiling=peak_bytes(graph, graph.everything),
@@ -274,11 +281,11 @@ def place(graph: Graph, timeline: Timeline) -> str:
         step = graph.steps[peak.event.step]
         name = graph.ops[peak.event.op].name
         return f"{name}, run again in backward step {step.id} ({step.name})"
-    return graph.moment_name(peak.place)
+    return graph.moment_name(peak.moment)
 
 
 def _most_at(timeline: Timeline, moment: int) -> int:
-    return max((i.live_bytes for i in timeline.instants if i.place == moment), default=0)
+    return max((i.live_bytes for i in timeline.instants if i.moment == moment), default=0)
 
 
 # --- in words -------------------------------------------------------------------------------------------
@@ -286,9 +293,9 @@ def _most_at(timeline: Timeline, moment: int) -> int:
 
 def why_in_words(answer: Why) -> str:
     """The answer as a person reads it."""
-    if answer.fate is Fate.IDLE:
+    if answer.fate is Decision.UNUSED:
         return f"{answer.key} is neither kept nor run again: nothing in backward asks for it."
-    kept = answer.fate is Fate.KEPT
+    kept = answer.fate is Decision.SAVED
     lines = [f"{answer.key} is {'kept' if kept else 'dropped and run again in backward'}."]
     if answer.must_save and kept:
         return f"{lines[0]} It must be: {answer.must_save}."

@@ -66,18 +66,18 @@ def columns(f: Facts) -> Columns:
     row[saved] = -1
     by_free = free.tolist()
 
-    pairs = [(value.id, r) for value in graph.values for r in value.readers if not saved[r]]
+    pairs = [(value.id, r) for value in graph.versions for r in value.readers if not saved[r]]
     pair_value, pair_reader = _two(pairs)
     over = {
-        (graph.values[w].previous, op.id)
+        (graph.versions[w].previous, op.id)
         for op in graph.ops
         for w in op.writes
-        if graph.values[w].previous is not None
+        if graph.versions[w].previous is not None
     }
-    into = np.array([p in over and not graph.values[p[0]].handles for p in pairs], bool)
+    into = np.array([p in over and not graph.versions[p[0]].saved_tensors for p in pairs], bool)
     edges = [(at[o], at[u]) for o in by_free for u in f.sources[o] if at[u] >= 0]
     edge_op, edge_source = _two(edges)
-    held = [s for s in graph.storages if s.values]
+    held = [s for s in graph.storages if s.versions]
     return Columns(
         facts=f,
         free=free,
@@ -89,8 +89,8 @@ def columns(f: Facts) -> Columns:
         earliest=_longs(f.earliest[o] for o in by_free),
         latest=_longs(f.latest[o] for o in by_free),
         cost_us=np.array([f.cost_us[o] for o in by_free], np.float64),
-        op=_longs(v.op for v in graph.values),
-        nbytes=_longs(graph.nbytes(v.id) for v in graph.values),
+        op=_longs(v.op for v in graph.versions),
+        nbytes=_longs(graph.nbytes(v.id) for v in graph.versions),
         last_use=_longs(f.last_use),
         dropped=_longs(f.dropped),
         sure_until=_longs(f.sure_until),
@@ -99,7 +99,7 @@ def columns(f: Facts) -> Columns:
         pair_value=pair_value,
         pair_reader=pair_reader,
         pair_into=into,
-        base_from=_longs(graph.values[s.values[0]].op for s in held),
+        base_from=_longs(graph.versions[s.versions[0]].op for s in held),
         base_until=_longs(f.base_release[s.id] for s in held),
         base_nbytes=_longs(s.nbytes for s in held),
         edge_op=edge_op,

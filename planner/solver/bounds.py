@@ -47,27 +47,27 @@ def _floor(f: Facts) -> tuple[int, int]:
 
     waiting = 0  # of another microbatch, whatever is saved
     for storage in graph.storages:
-        if storage.values:
+        if storage.versions:
             waiting += storage.nbytes * (f.base_release[storage.id] > n)
-            hold(graph.values[storage.values[0]].op, f.base_release[storage.id], storage.nbytes)
-    for value in graph.values:
+            hold(graph.versions[storage.versions[0]].op, f.base_release[storage.id], storage.nbytes)
+    for value in graph.versions:
         v, nbytes = value.id, graph.nbytes(value.id)
         free_until = f.extra_from[v]  # until then a saved value takes no more than forward's own
         if f.role[value.op] is Role.SAVED:
             waiting += nbytes * (free_until <= n < f.dropped[v])
             hold(max(value.op, free_until), f.dropped[v], nbytes)
-        elif value.handles:
-            unpacked = [j for h in value.handles for j in graph.handles[h].unpacked[:1]]
+        elif value.saved_tensors:
+            unpacked = [j for h in value.saved_tensors for j in graph.saved_tensors[h].unpacked[:1]]
             if unpacked:
                 hold(max(n + min(unpacked), free_until), n + f.last_use[v] + 1, nbytes)
     most, at, live = graph.static_bytes + graph.closing_bytes, end, graph.static_bytes
-    live += graph.others * waiting
+    live += graph.waiting_microbatches * waiting
     for moment in range(end):
         live += change[moment]
         if moment < n:
-            here = live + graph.ops[moment].workspace + graph.ops[moment].other
+            here = live + graph.ops[moment].workspace_bytes + graph.ops[moment].extra_bytes
         else:
-            here = live + graph.steps[moment - n].peak
+            here = live + graph.steps[moment - n].extra_bytes_peak
         if here > most:
             most, at = here, Moment(moment)
     return at, most

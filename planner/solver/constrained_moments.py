@@ -64,9 +64,9 @@ def too_large(
     worst: dict[int, Instant] = {}
     for instant in timeline.instants:
         if instant.event is not None and (
-            instant.place not in worst or instant.live_bytes > worst[instant.place].live_bytes
+            instant.moment not in worst or instant.live_bytes > worst[instant.moment].live_bytes
         ):
-            worst[instant.place] = instant
+            worst[instant.moment] = instant
     points: dict[Point, None] = {}
     for place, instant in sorted(worst.items(), key=lambda item: -item[1].live_bytes):
         if instant.live_bytes <= budget:

@@ -8,7 +8,8 @@ from itertools import chain
 
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits
-from autoac.planner.problem.graph import Graph, OpId, SaveSet, needed, normalised
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.save_sets import recomputed_by_backward, without_cost_free_recomputes
 
 FILL_TRIES = 60  # each a simulation
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
@@ -20,7 +21,9 @@ def candidates(graph: Graph) -> Iterator[SaveSet]:
     Boundaries are those of every block, and of every few blocks, for each depth of nesting.
     """
     seen: set[SaveSet] = set()
-    for save_set in chain([graph.everything], (normalised(graph, s) for s in _simple(graph))):
+    for save_set in chain(
+        [graph.everything], (without_cost_free_recomputes(graph, s) for s in _simple(graph))
+    ):
         if save_set not in seen:
             seen.add(save_set)
             yield save_set
@@ -40,7 +43,7 @@ def greedy(graph: Graph, faster_than_us: float) -> SaveSet:
             many = middle
         else:
             few = middle + 1
-    return normalised(graph, order[:few])
+    return without_cost_free_recomputes(graph, order[:few])
 
 
 def filled(graph: Graph, save_set: SaveSet, budget: int, tries: int = FILL_TRIES) -> SaveSet:
@@ -48,13 +51,13 @@ def filled(graph: Graph, save_set: SaveSet, budget: int, tries: int = FILL_TRIES
 
     Ops are added many at a time: twice as many after each success, half as many after each failure.
     """
-    worth, run = _worth(graph), needed(graph, save_set)
+    worth, run = _worth(graph), recomputed_by_backward(graph, save_set)
     order = sorted((op.id for op in graph.ops if run[op.id]), key=lambda op: -worth[op])
     begin, many = 0, len(order)
     for _ in range(tries):
         if begin >= len(order):
             break
-        more = normalised(graph, save_set | set(order[begin : begin + many]))
+        more = without_cost_free_recomputes(graph, save_set | set(order[begin : begin + many]))
         if fits(graph, more, budget):
             save_set, begin, many = more, begin + many, 2 * many
         elif many > 1:
@@ -72,7 +75,7 @@ def per_block(graph: Graph) -> SaveSet | None:
     blocks = [block_of(op.name) for op in graph.ops]
     if len(set(blocks) - {""}) < 2:
         return None
-    return normalised(graph, _crossing(graph, blocks) | _outside(graph, blocks))
+    return without_cost_free_recomputes(graph, _crossing(graph, blocks) | _outside(graph, blocks))
 
 
 def block_of(key: str) -> str:
@@ -125,7 +128,7 @@ def _crossing(graph: Graph, blocks: list[str]) -> SaveSet:
     return frozenset(
         op.id
         for op in graph.ops
-        if any(blocks[r] != blocks[op.id] for w in op.writes for r in graph.values[w].readers)
+        if any(blocks[r] != blocks[op.id] for w in op.writes for r in graph.versions[w].readers)
     )
 
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoac.planner.problem.graph import OpId, SaveSet, ValueId, carried_over
+from autoac.planner.problem.graph import OpId, SaveSet, VersionId
+from autoac.planner.problem.save_sets import carried_over
 from autoac.planner.solver.arrays import Bools, Columns, Longs
 from autoac.planner.solver.highs import Floats, Program
 from autoac.planner.solver.recompute_windows import END, NEVER, Facts, Role, canonical, starts
@@ -140,7 +141,7 @@ class Builder:
         self.largest: list[Largest] = []
         self.waiting: Sum | None = None  # what one other microbatch holds
         self.single = Singles()  # rows of `positive_part`
-        self.held: dict[tuple[ValueId, int], int] = {}  # codes of (9)
+        self.held: dict[tuple[VersionId, int], int] = {}  # codes of (9)
         self.both: dict[tuple[int, int], int] = {}  # codes of (10): s and held
 
     def new(self, count: int) -> Codes:
@@ -235,10 +236,10 @@ class Builder:
 
     def wanted(self) -> None:
         """(7) In canonical form an op without saved tensors is saved only if a reader runs again."""
-        c, values = self.c, self.graph.values
+        c, values = self.c, self.graph.versions
         of, codes, coefficients, count = [], [], [], 0
         for row, op in enumerate(c.free.tolist()):
-            packed = any(values[w].handles for w in self.graph.ops[op].writes)
+            packed = any(values[w].saved_tensors for w in self.graph.ops[op].writes)
             if not packed and not self.f.lost[op]:
                 terms = [int(self.s[row]), *(self.x_end(r) for r in self.f.readers[op])]
                 of += [count] * len(terms)
@@ -252,7 +253,7 @@ class Builder:
 
         Nor does one whose output is carried by a saved version.
         """
-        values = self.graph.values
+        values = self.graph.versions
         for op in self.graph.ops:
             if self.f.role[op.id] not in (Role.FREE, Role.FOLLOWS):
                 continue
@@ -267,12 +268,14 @@ class Builder:
                     codes = [self.x_end(source), int(self.s_of_op[op])]
                     self.table.add([0, 0], np.array(codes), 1.0, 1)
 
-    def hold(self, value: ValueId, moment: int) -> int:
+    def hold(self, value: VersionId, moment: int) -> int:
         """(9) Whether something unsaved that is made from `value` is needed at `moment` or later."""
         f, graph, held = self.f, self.graph, self.held
         if moment < self.n and f.dropped[value] <= moment < f.until[value]:
             if (value, FORWARD) not in held:  # whatever reads it again does so after forward
-                readers = [[(self.x_end(r), 1.0)] for r in graph.values[value].readers if not self.c.saved[r]]
+                readers = [
+                    [(self.x_end(r), 1.0)] for r in graph.versions[value].readers if not self.c.saved[r]
+                ]
                 held[value, FORWARD] = self.positive_part(readers, 0.0)
             return held[value, FORWARD]
         stack = [value]
@@ -285,7 +288,7 @@ class Builder:
             else:
                 reasons: list[list[tuple[int, float]]] = []
                 waiting = False
-                for r in graph.values[v].readers:
+                for r in graph.versions[v].readers:
                     if self.c.saved[r]:
                         continue
                     if any(f.dropped[w] > moment for w in graph.ops[r].writes):
@@ -346,7 +349,7 @@ class Builder:
         codes: list[int] = []
         sizes: list[int] = []
         for v in np.flatnonzero(live & (fixed | free) & ~sure & (c.dropped <= moment)).tolist():
-            held = self.hold(ValueId(v), moment)
+            held = self.hold(VersionId(v), moment)
             if free[v] and held != ZERO:
                 both = (int(self.s_of_op[c.op[v]]), held)
                 if both not in self.both:
@@ -361,7 +364,7 @@ class Builder:
         if self.waiting is None:
             self.waiting = Sum([], [], self.forward_bytes(self.n))
             self.saved_bytes(self.n, self.waiting)
-        others = self.graph.others
+        others = self.graph.waiting_microbatches
         total.constant += others * self.waiting.constant
         for codes, coefficients in zip(self.waiting.codes, self.waiting.coefficients, strict=True):
             total.add(codes, others * coefficients)
@@ -442,27 +445,27 @@ class Builder:
         """(12) All bytes live at `point`."""
         f, graph, n = self.f, self.graph, self.n
         total = Sum([], [], graph.static_bytes)
-        if graph.others:
+        if graph.waiting_microbatches:
             self.waiting_bytes(total)
         match point:
             case Forward(i):
                 op = graph.ops[i]
-                total.constant += self.forward_bytes(i) + op.workspace + op.other
+                total.constant += self.forward_bytes(i) + op.workspace_bytes + op.extra_bytes
                 self.saved_bytes(i, total)
             case Work(j):
                 state = self.position(f.state_after[j])
-                total.constant += self.forward_bytes(n + j) + graph.steps[j].peak
+                total.constant += self.forward_bytes(n + j) + graph.steps[j].extra_bytes_peak
                 self.saved_bytes(n + j, total)
                 self.recomputed_bytes(j, state, state, END, total)
             case Burst(state, i):
                 j = f.unpacks[state - 1][0]
                 step = graph.steps[j]
-                sure = min(step.other, step.peak)
+                sure = min(step.extra_bytes_while_unpacking, step.extra_bytes_peak)
                 total.constant += self.forward_bytes(n + j) + sure
                 self.saved_bytes(n + j, total)
                 before, after = self.position(state - 1), self.position(state)
                 self.recomputed_bytes(j, before, after, i, total)
-                beside = graph.ops[i].workspace + step.other - sure
+                beside = graph.ops[i].workspace_bytes + step.extra_bytes_while_unpacking - sure
                 row = self.c.row[i : i + 1]
                 if beside and row[0] >= 0 and self.told(row, before, after)[0]:
                     total.add(self.x[row, after], np.array([beside]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from autoac.planner.problem.graph import Graph, OpId, SaveSet, ValueId, closed
+from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
+from autoac.planner.problem.save_sets import with_forced_saves
 
 NEVER = 1 << 60
 """In place of a state: there is none."""
@@ -32,7 +33,7 @@ class Facts:
 
     graph: Graph
     unpacks: tuple[
-        tuple[int, ValueId], ...
+        tuple[int, VersionId], ...
     ]  # (step, value) of each unpack, in order; unpack i leads to state i+1
     state_after: tuple[int, ...]  # by step: the state in which it works
     role: tuple[Role, ...]  # by op
@@ -61,12 +62,12 @@ class Facts:
 
 def facts(graph: Graph, *, merge: bool = True) -> Facts:
     """Work out the windows of `graph`. `merge` switches the merging of followers (section 3) off."""
-    n, ops, values = len(graph.ops), graph.ops, graph.values
-    always = closed(graph, frozenset())
-    unpacks: list[tuple[int, ValueId]] = []
+    n, ops, values = len(graph.ops), graph.ops, graph.versions
+    always = with_forced_saves(graph, frozenset())
+    unpacks: list[tuple[int, VersionId]] = []
     state_after = []
     for step in graph.steps:
-        unpacks += [(step.id, graph.handles[h].value) for h in step.unpacks]
+        unpacks += [(step.id, graph.saved_tensors[h].version) for h in step.unpacks]
         state_after.append(len(unpacks))
     first_of_value = [NEVER] * len(values)
     for i, (_, v) in enumerate(unpacks):
@@ -78,7 +79,7 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
     runs = [False] * n
     for op in reversed(ops):
         runs[op.id] = op.id not in always and (
-            any(graph.handles[h].dropped > n for w in op.writes for h in values[w].handles)
+            any(graph.saved_tensors[h].dropped > n for w in op.writes for h in values[w].saved_tensors)
             or any(runs[r] for w in op.writes for r in values[w].readers)
         )
     rereaders = [
@@ -86,7 +87,7 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
     ]
 
     base_release = tuple(
-        max(storage.released, values[storage.values[-1]].op + 1) if storage.values else storage.released
+        max(storage.released, values[storage.versions[-1]].op + 1) if storage.versions else storage.released
         for storage in graph.storages
     )
     successor = {value.previous: value.op for value in values if value.previous is not None}
@@ -96,7 +97,7 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
         base_release[value.storage]
         if value.id not in successor
         else NEVER
-        if value.handles
+        if value.saved_tensors
         else int(successor[value.id])
         for value in values
     )
@@ -146,15 +147,17 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
     for op in reversed(ops):
         lost[op.id] = runs[op.id] and (
             any(
-                graph.handles[h].dropped > n and not graph.handles[h].unpacked
+                graph.saved_tensors[h].dropped > n and not graph.saved_tensors[h].unpacked
                 for w in op.writes
-                for h in values[w].handles
+                for h in values[w].saved_tensors
             )
             or any(lost[r] for r in rereaders[op.id])
         )
 
-    dropped = [max((graph.handles[h].dropped for h in value.handles), default=0) for value in values]
-    last_use = [max((_last_use(graph, h) for h in value.handles), default=-1) for value in values]
+    dropped = [
+        max((graph.saved_tensors[h].dropped for h in value.saved_tensors), default=0) for value in values
+    ]
+    last_use = [max((_last_use(graph, h) for h in value.saved_tensors), default=-1) for value in values]
     sure, until = [0] * len(values), [0] * len(values)
     for op in reversed(ops):
         for w in op.writes:
@@ -162,7 +165,7 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
             sures = [max([n, *(sure[x] for x in ops[r].writes)]) for r in through]
             latests = [max([n, *(until[x] for x in ops[r].writes)]) for r in through]
             # A saved op is wanted because autograd packed an output or because some reader runs again.
-            alone = not any(values[x].handles or values[x].readers for x in op.writes if x != w)
+            alone = not any(values[x].saved_tensors or values[x].readers for x in op.writes if x != w)
             sure[w] = dropped[w] if dropped[w] > n else min(sures, default=0) if alone else 0
             until[w] = max([dropped[w], *latests])
     return Facts(
@@ -190,14 +193,14 @@ def facts(graph: Graph, *, merge: bool = True) -> Facts:
 def canonical(f: Facts, save_set: SaveSet) -> SaveSet:
     """The free ops that a program saves in place of `save_set`: no worse, and nothing that is not wanted."""
     graph, n = f.graph, len(f.graph.ops)
-    led = closed(graph, save_set)
-    led |= closed(graph, led | {f.leader[op] for op in led if f.role[op] is Role.FOLLOWS})
+    led = with_forced_saves(graph, save_set)
+    led |= with_forced_saves(graph, led | {f.leader[op] for op in led if f.role[op] is Role.FOLLOWS})
     again = [False] * n  # wanted and not saved
     kept = set()
     for op in reversed(graph.ops):
         asked = any(
-            any(graph.handles[h].dropped > n for h in graph.values[w].handles)
-            or any(again[r] for r in graph.values[w].readers)
+            any(graph.saved_tensors[h].dropped > n for h in graph.versions[w].saved_tensors)
+            or any(again[r] for r in graph.versions[w].readers)
             for w in op.writes
         )
         if asked and op.id not in led:
@@ -211,11 +214,11 @@ def starts(f: Facts, save_set: SaveSet) -> list[int]:
     """By op: the state in which `save_set` has it run again first; NEVER if it does not."""
     graph = f.graph
     start = [NEVER] * len(graph.ops)
-    save_set = closed(graph, save_set)
+    save_set = with_forced_saves(graph, save_set)
     for op in reversed(graph.ops):
         if op.id not in save_set:
             start[op.id] = min(
-                [f.first[op.id], *(start[r] for w in op.writes for r in graph.values[w].readers)]
+                [f.first[op.id], *(start[r] for w in op.writes for r in graph.versions[w].readers)]
             )
     return start
 
@@ -225,7 +228,7 @@ def _last_use(graph: Graph, h: int) -> int:
 
     One that is unpacked several times counts up to its first unpack only: this is what is certain.
     """
-    handle = graph.handles[h]
+    handle = graph.saved_tensors[h]
     if handle.unpacked:
         return handle.unpacked[0]
     return handle.dropped - len(graph.ops) - 1 if handle.dropped > len(graph.ops) else -1
@@ -235,8 +238,8 @@ def _leader(
     graph: Graph, op: OpId, runs: list[bool], leader: list[int], extra_from: tuple[int, ...]
 ) -> int | None:
     """The op that `op` follows: saving that one instead is never worse (docs/formulation.md, section 3)."""
-    values = graph.values
-    if not runs[op] or any(values[w].handles for w in graph.ops[op].writes):
+    values = graph.versions
+    if not runs[op] or any(values[w].saved_tensors for w in graph.ops[op].writes):
         return None
     if any(_held_anyway(graph, w) for w in graph.ops[op].writes):
         return None
@@ -248,7 +251,7 @@ def _leader(
         return None
     mine = _holdable(graph, op)
     theirs = _holdable(graph, OpId(boss))
-    if any(graph.storages[values[w].storage].values[-1] != w for w in graph.ops[boss].writes):
+    if any(graph.storages[values[w].storage].versions[-1] != w for w in graph.ops[boss].writes):
         return None  # written over: saving it would have the op that does so saved as well
     if sum(graph.nbytes(w) for w in theirs) > sum(graph.nbytes(w) for w in mine):
         return None
@@ -257,16 +260,16 @@ def _leader(
     return boss
 
 
-def _held_anyway(graph: Graph, v: ValueId) -> bool:
+def _held_anyway(graph: Graph, v: VersionId) -> bool:
     """Return True if a saved tensor of an older version may hold the memory of `v`: saving it is free."""
-    versions = graph.storages[graph.values[v].storage].values
-    return any(graph.values[older].handles for older in versions if older < v)
+    versions = graph.storages[graph.versions[v].storage].versions
+    return any(graph.versions[older].saved_tensors for older in versions if older < v)
 
 
-def _holdable(graph: Graph, op: OpId) -> list[ValueId]:
+def _holdable(graph: Graph, op: OpId) -> list[VersionId]:
     """Outputs of `op` that have bytes and that a save set could make the runtime hold."""
     return [
         w
         for w in graph.ops[op].writes
-        if graph.nbytes(w) and (graph.values[w].handles or graph.values[w].readers)
+        if graph.nbytes(w) and (graph.versions[w].saved_tensors or graph.versions[w].readers)
     ]

@@ -33,7 +33,7 @@ class Likeness:
         self.step_kind: list[tuple[int, ...]] = []
         self.steps: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for step in graph.steps:
-            unpacked = [graph.values[graph.handles[h].value].op for h in step.unpacks]
+            unpacked = [graph.versions[graph.saved_tensors[h].version].op for h in step.unpacks]
             kinds = tuple(self.kind[op] for op in unpacked)
             self.step_kind.append(kinds)
             self.steps[kinds].append(step.id)
@@ -52,11 +52,11 @@ class Likeness:
                 return [Work(other) for other in self.steps[self.step_kind[step]] if other != step]
             case Burst(state, op):
                 step, value = self.f.unpacks[state - 1]
-                far = op - self.f.graph.values[value].op
+                far = op - self.f.graph.versions[value].op
                 found: list[Point] = []
                 for other in self.steps[self.step_kind[step]]:
                     there = self.first_state[other] + state - self.first_state[step]
-                    moved = self.f.graph.values[self.f.unpacks[there - 1][1]].op + far
+                    moved = self.f.graph.versions[self.f.unpacks[there - 1][1]].op + far
                     if other != step and 0 <= moved < len(self.kind) and self.kind[moved] == self.kind[op]:
                         found.append(Burst(there, moved))
                 return found
@@ -64,7 +64,7 @@ class Likeness:
 
 def op_kinds(graph: Graph) -> list[int]:
     """By op: a number that ops built alike share."""
-    values = graph.values
+    values = graph.versions
     now = _numbered(
         [
             (
@@ -73,12 +73,12 @@ def op_kinds(graph: Graph) -> list[int]:
                         graph.nbytes(w),
                         values[w].previous is not None,
                         len(values[w].readers),
-                        tuple(len(graph.handles[h].unpacked) for h in values[w].handles),
+                        tuple(len(graph.saved_tensors[h].unpacked) for h in values[w].saved_tensors),
                     )
                     for w in op.writes
                 ),
                 len(op.reads),
-                op.workspace,
+                op.workspace_bytes,
                 bool(op.must_save),
             )
             for op in graph.ops

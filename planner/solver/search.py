@@ -21,7 +21,8 @@ import numpy as np
 
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, simulate
-from autoac.planner.problem.graph import Graph, SaveSet, normalised
+from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.arrays import Columns, columns
 from autoac.planner.solver.bounds import Bounds, bounds_of
 from autoac.planner.solver.constrained_moments import first_points, too_large
@@ -338,7 +339,7 @@ class Search:
         if outcome.values is None:
             return
         found = built.save_set(outcome.values)
-        tidy = normalised(self.graph, found)
+        tidy = without_cost_free_recomputes(self.graph, found)
         if peak_bytes(self.graph, tidy) <= self.budget:
             self._keep(tidy)
             return
@@ -352,7 +353,9 @@ class Search:
         self._consider(built, outcome)
         if self.missing is not None and outcome.values is not None:
             # Without what it saves only in part: takes less memory, and in a large model hardly more time.
-            self._accept(normalised(self.graph, built.save_set(np.floor(outcome.values + UNDECIDED))))
+            self._accept(
+                without_cost_free_recomputes(self.graph, built.save_set(np.floor(outcome.values + UNDECIDED)))
+            )
 
     def _accept(self, save_set: SaveSet) -> None:
         """Keep `save_set` if it fits and is faster than the best so far."""

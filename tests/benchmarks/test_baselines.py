@@ -14,7 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import OpId, build, chain, closed, normalised
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import OpId, chain
+from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 from autoac.profiler import profile
 from benchmarks.plans import baselines
 from benchmarks.plans.baselines import BASELINES, block_of, module_of, overload_of
@@ -68,9 +70,9 @@ def test_a_block_is_a_path_up_to_a_number_that_stands_alone():
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_every_save_set_is_legal(graph, baseline):
     for save_set in BASELINES[baseline](graph).values():
-        assert save_set == normalised(graph, save_set)
+        assert save_set == without_cost_free_recomputes(graph, save_set)
         assert graph.must_save <= save_set <= graph.everything
-        assert closed(graph, save_set) >= save_set
+        assert with_forced_saves(graph, save_set) >= save_set
         assert peak_bytes(graph, save_set) >= graph.static_bytes
 
 
@@ -259,8 +261,10 @@ def test_a_minimum_cut_is_the_least_of_all(seed):
     def runs_banned(save_set):
         asked = [False] * len(graph.ops)
         for op in reversed(graph.ops):
-            unpacked = any(graph.handles[h].unpacked for w in op.writes for h in graph.values[w].handles)
-            read = any(asked[r] for w in op.writes for r in graph.values[w].readers)
+            unpacked = any(
+                graph.saved_tensors[h].unpacked for w in op.writes for h in graph.versions[w].saved_tensors
+            )
+            read = any(asked[r] for w in op.writes for r in graph.versions[w].readers)
             asked[op.id] = op.id not in save_set and (unpacked or read)
         return any(asked[op] for op in banned | graph.must_save)
 

@@ -11,7 +11,8 @@ from graphs import random_profile
 from oracles import least_time, peaks_and_times
 
 from autoac.planner.plan import plan
-from autoac.planner.problem.graph import build, chain
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import chain
 from benchmarks.plans.checkmate import optimum, stages
 
 CHAINS = [
@@ -28,7 +29,7 @@ def least_schedule(graph, budget):
     """
     order = stages(graph)
     n = len(graph.ops)
-    size = [graph.nbytes(v.id) for v in graph.values]
+    size = [graph.nbytes(v.id) for v in graph.versions]
 
     def forward_fits(stay):
         return all(sum(size[v] for v in range(i + 1) if v in stay or v >= i - 1) <= budget for i in range(n))
@@ -59,7 +60,7 @@ def least_schedule(graph, budget):
 
 @pytest.mark.parametrize("graph", CHAINS, ids=range(len(CHAINS)))
 def test_the_optimum_of_a_chain_is_that_of_every_schedule_tried(graph):
-    for budget in range(1, sum(graph.nbytes(v.id) for v in graph.values) + 1):
+    for budget in range(1, sum(graph.nbytes(v.id) for v in graph.versions) + 1):
         found = optimum(graph, budget)
         least = least_schedule(graph, budget)
         assert (found and found.recompute_us) == least

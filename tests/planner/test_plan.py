@@ -37,7 +37,8 @@ from autoac.planner import (
 from autoac.planner.formats.profile import OpFlag, Ops
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, peak_of, simulate
-from autoac.planner.problem.graph import OpId, chain, closed, needed
+from autoac.planner.problem.graph import OpId, chain
+from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.solver.heuristics import candidates, filled
 from autoac.planner.solver.program import Options
 
@@ -72,7 +73,9 @@ def test_what_replaying_an_op_takes_is_part_of_its_cost(seed: int) -> None:
     graph, budget, _ = problem(seed)
     graph = replace(graph, ops=tuple(replace(op, replay_us=5.0) for op in graph.ops))
     made = plan(graph, budget_bytes=budget, gap=0.0)
-    runs = [op for op, again in zip(graph.ops, needed(graph, made.save_set), strict=True) if again]
+    runs = [
+        op for op, again in zip(graph.ops, recomputed_by_backward(graph, made.save_set), strict=True) if again
+    ]
     assert made.recompute_us >= sum(op.runtime_us for op in runs) + 5 * len(runs)
     assert made.recompute_us == pytest.approx(oracles.least_time(oracles.peaks_and_times(graph), budget))
 
@@ -483,7 +486,7 @@ def test_a_plan_obeys_pins_on_ops_that_write_in_place_and_is_the_fastest_that_do
     table = oracles.peaks_and_times(graph)
     for budget in sorted({peak for peak, _ in table.values()})[:3]:
         made = plan(found, budget_bytes=max(budget, 1), gap=0.0)
-        assert not pinned & closed(graph, made.save_set)
+        assert not pinned & with_forced_saves(graph, made.save_set)
         assert made.recompute_us == pytest.approx(oracles.least_time(table, budget))
         assert made.bound_us == pytest.approx(made.recompute_us)
 

@@ -57,7 +57,7 @@ def test_backward_unpacks_in_reverse_and_releases_after_its_work() -> None:
     graph = build(profile(Two(), X, loss=torch.sum))
     unpacks = [(step.name, step.unpacks) for step in graph.steps if step.unpacks]
     assert unpacks == [("MmBackward0", (1,)), ("ReluBackward0", (0,))]
-    for handle in graph.handles:
+    for handle in graph.saved_tensors:
         assert handle.dropped > len(graph.ops) + handle.unpacked[0]
 
 
@@ -152,8 +152,8 @@ def test_the_step_needs_no_memory_for_saved_activations() -> None:
     # rules for a step that saves nothing and unpacks nothing are what a hollow step does.
     unsaved = dataclasses.replace(
         graph,
-        handles=(),
-        values=tuple(dataclasses.replace(v, handles=()) for v in graph.values),
+        saved_tensors=(),
+        versions=tuple(dataclasses.replace(v, saved_tensors=()) for v in graph.versions),
         steps=tuple(dataclasses.replace(s, unpacks=(), drops=()) for s in graph.steps),
     )
     hollow = simulate(unsaved, unsaved.must_save).peak.live_bytes - graph.static_bytes

@@ -21,7 +21,9 @@ from autoac.planner.formats.policy import decisions
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes, simulate
-from autoac.planner.problem.graph import OpId, SaveSet, build, closed
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import OpId, SaveSet
+from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
 from autoac.profiler.torch_facts.module_paths import watch_modules
 
@@ -86,7 +88,7 @@ def save_sets(found: Profile, n: int) -> list[SaveSet]:
     for _ in range(n):
         probability = chance.choice([0.1, 0.3, 0.5, 0.7, 0.9])
         sets.append(frozenset(OpId(op.id) for op in graph.ops if chance.random() < probability))
-    return [closed(graph, save_set) for save_set in sets]
+    return [with_forced_saves(graph, save_set) for save_set in sets]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -289,7 +289,7 @@ class Wide(Net):
 def everything_recomputed(model: nn.Module, x: Tensor | None = None) -> Any:
     """A policy that recomputes all that may be."""
     from autoac.planner import plan
-    from autoac.planner.problem.graph import build
+    from autoac.planner.problem.build import build
     from autoac.profiler import profile
 
     made = profile(model, torch.linspace(-1, 2, 16).view(4, 4).requires_grad_() if x is None else x)
@@ -522,7 +522,7 @@ def test_a_model_with_wrapped_weights(kind: str, request: pytest.FixtureRequest)
 
 @pytest.mark.parametrize("kind", ["two tensors", "distributed tensors"])
 def test_a_plan_counts_wrapped_activations_as_saved(kind: str, request: pytest.FixtureRequest) -> None:
-    from autoac.planner.problem.graph import build
+    from autoac.planner.problem.build import build
     from autoac.profiler import profile
 
     make = two_tensors() if kind == "two tensors" else distributed_tensors(request.getfixturevalue("mesh"))

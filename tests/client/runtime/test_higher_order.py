@@ -19,7 +19,7 @@ from torch.nn.attention import flex_attention as flex
 from ac_client.runtime.region import save_recompute_policy
 from ac_client.runtime.view_recipes import StaleError
 from autoac.planner import plan
-from autoac.planner.problem.graph import build
+from autoac.planner.problem.build import build
 from autoac.profiler import profile
 
 pytestmark = [

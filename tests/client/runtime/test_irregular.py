@@ -18,7 +18,8 @@ from autoac.planner import Graph, bounds, build, find_minimum_peak, plan
 from autoac.planner.formats.policy import decisions
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import OpId, SaveSet, closed
+from autoac.planner.problem.graph import OpId, SaveSet
+from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
 
 
@@ -42,7 +43,7 @@ class Subject:
 
     def carry_out(self, save_set: SaveSet) -> Outcome:
         """The step under a save set, which is the plain one but for memory, and the schedule's."""
-        saved = closed(self.graph, save_set)
+        saved = with_forced_saves(self.graph, save_set)
         policy = plan(self.profile, budget_bytes=bounds(self.graph).ceiling).policy()
         policy = policy.model_copy(update={"decisions": decisions(self.profile, saved)})
         standing = self.graph.static_bytes

@@ -14,7 +14,7 @@ from ac_client import StaleError
 from ac_client.runtime.region import Region, save_recompute_policy
 from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import build
+from autoac.planner.problem.build import build
 from autoac.profiler import profile
 
 

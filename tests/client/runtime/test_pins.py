@@ -14,7 +14,7 @@ from ac_client.runtime.replay import Log
 from autoac.planner import ConflictingPins, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import build
+from autoac.planner.problem.build import build
 from autoac.profiler import profile
 from autoac.profiler.torch_facts.pins import pins_of
 

@@ -19,7 +19,8 @@ from autoac.planner import Graph, Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.formats.policy import decisions
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import OpId, SaveSet, closed
+from autoac.planner.problem.graph import OpId, SaveSet
+from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
 
 Casting = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -143,7 +144,7 @@ def test_a_plan_changes_no_bit_and_is_foretold(subject: Subject) -> None:
 def test_any_save_set_changes_no_bit_and_is_foretold(subject: Subject, probability: float) -> None:
     chance = random.Random(1)
     drawn = frozenset(OpId(op.id) for op in subject.graph.ops if chance.random() < probability)
-    save_set = closed(subject.graph, drawn)
+    save_set = with_forced_saves(subject.graph, drawn)
     outcome = subject.carry_out(save_set)
     assert_same(subject.plain, outcome)
     assert_foretold(outcome, subject.graph, save_set)

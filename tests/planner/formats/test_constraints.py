@@ -45,7 +45,8 @@ from autoac.planner.formats.profile import DECIDES, OpFlag
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.pipeline.plan_stages import stage_graph
-from autoac.planner.problem.graph import SaveSet, chain, closed
+from autoac.planner.problem.graph import SaveSet, chain
+from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.solver.arrays import columns
 from autoac.planner.solver.heuristics import candidates
 from autoac.planner.solver.program import Burst, Forward, Point, Work, assignment, build_program
@@ -65,7 +66,7 @@ def every_way(graph: Graph) -> dict[SaveSet, tuple[int, int, float]]:
     """By what a save set really saves: (peak, peak of forward, recompute time)."""
     table = {}
     for save_set in oracles.every_save_set(graph):
-        table[closed(graph, save_set)] = (
+        table[with_forced_saves(graph, save_set)] = (
             peak_bytes(graph, save_set),
             forward_peak(graph, save_set),
             recompute_us(graph, save_set),
@@ -273,7 +274,7 @@ def test_save_sets_that_obey_satisfy_every_row(seed: int) -> None:
     rows = built.program.rows
     of_row = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
     for save_set in oracles.every_save_set(graph):
-        if not again & closed(graph, save_set):
+        if not again & with_forced_saves(graph, save_set):
             values = assignment(f, built, save_set)
             activity = np.bincount(of_row, rows.coefficients * values[rows.columns], len(rows))
             assert (activity <= rows.upper + 1e-9).all()
@@ -334,14 +335,14 @@ def test_no_recompute_reaches_into_another_fsdp_unit(seed: int) -> None:
     graph = constrained(profile, Constraints(fsdp_units=tuple(present)))
     unit = [key.partition("/")[0] for key in names_of(profile)]
     for save_set in oracles.every_save_set(graph):
-        saved = closed(graph, save_set)
+        saved = with_forced_saves(graph, save_set)
         for op in graph.ops:
             if op.id not in saved:
-                made_by = {graph.values[v].op for v in op.reads}
+                made_by = {graph.versions[v].op for v in op.reads}
                 assert all(m in saved or unit[m] == unit[op.id] for m in made_by)
     # and nothing else is saved for it
     for before, after in zip(build(profile).ops, graph.ops, strict=True):
-        crosses = any(unit[r] != unit[after.id] for w in after.writes for r in graph.values[w].readers)
+        crosses = any(unit[r] != unit[after.id] for w in after.writes for r in graph.versions[w].readers)
         assert after.must_save == (before.must_save or ("another FSDP unit reads it" if crosses else ""))
 
 

@@ -16,7 +16,12 @@ from autoac.planner.formats.profile import Ragged
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import Graph, chain, closed, needed, normalised
+from autoac.planner.problem.graph import Graph, chain
+from autoac.planner.problem.save_sets import (
+    recomputed_by_backward,
+    with_forced_saves,
+    without_cost_free_recomputes,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 quick = settings(max_examples=150, derandomize=True, deadline=None)
@@ -38,7 +43,7 @@ def told(graph: Graph, save: set[int]) -> list[str]:
             case Recompute(op, nbytes, _):
                 words.append(f"!{names[op]} {nbytes}")
             case Free(value, nbytes):
-                words.append(f"-{names[graph.values[value].op]} {nbytes}")
+                words.append(f"-{names[graph.versions[value].op]} {nbytes}")
             case Backward(step):
                 words.append(f".{step}")
     return words
@@ -139,9 +144,9 @@ def test_chunks_that_are_written_in_place_share_one_storage_saved_or_made_again(
 
 def test_writes_to_chunks_are_saved_together() -> None:
     graph = build(graphs.chunks())
-    assert closed(graph, frozenset({2})) == {1, 2}
-    assert closed(graph, frozenset({1})) == {1, 2}
-    assert closed(graph, frozenset({3})) == {3}
+    assert with_forced_saves(graph, frozenset({2})) == {1, 2}
+    assert with_forced_saves(graph, frozenset({1})) == {1, 2}
+    assert with_forced_saves(graph, frozenset({3})) == {3}
 
 
 def test_an_op_that_only_writes_over_saved_values_is_saved() -> None:
@@ -247,7 +252,7 @@ def test_recompute_time_is_that_of_the_ops_that_run_again_each_once(seed: int) -
     graph = random_graph(seed)
     for save_set in oracles.every_save_set(graph):
         again = [e.op for e in schedule(graph, save_set) if isinstance(e, Recompute)]
-        assert sorted(again) == [op for op, run in enumerate(needed(graph, save_set)) if run]
+        assert sorted(again) == [op for op, run in enumerate(recomputed_by_backward(graph, save_set)) if run]
 
 
 @quick
@@ -255,7 +260,9 @@ def test_recompute_time_is_that_of_the_ops_that_run_again_each_once(seed: int) -
 def test_normalising_changes_no_recompute_time(seed: int) -> None:
     graph = random_graph(seed)
     for save_set in oracles.every_save_set(graph):
-        assert recompute_us(graph, normalised(graph, save_set)) == recompute_us(graph, save_set)
+        assert recompute_us(graph, without_cost_free_recomputes(graph, save_set)) == recompute_us(
+            graph, save_set
+        )
 
 
 @quick
@@ -269,10 +276,10 @@ def test_what_is_live_at_the_peak_adds_up_to_it(seed: int) -> None:
 
 def test_a_saved_tensor_that_is_unpacked_twice_is_used_up_once() -> None:
     graph = chain(4, 4)
-    last = graph.handles[1]
+    last = graph.saved_tensors[1]
     twice = replace(
         graph,
-        handles=(graph.handles[0], replace(last, unpacked=(*last.unpacked, *last.unpacked))),
+        saved_tensors=(graph.saved_tensors[0], replace(last, unpacked=(*last.unpacked, *last.unpacked))),
         steps=(replace(graph.steps[0], unpacks=(last.id, last.id)), graph.steps[1]),
     )
     assert told(twice, set()) == told(graph, set())

@@ -44,12 +44,12 @@ class Microbatch:
             match event:
                 case Compute(op, nbytes):
                     self.live += nbytes
-                    extra = graph.ops[op].workspace + graph.ops[op].other
+                    extra = graph.ops[op].workspace_bytes + graph.ops[op].extra_bytes
                 case Recompute(op, nbytes, step):
                     self.live += nbytes
-                    extra = graph.ops[op].workspace + graph.steps[step].other
+                    extra = graph.ops[op].workspace_bytes + graph.steps[step].extra_bytes_while_unpacking
                 case Backward(step):
-                    extra = graph.steps[step].peak
+                    extra = graph.steps[step].extra_bytes_peak
                 case Free(_, nbytes):
                     self.live -= nbytes
             most = max(most, beside + self.live + extra)
@@ -81,7 +81,7 @@ def test_the_simulator_with_others_has_the_peak_of_the_whole_pipeline(seed: int)
         p, m = rng.choice([(1, 3), (2, 4), (3, 5)])
         for stage in range(p):
             others = in_flight(order, stage, p, m) - 1
-            alone = replace(graph, others=others, closing_bytes=0)
+            alone = replace(graph, waiting_microbatches=others, closing_bytes=0)
             assert simulate(alone, save_set).peak.live_bytes == replayed(graph, save_set, order, stage, p, m)
 
 
@@ -98,7 +98,7 @@ def test_plan_stage_is_the_fastest_save_set_whose_pipeline_fits(seed: int, p: in
         for save_set in oracles.every_save_set(graph)
     }
     peaks = sorted({peak for peak, _ in table.values()})
-    ceiling = peak_bytes(replace(graph, others=p - 1), graph.everything)
+    ceiling = peak_bytes(replace(graph, waiting_microbatches=p - 1), graph.everything)
     budget = rng.choice([peak for peak in peaks if peak < ceiling] or [ceiling]) or 1
     made = plan_stage(graph, in_flight=p, budget_bytes=budget, gap=0.0)
     assert made.recompute_us == pytest.approx(oracles.least_time(table, budget))
@@ -110,7 +110,7 @@ def test_plan_stage_is_the_fastest_save_set_whose_pipeline_fits(seed: int, p: in
 @given(seeds, st.integers(1, 3))
 def test_every_save_set_satisfies_the_rows_and_no_bound_exceeds_its_peak(seed: int, others: int) -> None:
     graph, _ = small(seed, 5)
-    graph = replace(graph, others=others)
+    graph = replace(graph, waiting_microbatches=others)
     f = facts(graph)
     points = [Forward(op.id) for op in graph.ops] + [Work(step.id) for step in graph.steps]
     points += [Burst(t, op.id) for t in range(1, f.n_states + 1) for op in graph.ops]
@@ -127,7 +127,7 @@ def test_every_save_set_satisfies_the_rows_and_no_bound_exceeds_its_peak(seed: i
 @given(seeds)
 def test_the_floor_with_others_is_the_smallest_peak(seed: int) -> None:
     graph, _ = small(seed, 5)
-    graph = replace(graph, others=2)
+    graph = replace(graph, waiting_microbatches=2)
     found = find_minimum_peak(graph, gap=0.0)
     assert found.found == oracles.smallest_peak(oracles.peaks_and_times(graph))
 
@@ -136,9 +136,11 @@ def test_a_chain_holds_what_is_saved_once_for_each_microbatch() -> None:
     graph = chain(1, 8, 1, 8, 0)
     assert waiting_bytes(graph, frozenset({0, 2})) == 2
     # Alone 10 at the peak; two more microbatches hold 2 each.
-    assert peak_bytes(replace(graph, others=2), frozenset({0, 2})) == 14
-    assert peak_bytes(replace(graph, others=2), graph.everything) == 18 * 3
-    assert sum(h.nbytes for h in live_at_peak(replace(graph, others=2), frozenset({0, 2}))) == 14
+    assert peak_bytes(replace(graph, waiting_microbatches=2), frozenset({0, 2})) == 14
+    assert peak_bytes(replace(graph, waiting_microbatches=2), graph.everything) == 18 * 3
+    assert (
+        sum(h.nbytes for h in live_at_peak(replace(graph, waiting_microbatches=2), frozenset({0, 2}))) == 14
+    )
     # With 24 bytes for three microbatches it pays to keep small values only.
     assert plan_stage(graph, in_flight=3, budget_bytes=24).recompute_us == 2.0
     assert plan_stage(graph, in_flight=1, budget_bytes=24).recompute_us == 0.0
@@ -149,7 +151,7 @@ def test_another_decision_is_right_when_others_wait() -> None:
     graph = chain(4, 10, runtime_us=[1.0, 5.0])
     kept = {n: plan_stage(graph, in_flight=n, budget_bytes=30).save_set for n in (1, 2, 3)}
     assert kept[1] == kept[2] == graph.everything
-    assert peak_bytes(replace(graph, others=2), kept[3]) <= 30
+    assert peak_bytes(replace(graph, waiting_microbatches=2), kept[3]) <= 30
 
 
 def test_each_waiting_microbatch_holds_its_own_batch_and_gradients_exist() -> None:

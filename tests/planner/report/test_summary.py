@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from autoac.planner import bounds, build, explain, plan
 from autoac.planner.memory.schedule import Compute, Free, schedule
 from autoac.planner.problem.graph import OpId, chain
-from autoac.planner.report.by_module import Decided, Fate, as_table, by_module, decided, folded, in_words
+from autoac.planner.report.by_module import (
+    Decision,
+    OpDecision,
+    as_table,
+    by_module,
+    folded,
+    in_words,
+    op_decisions,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
@@ -21,9 +29,9 @@ laws = settings(max_examples=60, derandomize=True, deadline=None)
 def test_layers_that_decide_alike_are_one_row_with_the_sums_of_all() -> None:
     ops = []
     for layer in range(4):
-        ops.append(Decided(f"h.{layer}.mlp/aten.mm.default#0", Fate.KEPT, kept_bytes=8))
-        ops.append(Decided(f"h.{layer}.mlp/aten.gelu.default#0", Fate.AGAIN, 0, 5, 2.0))
-    ops[5] = Decided("h.2.mlp/aten.gelu.default#0", Fate.KEPT, kept_bytes=5)
+        ops.append(OpDecision(f"h.{layer}.mlp/aten.mm.default#0", Decision.SAVED, kept_bytes=8))
+        ops.append(OpDecision(f"h.{layer}.mlp/aten.gelu.default#0", Decision.RECOMPUTED, 0, 5, 2.0))
+    ops[5] = OpDecision("h.2.mlp/aten.gelu.default#0", Decision.SAVED, kept_bytes=5)
     first, other = by_module(ops)
     assert (first.name, first.modules) == ("h.0-1,3.mlp", ("h.0.mlp", "h.1.mlp", "h.3.mlp"))
     assert (first.keeps, first.recomputes) == (("mm.default",), ("gelu.default",))
@@ -38,7 +46,7 @@ def test_layers_that_decide_alike_are_one_row_with_the_sums_of_all() -> None:
 
 def test_an_ordinal_is_told_where_a_module_has_several_of_an_op() -> None:
     keys = ["m/aten.mul.Tensor#0", "m/aten.mul.Tensor#1", "m/aten.mm.default#0"]
-    (row,) = by_module(Decided(key, Fate.KEPT) for key in keys)
+    (row,) = by_module(OpDecision(key, Decision.SAVED) for key in keys)
     assert row.keeps == ("mul.Tensor#0", "mul.Tensor#1", "mm.default")
 
 
@@ -76,16 +84,16 @@ def test_kept_bytes_are_what_saving_holds_when_backward_begins(seed: int) -> Non
                 live -= nbytes
             case _:
                 break
-    rows = decided(graph, save_set)
+    rows = op_decisions(graph, save_set)
     kept = sum(row.kept_bytes for row in rows)
-    held_anyway = sum(s.nbytes for s in graph.storages if s.values and s.released > n)
+    held_anyway = sum(s.nbytes for s in graph.storages if s.versions and s.released > n)
     assert kept <= live <= kept + held_anyway or not graph.steps[0].unpacks
     assert {row.key for row in rows} == {op.name for op in graph.ops}
 
 
 def test_a_table_has_a_line_for_each_row_and_one_with_the_sums() -> None:
     graph = chain(4, 8, 4, 8)
-    rows = by_module(decided(graph, frozenset({OpId(0), OpId(2)})))
+    rows = by_module(op_decisions(graph, frozenset({OpId(0), OpId(2)})))
     assert sum(row.kept_bytes for row in rows) == 8
     assert sum(row.recomputed_bytes for row in rows) == 16
     lines = list(as_table(rows))

@@ -45,7 +45,7 @@ def test_memory_that_is_written_over_changes_hands() -> None:
     graph = build(graphs.dropout())
     names = {op.id: op.name.partition("/")[2].partition("#")[0] for op in graph.ops}
     timeline = simulate(graph, frozenset())
-    found = [(names[graph.values[life.value].op], life.why) for life in lives(graph, frozenset(), timeline)]
+    found = [(names[graph.versions[life.value].op], life.why) for life in lives(graph, frozenset(), timeline)]
     masks = [(name, why) for name, why in found if name in ("empty_like", "bernoulli_", "div_")]
     assert masks == [
         ("empty_like", "held by forward or Python"),
@@ -82,7 +82,7 @@ def test_at_every_event_the_modules_bytes_add_up_to_what_is_live() -> None:
 
 
 def test_with_other_microbatches_in_flight_too() -> None:
-    graph = replace(chain(4, 8, 2, 8, static_bytes=3), others=2)
+    graph = replace(chain(4, 8, 2, 8, static_bytes=3), waiting_microbatches=2)
     made = plan(graph, budget_bytes=simulate(graph, graph.everything).peak.live_bytes - 1)
     drawn = picture(made)
     assert_adds_up(drawn)

@@ -26,8 +26,13 @@ from autoac.planner import (
     why_in_words,
 )
 from autoac.planner.memory.schedule import recompute_us
-from autoac.planner.problem.graph import Graph, chain, closed, needed, normalised
-from autoac.planner.report.by_module import Fate, decided
+from autoac.planner.problem.graph import Graph, chain
+from autoac.planner.problem.save_sets import (
+    recomputed_by_backward,
+    with_forced_saves,
+    without_cost_free_recomputes,
+)
+from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.report.what_if import as_planned, carried, find_op, marginal
 
 seeds = st.integers(0, 2**32 - 1)
@@ -46,16 +51,16 @@ def some_plan(seed: int) -> Plan:
 def test_the_other_decision_is_what_the_simulator_says_of_it(seed: int) -> None:
     made = some_plan(seed)
     graph = made.graph
-    for op, row in zip(graph.ops, decided(graph, made.save_set), strict=True):
+    for op, row in zip(graph.ops, op_decisions(graph, made.save_set), strict=True):
         answer = why(made, op.name)
-        assert (answer.fate, answer.planned_peak) == (row.fate, made.peak)
+        assert (answer.fate, answer.planned_peak) == (row.decision, made.peak)
         assert answer.gain_us == pytest.approx(made.recompute_us - answer.recompute_us)
         assert answer.key in why_in_words(answer)
-        if row.fate is Fate.AGAIN and not op.must_recompute:
+        if row.decision is Decision.RECOMPUTED and not op.must_recompute:
             # One more saved op never costs time, and if it fits it gains none: the plan is the fastest.
             assert answer.gain_us >= 0
             assert not answer.fits or answer.gain_us == pytest.approx(0)
-        if row.fate is Fate.KEPT and not op.must_save:
+        if row.decision is Decision.SAVED and not op.must_save:
             assert answer.gain_us <= 0
             assert answer.fits == (answer.peak <= made.budget)
 
@@ -73,9 +78,11 @@ def test_what_a_plan_is_told_to_keep_is_all_that_it_keeps(seed: int) -> None:
     made = some_plan(seed)
     graph = made.graph
     kept = {
-        op.id for op, d in zip(graph.ops, decided(graph, made.save_set), strict=True) if d.fate is Fate.KEPT
+        op.id
+        for op, d in zip(graph.ops, op_decisions(graph, made.save_set), strict=True)
+        if d.decision is Decision.SAVED
     }
-    alone = normalised(graph, kept)
+    alone = without_cost_free_recomputes(graph, kept)
     assert simulate(graph, alone).peak.live_bytes == made.peak
     assert recompute_us(graph, alone) == made.recompute_us
 
@@ -83,7 +90,7 @@ def test_what_a_plan_is_told_to_keep_is_all_that_it_keeps(seed: int) -> None:
 def test_saving_the_dropped_op_of_the_greedy_trap_costs_its_bytes() -> None:
     made = plan(graphs.greedy_trap(), budget_bytes=10)
     answer = why(made, "m/a#0")
-    assert answer.fate is Fate.AGAIN
+    assert answer.fate is Decision.RECOMPUTED
     assert (answer.peak, answer.gain_us, answer.fits) == (16, 3.0, False)
     text = why_in_words(answer)
     assert "m/a#0 is dropped and run again in backward." in text
@@ -95,7 +102,7 @@ def test_saving_the_dropped_op_of_the_greedy_trap_costs_its_bytes() -> None:
 def test_dropping_a_kept_op_says_what_it_frees_and_what_it_costs() -> None:
     made = plan(graphs.greedy_trap(), budget_bytes=16)
     answer = why(made, "b")
-    assert (answer.fate, answer.gain_us, answer.at_peak_bytes) == (Fate.KEPT, -2.0, -5)
+    assert (answer.fate, answer.gain_us, answer.at_peak_bytes) == (Decision.SAVED, -2.0, -5)
     assert "Dropping it would have backward recompute 2 us more (2 us in all)." in why_in_words(answer)
 
 
@@ -117,7 +124,7 @@ def test_a_merged_op_names_the_one_that_is_saved_in_its_place() -> None:
 def test_a_chain_of_writes_in_place_is_dropped_together() -> None:
     made = plan(build(graphs.dropout()), budget_bytes=1000)
     answer = why(made, "div_")
-    assert answer.fate is Fate.KEPT
+    assert answer.fate is Decision.SAVED
     assert answer.recompute_us == 9.0  # x, empty_like, bernoulli_, div_: nothing before the mask is kept
 
 
@@ -204,7 +211,7 @@ def test_words_never_contradict_the_save_set() -> None:
     graph = build(graphs.gpt2(1))
     known = bounds(graph)
     made = plan(graph, budget_bytes=(known.floor + known.ceiling) // 2)
-    again = needed(graph, closed(graph, made.save_set))
+    again = recomputed_by_backward(graph, with_forced_saves(graph, made.save_set))
     for op in graph.ops:
         assert ("run again in backward." in why_in_words(why(made, op.name))) == again[op.id]
     assert simulate(graph, made.save_set).peak.live_bytes == made.peak

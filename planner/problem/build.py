@@ -1,0 +1,163 @@
+"""Build the Graph of a Profile: rows that refer to one another by position become plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoac.planner.errors import ConflictingPins
+from autoac.planner.formats.profile import PINNED, OpFlag, Profile
+from autoac.planner.problem.graph import (
+    BackwardStep,
+    Graph,
+    Moment,
+    Op,
+    OpId,
+    SavedTensor,
+    SavedTensorId,
+    StepId,
+    Storage,
+    StorageId,
+    StorageVersion,
+    VersionId,
+)
+from autoac.planner.problem.save_sets import because_of, unsaved_with
+
+
+def build(profile: Profile) -> Graph:
+    """The graph of a profile.
+
+    An op's `must_save` is the profile's reason. The planner treats a value that is overwritten in place
+    while something else still reads it as any other; the runtime keeps a private copy of it where the
+    save set asks for that (see `schedule`).
+
+    Raises:
+        ConflictingPins: the user has an op saved and one that writes over its output run again.
+    """
+    n = len(profile.ops)
+    writes: list[list[VersionId]] = [[] for _ in range(n)]
+    readers: list[list[OpId]] = [[] for _ in range(len(profile.values))]
+    handles_of: list[list[SavedTensorId]] = [[] for _ in range(len(profile.values))]
+    versions: list[list[VersionId]] = [[] for _ in range(len(profile.storages))]
+    for v, (op, storage) in enumerate(zip(profile.values.op, profile.values.storage, strict=True)):
+        writes[op].append(VersionId(v))
+        versions[storage].append(VersionId(v))
+    reads = [tuple(VersionId(v) for v in dict.fromkeys(row)) for row in profile.ops.reads.rows()]
+    for op, row in enumerate(reads):
+        for v in row:
+            readers[v].append(OpId(op))
+
+    unpacked: list[list[StepId]] = [[] for _ in range(len(profile.saved))]
+    step_unpacks = profile.backward.unpacks.rows()
+    for j, step_row in enumerate(step_unpacks):
+        for h in step_row:
+            unpacked[h].append(StepId(j))
+    drops: list[list[SavedTensorId]] = [[] for _ in range(len(profile.backward))]
+    for h, (v, dropped) in enumerate(zip(profile.saved.value, profile.saved.dropped, strict=True)):
+        handles_of[v].append(SavedTensorId(h))
+        if n < dropped <= n + len(drops):
+            drops[dropped - n - 1].append(SavedTensorId(h))
+
+    carrying = set()
+    for v, packed in zip(profile.saved.value, profile.saved.packed, strict=True):
+        while v >= 0 and profile.values.op[v] >= packed:
+            carrying.add(v)
+            v = profile.values.previous[v]
+
+    columns = profile.ops
+    graph = Graph(
+        ops=tuple(
+            Op(
+                id=OpId(i),
+                name=name,
+                reads=reads[i],
+                writes=tuple(writes[i]),
+                runtime_us=columns.runtime_us[i],
+                workspace_bytes=columns.workspace_nbytes[i],
+                extra_bytes=columns.other_nbytes[i],
+                must_save=_must_save(profile, i),
+                replay_us=profile.replay_us,
+            )
+            for i, name in enumerate(profile.keys())
+        ),
+        versions=tuple(
+            StorageVersion(
+                id=VersionId(v),
+                op=OpId(profile.values.op[v]),
+                storage=StorageId(profile.values.storage[v]),
+                previous=VersionId(previous) if previous >= 0 else None,
+                readers=tuple(readers[v]),
+                saved_tensors=tuple(handles_of[v]),
+                carries_older_saved_tensor=v in carrying,
+            )
+            for v, previous in enumerate(profile.values.previous)
+        ),
+        storages=tuple(
+            Storage(StorageId(s), nbytes, Moment(released), tuple(versions[s]))
+            for s, (nbytes, released) in enumerate(
+                zip(profile.storages.block_nbytes(), profile.storages.released, strict=True)
+            )
+        ),
+        saved_tensors=tuple(
+            SavedTensor(SavedTensorId(h), VersionId(v), packed, tuple(unpacked[h]), Moment(dropped))
+            for h, (v, packed, dropped) in enumerate(
+                zip(profile.saved.value, profile.saved.packed, profile.saved.dropped, strict=True)
+            )
+        ),
+        steps=tuple(
+            BackwardStep(
+                id=StepId(j),
+                name=profile.nodes[profile.backward.name[j]],
+                unpacks=tuple(SavedTensorId(h) for h in step_unpacks[j]),
+                drops=tuple(drops[j]),
+                runtime_us=profile.backward.runtime_us[j],
+                extra_bytes_while_unpacking=profile.backward.other_nbytes[j],
+                extra_bytes_peak=profile.backward.peak_nbytes[j],
+            )
+            for j in range(len(profile.backward))
+        ),
+        static_bytes=profile.static.total,
+        closing_bytes=profile.gradient_nbytes + profile.optimizer_workspace_nbytes,
+    )
+    pinned = [OpId(i) for i, flags in enumerate(columns.flags) if flags & OpFlag.MUST_RECOMPUTE]
+    return _run_again(graph, pinned) if pinned else graph
+
+
+def _run_again(graph: Graph, pinned: Sequence[OpId]) -> Graph:
+    """Return `graph` with the ops that the user has run again, and those that must be with them.
+
+    An op that must be saved for a reason of its own stays saved, and so does what must be saved with it, as
+    long as the user's word holds for some op of the module.
+
+    Raises:
+        ConflictingPins: the user has one of them saved, or others let nothing of a module run again.
+    """
+    again: set[OpId] = set()
+    obeyed: set[str] = set()  # modules
+    blocked: dict[str, ConflictingPins] = {}  # by module
+    for op in pinned:
+        name = graph.ops[op].name
+        module = name.rpartition("/")[0]
+        together = unsaved_with(graph, op)
+        saved = [other for other in together if graph.ops[other].must_save]
+        if not saved:
+            again.update(together)
+            obeyed.add(module)
+            continue
+        others = sorted((o for o in saved if o != op), key=lambda o: graph.ops[o].must_save != PINNED)
+        if others:
+            why = because_of(graph, others[0], graph.ops[others[0]].must_save)
+            blocked.setdefault(module, ConflictingPins(name, "pinned must_recompute", why))
+            if graph.ops[others[0]].must_save == PINNED:
+                raise blocked[module]
+    for module, conflict in blocked.items():
+        if module not in obeyed:
+            raise conflict
+    return replace(graph, ops=tuple(replace(op, must_recompute=op.id in again) for op in graph.ops))
+
+
+def _must_save(profile: Profile, op: int) -> str:
+    reason = profile.ops.must_save[op]
+    if reason >= 0:
+        return profile.reasons[reason]
+    return "collective" if profile.ops.flags[op] & OpFlag.COLLECTIVE else ""
