@@ -31,12 +31,12 @@ from ac_client.files import write_whole
 from autoac.planner import InfeasibleBudget, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import observe
+from benchmarks.models.batches import Batch, tokens
+from benchmarks.models.gpt2 import gpt2
 
 TABLE = Path(__file__).parents[1] / "docs" / "gpu.md"
 STEPS = 15
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,17 +226,8 @@ def _bytes(nbytes: int | None) -> str:
     return "" if nbytes is None else format_bytes(nbytes)
 
 
-def _tokens(batch: int, length: int, vocabulary: int) -> Batch:
-    ids = torch.arange(batch * length).mul(7919).remainder(vocabulary - 3).reshape(batch, length)
-    return {"input_ids": ids, "labels": ids}
-
-
 def _images(batch: int) -> Batch:
     return {"pixel_values": torch.rand(batch, 3, 224, 224), "labels": torch.arange(batch).remainder(2)}
-
-
-def _gpt2() -> Any:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
 
 
 def _llama() -> Any:
@@ -267,11 +258,13 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 
 CASES = {
-    "gpt2": Case("GPT-2, 4 x 512", _gpt2, lambda: _tokens(4, 512, 50257), _layers),
+    "gpt2": Case(
+        "GPT-2, 4 x 512", lambda: gpt2(layers=12, width=768, heads=12), lambda: tokens(4, 512, 50254), _layers
+    ),
     "llama": Case(
         "Llama, 16 layers of 1024, 2 x 1024",
         _llama,
-        lambda: _tokens(2, 1024, 32000),
+        lambda: tokens(2, 1024, 31997),
         _layers,
     ),
     "vit": Case("ViT-B/16, 32 images", _vit, lambda: _images(32), _layers),

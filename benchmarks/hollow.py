@@ -2,7 +2,7 @@
 
     python -m benchmarks.hollow [--only GPT-2] [--pairs 5]
 
-Models of midsize.py, each in a process of its own, on one thread. *Memory*: the allocator's record of a
+Models of models/medium.py, each in a process of its own, on one thread. *Memory*: the allocator's record of a
 hollow step, beside that of a plain one, both above what was there before, gradients included; and what the
 neediest node of backward takes by itself, which no step that runs its kernel can do without. *Time*: plain
 steps and whole profiles take turns; the median of the ratios is quoted, in CPU time of the thread, which
@@ -31,9 +31,9 @@ from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, profile
 from autoac.profiler.steps import hollow
-from benchmarks import midsize
+from benchmarks.models import medium
+from benchmarks.models.large import llama
 from benchmarks.peak import alone
-from benchmarks.plans.models import llama
 from benchmarks.recompute_time import seconds
 
 TABLE = Path(__file__).parents[1] / "docs" / "profile-cost.md"
@@ -73,7 +73,7 @@ class Fake:
 def row(model: str, pairs: int) -> Row:
     """Measure one model; run it in a process of its own."""
     torch.set_num_threads(1)
-    plain, batch = midsize.made(model)
+    plain, batch = medium.build(model)
     seconds(plain, batch)  # gradients are there from now on
     step = hollow.run(plain, (), batch, None, CPU, time_ops=False)
     peak = max(accumulate(change.nbytes for change in step.allocations.changes))
@@ -155,13 +155,13 @@ def render(rows: Sequence[Row], of_fake: Fake) -> str:
 def main() -> None:
     """Measure, write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", choices=midsize.MODELS, help="may be given again")
+    parser.add_argument("--only", action="append", choices=medium.MODELS, help="may be given again")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--out", type=Path, default=TABLE, help="the page, written if all models were run")
     given = parser.parse_args()
     of_fake = alone(fake)
     rows = []
-    for model in given.only or midsize.MODELS:
+    for model in given.only or medium.MODELS:
         rows.append(alone(row, model, given.pairs))
         print(f"{model}: {rows[-1].memory:.2f} of the memory, {rows[-1].time:.2f} steps", file=sys.stderr)
     if given.only:

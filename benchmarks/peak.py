@@ -2,7 +2,7 @@
 
     python -m benchmarks.peak [--only GPT-2] [--again]
 
-For every model of tests/zoo.py, in float32 and under bf16 autocast, with SGD, Adam and Adafactor, over one
+For every model of models/tiny.py, in float32 and under bf16 autocast, with SGD, Adam and Adafactor, over one
 microbatch and over two: one process profiles and plans at a budget half way between the smallest peak that
 was found and the plain step's, and another one trains two steps under that plan with `ac_client.apply`. The
 second one is watched by the allocator from before the first tensor is made, so what it reports is all that
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import multiprocessing
@@ -36,6 +35,7 @@ from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import observe
+from benchmarks.models import tiny
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "build" / "bench" / "peaks"
@@ -48,6 +48,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 }
 PRECISIONS = ("fp32", "bf16 autocast")
 MICROBATCHES = (1, 2)
+ZOO = {entry.name: entry for entry in tiny.ZOO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +100,16 @@ class Row:
         return self.measured / self.predicted - 1
 
 
-def zoo() -> dict[str, Any]:
-    """The models of tests/zoo.py by name: tests and this table are to speak of the same ones."""
-    if str(ROOT / "tests") not in sys.path:
-        sys.path.append(str(ROOT / "tests"))
-    return {entry.name: entry for entry in importlib.import_module("zoo").ZOO}
-
-
 def cases() -> Iterator[Case]:
     """All rows, in order."""
-    for model, precision, optimizer, n in itertools.product(zoo(), PRECISIONS, OPTIMIZERS, MICROBATCHES):
+    for model, precision, optimizer, n in itertools.product(ZOO, PRECISIONS, OPTIMIZERS, MICROBATCHES):
         yield Case(model, precision, optimizer, n)
 
 
 def made(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     """The model, its optimizer, and a batch that wants no gradients."""
     torch.manual_seed(0)
-    entry = zoo()[case.model]
+    entry = ZOO[case.model]
     model = entry.make().train()
     batch = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entry.batch().items()}
     return model, OPTIMIZERS[case.optimizer](model.parameters()), batch
@@ -202,9 +196,9 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
 def code() -> str:
     """Identifies the code that the numbers come from, torch included."""
     digest = hashlib.sha256(torch.__version__.encode())
-    files = [Path(__file__), ROOT / "tests" / "zoo.py", ROOT / "tests" / "models.py"]
-    for folder in ("profiler", "planner", "ac_client"):
-        files += sorted((ROOT / folder).glob("*.py"))
+    files = [Path(__file__)]
+    for folder in ("benchmarks/models", "profiler", "planner", "ac_client"):
+        files += sorted((ROOT / folder).rglob("*.py"))
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
@@ -265,7 +259,7 @@ def main() -> int:
     torch.set_num_threads(1)  # oneDNN takes more workspace with more threads
     wanted = [case for case in cases() if not given.only or case.model in given.only]
     if not wanted:
-        parser.error(f"no model is called {given.only}: there are {', '.join(zoo())}")
+        parser.error(f"no model is called {given.only}: there are {', '.join(ZOO)}")
     rows = []
     for number, case in enumerate(wanted, 1):
         path, began = kept(case), time.monotonic()

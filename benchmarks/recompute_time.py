@@ -2,7 +2,7 @@
 
     python -m benchmarks.recompute_time [--only GPT-2] [--rounds 60]
 
-Models of midsize.py whose step takes a second or more, each planned at several budgets from one profile.
+Models of medium.py whose step takes a second or more, each planned at several budgets from one profile.
 Rounds go on until what is measured is known to 5 % (`CLOSE_ENOUGH`), or there were as many as asked for. In
 each round there is a profile, a plain step and a planned one for each budget, in an order that changes: a
 shared machine's speed moves by a quarter within minutes, and the profile's times move with it. So what is
@@ -35,7 +35,7 @@ from autoac.planner import Plan, Profile, bounds, build, find_minimum_peak, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
-from benchmarks import midsize
+from benchmarks.models import medium
 from benchmarks.peak import alone
 
 TABLE = Path(__file__).parents[1] / "docs" / "recompute-time.md"
@@ -108,13 +108,13 @@ def rows(model: str, most: int) -> list[Row]:
     """Profile, plan and measure; run it in a process of its own."""
     keep_memory()
     torch.set_num_threads(1)
-    plain, batch = midsize.made(model)
+    plain, batch = medium.build(model)
     halves(plain, batch)
     found = profile(plain, **batch)
     plans = planned(found)
     models = []
     for decided in plans:
-        one, _ = midsize.made(model)
+        one, _ = medium.build(model)
         ac_client.apply(one, policy=decided.policy())
         models.append(one)
     return rounds(model, plain, models, batch, plans, most)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.step_time [--only GPT-2] [--rounds 15] [--samples 2] [--clock wall]
 
-For each of six models of midsize.py: blocks are wrapped in `torch.utils.checkpoint`, whole and selective
+For each of six models of medium.py: blocks are wrapped in `torch.utils.checkpoint`, whole and selective
 (matmuls, convolutions and attention saved), and the peak of a whole step is measured by the allocator's own
 record. The plain model is planned with each of these peaks as its budget, and its peak is measured likewise.
 Then all four and the plain model take steps in turn, in an order that changes, and each round gives one
@@ -41,7 +41,8 @@ from ac_client.measure.recording_overhead import replay_us
 from autoac.planner import Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
-from benchmarks import midsize
+from benchmarks.models import medium
+from benchmarks.models.batches import ModelAndBatch
 from benchmarks.peak import alone
 from benchmarks.recompute_time import error, keep_memory
 
@@ -97,9 +98,9 @@ class Row:
         return self.equal and self.ours <= self.peak and self.ratio <= MOST[self.baseline]
 
 
-def made(name: str, samples: int) -> midsize.Made:
-    """The model of midsize.py, and the first `samples` of its batch; 0: all of them."""
-    model, batch = midsize.made(name)
+def made(name: str, samples: int) -> ModelAndBatch:
+    """The model of models/medium.py, and the first `samples` of its batch; 0: all of them."""
+    model, batch = medium.build(name)
     return model, {key: value[:samples] if samples else value for key, value in batch.items()}
 
 

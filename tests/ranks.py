@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 rank, world = int(sys.argv[2]), int(sys.argv[3])
-sys.path.append(sys.argv[1])
+sys.path += [sys.argv[1], os.path.dirname(sys.argv[1])]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[4], rank=rank, world_size=world)
 """
@@ -35,7 +35,7 @@ os._exit(0)
 def told_by_ranks(script: str, store: Path, world: int = 2, timeout: float = 120) -> list[str]:
     """What each rank prints.
 
-    The script finds `rank`, `world`, torch and dist ready, and the folder tests on its path.
+    The script finds `rank`, `world`, torch and dist ready, and the folder tests and the root on its path.
 
     Args:
         store: where the ranks meet; must not exist.

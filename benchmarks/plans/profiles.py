@@ -24,15 +24,14 @@ from autoac.planner import Profile, build, simulate
 from autoac.planner.formats.profile import VERSION
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, observe
-from benchmarks.plans.models import MODELS
-from benchmarks.plans.small import SMALL
+from benchmarks.models.large import FEW_LAYERS, MODELS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "bench" / "plans"
 
 DEVICES = ("h100", "h200")
 SHARDED = "_sharded"  # ends the name of a model whose parameters lie elsewhere
-CASES = MODELS | SMALL | {f"{name}{SHARDED}": MODELS[name] for name in ("mixtral_8x7b",)}
+CASES = MODELS | FEW_LAYERS | {f"{name}{SHARDED}": MODELS[name] for name in ("mixtral_8x7b",)}
 
 
 def load(name: str, device: str = "h100") -> Profile:
@@ -52,7 +51,7 @@ def make(name: str, device: str) -> Profile:
     """Profile one training step of a model with AdamW."""
     if name.endswith(SHARDED):
         return sharded(make(name.removesuffix(SHARDED), device))
-    model, batch = CASES[name].make()
+    model, batch = CASES[name]()
     # One parameter at a time: on a GPU the default step holds a copy of all of them.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     return observe(model, (), batch, optimizer=optimizer, on=DATASHEETS[device])

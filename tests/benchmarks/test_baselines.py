@@ -18,6 +18,7 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 from autoac.profiler import profile
+from benchmarks.models import gpt2 as zoo_gpt2
 from benchmarks.plans import baselines
 from benchmarks.plans.baselines import BASELINES, block_of, module_of, overload_of
 
@@ -122,10 +123,7 @@ def test_selective_checkpoint_takes_what_torch_takes(kind):
 def trainee(kind):
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(
-            n_embd=128, n_layer=4, n_head=2, vocab_size=200, n_positions=128, use_cache=False
-        )
-        model = transformers.GPT2LMHeadModel(config).train()
+        model = zoo_gpt2.gpt2(layers=4, width=128, heads=2, vocabulary=200, positions=128)
     else:
         config = transformers.LlamaConfig(
             vocab_size=200, hidden_size=128, intermediate_size=352, num_hidden_layers=4,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
-from zoo import ZOO
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from benchmarks import gpu
 from benchmarks.gpu import Case, CudaMeter, Row
+from benchmarks.models.tiny import ZOO
 
 
 class CountingCpu:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from autoac.planner import bounds, build
+from benchmarks.models.large import FEW_LAYERS
 from benchmarks.plans.checkmate import MOST_OPS
 from benchmarks.plans.profiles import make
-from benchmarks.plans.small import SMALL
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", FEW_LAYERS)
 def test_a_small_step_is_one_for_checkmate(name):
     graph = build(make(name, "h100"))
     assert len(graph.ops) <= MOST_OPS

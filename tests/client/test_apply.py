@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import ConvNet, Transformer
 from stepping import scalar
 from torch import nn
 
@@ -20,6 +19,8 @@ from autoac.planner import build, find_minimum_peak, plan, simulate
 from autoac.planner.errors import MOST_HOLDINGS, MalformedPolicy
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
+from benchmarks.models.gpt2 import gpt2
+from benchmarks.models.modules import ConvNet, Transformer
 
 BATCH = torch.randn(4, 64, 64)
 
@@ -187,12 +188,7 @@ def test_a_model_that_checkpoints_itself_is_refused() -> None:
 
 
 def test_transformers_own_switch_is_seen() -> None:
-    import transformers
-
-    config = transformers.GPT2Config(
-        n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0
-    )
-    model = transformers.GPT2LMHeadModel(config)
+    model = gpt2(layers=1, width=8, heads=2, vocabulary=16)
     model.activation_checkpointing_enable()
     with pytest.raises(ac_client.CheckpointingActive, match=r"activation_checkpointing_disable\(\)"):
         ac_client.apply(model, 1.0)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import ConvNet, Recurrent, Routed, Transformer
 from stepping import scalar
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Profile, build, simulate
 from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, profile
+from benchmarks.models.modules import ConvNet, Recurrent, Routed, Transformer
 
 
 class Two(nn.Module):

@@ -6,11 +6,11 @@ import functools
 from typing import Any
 
 import torch
-from models import Transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoac.planner import Bounds, Profile, bounds, build
+from benchmarks.models.modules import Transformer
 from standin.training import Task
 
 
@@ -34,7 +34,7 @@ def ids() -> dict[str, Any]:
 
 def gpt2() -> Task:
     """GPT-2 of transformers, with its dropout of 0.1."""
-    from zoo import ZOO
+    from benchmarks.models.tiny import ZOO
 
     entry = next(entry for entry in ZOO if entry.name == "GPT-2")
     return Task(entry.make, entry.batch)
@@ -42,7 +42,7 @@ def gpt2() -> Task:
 
 def convnet() -> Task:
     """A U-Net: convolutions, batch norms, in-place activations, long skips."""
-    from zoo import ZOO
+    from benchmarks.models.tiny import ZOO
 
     entry = next(entry for entry in ZOO if entry.name == "U-Net")
     return Task(entry.make, entry.batch)

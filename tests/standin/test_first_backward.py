@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import Transformer
 from torch import Tensor, nn
 
 from autoac.profiler import observe, profile
 from autoac.profiler.steps import hollow
+from benchmarks.models.modules import Transformer
 
 KEPT = 1 << 20  # bytes that a library keeps between its calls
 

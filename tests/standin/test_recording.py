@@ -7,7 +7,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from models import Transformer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +14,7 @@ from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build
 from autoac.profiler import CannotProfile, profile
 from autoac.profiler.capture.torch_trace import Allocated, Marked, Recording
+from benchmarks.models.modules import Transformer
 
 CUDA = torch.device("cuda", 0)
 

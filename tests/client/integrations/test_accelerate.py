@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import TorchDynamoPlugin
-from models import Transformer
 from ranks import told_by_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 from ac_client.errors import CompiledModel
 from ac_client.integrations.accelerate import planned
 from ac_client.measure.memory_timeline import AllocatorTimeline
+from benchmarks.models.modules import Transformer
 
 BUDGET_GB = 0.0026
 

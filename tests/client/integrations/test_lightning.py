@@ -11,7 +11,6 @@ import pytorch_lightning
 import torch
 import torchmetrics
 from lightning.pytorch.loggers import CSVLogger
-from models import Transformer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -19,6 +18,7 @@ import ac_client
 from ac_client.errors import CompiledModel
 from ac_client.integrations.lightning import AutoACCallback
 from ac_client.measure.memory_timeline import AllocatorTimeline
+from benchmarks.models.modules import Transformer
 
 # Lightning's own, about torch and about small data.
 pytestmark = [

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Transformer
 from torch import nn
 
 import ac_client
 from ac_client.integrations.loop import planned
+from benchmarks.models.modules import Transformer
 
 BUDGET_GB = 0.0026
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ac_client
 from ac_client.errors import CompiledModel
 from ac_client.integrations.transformers import AutoACCallback, planned
 from ac_client.measure.memory_timeline import AllocatorTimeline
+from benchmarks.models.gpt2 import gpt2
 
 BUDGET_GB = 0.0026
 ROWS = 14  # with batches of 4 the last is short
@@ -29,13 +30,9 @@ def rows(count: int = ROWS) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def made() -> GPT2LMHeadModel:
+def made() -> nn.Module:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
-        )
-    )
+    return gpt2(layers=2, width=32, heads=4, vocabulary=64, positions=64, use_cache=True)
 
 
 def trainer_of(

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import Transformer
 
 import ac_client
 from autoac.planner import build, find_minimum_peak, simulate
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
+from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(4, 48, 64)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Transformer
 from stepping import scalar
 from torch import nn
 
@@ -19,6 +18,7 @@ from ac_client.runtime.region import Region, active
 from autoac.planner import Policy, build, plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
+from benchmarks.models.modules import Transformer
 
 X = torch.linspace(-1, 1, 2 * 8 * 32).reshape(2, 8, 32)
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from models import Transformer
 from stepping import nothing_left, scalar
 from torch import Tensor, nn
 
@@ -24,6 +23,7 @@ from ac_client.runtime.region import active
 from autoac.planner import build, find_minimum_peak, plan, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
+from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(4, 48, 32)
 CPU_WORDS = (

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from models import Transformer
 from stepping import scalar
 from torch import nn
 
@@ -24,6 +23,7 @@ from ac_client.planning.peak_counter import (
 from autoac.planner import build, find_minimum_peak, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
+from benchmarks.models.modules import Transformer
 
 MIB = 1 << 20
 BATCH = torch.randn(4, 48, 32)

@@ -22,7 +22,7 @@ import json
 from pathlib import Path
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from models import Transformer
+from benchmarks.models.modules import Transformer
 from stepping import scalar
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline

@@ -9,7 +9,6 @@ from pathlib import Path
 import httpx2
 import pytest
 import torch
-from models import Transformer
 from serving import serving
 from stepping import scalar
 from torch import nn
@@ -21,6 +20,7 @@ from autoac.api import Settings, create_app
 from autoac.planner import InfeasibleBudget, Policy
 from autoac.planner.units import GIB
 from autoac.profiler import profile
+from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(4, 64, 64)
 NAME = "transformer@cpu/production"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Transformer
 from stepping import scalar
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from ac_client.planning.shape_buckets import Buckets, Loaded
 from autoac.planner import bounds, build, find_minimum_peak, plan, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
+from benchmarks.models.modules import Transformer
 
 WIDTH = 32
 SMALL, TALL, WIDE, LARGE = (2, 16), (6, 16), (2, 48), (6, 48)

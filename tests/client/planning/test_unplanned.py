@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Transformer
 from stepping import scalar
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from ac_client import applied
 from autoac.planner import build, find_minimum_peak, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
+from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(4, 64, 64)
 

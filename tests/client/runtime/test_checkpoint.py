@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Block, ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 from stepping import nothing_left, scalar
 from torch import Tensor, nn
 from torch.utils import checkpoint as torchs
@@ -31,6 +30,7 @@ from ac_client import PolicyConflict, checkpoint, checkpoint_sequential, save_re
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.runtime.region import active
 from ac_client.runtime.replay import Log
+from benchmarks.models.modules import Block, ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 
 MM = torch.ops.aten.mm.default
 THEIRS = functools.partial(torchs.checkpoint, use_reentrant=False)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import ConvNet
 from stepping import nothing_left
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,7 @@ from ac_client.runtime.region import active, save_recompute_policy
 from ac_client.runtime.replay import Log
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
+from benchmarks.models.modules import ConvNet
 
 
 def chain(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import ConvNet, Gates, InPlace, Transformer, Views
 from stepping import expected_log, scalar
 from torch import nn
 
@@ -26,6 +25,7 @@ from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
 from autoac.profiler.torch_facts.module_paths import watch_modules
+from benchmarks.models.modules import ConvNet, Gates, InPlace, Transformer, Views
 
 Make = Callable[[], nn.Module]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 from stepping import assert_same, step
 from torch import nn
 
 from ac_client.runtime.global_flags import ambient
 from ac_client.runtime.region import save_recompute_policy
 from ac_client.runtime.replay import Log
+from benchmarks.models.modules import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "transformer": (Transformer, lambda: ((torch.randn(2, 8, 32, requires_grad=True),), {})),

@@ -12,7 +12,6 @@ import torch
 from stepping import Outcome, assert_same, expected_log, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from zoo import IRREGULAR, Entry
 
 from autoac.planner import Graph, bounds, build, find_minimum_peak, plan
 from autoac.planner.formats.policy import decisions
@@ -21,6 +20,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
+from benchmarks.models.tiny import IRREGULAR, ZooModel
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 class Subject:
     """A model of the zoo, observed, and trained for a step without us."""
 
-    entry: Entry
+    entry: ZooModel
     profile: Profile
     graph: Graph
     plain: Outcome
@@ -55,7 +55,7 @@ class Subject:
 
 @pytest.fixture(scope="module", params=IRREGULAR, ids=lambda entry: entry.name)
 def subject(one_thread: None, request: pytest.FixtureRequest) -> Subject:
-    entry: Entry = request.param
+    entry: ZooModel = request.param
     torch.manual_seed(0)
     found = profile(entry.make(), **entry.batch())
     graph = build(found)
@@ -71,7 +71,7 @@ def dense(outcome: Outcome) -> Outcome:
     return outcome
 
 
-def checkpointed(entry: Entry) -> nn.Module:
+def checkpointed(entry: ZooModel) -> nn.Module:
     """The model of `entry` with each of its blocks under torch's checkpoint."""
     model = entry.make()
     for block in model.blocks:  # type: ignore[union-attr]

@@ -8,12 +8,12 @@ import weakref
 
 import pytest
 import torch
-from models import Transformer
 from stepping import nothing_left, scalar
 from torch import Tensor
 
 from ac_client.runtime.region import active, save_recompute_policy
 from ac_client.runtime.replay import Log
+from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(2, 8, 32)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from stepping import Outcome, assert_same, expected_log, step
 from torch import nn
-from zoo import ZOO, Entry
 
 from autoac.planner import Graph, Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.formats.policy import decisions
@@ -22,6 +21,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
+from benchmarks.models.tiny import ZOO, ZooModel
 
 Casting = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -35,7 +35,7 @@ CASTINGS: dict[str, Casting] = {
 class Subject:
     """A model of the zoo, observed, planned, and trained for a step without us."""
 
-    entry: Entry
+    entry: ZooModel
     casting: Casting
     profile: Profile
     graph: Graph
@@ -51,11 +51,11 @@ class Subject:
         return self.step(self.policy.model_copy(update={"decisions": decisions(self.profile, save_set)}))
 
 
-def trained(entry: Entry) -> nn.Module:
+def trained(entry: ZooModel) -> nn.Module:
     return entry.make().train()
 
 
-def measured(entry: Entry, casting: Casting, graph: Graph, policy: Any) -> Outcome:
+def measured(entry: ZooModel, casting: Casting, graph: Graph, policy: Any) -> Outcome:
     make = functools.partial(trained, entry)
     return step(make, policy=policy, around=casting, standing=graph.static_bytes, **entry.batch())
 

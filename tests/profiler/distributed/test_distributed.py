@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import ConvNet
 from ranks import told_by_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +23,7 @@ from autoac.planner import bounds, build, plan
 from autoac.profiler import DATASHEETS, CannotProfile, observe, profile
 from autoac.profiler.distributed.ddp import buckets_of
 from autoac.profiler.torch_facts.rng import generators_restored
+from benchmarks.models.modules import ConvNet
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -314,7 +314,7 @@ def test_a_model_is_planned_after_it_was_sharded() -> None:
 
 RANK = """
 from torch.nn.parallel import DistributedDataParallel
-from models import ConvNet
+from benchmarks.models.modules import ConvNet
 from ranks import told_by_ranks
 from autoac.profiler import profile
 

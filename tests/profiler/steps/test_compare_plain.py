@@ -13,13 +13,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from models import ConvNet, Transformer
 from torch import Tensor, nn
-from zoo import ZOO, Entry
 
 from autoac.planner import build, simulate
 from autoac.profiler import DATASHEETS, CannotProfile, Times, Unsteady, observe, profile
 from autoac.profiler.static_memory import optimizer_bytes
+from benchmarks.models.modules import ConvNet, Transformer
+from benchmarks.models.tiny import ZOO, ZooModel
 
 SOME = [entry for entry in ZOO if entry.name in ("GPT-2", "ResNet", "LSTM", "mixture of experts")]
 CASTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
     [(entry, "fp32") for entry in ZOO] + [(entry, "bf16 autocast") for entry in SOME],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_a_plain_step_is_the_hollow_one_and_its_peak_the_predicted_one(entry: Entry, casting: str) -> None:
+def test_a_plain_step_is_the_hollow_one_and_its_peak_the_predicted_one(entry: ZooModel, casting: str) -> None:
     model = entry.make().train()
     with CASTINGS[casting]():
         hollow, measured = profile(model, **entry.batch()), profile(model, **entry.batch(), mode="measured")

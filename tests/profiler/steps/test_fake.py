@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import Recurrent, Routed, Transformer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import ZOO, Entry
 
 from autoac.planner import Profile, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import DATASHEETS, CannotFake, profile
 from autoac.profiler.timing.roofline import Device, bytes_moved
+from benchmarks.models.modules import Recurrent, Routed, Transformer
+from benchmarks.models.tiny import ZOO, ZooModel
 
 PLAIN = Device(
     "a CPU with round numbers",
@@ -54,19 +54,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def both(entry: Entry, casting: Callable[[], Any] = contextlib.nullcontext) -> tuple[Profile, Profile]:
+def both(entry: ZooModel, casting: Callable[[], Any] = contextlib.nullcontext) -> tuple[Profile, Profile]:
     model = entry.make().train()
     with casting():
         return profile(model, **entry.batch()), profile(model, **entry.batch(), on=PLAIN)
 
 
 @functools.cache
-def profiles(entry: Entry) -> tuple[Profile, Profile]:
+def profiles(entry: ZooModel) -> tuple[Profile, Profile]:
     return both(entry)
 
 
 @pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
-def test_ops_storages_and_saved_tensors_are_those_of_the_hollow_step(entry: Entry) -> None:
+def test_ops_storages_and_saved_tensors_are_those_of_the_hollow_step(entry: ZooModel) -> None:
     hollow, fake = profiles(entry)
     assert fake.keys() == hollow.keys()
     assert fake.ops.reads == hollow.ops.reads
@@ -81,7 +81,7 @@ def test_ops_storages_and_saved_tensors_are_those_of_the_hollow_step(entry: Entr
 
 
 @pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
-def test_backward_is_that_of_the_hollow_step_but_for_what_kernels_hold_inside(entry: Entry) -> None:
+def test_backward_is_that_of_the_hollow_step_but_for_what_kernels_hold_inside(entry: ZooModel) -> None:
     hollow, fake = profiles(entry)
     assert fake.backward.name == hollow.backward.name
     assert fake.backward.unpacks == hollow.backward.unpacks
@@ -107,7 +107,7 @@ def test_what_a_fake_step_cannot_do_is_still_so() -> None:
 
 
 @pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
-def test_autocast_is_in_force_in_a_fake_step(entry: Entry) -> None:
+def test_autocast_is_in_force_in_a_fake_step(entry: ZooModel) -> None:
     hollow, fake = both(entry, functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16))
     assert fake.keys() == hollow.keys()
     assert fake.saved == hollow.saved

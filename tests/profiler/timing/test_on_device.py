@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from models import Transformer
 from torch import Tensor, nn
 
 from autoac.profiler import DATASHEETS, Times, datasheet_of_this_cpu, profile
@@ -15,6 +14,7 @@ from autoac.profiler.steps import fake
 from autoac.profiler.timing import on_device as local
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts.op_facts import facts_of
+from benchmarks.models.modules import Transformer
 
 CPU = torch.device("cpu")
 

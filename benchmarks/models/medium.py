@@ -5,18 +5,16 @@ Vocabularies and numbers of classes are small, so that a step's outputs are a sm
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
 
-Made = tuple[nn.Module, dict[str, Any]]
-"""A model in training mode, and the keyword arguments of one step."""
+from benchmarks.models import batches
+from benchmarks.models.batches import Batch, ModelAndBatch, images, wave
+from benchmarks.models.gpt2 import gpt2
+from benchmarks.models.modules import DenseNet, Recurrent, Routed, UNet, WithLoss
 
 VOCABULARY = 256
 
@@ -28,48 +26,16 @@ WIDE: dict[str, Any] = {
 }
 
 
-def zoo() -> Any:
-    """The module tests/zoo.py: tests and benchmarks are to speak of the same architectures."""
-    tests = str(Path(__file__).parents[1] / "tests")
-    if tests not in sys.path:
-        sys.path.append(tests)
-    return importlib.import_module("zoo")
+def tokens(batch: int, length: int) -> Batch:
+    return batches.tokens(batch, length, VOCABULARY - 3)
 
 
-def tokens(batch: int, length: int) -> dict[str, Tensor]:
-    ids = torch.arange(batch * length).mul(7919).remainder(VOCABULARY - 3).reshape(batch, length)
-    return {"input_ids": ids, "labels": ids}
-
-
-def images(batch: int, size: int) -> dict[str, Tensor]:
-    return {"pixel_values": wave(batch, 3, size, size), "labels": torch.arange(batch).remainder(2)}
-
-
-def wave(*shape: int) -> Tensor:
-    """Numbers in [-1, 1]."""
-    return torch.linspace(-9, 9, torch.Size(shape).numel()).sin().reshape(shape)
-
-
-def gpt2() -> Made:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=256,
-        n_embd=256,
-        n_layer=6,
-        n_head=8,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config), tokens(8, 256)
-
-
-def llama() -> Made:
+def llama() -> ModelAndBatch:
     config = transformers.LlamaConfig(**WIDE, vocab_size=VOCABULARY, num_key_value_heads=2, use_cache=False)
     return transformers.LlamaForCausalLM(config), tokens(6, 256)
 
 
-def bert() -> Made:
+def bert() -> ModelAndBatch:
     config = transformers.BertConfig(**WIDE, vocab_size=VOCABULARY, max_position_embeddings=256)
     ids = tokens(8, 256)["input_ids"]
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(8).remainder(2)}
@@ -77,7 +43,7 @@ def bert() -> Made:
     return transformers.BertForSequenceClassification(config), batch
 
 
-def t5() -> Made:
+def t5() -> ModelAndBatch:
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=256,
@@ -91,12 +57,12 @@ def t5() -> Made:
     return transformers.T5ForConditionalGeneration(config), tokens(8, 192)
 
 
-def vit() -> Made:
+def vit() -> ModelAndBatch:
     config = transformers.ViTConfig(**WIDE, image_size=96, patch_size=8, hidden_dropout_prob=0.1)
     return transformers.ViTForImageClassification(config), images(12, 96)
 
 
-def mixtral() -> Made:
+def mixtral() -> ModelAndBatch:
     wide = WIDE | {"intermediate_size": 512, "num_hidden_layers": 4}
     config = transformers.MixtralConfig(
         **wide, vocab_size=VOCABULARY, num_key_value_heads=2, num_local_experts=4, use_cache=False
@@ -104,14 +70,14 @@ def mixtral() -> Made:
     return transformers.MixtralForCausalLM(config), tokens(6, 256)
 
 
-def mamba() -> Made:
+def mamba() -> ModelAndBatch:
     config = transformers.MambaConfig(
         vocab_size=VOCABULARY, hidden_size=192, state_size=8, num_hidden_layers=3, use_cache=False
     )
     return transformers.MambaForCausalLM(config), tokens(8, 64)
 
 
-def whisper() -> Made:
+def whisper() -> ModelAndBatch:
     config = transformers.WhisperConfig(
         vocab_size=VOCABULARY,
         num_mel_bins=40,
@@ -135,7 +101,7 @@ def whisper() -> Made:
     return transformers.WhisperForConditionalGeneration(config), batch
 
 
-def clip() -> Made:
+def clip() -> ModelAndBatch:
     config = transformers.CLIPConfig(
         text_config={
             **WIDE,
@@ -151,35 +117,38 @@ def clip() -> Made:
     return transformers.CLIPModel(config), batch
 
 
-def resnet() -> Made:
+def resnet() -> ModelAndBatch:
     config = transformers.ResNetConfig(
         embedding_size=32, hidden_sizes=[128, 256, 512, 1024], depths=[3, 4, 6, 3], layer_type="bottleneck"
     )
     return transformers.ResNetForImageClassification(config), images(12, 128)
 
 
-def unet() -> Made:
+def unet() -> ModelAndBatch:
     target = torch.arange(8 * 128 * 128).remainder(3).reshape(8, 128, 128)
-    return zoo().WithLoss(zoo().UNet(width=32)), {"x": wave(8, 3, 128, 128), "target": target}
+    return WithLoss(UNet(width=32)), {"x": wave(8, 3, 128, 128), "target": target}
 
 
-def lstm() -> Made:
+def lstm() -> ModelAndBatch:
     target = torch.arange(48 * 96).remainder(3).reshape(48, 96)
-    return zoo().WithLoss(zoo().Recurrent(width=448)), {"x": wave(48, 96, 448), "target": target}
+    return WithLoss(Recurrent(width=448)), {"x": wave(48, 96, 448), "target": target}
 
 
-def densenet() -> Made:
-    model = zoo().WithLoss(zoo().DenseNet(layers=16, growth=12))
+def densenet() -> ModelAndBatch:
+    model = WithLoss(DenseNet(layers=16, growth=12))
     return model, {"x": wave(6, 3, 56, 56), "target": torch.arange(6).remainder(4)}
 
 
-def experts() -> Made:
-    model = zoo().WithLoss(zoo().Routed(experts=4, width=384))
+def experts() -> ModelAndBatch:
+    model = WithLoss(Routed(experts=4, width=384))
     return model, {"x": wave(8192, 384), "target": torch.arange(8192).remainder(384)}
 
 
-MODELS: dict[str, Callable[[], Made]] = {
-    "GPT-2": gpt2,
+MODELS: dict[str, Callable[[], ModelAndBatch]] = {
+    "GPT-2": lambda: (
+        gpt2(layers=6, width=256, heads=8, vocabulary=VOCABULARY, positions=256),
+        tokens(8, 256),
+    ),
     "Llama": llama,
     "BERT": bert,
     "T5": t5,
@@ -194,11 +163,10 @@ MODELS: dict[str, Callable[[], Made]] = {
     "DenseNet": densenet,
     "mixture of experts": experts,
 }
-"""By the names that tests/zoo.py has for them."""
 
 
-def made(name: str) -> Made:
-    """A model of `MODELS`, the same at every call, and its batch."""
+def build(name: str) -> ModelAndBatch:
+    """Return the model of `MODELS` in training mode, the same at every call, and its batch."""
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     return model.train(), batch

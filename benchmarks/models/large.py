@@ -7,9 +7,9 @@ are what fits one device's share of a usual training run, so that activations ma
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,17 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.mamba import modeling_mamba
 
-from benchmarks.plans.scan import selective_scan
-
-Batch = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model and one batch; `make` builds both, without memory for either."""
-
-    words: str  # what it is, and the batch
-    make: Callable[[], tuple[nn.Module, Batch]]
+from benchmarks.models.batches import Batch, ModelAndBatch
+from benchmarks.models.gpt2 import gpt2
+from benchmarks.models.selective_scan import selective_scan
 
 
 @contextmanager
@@ -50,7 +42,7 @@ def tokens(batch: int, length: int) -> Batch:
     return {"input_ids": ids, "labels": ids}
 
 
-def llama(layers: int, *, batch: int = 1, length: int = 8192, large: bool = False) -> tuple[nn.Module, Batch]:
+def llama(layers: int, *, batch: int = 1, length: int = 8192, large: bool = False) -> ModelAndBatch:
     """Llama 3 at the widths of 8B (of 70B if `large`): meta-llama/Meta-Llama-3-8B, -70B, config.json."""
     config = transformers.LlamaConfig(
         vocab_size=128256,
@@ -75,18 +67,17 @@ def images(batch: int, classes: int = 1000) -> Batch:
     }
 
 
-def gpt2_xl(batch: int = 8, length: int = 1024) -> tuple[nn.Module, Batch]:
+def gpt2_xl(batch: int = 8, length: int = 1024) -> ModelAndBatch:
     """openai-community/gpt2-xl, config.json; its three dropouts at 0.1."""
-    config = transformers.GPT2Config(n_embd=1600, n_layer=48, n_head=25, use_cache=False)
     with weightless():
-        return transformers.GPT2LMHeadModel(config).train(), tokens(batch, length)
+        return gpt2(layers=48, width=1600, heads=25), tokens(batch, length)
 
 
-def vit_h14(batch: int = 64) -> tuple[nn.Module, Batch]:
+def vit_h14(batch: int = 64, layers: int = 32) -> ModelAndBatch:
     """google/vit-huge-patch14-224-in21k, config.json; 1,000 classes."""
     config = transformers.ViTConfig(
         hidden_size=1280,
-        num_hidden_layers=32,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         intermediate_size=5120,
         patch_size=14,
@@ -97,7 +88,7 @@ def vit_h14(batch: int = 64) -> tuple[nn.Module, Batch]:
         return transformers.ViTForImageClassification(config).train(), images(batch)
 
 
-def resnet152(batch: int = 256) -> tuple[nn.Module, Batch]:
+def resnet152(batch: int = 256) -> ModelAndBatch:
     """microsoft/resnet-152, config.json."""
     config = transformers.ResNetConfig(
         hidden_sizes=[256, 512, 1024, 2048], depths=[3, 8, 36, 3], layer_type="bottleneck", num_labels=1000
@@ -118,7 +109,7 @@ class Denoiser(nn.Module):
         return F.mse_loss(predicted.float(), noise.float())
 
 
-def unet_sd15(batch: int = 16) -> tuple[nn.Module, Batch]:
+def unet_sd15(batch: int = 16) -> ModelAndBatch:
     """The U-Net of Stable Diffusion 1.5 (unet/config.json): latents of 64 x 64, 77 tokens of text.
 
     Needs diffusers: `pip install --no-deps diffusers requests urllib3 charset_normalizer certifi
@@ -134,7 +125,7 @@ def unet_sd15(batch: int = 16) -> tuple[nn.Module, Batch]:
     return Denoiser(unet).train(), {"noisy": latents, "timesteps": timesteps, "text": text, "noise": latents}
 
 
-def mixtral_8x7b(batch: int = 1, length: int = 4096) -> tuple[nn.Module, Batch]:
+def mixtral_8x7b(batch: int = 1, length: int = 4096) -> ModelAndBatch:
     """mistralai/Mixtral-8x7B-v0.1, config.json. Experts by grouped products, whose shapes know no routing."""
     config = transformers.MixtralConfig(
         max_position_embeddings=32768,
@@ -146,7 +137,7 @@ def mixtral_8x7b(batch: int = 1, length: int = 4096) -> tuple[nn.Module, Batch]:
         return transformers.MixtralForCausalLM(config).train(), tokens(batch, length)
 
 
-def t5_3b(batch: int = 8, length: int = 512) -> tuple[nn.Module, Batch]:
+def t5_3b(batch: int = 8, length: int = 512) -> ModelAndBatch:
     """google-t5/t5-3b, config.json; as many tokens on the decoder's side as on the encoder's."""
     config = transformers.T5Config(
         d_model=1024,
@@ -161,8 +152,8 @@ def t5_3b(batch: int = 8, length: int = 512) -> tuple[nn.Module, Batch]:
         return transformers.T5ForConditionalGeneration(config).train(), tokens(batch, length)
 
 
-def mamba_2_8b(batch: int = 2, length: int = 2048) -> tuple[nn.Module, Batch]:
-    """state-spaces/mamba-2.8b-hf, config.json; the scan as mamba_ssm's kernel, one op (scan.py)."""
+def mamba_2_8b(batch: int = 2, length: int = 2048) -> ModelAndBatch:
+    """state-spaces/mamba-2.8b-hf, config.json; the scan as mamba_ssm's kernel, one op (selective_scan.py)."""
     modeling_mamba.mamba_selective_scan = selective_scan
     config = transformers.MambaConfig(
         vocab_size=50280,
@@ -201,26 +192,90 @@ class LSTM(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def lstm(batch: int = 128, length: int = 256) -> tuple[nn.Module, Batch]:
+def lstm(batch: int = 128, length: int = 256) -> ModelAndBatch:
     """Four layers of 2,048, dropout 0.2, a vocabulary of 32,000: unrolled, since cuDNN's op is one block."""
     with weightless():
         return LSTM(32000, 2048, 4, 0.2).train(), tokens(batch, length)
 
 
-MODELS = {
-    "llama3_8b": Case("Llama 3 8B, 1 x 8192 tokens", partial(llama, 32)),
-    "llama3_70b": Case("Llama 3 70B, 1 x 8192 tokens", partial(llama, 80, large=True)),
-    "gpt2_xl": Case("GPT-2 XL with dropout, 8 x 1024 tokens", gpt2_xl),
-    "vit_h14": Case("ViT-H/14, 64 images of 224 x 224", vit_h14),
-    "resnet152": Case("ResNet-152, 256 images of 224 x 224", resnet152),
-    "unet_sd15": Case("Stable Diffusion 1.5's U-Net, 16 latents of 64 x 64", unet_sd15),
-    "mixtral_8x7b": Case("Mixtral 8x7B, 1 x 4096 tokens", mixtral_8x7b),
-    "t5_3b": Case("T5-3B, 8 x (512 + 512) tokens", t5_3b),
-    "mamba_2_8b": Case("Mamba 2.8B, 2 x 2048 tokens", mamba_2_8b),
-    "lstm": Case("LSTM, 4 layers of 2048, 128 x 256 tokens", lstm),
-    "llama_l16": Case("Llama 3 8B's widths, 16 layers, 1 x 8192 tokens", partial(llama, 16)),
-    "llama_l32": Case("Llama 3 8B's widths, 32 layers, 1 x 8192 tokens", partial(llama, 32)),
-    "llama_l64": Case("Llama 3 8B's widths, 64 layers, 1 x 8192 tokens", partial(llama, 64)),
-    "llama_l128": Case("Llama 3 8B's widths, 128 layers, 1 x 8192 tokens", partial(llama, 128)),
-    "llama_l464": Case("Llama 3 8B's widths, 464 layers: 19,521 storages", partial(llama, 464)),
+def gpt2_layer() -> ModelAndBatch:
+    """One layer of GPT-2 XL with dropout, and a small vocabulary, so that logits are not all there is."""
+    with weightless():
+        return gpt2(layers=1, width=1600, heads=25, vocabulary=512), tokens(8, 1024)
+
+
+def vit_layers() -> ModelAndBatch:
+    """Two layers of ViT-H/14."""
+    return vit_h14(layers=2)
+
+
+class Residual(nn.Module):
+    """Layers of `x + down(gelu(up(norm(x))))`, each with its own width inside."""
+
+    def __init__(self, width: int, inside: tuple[int, ...]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in inside)
+        self.ups = nn.ModuleList(nn.Linear(width, n) for n in inside)
+        self.downs = nn.ModuleList(nn.Linear(n, width) for n in inside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.ups, self.downs, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return x.float().square().mean()
+
+
+def residual_mlp() -> ModelAndBatch:
+    """Six residual layers of 2,048, whose insides are one, two, four times as wide."""
+    with weightless():
+        x: Any = torch.empty(16384, 2048)
+        return Residual(2048, (2048, 8192, 4096, 8192, 2048, 8192)).train(), {"x": x}
+
+
+class Plain(nn.Module):
+    """Convolutions with a ReLU between, at ever smaller sizes."""
+
+    def __init__(self, channels: tuple[int, ...]) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(channels)
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in pairs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, conv in enumerate(self.convs):
+            x = F.relu(conv(x))
+            if i % 2:
+                x = F.max_pool2d(x, 2)
+        return x.float().mean()
+
+
+def plain_convolutions() -> ModelAndBatch:
+    """Eight convolutions in the likeness of VGG, the network of Checkmate's paper."""
+    with weightless():
+        x: Any = torch.empty(32, 3, 224, 224)
+        return Plain((3, 64, 64, 128, 128, 256, 256, 512, 512)).train(), {"x": x}
+
+
+MODELS: dict[str, Callable[[], ModelAndBatch]] = {
+    "llama3_8b": partial(llama, 32),  # Llama 3 8B, 1 x 8192 tokens
+    "llama3_70b": partial(llama, 80, large=True),  # Llama 3 70B, 1 x 8192 tokens
+    "gpt2_xl": gpt2_xl,  # GPT-2 XL with dropout, 8 x 1024 tokens
+    "vit_h14": vit_h14,  # ViT-H/14, 64 images of 224 x 224
+    "resnet152": resnet152,  # ResNet-152, 256 images of 224 x 224
+    "unet_sd15": unet_sd15,  # Stable Diffusion 1.5's U-Net, 16 latents of 64 x 64
+    "mixtral_8x7b": mixtral_8x7b,  # Mixtral 8x7B, 1 x 4096 tokens
+    "t5_3b": t5_3b,  # T5-3B, 8 x (512 + 512) tokens
+    "mamba_2_8b": mamba_2_8b,  # Mamba 2.8B, 2 x 2048 tokens
+    "lstm": lstm,  # LSTM, 4 layers of 2048, 128 x 256 tokens
+    "llama_l16": partial(llama, 16),  # Llama 3 8B's widths, 16 layers, 1 x 8192 tokens
+    "llama_l32": partial(llama, 32),  # Llama 3 8B's widths, 32 layers, 1 x 8192 tokens
+    "llama_l64": partial(llama, 64),  # Llama 3 8B's widths, 64 layers, 1 x 8192 tokens
+    "llama_l128": partial(llama, 128),  # Llama 3 8B's widths, 128 layers, 1 x 8192 tokens
+    "llama_l464": partial(llama, 464),  # Llama 3 8B's widths, 464 layers: 19,521 storages
 }
+
+FEW_LAYERS: dict[str, Callable[[], ModelAndBatch]] = {
+    "small_gpt2": gpt2_layer,  # one layer of GPT-2 XL with dropout, 8 x 1024 tokens
+    "small_vit": vit_layers,  # two layers of ViT-H/14, 64 images
+    "small_mlp": residual_mlp,  # six residual layers, 16,384 rows of 2,048
+    "small_vgg": plain_convolutions,  # eight convolutions, 32 images of 224 x 224
+}
+"""Steps of at most 40 ops, so that Checkmate's program can be solved: a layer or two at large widths."""

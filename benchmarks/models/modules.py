@@ -1,4 +1,4 @@
-"""Small models, each with something that a runtime can get wrong."""
+"""Hand-written models; each has something that an executor of policies can get wrong."""
 
 from __future__ import annotations
 
@@ -103,6 +103,8 @@ class Routed(nn.Module):
 
 class InPlace(nn.Module):
     """Writes through views, into fresh buffers, and over values that were read before."""
+
+    cache: Tensor
 
     def __init__(self, rows: int = 4) -> None:
         super().__init__()
@@ -300,3 +302,79 @@ class Bags(nn.Module):
         for block in self.blocks:
             x = block(x)
         return {"loss": x.square().mean()}
+
+
+class WithLoss(nn.Module):
+    """A model of one tensor, with a loss inside, where `apply` sees it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        out = self.model(x)
+        loss = F.cross_entropy(out.flatten(0, -2), target.flatten())
+        return {"loss": loss, "logits": out}
+
+
+class DoubleConv(nn.Module):
+    """Twice convolution, BatchNorm and in-place ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class UNet(nn.Module):
+    """Long skips: what the way down makes is read on the way up, and a class for each pixel."""
+
+    def __init__(self, width: int = 8, classes: int = 3) -> None:
+        super().__init__()
+        self.down1, self.down2 = DoubleConv(3, width), DoubleConv(width, 2 * width)
+        self.bottom = DoubleConv(2 * width, 4 * width)
+        self.rise2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, stride=2)
+        self.rise1 = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
+        self.up2, self.up1 = DoubleConv(4 * width, 2 * width), DoubleConv(2 * width, width)
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.down1(x)
+        b = self.down2(F.max_pool2d(a, 2))
+        c = self.bottom(F.max_pool2d(b, 2))
+        y = self.up2(torch.cat([self.rise2(c), b], 1))
+        y = self.up1(torch.cat([self.rise1(y), a], 1))
+        return self.head(y).movedim(1, -1)
+
+
+class DenseNet(nn.Module):
+    """Every layer reads all layers before it."""
+
+    def __init__(self, layers: int = 5, growth: int = 6, classes: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, growth, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.BatchNorm2d(growth * i),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(growth * i, growth, 3, padding=1, bias=False),
+                nn.Dropout2d(0.1),
+            )
+            for i in range(1, layers + 1)
+        )
+        self.head = nn.Linear(growth * (layers + 1), classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [self.stem(x)]
+        for layer in self.layers:
+            features.append(layer(torch.cat(features, 1)))
+        return self.head(torch.cat(features, 1).mean((2, 3)))

@@ -1,0 +1,1 @@
+"""Measure plans, peaks and times; run one as `python -m benchmarks.NAME`."""
