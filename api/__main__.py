@@ -1,4 +1,4 @@
-"""`python -m autoac.api`: the service, or another of its commands, with settings from the environment."""
+"""Run a command of the service, `serve` by default: `python -m autoac.api COMMAND`."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import sys
 from autoac.api.cli.commands import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,217 +1,241 @@
-"""The service's commands: `python -m autoac.api COMMAND`, and as `autoac COMMAND` where the client is there.
+"""The service's commands, as the typer app `app`: `python -m autoac.api COMMAND` and `autoac COMMAND`.
 
-Results go to stdout, errors to stderr in one line. Exit codes: 0 fine, 1 something is wrong, 2 wrong usage.
+Results go to stdout, errors to stderr in one line. Importing this module costs neither torch nor SQLAlchemy:
+each command imports what it needs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sqlalchemy.exc import DBAPIError
+import typer
 
-from autoac.api.errors import NotFound
-from autoac.api.settings import InvalidSettings, Settings
-from autoac.api.solving.child_process import Solver
-from autoac.api.storage.database import Database, DatabaseNotReady
-from autoac.api.storage.keys import Key, Scope, create_key, list_keys, note, revoke_key
+if TYPE_CHECKING:
+    from autoac.api.settings import Settings
+    from autoac.api.solving.child_process import Solver
+    from autoac.api.storage.database import Database
+    from autoac.api.storage.keys import Key
 
-EXIT_CODES = "Exit codes: 0 fine, 1 something is wrong, 2 wrong usage or settings, 130 interrupted."
-OPERATOR = "command line"  # as the audit log names it
+OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
+EXIT_CODES = "Exit codes: 0 fine, 1 error, 2 wrong usage or settings, 130 interrupted."
+OPERATOR = "command line"  # the caller that the audit log names
+
+_STYLE: dict[str, Any] = {
+    "no_args_is_help": False,
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+}
+app = typer.Typer(
+    name="autoac",
+    help="Run the planning service. Its settings are environment variables (docs/service.md).",
+    **_STYLE,
+)
+db = typer.Typer(help="Upgrade the service's database, or delete old rows.", **_STYLE)
+keys = typer.Typer(help="Create, list and revoke the service's keys.", **_STYLE)
+app.add_typer(db, name="db")
+app.add_typer(keys, name="keys")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
-def main(argv: Sequence[str], solver: Solver | None = None) -> int:
-    """Run a command and give its exit code. `solver` is for tests."""
-    from autoac.api.cli.server import RefusedToListen
-
-    arguments = _parser().parse_args(argv or ["serve"])
+def main(argv: Sequence[str] | None = None, solver: Solver | None = None) -> int:
+    """Run a command, `serve` by default, and return its exit code. Tests pass a `solver`."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        return int(arguments.run(arguments, solver))
-    except (InvalidSettings, RefusedToListen) as error:
-        print(f"autoac: {error}", file=sys.stderr)
-        return 2
+        code = app(list(argv) or ["serve"], prog_name="autoac", obj=solver, standalone_mode=False)
+    except typer.TyperException as error:  # wrong usage
+        context: typer.Context | None = getattr(error, "ctx", None)
+        hint = f" (see {context.command_path} --help)" if context is not None else ""
+        print(f"autoac: {' '.join(error.format_message().split())}{hint}", file=sys.stderr)
+        return error.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    return code if isinstance(code, int) else OK
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Print an expected error as one line on stderr and exit with its code."""
+    from sqlalchemy.exc import DBAPIError
+
+    from autoac.api.errors import NotFound
+    from autoac.api.settings import InvalidSettings
+    from autoac.api.storage.database import DatabaseNotReady, cause_of
+
+    try:
+        yield
+    except InvalidSettings as error:
+        text, code = str(error), USAGE
     except (DatabaseNotReady, NotFound) as error:
-        print(f"autoac: {error}", file=sys.stderr)
-        return 1
+        text, code = str(error), ERROR
     except DBAPIError as error:
-        reason = str(error.orig).partition("\n")[0]
-        print(f"autoac: the database: {reason}; `autoac doctor` says more", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        text, code = f"the database: {cause_of(error)}; `autoac doctor` says more", ERROR
+    else:
+        return
+    print(f"autoac: {text}", file=sys.stderr)
+    raise typer.Exit(code)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"autoac: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(2)
+@app.command(epilog=EXIT_CODES)
+def serve(
+    context: typer.Context,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; any other than loopback needs a key.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65_535, help="Port to listen on; 0 picks a free one.")
+    ] = None,
+) -> None:
+    """Listen for requests. With SQLite, solve them too."""
+    with _one_line_errors():
+        from autoac.api.cli.server import serve
+
+        try:
+            serve(host=host, port=port, solver=context.obj)
+        except SystemExit as stopped:  # uvicorn cannot listen, and has logged the reason
+            raise typer.Exit(ERROR if stopped.code else OK) from None
 
 
-def _port(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"{text} is no port, which is 0 to 65535")
-    return int(text)
+@app.command(epilog=EXIT_CODES)
+def worker(context: typer.Context) -> None:
+    """Solve jobs from PostgreSQL until stopped, on as many machines as you like."""
+    with _one_line_errors():
+        from autoac.api.settings import InvalidSettings, Settings
+        from autoac.api.telemetry.logs import configure
+
+        settings = Settings.load()
+        if settings.url.startswith("sqlite"):
+            raise InvalidSettings(
+                "AUTOAC_DATABASE_URL: workers need PostgreSQL; with SQLite `autoac serve` solves by itself"
+            )
+        try:
+            from autoac.api.solving.worker import Worker
+        except ModuleNotFoundError as error:
+            raise InvalidSettings(f"workers need {error.name}; install autoac[postgres]") from None
+        configure()
+        Worker(settings, context.obj).run()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="autoac",
-        description="The planning service. Settings are environment variables: docs/service.md.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+@db.command(epilog=EXIT_CODES)
+def upgrade() -> None:
+    """Bring the tables to this release. Safe to run again."""
+    from autoac.api.settings import Settings
+    from autoac.api.storage.database import Database
 
-    def command(into: Any, name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = into.add_parser(name, help=text, description=text, epilog=EXIT_CODES)
-        made.set_defaults(run=run)
-        return made
-
-    serve = command(commands, "serve", _serve, "Listen for requests. With SQLite, solve them too.")
-    serve.add_argument("--host", help="Address to listen on; a key is needed for other than loopback.")
-    serve.add_argument("--port", type=_port, help="Port to listen on; 0 is any that is free.")
-    command(commands, "worker", _worker, "Solve jobs from PostgreSQL, until told to stop.")
-
-    db = commands.add_parser("db", help="Bring the database up to date, or take away what is old.")
-    of_db = db.add_subparsers(required=True, metavar="COMMAND")
-    command(of_db, "upgrade", _upgrade, "Bring the tables to this release. Safe to run again.")
-    prune = command(of_db, "prune", _prune, "Forget what AUTOAC_KEEP_... say; never what an alias names.")
-    prune.add_argument("--dry-run", action="store_true", help="Only say what would go.")
-
-    keys = commands.add_parser("keys", help="Make, list and revoke keys.")
-    of_keys = keys.add_subparsers(required=True, metavar="COMMAND")
-    create = command(of_keys, "create", _create_key, "Make a key and print it; it is not shown again.")
-    create.add_argument("name", help="What it is for.")
-    create.add_argument("--scope", choices=[scope.word for scope in Scope], default=Scope.PLAN.word)
-    listed = command(of_keys, "list", _list_keys, "The keys, without their secrets.")
-    revoke = command(of_keys, "revoke", _revoke_key, "From now on a key is none, at the latest in 5 s.")
-    revoke.add_argument("id", help="As `autoac keys list` names it.")
-
-    doctor = command(commands, "doctor", _doctor, "Look at settings, database and solver; 1 if one is wrong.")
-    for one in (prune, create, listed, revoke, doctor):
-        one.add_argument("--json", action="store_true", help="Print JSON on stdout.")
-    return parser
-
-
-def _serve(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    from autoac.api.cli.server import serve
-
-    try:
-        serve(host=arguments.host, port=arguments.port, solver=solver)
-    except SystemExit as left:  # uvicorn leaves so when it cannot listen, and has said why
-        return 1 if left.code else 0
-    return 0
-
-
-def _worker(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    from autoac.api.telemetry.logs import configure
-
-    settings = Settings.load()
-    if settings.url.startswith("sqlite"):
-        raise InvalidSettings(
-            "AUTOAC_DATABASE_URL: workers need PostgreSQL; with SQLite `autoac serve` solves by itself"
-        )
-    try:
-        from autoac.api.solving.worker import Worker
-    except ModuleNotFoundError as error:
-        raise InvalidSettings(f"workers need {error.name}; install autoac[postgres]") from None
-    configure()
-    Worker(settings, solver).run()
-    return 0
-
-
-def _upgrade(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    with Database(Settings.load().url) as database:
-        before = _revision(database)
+    with _one_line_errors(), Database(Settings.load().url) as database:
+        before = database.revision() if database.exists() else None
         database.upgrade()
         after = database.revision()
     print(f"at migration {after}" + (" already" if before == after else f", from {before or 'none'}"))
-    return 0
 
 
-def _revision(database: Database) -> str | None:
-    from pathlib import Path
-
-    if database.is_sqlite and not Path(database.url.database or "").exists():
-        return None
-    return database.revision()
-
-
-def _prune(arguments: argparse.Namespace, solver: Solver | None) -> int:
+@db.command(epilog=EXIT_CODES)
+def prune(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete what the settings AUTOAC_KEEP_... no longer keep; never a policy that an alias names."""
     from sqlalchemy import delete
 
+    from autoac.api.settings import Settings
     from autoac.api.storage.database import now
     from autoac.api.storage.job_store import Jobs
-    from autoac.api.storage.registry import prunable, prune
+    from autoac.api.storage.keys import note
+    from autoac.api.storage.registry import prunable
+    from autoac.api.storage.registry import prune as prune_registry
     from autoac.api.storage.tables import audit
 
-    settings = Settings.load()
-    with _opened(settings) as database:
-        if arguments.dry_run:
-            with database.read() as connection:
-                found = prunable(connection, settings)
-            forgotten: dict[str, int] = {}
-        else:
-            ended = Jobs(database, settings).prune(settings.keep_jobs_days)
-            with database.write() as connection:
-                found = prune(connection, settings)
-                old = audit.c.at < now() - settings.keep_audit_days * 86_400
-                forgotten = {
-                    "jobs": ended,
-                    "audit lines": connection.execute(delete(audit).where(old)).rowcount,
-                }
-                subject = f"{len(found.policies)} policies, {len(found.profiles)} profiles, {ended} jobs"
-                note(connection, OPERATOR, "prune", subject)
-    counts = {"policies": len(found.policies), "profiles": len(found.profiles)} | forgotten
-    if arguments.json:
-        print(json.dumps(counts | {"dry_run": arguments.dry_run, "policy_ids": list(found.policies)}))
+    with _one_line_errors():
+        settings = Settings.load()
+        with _ready_database(settings) as database:
+            if dry_run:
+                with database.read() as connection:
+                    found = prunable(connection, settings)
+                deleted: dict[str, int] = {}
+            else:
+                ended = Jobs(database, settings).prune(settings.keep_jobs_days)
+                with database.write() as connection:
+                    found = prune_registry(connection, settings)
+                    old = audit.c.at < now() - settings.keep_audit_days * 86_400
+                    lines = connection.execute(delete(audit).where(old)).rowcount
+                    deleted = {"jobs": ended, "audit lines": lines}
+                    subject = f"{len(found.policies)} policies, {len(found.profiles)} profiles, {ended} jobs"
+                    note(connection, OPERATOR, "prune", subject)
+    counts = {"policies": len(found.policies), "profiles": len(found.profiles)} | deleted
+    if as_json:
+        print(json.dumps(counts | {"dry_run": dry_run, "policy_ids": list(found.policies)}))
     else:
-        verb = "would forget" if arguments.dry_run else "forgot"
+        verb = "would delete" if dry_run else "deleted"
         print(f"{verb} " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    return 0
 
 
-def _create_key(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    with _opened(Settings.load()) as database, database.write() as connection:
-        key, secret = create_key(connection, arguments.name, Scope[arguments.scope.upper()])
+@keys.command(epilog=EXIT_CODES)
+def create(
+    name: Annotated[str, typer.Argument(help="What the key is for.")],
+    scope: Annotated[
+        Literal["read", "plan", "admin"],
+        typer.Option(help="What the key allows; each includes the one before."),
+    ] = "plan",
+    as_json: AsJson = False,
+) -> None:
+    """Create a key and print it. It is not shown again."""
+    from autoac.api.settings import Settings
+    from autoac.api.storage.keys import Scope, create_key, note
+
+    with _one_line_errors(), _ready_database(Settings.load()) as database, database.write() as connection:
+        key, secret = create_key(connection, name, Scope[scope.upper()])
         note(connection, OPERATOR, "create key", f"{key.id} ({key.scope.word}) {key.name}")
-    if arguments.json:
-        print(json.dumps(_told(key) | {"key": secret}))
+    if as_json:
+        print(json.dumps(_without_secret(key) | {"key": secret}))
     else:
         print(secret)
         print(f"key {key.id}, scope {key.scope.word}; it is not shown again", file=sys.stderr)
-    return 0
 
 
-def _list_keys(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    with _opened(Settings.load()) as database, database.read() as connection:
+@keys.command("list", epilog=EXIT_CODES)
+def list_all(as_json: AsJson = False) -> None:
+    """List the keys, without their secrets."""
+    from autoac.api.settings import Settings
+    from autoac.api.storage.keys import list_keys
+
+    with _one_line_errors(), _ready_database(Settings.load()) as database, database.read() as connection:
         found = list_keys(connection)
-    if arguments.json:
-        print(json.dumps([_told(key) for key in found]))
-        return 0
+    if as_json:
+        print(json.dumps([_without_secret(key) for key in found]))
+        return
     for key in found:
-        made = _day(key.created_at)
-        gone = "" if key.revoked_at is None else f"  revoked {_day(key.revoked_at)}"
-        print(f"{key.id}  {key.scope.word:<5}  {made}  {key.name}{gone}")
-    return 0
+        revoked = "" if key.revoked_at is None else f"  revoked {_timestamp(key.revoked_at)}"
+        print(f"{key.id}  {key.scope.word:<5}  {_timestamp(key.created_at)}  {key.name}{revoked}")
 
 
-def _revoke_key(arguments: argparse.Namespace, solver: Solver | None) -> int:
-    with _opened(Settings.load()) as database, database.write() as connection:
-        key = revoke_key(connection, arguments.id)
+@keys.command(epilog=EXIT_CODES)
+def revoke(
+    id: Annotated[str, typer.Argument(help="Id of the key, from `autoac keys list`.")],
+    as_json: AsJson = False,
+) -> None:
+    """Revoke a key. Every replica refuses it within 5 s."""
+    from autoac.api.settings import Settings
+    from autoac.api.storage.keys import note, revoke_key
+
+    with _one_line_errors(), _ready_database(Settings.load()) as database, database.write() as connection:
+        key = revoke_key(connection, id)
         note(connection, OPERATOR, "revoke key", f"{key.id} {key.name}")
-    print(json.dumps(_told(key)) if arguments.json else f"key {key.id} is revoked")
-    return 0
+    print(json.dumps(_without_secret(key)) if as_json else f"key {key.id} is revoked")
 
 
-def _doctor(arguments: argparse.Namespace, solver: Solver | None) -> int:
+@app.command(epilog=EXIT_CODES)
+def doctor(as_json: AsJson = False) -> None:
+    """Check settings, database and solver, and print the next step for what is wrong."""
     from autoac.api.cli.doctor import examine
 
     found = list(examine())
-    if arguments.json:
+    if as_json:
         lines = [{"what": f.what, "ok": f.ok, "said": f.said, "move": f.move} for f in found]
         print(json.dumps(lines, indent=1))
     else:
@@ -219,12 +243,15 @@ def _doctor(arguments: argparse.Namespace, solver: Solver | None) -> int:
             print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.what:<10}  {finding.said}")
             if finding.move:
                 print(f"{'':18}{finding.move}")
-    return 0 if all(finding.ok for finding in found) else 1
+    if not all(finding.ok for finding in found):
+        raise typer.Exit(ERROR)
 
 
 @contextmanager
-def _opened(settings: Settings) -> Iterator[Database]:
-    """The database, ready: a SQLite file is made where there is none, as `autoac serve` would."""
+def _ready_database(settings: Settings) -> Iterator[Database]:
+    """Open the database. Create or upgrade SQLite's file first, as `autoac serve` would."""
+    from autoac.api.storage.database import Database
+
     with Database(settings.url) as database:
         if database.is_sqlite:
             database.upgrade()
@@ -233,15 +260,15 @@ def _opened(settings: Settings) -> Iterator[Database]:
         yield database
 
 
-def _told(key: Key) -> dict[str, Any]:
+def _without_secret(key: Key) -> dict[str, Any]:
     return {
         "id": key.id,
         "name": key.name,
         "scope": key.scope.word,
-        "created_at": _day(key.created_at),
-        "revoked_at": None if key.revoked_at is None else _day(key.revoked_at),
+        "created_at": _timestamp(key.created_at),
+        "revoked_at": None if key.revoked_at is None else _timestamp(key.revoked_at),
     }
 
 
-def _day(seconds: float) -> str:
+def _timestamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")

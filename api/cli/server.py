@@ -11,15 +11,15 @@ import uvicorn
 
 from autoac.api.app import create_app
 from autoac.api.cli.connections import HeadLimitedProtocol
-from autoac.api.settings import Settings
+from autoac.api.settings import InvalidSettings, Settings
 from autoac.api.solving.child_process import Solver
 from autoac.api.storage.database import Database
 from autoac.api.storage.keys import any_key
 from autoac.api.telemetry.logs import configure, uvicorn_logs
 
 
-class RefusedToListen(ValueError):
-    """The service would be open to other machines and has no key to ask for."""
+class RefusedToListen(InvalidSettings):
+    """The service would be reachable from other machines without asking for a key."""
 
 
 def serve(

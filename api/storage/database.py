@@ -148,6 +148,10 @@ class Database:
             if not self.is_sqlite:
                 _install_queue(connection)
 
+    def exists(self) -> bool:
+        """Return False if SQLite's file is not there yet. A PostgreSQL database always exists."""
+        return not self.is_sqlite or self._file.exists()
+
     def revision(self) -> str | None:
         """The migration that the tables are at."""
         with self.read() as connection:

@@ -8,22 +8,23 @@ from __future__ import annotations
 import hashlib
 from contextlib import suppress
 from functools import lru_cache
-from importlib.resources import files
+from pathlib import Path
 
 from sqlalchemy import Connection, delete, func, insert, select
 from sqlalchemy.exc import IntegrityError
 
+import autoac.planner
+from autoac.api import policy_plot
 from autoac.api.storage.database import now
 from autoac.api.storage.tables import drawings
 
 
 @lru_cache(maxsize=1)
 def drawn_by() -> str:
-    """SHA-256 of the code that draws: what another release drew may be something else."""
-    sources = [file for file in files("autoac.planner").iterdir() if file.name.endswith(".py")]
-    sources.append(files("autoac.api") / "drawing.py")
+    """Return the SHA-256 of the code that draws: another release may draw a policy otherwise."""
     digest = hashlib.sha256()
-    for source in sorted(sources, key=lambda file: file.name):
+    sources = [*Path(autoac.planner.__path__[0]).rglob("*.py"), Path(policy_plot.__file__)]
+    for source in sorted(sources):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()
 
