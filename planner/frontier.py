@@ -89,12 +89,11 @@ def find_frontier(
     check_limits(gap, time_limit_s, work_limit)
     observed = None if isinstance(profile, Graph) else profile
     graph = constrained(profile, no_forward_budget(constraints))
-    options = options or Options()
     problem = Problem(graph, options)
     allowance = Allowance(FLOOR_WORK, Stopwatch(time_limit_s, clock), progress)
     smallest = FloorSearch(problem, allowance).run()
     low, high = smallest.found, problem.ceiling
-    plans = [plan_of(problem, observed, high, graph.everything)]
+    plans = [plan_of(problem, observed, high, graph.everything, constraints=constraints)]
     bound_us, moments = 0.0, None
     for i in reversed(range(points - 1)):
 
@@ -109,7 +108,6 @@ def find_frontier(
             allowance=Allowance(
                 work_limit, Stopwatch(time_limit_s, clock), None if progress is None else reached
             ),
-            options=options,
             start=(smallest.save_set,),
             points=moments or (),
             bound_us=bound_us,  # of a larger budget: less memory can do no better
@@ -117,12 +115,12 @@ def find_frontier(
         )
         stopped = search.run()
         assert search.best is not None  # the smallest save set fits everywhere
-        plans.append(plan_of(problem, observed, budget, search.best[1], search, stopped))
+        plans.append(
+            plan_of(problem, observed, budget, search.best[1], search, stopped, constraints=constraints)
+        )
         bound_us, moments = search.bound_us, search.points
     if plans[-1].peak < smallest.found:
         smallest = replace(smallest, found=plans[-1].peak, save_set=plans[-1].save_set)
-    if constraints is not None:
-        plans = [replace(made, constraints=constraints) for made in plans]
     return Frontier(_monotone(plans), smallest)
 
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 
 from autoac.planner.budget import budget_in_bytes
-from autoac.planner.errors import Holding, InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
-from autoac.planner.formats.constraints import Constraints, blamed, constrained, held_back
+from autoac.planner.errors import InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
+from autoac.planner.formats.constraints import Constraints, constrained, held_back
 from autoac.planner.formats.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.formats.profile import Profile
-from autoac.planner.memory.lifetimes import live_at_peak
-from autoac.planner.memory.schedule import Recompute, recompute_us
-from autoac.planner.memory.simulate import Instant, Timeline, peak_bytes, peak_of, simulate
+from autoac.planner.infeasibility import infeasible, with_blame
+from autoac.planner.memory.schedule import recompute_us
+from autoac.planner.memory.simulate import Timeline, instant_name, peak_of, simulate
 from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
-from autoac.planner.minimum_peak import FloorSearch, MinimumPeak
-from autoac.planner.problem.build import build
+from autoac.planner.minimum_peak import FloorSearch
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward
 from autoac.planner.solver.bounds import bounds
@@ -60,7 +59,7 @@ class Plan:
         return relative_gap(self.recompute_us, self.bound_us)
 
     @property
-    def find_minimum_peak(self) -> int:
+    def floor(self) -> int:
         """Bytes: no save set has a smaller peak (proven)."""
         return bounds(self.graph).floor
 
@@ -72,7 +71,8 @@ class Plan:
     @property
     def step_us(self) -> float:
         """Forward and backward with nothing recomputed."""
-        return _step_us(self.graph)
+        forward_us = sum(op.runtime_us for op in self.graph.ops)
+        return forward_us + sum(step.runtime_us for step in self.graph.steps)
 
     def policy(self) -> Policy:
         """The plan as the runtime loads it. The same plan gives the same text."""
@@ -148,81 +148,55 @@ def plan(
     """
     budget = _budget(budget_gb, budget_bytes, headroom_bytes)
     check_limits(gap, time_limit_s, work_limit)
-    if constraints is not None and constraints != Constraints():
-
-        def on_graph(graph: Graph) -> Plan:
-            return plan(
-                graph,
-                budget_bytes=budget + headroom_bytes,
-                headroom_bytes=headroom_bytes,
-                gap=gap,
-                work_limit=work_limit,
-                time_limit_s=time_limit_s,
-                clock=clock,
-                start=start,
-                progress=progress,
-                options=options,
-            )
-
-        return _under(constraints, profile, budget, headroom_bytes, on_graph)
-    graph, observed = (profile, None) if isinstance(profile, Graph) else (build(profile), profile)
-    problem = Problem(graph, options)
-    if problem.ceiling <= budget:
-        return plan_of(problem, observed, budget, graph.everything, headroom=headroom_bytes)
-    stopwatch = Stopwatch(time_limit_s, clock)
-    if problem.bounds.floor > budget:
-        evidence = FloorSearch(problem, Allowance(EVIDENCE_WORK, stopwatch, progress)).run()
-        raise _infeasible(graph, budget, evidence)
-
-    allowance = Allowance(work_limit, stopwatch, progress)
-    allowance.reserved_s = time_limit_s * FLOOR_SHARE
-    search = Search(problem, budget, gap=gap, allowance=allowance, options=options or Options(), start=start)
-    stopped = search.run()
-    if stopped is Stopped.INFEASIBLE:
-        evidence = FloorSearch(problem, Allowance(EVIDENCE_WORK, stopwatch, progress)).run()
-        raise _infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
-    if search.best is None:
-        smallest = FloorSearch(problem, Allowance(FLOOR_WORK_LIMIT, stopwatch, progress)).decide(budget)
-        if smallest.proven > budget:
-            raise _infeasible(graph, budget, smallest)
-        if smallest.found > budget:
-            raise SolverOutOfTime(budget, time_limit_s, smallest.proven, smallest.found)
-        return plan_of(problem, observed, budget, smallest.save_set, search, stopped, headroom_bytes)
-    return plan_of(problem, observed, budget, search.best[1], search, stopped, headroom_bytes)
-
-
-def _under(
-    constraints: Constraints,
-    profile: Profile | Graph,
-    budget: int,
-    headroom: int,
-    planned: Callable[[Graph], Plan],
-) -> Plan:
-    """The plan of the graph that `constraints` make of `profile`, told as one of that profile."""
-    forward = constraints.forward_budget_bytes
-    if forward is not None:
-        forward -= headroom
-        if forward <= 0:
-            raise InvalidBudget(
-                f"the headroom of {format_bytes(headroom)} leaves nothing of forward's budget of "
-                f"{format_bytes(forward + headroom)}: pass a smaller headroom, or a larger budget for forward"
-            )
+    constraints = constraints if constraints is not None else Constraints()
+    forward = _forward_limit(constraints, headroom_bytes)
     graph = constrained(profile, constraints)
-    searched = held_back(graph, budget, forward)
+    problem = Problem(held_back(graph, budget, forward), options)
+    allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
     try:
-        made = planned(searched)
+        save_set, search, stopped = _find_save_set(problem, budget, gap, allowance, start)
     except InfeasibleBudget as error:
-        raise blamed(error, profile, constraints, forward) from None
-    peak = peak_of(graph, made.save_set)
-    return replace(
-        made,
-        graph=graph,
-        profile=None if isinstance(profile, Graph) else profile,
-        peak=peak.live_bytes,
-        peak_at=_where(graph, peak),
-        ceiling=peak_bytes(graph, graph.everything),
+        raise with_blame(error, profile, constraints, forward) from None
+    return plan_of(
+        problem if problem.graph is graph else Problem(graph),
+        None if isinstance(profile, Graph) else profile,
+        budget,
+        save_set,
+        search,
+        stopped,
+        headroom=headroom_bytes,
         constraints=constraints,
     )
+
+
+def _find_save_set(
+    problem: Problem, budget: int, gap: float, allowance: Allowance, start: Iterable[SaveSet]
+) -> tuple[SaveSet, Search | None, Stopped]:
+    """Return a save set that fits, the search that found it (None: nothing was solved), and why it stopped.
+
+    Raises:
+        InfeasibleBudget: no save set fits.
+        SolverOutOfTime: the limits were reached before a save set was found.
+    """
+    graph = problem.graph
+    if problem.ceiling <= budget:
+        return graph.everything, None, Stopped.OPTIMAL
+    if problem.bounds.floor > budget:
+        raise infeasible(graph, budget, FloorSearch(problem, allowance.with_work(EVIDENCE_WORK)).run())
+    allowance.reserved_s = allowance.time_limit_s * FLOOR_SHARE
+    search = Search(problem, budget, gap=gap, allowance=allowance, start=start)
+    stopped = search.run()
+    if stopped is Stopped.INFEASIBLE:
+        evidence = FloorSearch(problem, allowance.with_work(EVIDENCE_WORK)).run()
+        raise infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
+    if search.best is not None:
+        return search.best[1], search, stopped
+    smallest = FloorSearch(problem, allowance.with_work(FLOOR_WORK_LIMIT)).decide(budget)
+    if smallest.proven > budget:
+        raise infeasible(graph, budget, smallest)
+    if smallest.found > budget:
+        raise SolverOutOfTime(budget, allowance.time_limit_s, smallest.proven, smallest.found)
+    return smallest.save_set, search, stopped
 
 
 def plan_of(
@@ -232,9 +206,11 @@ def plan_of(
     save_set: SaveSet,
     search: Search | None = None,
     stopped: Stopped = Stopped.OPTIMAL,
+    *,
     headroom: int = 0,
+    constraints: Constraints | None = None,
 ) -> Plan:
-    """The Plan of a save set, with the evidence of the search that found it; none: nothing is recomputed."""
+    """Return the Plan of `save_set`, with the evidence of `search`; without one, nothing was solved."""
     graph = problem.graph
     peak = peak_of(graph, save_set)
     again = recomputed_by_backward(graph, save_set)
@@ -247,14 +223,26 @@ def plan_of(
         save_set=save_set,
         recompute_set=frozenset(op.id for op in graph.ops if again[op.id]),
         peak=peak.live_bytes,
-        peak_at=_where(graph, peak),
+        peak_at=instant_name(graph, peak),
         ceiling=problem.ceiling,
         recompute_us=spent,
         bound_us=min(search.bound_us, spent) if search else spent,
         stopped=stopped,
         rounds=search.rounds if search else 0,
         solver_s=search.allowance.solver_s if search else 0.0,
+        constraints=constraints if constraints != Constraints() else None,
     )
+
+
+def _forward_limit(constraints: Constraints, headroom: int) -> int | None:
+    """Return forward's own limit in bytes with the headroom taken off; None if it has none."""
+    limit = constraints.forward_budget_bytes
+    if limit is not None and limit <= headroom:
+        raise InvalidBudget(
+            f"the headroom of {format_bytes(headroom)} leaves nothing of forward's budget of "
+            f"{format_bytes(limit)}: pass a smaller headroom, or a larger budget for forward"
+        )
+    return None if limit is None else limit - headroom
 
 
 def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: int) -> int:
@@ -274,22 +262,3 @@ def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: i
             f"{format_bytes(nbytes)}: pass a smaller headroom or a larger budget"
         )
     return nbytes - headroom_bytes
-
-
-def _infeasible(graph: Graph, budget: int, smallest: MinimumPeak) -> InfeasibleBudget:
-    peak = peak_of(graph, smallest.save_set)
-    live: list[Holding] = live_at_peak(graph, smallest.save_set)
-    at = _where(graph, peak)
-    return InfeasibleBudget(budget, smallest.proven, smallest.found, at, live, smallest.save_set)
-
-
-def _where(graph: Graph, instant: Instant) -> str:
-    match instant.event:
-        case Recompute(op, _, step):
-            return f"{graph.ops[op].name}, run again in backward step {step} ({graph.steps[step].name})"
-        case _:
-            return graph.moment_name(instant.moment)
-
-
-def _step_us(graph: Graph) -> float:
-    return sum(op.runtime_us for op in graph.ops) + sum(step.runtime_us for step in graph.steps)

@@ -1,4 +1,4 @@
-"""What a user insists on beside the budget: a pure transformation of the Graph, and how a failure is blamed.
+"""What a user insists on beside the budget: a pure transformation of the Graph.
 
     profile, Constraints --constrained--> Graph --held_back--> Graph     and from there on as ever
 
@@ -24,7 +24,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -34,20 +34,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autoac.planner.errors import (
     ConflictingPins,
-    Holding,
-    InfeasibleBudget,
-    InfeasibleConstraints,
     InvalidConstraints,
     UnmatchedPattern,
 )
 from autoac.planner.formats.profile import DECIDES, PINNED, Count, Profile
-from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.save_sets import because_of, unsaved_with
-from autoac.planner.solver.bounds import bounds_of
-from autoac.planner.solver.heuristics import candidates
-from autoac.planner.solver.recompute_windows import facts
 from autoac.planner.units import format_bytes
 
 MOST_PATTERNS = 1000  # in one field
@@ -145,48 +138,6 @@ def held_back(graph: Graph, budget: int, forward: int | None) -> Graph:
         return graph
     kept_free = budget - forward
     return replace(graph, ops=tuple(replace(op, extra_bytes=op.extra_bytes + kept_free) for op in graph.ops))
-
-
-def blamed(
-    error: InfeasibleBudget, profile: Profile | Graph, constraints: Constraints, forward: int | None
-) -> InfeasibleBudget:
-    """`error`, with what the constraints have to do with it; as it is where that is nothing, or not known.
-
-    A constraint is blamed where the bound exceeds the budget with it and not without, or where a simple save
-    set would fit without it.
-
-    Args:
-        error: what planning `held_back(constrained(...))` came to.
-        profile, constraints: what was planned.
-        forward: the limit of forward in bytes, headroom taken off.
-    """
-    graph = constrained(profile, constraints)
-    budget = error.budget
-    unpinned = {"pin_save": (), "pin_recompute": (), "recompute_only": (), "fsdp_units": ()}
-    free = constrained(profile, constraints.model_copy(update=unpinned))
-    culprits = []
-    kept_free = max(budget - forward, 0) if forward is not None else 0
-    live = list(error.live)
-    if kept_free:
-        peak = _smallest(graph)
-        if peak <= budget:
-            culprits.append(
-                f"Forward may hold {format_bytes(budget - kept_free)} (forward_budget_bytes): without that a "
-                f"plan with a peak of {format_bytes(peak)} fits."
-            )
-        culprits.append(f"These sizes are for both limits raised alike, {format_bytes(kept_free)} apart.")
-        live = list(_without_reserve(live, kept_free, error.peak_at))
-    if constraints.pins:
-        known = bounds_of(facts(held_back(graph, budget, forward)))
-        loose = held_back(free, budget, forward)
-        over = known.floor > budget >= bounds_of(facts(loose)).floor
-        if over or _smallest(loose) <= budget:
-            culprits += _what_pins_hold(graph, free, known.floor_at)
-    if not culprits:
-        return error
-    return InfeasibleConstraints(
-        budget, error.proven_floor, error.smallest_found, error.peak_at, live, culprits, error.save_set
-    )
 
 
 # --- patterns -------------------------------------------------------------------------------------------
@@ -378,49 +329,3 @@ def _with_gradients(graph: Graph, profile: Profile | Graph, wanted: Gradients) -
     if wanted == "absent":
         return graph
     return replace(graph, static_bytes=graph.static_bytes + made, closing_bytes=graph.closing_bytes - made)
-
-
-# --- blame ----------------------------------------------------------------------------------------------
-
-
-def _smallest(graph: Graph) -> int:
-    """The smallest peak of any simple save set."""
-    return min(peak_bytes(graph, save_set) for save_set in candidates(graph))
-
-
-def _what_pins_hold(graph: Graph, free: Graph, moment: int) -> list[str]:
-    """What the ops that only `graph` must save hold at `moment` whatever else is decided, and who asks.
-
-    Bytes that forward itself would hold at that moment count as well.
-    """
-    f = facts(graph)
-    nbytes: dict[str, int] = {}
-    count: dict[str, int] = {}
-    for op in graph.ops:
-        before = free.ops[op.id]
-        if op.must_save and not before.must_save:
-            count[op.must_save] = count.get(op.must_save, 0) + 1
-            held = sum(graph.nbytes(w) for w in op.writes if op.id <= moment < f.dropped[w])
-            nbytes[op.must_save] = nbytes.get(op.must_save, 0) + held
-    again = sum(op.must_recompute and not free.ops[op.id].must_recompute for op in graph.ops)
-    lines = []
-    if nbytes:
-        total = format_bytes(sum(nbytes.values()))
-        lines.append(f"Pins alone hold {total} at {graph.moment_name(moment)}:")
-        worst = sorted(nbytes, key=lambda reason: -nbytes[reason])[:8]
-        lines += [f"  {format_bytes(nbytes[r]):>10}  {count[r]} ops  ({r})" for r in worst]
-    if again:
-        lines.append(f"pin_recompute has {again} ops run again, which are live from their first use on.")
-    return lines
-
-
-def _without_reserve(live: Iterable[Holding], kept_free: int, peak_at: str) -> Iterator[Holding]:
-    """`live` at a peak of `held_back`, with what forward must leave free as an entry of its own."""
-    in_forward = peak_at.endswith(", forward")
-    for holding in live:
-        if in_forward and holding.name == "gradients, temporaries and workspace":
-            yield Holding(kept_free, "what forward must leave free", "forward_budget_bytes")
-            if holding.nbytes > kept_free:
-                yield replace(holding, nbytes=holding.nbytes - kept_free)
-        else:
-            yield holding

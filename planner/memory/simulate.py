@@ -115,3 +115,12 @@ def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
 def fits(graph: Graph, save_set: SaveSet, budget: int) -> bool:
     """Return True if the peak is within `budget`; stops at the first event that is above it."""
     return all(live <= budget for _, live, _ in _instants(graph, save_set))
+
+
+def instant_name(graph: Graph, instant: Instant) -> str:
+    """Return where in the step `instant` is, in words."""
+    match instant.event:
+        case Recompute(op, _, step):
+            return f"{graph.ops[op].name}, run again in backward step {step} ({graph.steps[step].name})"
+        case _:
+            return graph.moment_name(instant.moment)

@@ -13,8 +13,8 @@ from autoac.planner.errors import OtherProfile, UnknownKey
 from autoac.planner.formats.constraints import constrained
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
-from autoac.planner.memory.schedule import Compute, Recompute, recompute_us
-from autoac.planner.memory.simulate import Timeline, peak_bytes, simulate
+from autoac.planner.memory.schedule import Compute, recompute_us
+from autoac.planner.memory.simulate import Timeline, instant_name, peak_bytes, simulate
 from autoac.planner.plan import Plan
 from autoac.planner.plan import plan as plan_again
 from autoac.planner.problem.build import build
@@ -137,7 +137,7 @@ def why(plan: Plan, key: str) -> Why:
         follows=graph.ops[leader].name if leader != op and f.role[op] is Role.FOLLOWS else "",
         at_peak_bytes=_most_at(after, before.peak.moment) - before.peak.live_bytes,
         peak=after.peak.live_bytes,
-        peak_at=place(graph, after),
+        peak_at=instant_name(graph, after.peak),
         recompute_us=spent,
         gain_us=plan.recompute_us - spent,
         planned_peak=plan.peak,
@@ -218,7 +218,7 @@ def marginal(plan: Plan, tried: int = 40) -> Marginal | None:
         extra = max(timeline.peak.live_bytes - plan.peak, 0)
         rate = gain / max(extra, 1)
         if best is None or rate > best[0]:
-            best = rate, Marginal(graph.ops[op].name, extra, gain, place(graph, timeline))
+            best = rate, Marginal(graph.ops[op].name, extra, gain, instant_name(graph, timeline.peak))
     return best[1] if best else None
 
 
@@ -262,7 +262,7 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         save_set=saved,
         recompute_set=frozenset(OpId(i) for i, run in enumerate(recomputed_by_backward(graph, saved)) if run),
         peak=timeline.peak.live_bytes,
-        peak_at=place(graph, timeline),
+        peak_at=instant_name(graph, timeline.peak),
         ceiling=peak_bytes(graph, graph.everything),
         recompute_us=spent,
         bound_us=0.0,
@@ -272,16 +272,6 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         rounds=0,
         constraints=rules,
     )
-
-
-def place(graph: Graph, timeline: Timeline) -> str:
-    """Where the peak of `timeline` is, in words."""
-    peak = timeline.peak
-    if isinstance(peak.event, Recompute):
-        step = graph.steps[peak.event.step]
-        name = graph.ops[peak.event.op].name
-        return f"{name}, run again in backward step {step.id} ({step.name})"
-    return graph.moment_name(peak.moment)
 
 
 def _most_at(timeline: Timeline, moment: int) -> int:

@@ -52,7 +52,7 @@ class Problem:
 
     def __init__(self, graph: Graph, options: Options | None = None) -> None:
         self.graph = graph
-        self._options = options or Options()
+        self.options = options or Options()
 
     @cached_property
     def ceiling(self) -> int:
@@ -62,7 +62,7 @@ class Problem:
     @cached_property
     def facts(self) -> Facts:
         """The windows outside which a decision plays no part."""
-        return facts(self.graph, merge=self._options.merge)
+        return facts(self.graph, merge=self.options.merge)
 
     @cached_property
     def columns(self) -> Columns:
@@ -77,7 +77,7 @@ class Problem:
     @cached_property
     def likeness(self) -> Likeness | None:
         """Which parts are built alike; None if that is switched off."""
-        return Likeness(self.facts) if self._options.likeness else None
+        return Likeness(self.facts) if self.options.likeness else None
 
     @cached_property
     def simple(self) -> tuple[tuple[float, SaveSet], ...]:
@@ -105,7 +105,6 @@ class Search:
         *,
         gap: float,
         allowance: Allowance,
-        options: Options,
         start: Iterable[SaveSet] = (),
         points: Iterable[Point] = (),
         bound_us: float = 0.0,
@@ -114,7 +113,7 @@ class Search:
         """Args as in `plan`, and what a neighbouring budget has left: save sets, points, a valid bound."""
         self.polish = polish
         self.problem, self.f, self.graph = problem, problem.facts, problem.graph
-        self.budget, self.gap, self.options = budget, gap, options
+        self.budget, self.gap, self.options = budget, gap, problem.options
         self.allowance = allowance
         self.best: tuple[float, SaveSet] | None = None  # recompute time, and the save set that takes it
         self.excluded: list[SaveSet] = []

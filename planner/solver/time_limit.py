@@ -34,7 +34,7 @@ class Stopwatch:
     """Seconds since a search began: on the caller's clock, or else those that the solver ran."""
 
     def __init__(self, time_limit_s: float, clock: Clock | None = None) -> None:
-        self._limit_s, self._clock = time_limit_s, clock
+        self.limit_s, self._clock = time_limit_s, clock
         self._began = clock() if clock is not None else 0.0
         self.solver_s = 0.0  # seconds of the solver's own clock
 
@@ -42,7 +42,7 @@ class Stopwatch:
     def left_s(self) -> float:
         """How many seconds are left, or how many too many it took."""
         spent = self.solver_s if self._clock is None else self._clock() - self._began
-        return self._limit_s - spent
+        return self.limit_s - spent
 
 
 class Allowance:
@@ -57,6 +57,15 @@ class Allowance:
         self.reserved_s = 0.0  # of the time, what is left to a search that follows
         self.interrupted = self.out_of_time = False
         self._stopwatch, self._progress = stopwatch, progress
+
+    def with_work(self, work_limit: float) -> Allowance:
+        """Return an allowance for another search on the same stopwatch, with nothing reserved."""
+        return Allowance(work_limit, self._stopwatch, self._progress)
+
+    @property
+    def time_limit_s(self) -> float:
+        """Return the seconds that all searches on this stopwatch have together."""
+        return self._stopwatch.limit_s
 
     @property
     def over(self) -> bool:

@@ -11,7 +11,7 @@ from autoac.planner.problem.graph import chain
 from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_WINDOWS, first_points
 from autoac.planner.solver.highs import Outcome
-from autoac.planner.solver.program import Built, Options, Work, build_program
+from autoac.planner.solver.program import Built, Work, build_program
 from autoac.planner.solver.recompute_windows import facts
 from autoac.planner.solver.search import TILT, Problem, Search, tilted
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
@@ -58,7 +58,7 @@ def test_many_open_decisions_are_taken_in_turn_and_few_are_not(monkeypatch: pyte
     for many in (10_000, 1):
         monkeypatch.setattr(search, "MANY_UNDECIDED", many)
         allowance = Allowance(60.0, Stopwatch(60.0), None)
-        found = Search(problem, budget, gap=0.01, allowance=allowance, options=Options())
+        found = Search(problem, budget, gap=0.01, allowance=allowance)
         found.run()
         plans.append(found)
     assert [outcome.values is None for outcome in told] == [True, False]
