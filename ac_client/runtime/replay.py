@@ -165,7 +165,7 @@ class Graph:
 
     def _begin(self, running: Pass) -> None:
         self.passes[running.task] = running
-        torch.autograd.Variable._execution_engine.queue_callback(_Owner(running, self))
+        private.execution_engine.queue_callback(_Owner(running, self))
 
     def rest(self, ended: Pass) -> None:
         """A graph task ended. What it made is kept if it was a part of a split backward, else freed."""

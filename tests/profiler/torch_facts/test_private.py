@@ -34,7 +34,11 @@ def private_names(source: str) -> Iterator[str]:
                     yield name
         elif isinstance(node, ast.Attribute):
             name = ast.unparse(node)
-            if name.startswith("torch.") and not name.startswith("torch.ops.") and _PRIVATE_PART.search(name):
+            if (
+                re.fullmatch(r"torch\.[\w.]+", name)
+                and not name.startswith("torch.ops.")
+                and _PRIVATE_PART.search(name)
+            ):
                 yield name
 
 
