@@ -46,10 +46,10 @@ from autoac.profiler import device_of
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.distributed.fsdp import gathered_nbytes, parameters_of
 from autoac.profiler.errors import CannotProfile
-from autoac.profiler.restore.batch import batch_tensors
 from autoac.profiler.static_memory import static_bytes
-from autoac.profiler.steps.hollow import Loss
+from autoac.profiler.steps.training_loop import Loss
 from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import is_compiled, is_optimized
 from autoac.profiler.torch_facts.module_paths import ModuleHook, watch_modules
 

@@ -28,8 +28,8 @@ from autoac.planner import Constraints as Constraints
 from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
-from autoac.profiler.arguments import check_one_device
-from autoac.profiler.steps.hollow import Loss
+from autoac.profiler.model_device import check_one_device
+from autoac.profiler.steps.training_loop import Loss
 
 log = logging.getLogger("ac_client")
 

@@ -1,4 +1,3 @@
-from .arguments import device_of
 from .errors import (
     CannotFake,
     CannotProfile,
@@ -8,6 +7,7 @@ from .errors import (
     ShardsInUse,
     Unsteady,
 )
+from .model_device import device_of
 from .observe import device_name, observe, profile
 from .timing.cache import Times
 from .timing.on_device import datasheet_of_this_cpu

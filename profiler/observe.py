@@ -12,17 +12,18 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from autoac.planner.formats.profile import Environment, Profile
-from autoac.profiler.arguments import check_one_device, device_of
+from autoac.profiler.capture.garbage_collection import heap_frozen, not_collecting
 from autoac.profiler.distributed.ddp import buckets_of
 from autoac.profiler.distributed.fsdp import check_sharded
 from autoac.profiler.errors import (
     CannotProfile,
 )
+from autoac.profiler.model_device import check_one_device, device_of
 from autoac.profiler.static_memory import allocator_rounding, optimizer_bytes, static_bytes
 from autoac.profiler.steps import fake, hollow
 from autoac.profiler.steps.compare_plain import with_times_of
-from autoac.profiler.steps.garbage_collection import heap_frozen, not_collecting
-from autoac.profiler.steps.hollow import ONE_FORWARD, HollowStep, Loop, Loss
+from autoac.profiler.steps.hollow import HollowStep
+from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
 from autoac.profiler.timing.cache import Measured, Times, machine
 from autoac.profiler.timing.on_device import LocalTimes, datasheet_of
 from autoac.profiler.timing.op_timer import BETWEEN

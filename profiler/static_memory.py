@@ -16,17 +16,18 @@ from autoac.planner.formats.profile import StaticBytes
 from autoac.planner.units import rounded_bytes
 from autoac.profiler.distributed.ddp import buckets_of
 from autoac.profiler.distributed.fsdp import local, parameters_of
-from autoac.profiler.restore.batch import batch_tensors
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.op_facts import has_storage_or_fake, outputs_of
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.profiler.torch_facts.gradients import gradient_of
+from autoac.profiler.torch_facts.op_signature import outputs_of
 from autoac.profiler.torch_facts.private import (
     DataDependentOutputException,
     FakeTensorMode,
     TorchDispatchMode,
     tree_leaves,
 )
-from autoac.profiler.torch_facts.storage_table import StorageTable
+from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage_or_fake
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,6 @@ class OptimizerBytes:
     state: int
     workspace: int  # most that a step holds beside state, parameters and gradients
     note: str = ""  # what had to be guessed
-
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient that is there.
-
-    What `torch.func.functional_call` puts in place of a parameter need not be a leaf: then torch warns.
-    """
-    return parameter.grad if parameter.is_leaf else None
 
 
 def static_bytes(

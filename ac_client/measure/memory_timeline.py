@@ -20,7 +20,7 @@ from typing import Self
 import torch
 
 from autoac.profiler import ProfilerBusy
-from autoac.profiler.capture.torch_trace import Allocated, Marked, Ran, Recording
+from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
 
 _RELEASED, _FOUND = "released ", "found "
 
@@ -63,14 +63,14 @@ class AllocatorTimeline:
         self.device = torch.device(device)
         self.events: tuple[Change, ...] = ()
         self.marks: dict[str, Change] = {}
-        self.ran: tuple[Marked | Ran, ...] = ()  # in order of time; nothing without `ops`
+        self.ran: tuple[MarkEvent | OpEvent, ...] = ()  # in order of time; nothing without `ops`
         self._ops = frozenset(ops)
         self._base = base
         self._counted_peak: int | None = None
-        self._recording: Recording | None = None
+        self._recording: TorchTrace | None = None
 
     def __enter__(self) -> Self:
-        recording = Recording(self.device, ops=self._ops)
+        recording = TorchTrace(self.device, ops=self._ops)
         try:
             recording.__enter__()
         except ProfilerBusy:
@@ -121,16 +121,16 @@ class AllocatorTimeline:
             recording.check_complete("this block")
             self._read(recording)
 
-    def _read(self, recording: Recording) -> None:
+    def _read(self, recording: TorchTrace) -> None:
         live, events = self._base, []
-        ran: list[Marked | Ran] = []
+        ran: list[MarkEvent | OpEvent] = []
         of_device = (self.device.type, self.device.index or 0)
         ours: set[int] = set()  # addresses given out in this block
         found: set[int] = set()  # and not in this block
         before = 0  # bytes of these
-        for entry in recording.entries():
+        for entry in recording.events():
             match entry:
-                case Allocated(time_ns, address, nbytes, device):
+                case AllocationEvent(time_ns, address, nbytes, device):
                     if (device.type, device.index or 0) != of_device:
                         continue
                     if nbytes > 0:
@@ -141,23 +141,23 @@ class AllocatorTimeline:
                         ours.discard(address)
                     live += nbytes
                     events.append(Change(time_ns, live))
-                case Marked(_, name) if name.startswith(_FOUND):
+                case MarkEvent(_, name) if name.startswith(_FOUND):
                     address, nbytes = map(int, name.removeprefix(_FOUND).split())
                     if address not in ours:
                         found.add(address)
                         before += nbytes
-                case Marked(time_ns, name) if name.startswith(_RELEASED):
+                case MarkEvent(time_ns, name) if name.startswith(_RELEASED):
                     nbytes, address = map(int, name.removeprefix(_RELEASED).split())
                     if address and address not in found:
                         continue  # made in here: its end is in the record
                     found.discard(address)
                     live -= nbytes
                     events.append(Change(time_ns, live))
-                case Marked(time_ns, name):
+                case MarkEvent(time_ns, name):
                     self.marks[name] = Change(time_ns, live)
                     if self._ops:
                         ran.append(entry)
-                case Ran():
+                case OpEvent():
                     ran.append(entry)
         self._base += before
         self.events = tuple(Change(event.time_ns, event.live_bytes + before) for event in events)

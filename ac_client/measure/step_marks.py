@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner.report.align_measured import MeasuredStep, Ran
-from autoac.profiler.capture.torch_trace import Marked
 from autoac.profiler.torch_facts.module_paths import ROOT
+from autoac.profiler.torch_facts.torch_trace import MarkEvent
 
 _FORWARD, _ENTER, _LEAVE = "forward", "enter ", "leave "
 
@@ -43,7 +43,7 @@ def last_step(timeline: AllocatorTimeline) -> MeasuredStep | None:
     for entry in timeline.ran:
         if entry.time_ns < start.time_ns:
             continue
-        if isinstance(entry, Marked):
+        if isinstance(entry, MarkEvent):
             if entry.name.startswith(_ENTER):
                 path.append(entry.name.removeprefix(_ENTER))
             elif entry.name.startswith(_LEAVE) and len(path) > 1:

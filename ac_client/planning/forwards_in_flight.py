@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ac_client.planning.shape_buckets import Loaded
 from ac_client.runtime.split_backward import current_split
-from autoac.profiler.restore.batch import batch_tensors
-from autoac.profiler.steps.hollow import roots_of
+from autoac.profiler.steps.training_loop import roots_of
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.op_facts import has_storage
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.profiler.torch_facts.storage_table import has_storage
 
 
 class SeenBackward(NamedTuple):

@@ -16,7 +16,7 @@ from ac_client.planning.shape_buckets import Loaded
 from autoac.planner import as_planned
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.units import format_bytes
-from autoac.profiler.steps.hollow import Loop
+from autoac.profiler.steps.training_loop import Loop
 
 log = logging.getLogger("ac_client")
 

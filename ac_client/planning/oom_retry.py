@@ -14,7 +14,7 @@ from ac_client.planning.optimizer_steps import steps_begun
 from ac_client.runtime.view_recipes import version_of
 from autoac.profiler import device_of
 from autoac.profiler.restore.module_state import ModuleState
-from autoac.profiler.torch_facts.rng import Generators
+from autoac.profiler.torch_facts.rng import DefaultGenerators
 
 _IN_WORDS_ONLY = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -76,7 +76,7 @@ class Before:
     """
 
     def __init__(self, model: nn.Module, *, keep_gradients: bool) -> None:
-        self._generators = Generators(device_of(model))
+        self._generators = DefaultGenerators(device_of(model))
         self._leaves = []
         for parameter in model.parameters():
             gradient = parameter.grad

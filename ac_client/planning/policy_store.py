@@ -30,12 +30,13 @@ from autoac.planner import InfeasibleBudget, Plan, PlannerError, Policy, PolicyS
 from autoac.planner.formats.policy_set import Bucket, Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import NothingToProfile, ProfilerBusy, device_of, observe
-from autoac.profiler.capture.torch_trace import profiler_is_running
 from autoac.profiler.distributed.fsdp import parameters_of, process_group_of
 from autoac.profiler.errors import ProfilerError
-from autoac.profiler.static_memory import gradient_of, optimizer_bytes, static_bytes
-from autoac.profiler.steps.hollow import Loop, Loss
+from autoac.profiler.static_memory import optimizer_bytes, static_bytes
+from autoac.profiler.steps.training_loop import Loop, Loss
+from autoac.profiler.torch_facts.gradients import gradient_of
 from autoac.profiler.torch_facts.inductor import compiled_parts
+from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
 

@@ -13,7 +13,7 @@ from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.planner.memory.lifetimes import live_at_peak
-from autoac.profiler.steps.hollow import ONE_FORWARD, Loop
+from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop
 
 MOST_BUCKETS = 32  # a loop that meets ever larger batches is not to plan for ever
 MOST_KEYS = 10_000

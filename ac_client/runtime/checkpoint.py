@@ -34,8 +34,8 @@ from ac_client.runtime.nested_policies import AskedAsByTorch
 from ac_client.runtime.region import save_recompute_policy
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import dynamo_is_active
-from autoac.profiler.torch_facts.op_facts import is_wrapper
 from autoac.profiler.torch_facts.private import tree_leaves
+from autoac.profiler.torch_facts.storage_table import is_wrapper
 
 R = TypeVar("R")
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

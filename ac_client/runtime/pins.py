@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ac_client.runtime.nested_policies import Always, Pushed
 from ac_client.runtime.region import Region, active
 from autoac.profiler.torch_facts.module_paths import ModuleHook
-from autoac.profiler.torch_facts.pins import MUST_RECOMPUTE, MUST_SAVE, drop_pin, set_pin
+from autoac.profiler.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE, drop_pin, set_pin
 
 _WORDS = {
     MUST_SAVE: CheckpointPolicy.MUST_SAVE,

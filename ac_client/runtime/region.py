@@ -34,7 +34,7 @@ from ac_client.runtime.view_recipes import Recipe, recipe_of, window_by
 from autoac.profiler.distributed.fsdp import watch_sharding
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import (
-    SeesCompiled,
+    RecordingMode,
     anything_compiled,
     dynamo_is_active,
     keep_dynamo_out,
@@ -43,16 +43,15 @@ from autoac.profiler.torch_facts.inductor import (
 from autoac.profiler.torch_facts.op_facts import (
     OpFacts,
     facts_of,
-    has_storage,
     known_facts,
-    outputs_of,
     updates_statistics,
     versions,
     written_tensors,
 )
+from autoac.profiler.torch_facts.op_signature import outputs_of
 from autoac.profiler.torch_facts.private import get_current_dispatch_mode
-from autoac.profiler.torch_facts.rng import capture, generator_of
-from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, window_of
+from autoac.profiler.torch_facts.rng import capture_generator, generator_of
+from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage, window_of
 
 
 class _Active(threading.local):
@@ -70,7 +69,7 @@ _STRIDED = torch.strided
 _orders = itertools.count()  # forward order over all regions
 
 
-class Region(SeesCompiled):
+class Region(RecordingMode):
     """The mode of the outermost region; policies are pushed on it."""
 
     supports_higher_order_operators = True  # they pass as one opaque op
@@ -312,7 +311,7 @@ class Region(SeesCompiled):
             return self._run_kept(func, facts, args, kwargs)
         random = None
         if facts.random and facts.draws(args, kwargs or {}):
-            random = capture(generator_of(args, kwargs or {}))
+            random = capture_generator(generator_of(args, kwargs or {}))
         node = Node(next(_orders), facts.name, facts.call, flat, named, tuple(reads), random)
         written: Sequence[Tensor] = ()
         rewritten: Sequence[tuple[Value, Tensor]] = ()

@@ -22,7 +22,7 @@ from ac_client.runtime.split_backward import Split, current_split
 from ac_client.runtime.view_recipes import Recipe, StaleError, is_shown_by, recipe_of, show
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts import rng as randomness
-from autoac.profiler.torch_facts.op_facts import outputs_of
+from autoac.profiler.torch_facts.op_signature import outputs_of
 
 
 class Pass:
@@ -253,7 +253,7 @@ def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value, switches:
     if node.random is None:
         out = node.func(*args, **kwargs)
     else:
-        with randomness.at(node.random):
+        with randomness.generator_at(node.random):
             out = node.func(*args, **kwargs)
     for old, new in node.rewrites:
         value = new()

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.op_facts import is_wrapper
-from autoac.profiler.torch_facts.storage_table import Window
+from autoac.profiler.torch_facts.storage_table import Window, is_wrapper
 
 Recipe = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
 """How a tensor shows its storage: dtype, size, stride, offset, conjugate, negative."""

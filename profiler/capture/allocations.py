@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from autoac.profiler.capture.torch_trace import Allocated, Marked, Recording
-from autoac.profiler.steps.garbage_collection import not_collecting
+from autoac.profiler.capture.garbage_collection import not_collecting
 from autoac.profiler.timing.op_timer import Clock, clock_of
+from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class AllocationRecord:
         self._device_type = device.type
         self._clock = clock or clock_of(device)
         self._marks = 0
-        self._recording = Recording(device)
+        self._recording = TorchTrace(device)
         self.changes: list[Change] = []
         self.places: list[int] = []
         self.times_ns: list[int] = []
@@ -88,9 +88,9 @@ class AllocationRecord:
 
     def _read(self) -> None:
         open_blocks: dict[int, Block] = {}
-        for entry in self._recording.entries():
+        for entry in self._recording.events():
             match entry:
-                case Allocated(_, address, nbytes, device):
+                case AllocationEvent(_, address, nbytes, device):
                     if device.type != self._device_type:
                         continue
                     place = len(self.changes)
@@ -101,7 +101,7 @@ class AllocationRecord:
                     elif (freed := open_blocks.pop(address, None)) is not None:
                         freed.freed = place
                         self.changes.append(Change(freed, -freed.nbytes))
-                case Marked():
+                case MarkEvent():
                     self.places.append(len(self.changes))
                 case _:
                     pass

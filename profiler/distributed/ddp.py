@@ -59,7 +59,7 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
 
 
 @contextmanager
-def disarmed(model: nn.Module) -> Iterator[None]:
+def without_ddp_sync(model: nn.Module) -> Iterator[None]:
     """Forwards of `model` talk to no other rank and prepare no reduction.
 
     What this sets, `modules_restored` puts back: it also is what DistributedDataParallel itself changes.

@@ -28,7 +28,8 @@ from autoac.planner.formats.constraints import CROSSES
 from autoac.profiler.capture.op_recorder import ForwardRecord
 from autoac.profiler.errors import CannotProfile, ShardsInUse
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.inductor import opaque, recording_modes
+from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
+from autoac.profiler.torch_facts.inductor import opaque_region, recording_modes
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.private import tree_leaves
 
@@ -61,7 +62,7 @@ _WATCHED = "_autoac_watched"
 def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def unseen(*args: Any, **kwargs: Any) -> Any:
-        with opaque(()):
+        with opaque_region(()):
             return method(*args, **kwargs)
 
     return unseen
@@ -242,7 +243,7 @@ class Shards:
 
 
 @contextmanager
-def alone(model: nn.Module, *, accumulates: bool) -> Iterator[Shards]:
+def single_rank_fsdp(model: nn.Module, *, accumulates: bool) -> Iterator[Shards]:
     """Steps of `model` talk to no other rank, and leave its shards and their gradients as they are.
 
     Args:
@@ -277,7 +278,7 @@ def alone(model: nn.Module, *, accumulates: bool) -> Iterator[Shards]:
         if accumulates:
             for alias in shards.aliases:
                 if alias.requires_grad:
-                    alias.register_post_accumulate_grad_hook(_drop_gradient)
+                    free_gradient_when_accumulated(alias)
         back.callback(_clear, shards)
         with torch.enable_grad():
             yield shards
@@ -349,10 +350,6 @@ def _clear(shards: Shards) -> None:
     shards.reset()
     for leaf in shards.leaves():
         leaf.grad = None  # of a step that raised, or under no_sync
-
-
-def _drop_gradient(tensor: Tensor) -> None:
-    tensor.grad = None
 
 
 class _OwnShard:

@@ -3,89 +3,25 @@
 A step is profiled by several forwards, and a forward may write over its inputs (`ids[ids < 0] = 0`), pop
 from a dictionary that it was given, set an attribute of a dataclass, or add to a cache of keys and values.
 So each gets containers of its own; objects it gets as they are, at any depth, with their attributes as they
-were; and tensors are among the originals (originals.py).
+were; and tensors are among the originals (written_tensors.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, MappingProxyType, ModuleType
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from autoac.profiler.restore.backward_hooks import BackwardHooks
 from autoac.profiler.restore.module_state import forget_cached
 from autoac.profiler.restore.written_tensors import Originals
-from autoac.profiler.steps.backward_hooks import BackwardHooks
-from autoac.profiler.torch_facts.op_facts import has_storage
-from autoac.profiler.torch_facts.private import tree_leaves, tree_map
-
-_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
-
-
-def batch_tensors(items: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `items`, in containers, dataclasses and other objects, at any depth."""
-    return (thing for thing in _reached(items) if isinstance(thing, Tensor))
-
-
-def _reached(items: Iterable[Any]) -> Iterator[Any]:
-    """Tensors, and what holds the content of each object. Objects may be linked in long chains."""
-    seen: set[int] = set()
-    waiting: deque[Iterable[Any]] = deque([items])
-    while waiting:
-        for leaf in _leaves(waiting.popleft()):
-            if isinstance(leaf, Tensor):
-                yield leaf
-                continue
-            for holder in _holders(leaf):
-                if id(holder) not in seen:
-                    seen.add(id(holder))
-                    yield holder
-                    waiting.append(_content(holder).values())
-
-
-def _leaves(items: Iterable[Any]) -> Iterator[Any]:
-    for item in items:
-        kind = type(item)
-        if kind is Tensor or isinstance(item, Tensor):
-            yield item
-        elif kind in _PLAIN:
-            continue
-        elif isinstance(item, (list, tuple)):
-            yield from _leaves(item)
-        elif kind is dict or kind is MappingProxyType:
-            yield from _leaves(item.values())
-        elif len(leaves := tree_leaves(item)) != 1 or leaves[0] is not item:
-            yield from _leaves(leaves)
-        else:
-            yield item
-
-
-def _holders(item: Any) -> Iterator[Any]:
-    """A dictionary that torch's pytree does not know, an object's attributes, or a dataclass with slots."""
-    if isinstance(item, _NOT_LOOKED_INTO):
-        return
-    if isinstance(item, dict):
-        yield item
-    attributes = getattr(item, "__dict__", None)
-    if isinstance(attributes, dict):
-        if attributes is not item:
-            yield attributes
-    elif dataclasses.is_dataclass(item):
-        yield item
-
-
-_NOT_LOOKED_INTO = (type, nn.Module, ModuleType, FunctionType)
-
-
-def _content(holder: Any) -> dict[Any, Any]:
-    if isinstance(holder, dict):
-        return holder
-    names = [field.name for field in dataclasses.fields(holder)]
-    return {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+from autoac.profiler.torch_facts.batch_contents import content_of, reached_items
+from autoac.profiler.torch_facts.private import tree_map
+from autoac.profiler.torch_facts.storage_table import has_storage
 
 
 def _put(holder: Any, content: Mapping[Any, Any]) -> None:
@@ -93,7 +29,7 @@ def _put(holder: Any, content: Mapping[Any, Any]) -> None:
 
     One that does already is left alone: a batch may lead to objects that other threads use.
     """
-    now = _content(holder)
+    now = content_of(holder)
     if len(now) == len(content) and all(
         a is b and c is d for (a, c), (b, d) in zip(now.items(), content.items(), strict=True)
     ):
@@ -146,9 +82,9 @@ class Batch:
         self._held: Any = None  # what the last forward was called with: the user holds that through the step
         self._objects: list[tuple[Any, dict[Any, Any]]] = []  # what holds their content, and that
         shared: set[int] = set()
-        for thing in _reached((*args, *kwargs.values())):
+        for thing in reached_items((*args, *kwargs.values())):
             if not isinstance(thing, Tensor):
-                self._objects.append((thing, dict(_content(thing))))
+                self._objects.append((thing, dict(content_of(thing))))
             elif originals.share(thing, self._own(thing)):
                 shared.add(thing.untyped_storage()._cdata)
         self._shared = frozenset(shared)  # addresses of storages that the model works on itself

@@ -8,7 +8,7 @@ NOTE [ What is put back ]
 Start at the modules and follow every reference: attributes, slots, items of containers, closures, defaults
 of functions, bound methods, hooks, and the attributes of the user's own classes. Note what each of these
 holds; that is one reference for each, not a copy. Copied are the numbers of numpy arrays and the states of
-random generators. Tensors that are written in place are the business of originals.py.
+random generators. Tensors that are written in place are the business of written_tensors.py.
 
 Not followed: modules of Python, objects of the standard library and of torch (locks, queues, optimizers),
 and objects that hold a running thread, since what another thread does must not be undone.
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from autoac.profiler.errors import CannotProfile
-from autoac.profiler.torch_facts.op_facts import has_storage
+from autoac.profiler.torch_facts.storage_table import has_storage
 
 log = logging.getLogger("autoac.profiler")
 

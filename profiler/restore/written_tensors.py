@@ -19,9 +19,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from autoac.profiler.torch_facts.op_facts import OpFacts, has_storage, outputs_of, tensors_in, written_tensors
+from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
+from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.private import disable_current_modes, tree_leaves
-from autoac.profiler.torch_facts.storage_table import StorageTable
+from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage
 
 
 class Originals:

@@ -1,9 +1,9 @@
 """A fake step: a training step on tensors without memory, for a device that is not here.
 
-Forward and backward run under FakeTensorMode, so every op works out the shapes of its outputs and
-nothing else. What the allocator's record is to a hollow step (hollow.py), the births and deaths of the
-fake tensors' storages are to this one, and its clock is the roofline of a datasheet (devices.py). From
-there on both kinds of step are the same, and so is the Profile.
+Forward and backward run under FakeTensorMode, so each op computes the shapes of its outputs and nothing else.
+A hollow step (hollow.py) reads memory from the allocator's record and times from a clock. A fake step reads
+memory from the births and deaths of the fake tensors' storages, and times from the roofline of a datasheet
+(timing/roofline.py). Everything after that is shared, so both kinds of step give the same kind of Profile.
 
 NOTE [ Known values ]
 
@@ -18,7 +18,7 @@ NOTE [ One device ]
 
 The fake tensors say that they are on the CPU, whatever the datasheet says: torch has an autograd engine
 for devices that its build knows, and a planner should give the same profile on every build. Where the
-same call runs other ops on a GPU, gpu_paths.py sends it there.
+same call runs other ops on a GPU, gpu_dispatch.py sends it there.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ from torch import Tensor, nn
 
 from autoac.planner.units import rounded_bytes
 from autoac.profiler.capture.allocations import Block, Change
-from autoac.profiler.capture.op_recorder import Recorder, SavedTensorsRecord
-from autoac.profiler.distributed.ddp import disarmed
+from autoac.profiler.capture.op_recorder import Recorder
+from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.errors import CannotFake
 from autoac.profiler.restore.module_state import modules_restored
-from autoac.profiler.static_memory import gradient_of
 from autoac.profiler.steps.gpu_dispatch import gpu_paths
-from autoac.profiler.steps.hollow import ONE_FORWARD, HollowStep, Loop, Loss, isolated, take_step
+from autoac.profiler.steps.hollow import HollowStep, isolated_call, take_step
+from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
 from autoac.profiler.timing.on_device import LocalTimes
 from autoac.profiler.timing.op_timer import middle_and_spread
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.op_facts import OpFacts, facts_of, outputs_of, tensors_in, written_tensors
-from autoac.profiler.torch_facts.op_facts import has_storage_or_fake as has_storage
+from autoac.profiler.torch_facts.gradients import gradient_of
+from autoac.profiler.torch_facts.op_facts import OpFacts, facts_of, written_tensors
+from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -56,6 +58,7 @@ from autoac.profiler.torch_facts.private import (
 )
 from autoac.profiler.torch_facts.rng import generators_restored
 from autoac.profiler.torch_facts.storage_table import StorageTable
+from autoac.profiler.torch_facts.storage_table import has_storage_or_fake as has_storage
 
 CPU = torch.device("cpu")  # see NOTE [ One device ]
 
@@ -279,17 +282,19 @@ def run(
         accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
     allocations = FakeAllocations(device, (local or device).runtime_us)
     recorder = Recorder(allocations.mark, allocations.locate, has_storage)
-    saved = SavedTensorsRecord(recorder, allocations.mark)
+    saved = SavedTensorRecorder(recorder, allocations.mark)
     allocations.idle = lambda: recorder.paused
     paths = gpu_paths() if device.device_type != "cpu" else contextlib.nullcontext()
     with (
         generators_restored(CPU if local is None else local.device),
         modules_restored(model),
-        disarmed(model),
+        without_ddp_sync(model),
         paths,
         _autocast_of(device) as notes,
         FakeTensorMode(allow_non_fake_inputs=True),
-        isolated(model, args, kwargs, _unknown, _known_or_not, _known_or_not, accumulates=accumulates) as (
+        isolated_call(
+            model, args, kwargs, _unknown, _known_or_not, _known_or_not, accumulates=accumulates
+        ) as (
             call,
             leaves,
         ),

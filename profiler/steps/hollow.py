@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from autoac.profiler.capture.allocations import AllocationRecord, Allocations, Block
-from autoac.profiler.capture.op_recorder import ForwardRecord, Recorder, SavedTensorsRecord
-from autoac.profiler.distributed.ddp import disarmed
-from autoac.profiler.distributed.fsdp import alone, parameters_of, watch_sharding
+from autoac.profiler.capture.op_recorder import ForwardRecord, Recorder
+from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.distributed.ddp import without_ddp_sync
+from autoac.profiler.distributed.fsdp import parameters_of, single_rank_fsdp, watch_sharding
 from autoac.profiler.errors import CannotProfile, NothingToProfile
-from autoac.profiler.restore.batch import Batch, Call, batch_tensors
+from autoac.profiler.restore.backward_hooks import backward_hooks
+from autoac.profiler.restore.batch import Batch, Call
 from autoac.profiler.restore.module_state import modules_restored, nothing_cached
 from autoac.profiler.restore.written_tensors import Originals
-from autoac.profiler.static_memory import gradient_of
-from autoac.profiler.steps.backward_hooks import backward_hooks
+from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of, outputs_held, roots_of
 from autoac.profiler.timing.cache import Measured
 from autoac.profiler.timing.op_timer import (
     BETWEEN,
@@ -41,25 +42,11 @@ from autoac.profiler.timing.op_timer import (
     timed_forward,
 )
 from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated, gradient_of
 from autoac.profiler.torch_facts.inductor import watch_compiled
 from autoac.profiler.torch_facts.module_paths import watch_modules
-from autoac.profiler.torch_facts.pins import pins_of
-from autoac.profiler.torch_facts.private import tree_leaves
+from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.rng import generators_restored
-
-Loss = Callable[[Any], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """The part of a training loop between two steps of the optimizer."""
-
-    forwards: int = 1  # that run before one backward, which goes through all of them
-    drops: frozenset[int] = frozenset()  # outputs that are not held until backward, by position among all
-    retains: bool = False  # backward frees nothing of what forward saved (`retain_graph=True`)
-
-
-ONE_FORWARD = Loop()
 
 Known = Callable[[Set[Hashable]], Mapping[Hashable, Measured]]
 
@@ -73,7 +60,7 @@ class HollowStep:
     """What one hollow step left behind."""
 
     forward: ForwardRecord
-    saved: SavedTensorsRecord
+    saved: SavedTensorRecorder
     allocations: Allocations
     measured: Mapping[Hashable, Measured]  # run times of ops, by signature; one may be BETWEEN ops
     times_ns: Sequence[int]  # for each mark, when it was
@@ -100,7 +87,7 @@ def run(
     Args:
         model, args, kwargs, loss: as for `autoac.profiler.profile`.
         device: where the model is.
-        accumulates: as for `isolated`.
+        accumulates: as for `isolated_call`.
         keep: keep what autograd saves.
         known: signatures of ops -> run times of those that need not be measured.
         time_ops: False if the run times are of no interest: then no forward is run for them alone.
@@ -109,7 +96,7 @@ def run(
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
-        ShardsInUse, CannotProfile: as `alone`.
+        ShardsInUse, CannotProfile: as `single_rank_fsdp`.
         CannotProfile: the allocator reports nothing or not all, or torch.utils.checkpoint inside the model
             cannot run its part again.
     """
@@ -118,13 +105,13 @@ def run(
     now_ns = host_clock(device)
     allocations = AllocationRecord(device)
     recorder = Recorder(allocations.mark)
-    saved = SavedTensorsRecord(recorder, allocations.mark, keep=keep)
+    saved = SavedTensorRecorder(recorder, allocations.mark, keep=keep)
     with (
         generators_restored(device),
         modules_restored(model),
-        disarmed(model),
-        alone(model, accumulates=accumulates) as shards,
-        isolated(
+        without_ddp_sync(model),
+        single_rank_fsdp(model, accumulates=accumulates) as shards,
+        isolated_call(
             model, args, kwargs, accumulates=accumulates, placed=shards.managed(), before=shards.reset
         ) as (call, leaves),
     ):
@@ -222,7 +209,7 @@ def warm_up(
 ) -> None:
     """Take a hollow step of which nothing is written down. Leaves gradients."""
     recorder = Recorder(_unmarked)
-    saved = SavedTensorsRecord(recorder, _unmarked)
+    saved = SavedTensorRecorder(recorder, _unmarked)
     try:
         with torch.enable_grad():
             take_step(model, call, leaves, loss, recorder, saved, _unmarked, device, loop)
@@ -263,7 +250,7 @@ def take_step(
     leaves: Sequence[Tensor],
     loss: Loss | None,
     recorder: Recorder,
-    saved: SavedTensorsRecord,
+    saved: SavedTensorRecorder,
     mark: Callable[[], int],
     device: torch.device,
     loop: Loop = ONE_FORWARD,
@@ -293,12 +280,12 @@ def take_step(
                 recorder.end_forward()
                 if loss is None:
                     roots += roots_of(out)
-                outs.append(_held(out, loop) if loss is None else out)
+                outs.append(outputs_held(out, loop) if loss is None else out)
                 del out
             if loss is not None:
                 recorder.begin_loss()
-                roots = [_loss_of(loss, outs if loop.forwards > 1 else outs[0])]
-                outs = [_held(out, loop) for out in outs]
+                roots = [loss_of(loss, outs if loop.forwards > 1 else outs[0])]
+                outs = [outputs_held(out, loop) for out in outs]
         saved.forward_over = True
     finally:
         for handle in handles:
@@ -355,37 +342,12 @@ def _checkpoint_refused(error: RuntimeError) -> tuple[str, str] | None:
     return None
 
 
-def _loss_of(loss: Loss, out: Any) -> Tensor:
-    root = loss(out)
-    if not isinstance(root, Tensor):
-        raise TypeError(
-            f"loss=... returned a {type(root).__name__}: it is to return the tensor to differentiate"
-        )
-    return root
-
-
-def roots_of(out: Any) -> list[Tensor]:
-    """Return where backward starts: `.loss` or `["loss"]` of the output if there is one, else all of it."""
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        return [loss]
-    found = tree_leaves(list(out.values()) if isinstance(out, Mapping) else out)
-    return [t for t in found if isinstance(t, Tensor) and t.requires_grad]
-
-
-def _held(out: Any, loop: Loop) -> Any:
-    """Return what the loop holds of an output until the end of backward."""
-    if not loop.drops:
-        return out
-    return [tensor for i, tensor in enumerate(batch_tensors([out])) if i not in loop.drops]
-
-
 def _cloned(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
 @contextmanager
-def isolated(
+def isolated_call(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -428,7 +390,7 @@ def isolated(
     if accumulates:
         # A gradient that is there already takes the new one in and frees it.
         for leaf in leaves:
-            leaf.register_post_accumulate_grad_hook(_drop_gradient)
+            free_gradient_when_accumulated(leaf)
 
     # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
     # (torch.utils.checkpoint), and hooks, find the aliases.
@@ -442,7 +404,3 @@ def isolated(
         finally:
             batch.let_go()
             originals.restore()
-
-
-def _drop_gradient(tensor: Tensor) -> None:
-    tensor.grad = None

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.profiler.capture.op_recorder import signature_of
 from autoac.profiler.timing.cache import Measured, Times, machine, processor
 from autoac.profiler.timing.op_timer import event_now, host_clock
 from autoac.profiler.timing.roofline import Device, bytes_moved
-from autoac.profiler.torch_facts.op_facts import OpFacts, has_storage_or_fake
+from autoac.profiler.torch_facts.op_facts import OpFacts
+from autoac.profiler.torch_facts.op_signature import signature_of
 from autoac.profiler.torch_facts.private import (
     FakeTensor,
     disable_current_modes,
@@ -27,6 +27,7 @@ from autoac.profiler.torch_facts.private import (
     tree_map_only,
     unset_fake_temporarily,
 )
+from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
 
 PRODUCT = 768  # rows and columns of the products that the peak is measured with; 4096 where there is a stream
 COPIED = 2**26  # bytes that are copied to measure the bandwidth
@@ -131,7 +132,7 @@ class LocalTimes:
         estimate = self.sheet.runtime_us(facts, func, args, kwargs, out)
         if facts.view or facts.collective or facts.opaque:
             return estimate
-        signature = signature_of(facts, args, kwargs)
+        signature = signature_of(facts.name, args, kwargs)
         measured = self._known.get(signature)
         if measured is None:
             measured = self._look_up(signature) or self._measure(signature, facts, func, args, kwargs, out)

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autoac.profiler.capture.op_recorder import signature_of
 from autoac.profiler.restore.batch import Call
 from autoac.profiler.restore.written_tensors import Originals
-from autoac.profiler.torch_facts.op_facts import facts_of, has_storage
+from autoac.profiler.torch_facts.op_facts import facts_of
+from autoac.profiler.torch_facts.op_signature import signature_of
 from autoac.profiler.torch_facts.private import TorchDispatchMode
-from autoac.profiler.torch_facts.rng import GeneratorState, capture, generator_of
+from autoac.profiler.torch_facts.rng import GeneratorState, capture_generator, generator_of
+from autoac.profiler.torch_facts.storage_table import has_storage
 
 SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards
 LEAST_SAMPLES = 3  # of them, that do without those of the profiled step
@@ -156,8 +157,8 @@ class OpTimer(TorchDispatchMode):
         if facts.draws(args, kwargs):
             generator = generator_of(args, kwargs)
             if id(generator) not in self.generators:
-                self.generators[id(generator)] = capture(generator)
-        signature = signature_of(facts, args, kwargs)
+                self.generators[id(generator)] = capture_generator(generator)
+        signature = signature_of(facts.name, args, kwargs)
         self._originals.keep(facts, args, kwargs)
         began = self._now()
         out = func(*args, **kwargs)

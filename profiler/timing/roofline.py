@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.profiler.torch_facts.op_facts import OpFacts, flops_of, outputs_of, tensors_in
+from autoac.profiler.torch_facts.op_facts import OpFacts
+from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, tensors_in
 
 _TERA, _GB = 1e12, 10**9  # datasheets count in decimal units
 

@@ -1,6 +1,6 @@
 """Inductor's compiled code inside a recorded forward: one opaque step, of which only its writes are told.
 
-FSDP's hooks around a module (sharding.py) pass as one too, which writes nothing that is planned.
+FSDP's hooks around a module (distributed/fsdp.py) pass as one too, which writes nothing that is planned.
 
 Its kernels write over buffers of which no dispatch mode is told, also over what the ops returned that it
 calls by the dispatcher. So recorded one by one those ops would be made again from memory that is something
@@ -77,7 +77,7 @@ def call_outside_dynamo(call: Callable[..., Any], args: Sequence[Any]) -> Any:
 keep_dynamo_out(call_outside_dynamo, "it switches Dynamo off")
 
 
-class SeesCompiled(TorchDispatchMode):
+class RecordingMode(TorchDispatchMode):
     """A mode that is told where compiled code begins and ends."""
 
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
@@ -89,7 +89,7 @@ class SeesCompiled(TorchDispatchMode):
         raise NotImplementedError
 
     def cross_units(self, tensors: Iterable[Tensor]) -> None:
-        """These go into an FSDP unit, or come out of it. See NOTE [ Units ] in sharding.py."""
+        """These go into an FSDP unit, or come out of it. See NOTE [ Units ] in distributed/fsdp.py."""
         raise NotImplementedError
 
 
@@ -118,18 +118,18 @@ def _telling(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequen
     def telling(graph: Any, inputs: Sequence[Any]) -> Any:
         if not recording_modes():
             return call(graph, inputs)
-        with opaque([inputs[i] for i in graph.mutated_input_idxs if isinstance(inputs[i], Tensor)]):
+        with opaque_region([inputs[i] for i in graph.mutated_input_idxs if isinstance(inputs[i], Tensor)]):
             return call(graph, inputs)
 
     return telling
 
 
-def recording_modes() -> list[SeesCompiled]:
+def recording_modes() -> list[RecordingMode]:
     """Those that are active on this thread."""
-    return [mode for mode in get_current_dispatch_mode_stack() if isinstance(mode, SeesCompiled)]
+    return [mode for mode in get_current_dispatch_mode_stack() if isinstance(mode, RecordingMode)]
 
 
-class opaque:
+class opaque_region:
     """What runs inside is not shown to the modes that are recording, except that it writes `written`."""
 
     __slots__ = ("_modes", "_written")

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.utils.flop_counter import flop_registry
 
 from autoac.planner.formats.profile import DECIDES
-from autoac.profiler.torch_facts.private import FakeTensor, HigherOrderOperator, OpOverload, tree_leaves
+from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
+from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
+from autoac.profiler.torch_facts.storage_table import has_storage
 
 # Return a tensor on their input's storage, which their schema does not say.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}
@@ -118,8 +118,6 @@ _DECIDING_OVERLOADS = {"aten::max.dim", "aten::min.dim", "aten::median.dim", "at
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
 _OWN_NAMESPACES = {"aten", "prims", "prim"} | _COLLECTIVE_NAMESPACES  # torch's own, tagged where they draw
-
-_STRIDED = torch.strided
 
 _DROPOUT_ARGUMENTS = ("dropout_p", "p")
 
@@ -264,19 +262,6 @@ def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out:
     return any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors_in(args, kwargs))
 
 
-def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of an op, also those in lists."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            for item in arg:
-                if isinstance(item, Tensor):
-                    yield item
-    if kwargs:
-        yield from tensors_in(tuple(kwargs.values()), {})
-
-
 def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """The tensors that this call writes."""
     if facts.writes_any:
@@ -308,60 +293,3 @@ def updates_statistics(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str,
 def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a batch norm call uses, and so moves, the statistics of its batch (argument 5)."""
     return bool(args[5] if len(args) > 5 else kwargs.get("training", True))
-
-
-def outputs_of(out: Any) -> Iterator[Tensor]:
-    """The tensors that an op returned, in order."""
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, (list, tuple)):
-        for item in out:
-            if isinstance(item, Tensor):
-                yield item
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is a plain window on one storage, so that storage and recipe say all about it.
-
-    Not so: sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, the
-    zeros that forward-mode AD makes without any memory, and the fake tensors with which torch traces: their
-    storages have no address.
-    """
-    kind = type(tensor)
-    if kind is not Tensor and kind is not Parameter and (kind is FakeTensor or is_wrapper(tensor)):
-        return False
-    return _is_window(tensor)
-
-
-def has_storage_or_fake(tensor: Tensor) -> bool:
-    """As `has_storage`, for a step on fake tensors: one has a storage of the right size like any other."""
-    if type(tensor) is FakeTensor:
-        return _is_window(tensor)
-    return has_storage(tensor)
-
-
-def _is_window(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is _STRIDED
-        and not tensor.is_nested
-        and not tensor.is_quantized
-        and not tensor._is_zerotensor()
-    )
-
-
-def is_wrapper(tensor: Tensor) -> bool:
-    """Whether `tensor` is a subclass with a dispatch of its own."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating-point operations of a call as torch's own counter counts; 0 where there is no formula."""
-    packet = getattr(op, "_overloadpacket", None)
-    if packet is torch.ops.aten._grouped_mm:  # torch has no formula for it
-        a, b = args[0], args[1]
-        groups = len(a) if a.dim() == b.dim() == 3 else 1
-        return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
-    count = flop_registry.get(packet)
-    if count is None:
-        return 0
-    return int(count(*args, **kwargs, out_val=out))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from autoac.profiler.torch_facts.op_facts import tensors_in
+from autoac.profiler.torch_facts.op_signature import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +49,15 @@ def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Genera
     return default_generator(torch.device(kwargs.get("device") or "cpu"))
 
 
-def capture(generator: torch.Generator) -> GeneratorState:
+def capture_generator(generator: torch.Generator) -> GeneratorState:
     """The state of `generator` now."""
     return GeneratorState(generator, generator.get_state().numpy().tobytes())
 
 
 @contextmanager
-def at(state: GeneratorState) -> Iterator[None]:
+def generator_at(state: GeneratorState) -> Iterator[None]:
     """Run with the generator in `state`, and leave it where it was."""
-    now = capture(state.generator)
+    now = capture_generator(state.generator)
     state.restore()
     try:
         yield
@@ -65,13 +65,13 @@ def at(state: GeneratorState) -> Iterator[None]:
         now.restore()
 
 
-class Generators:
+class DefaultGenerators:
     """The default generators of the CPU, of `device`, of Python and of numpy as they are now."""
 
     def __init__(self, device: torch.device) -> None:
-        self._states = [capture(torch.default_generator)]
+        self._states = [capture_generator(torch.default_generator)]
         if device.type not in ("cpu", "meta"):
-            self._states.append(capture(default_generator(device)))
+            self._states.append(capture_generator(default_generator(device)))
         self._of_python, self._of_numpy = random.getstate(), numpy.random.get_state()
 
     def restore(self) -> None:
@@ -85,7 +85,7 @@ class Generators:
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
     """Leave the default generators of the CPU, of `device`, of Python and of numpy where they were."""
-    before = Generators(device)
+    before = DefaultGenerators(device)
     try:
         yield
     finally:

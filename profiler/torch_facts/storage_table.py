@@ -14,8 +14,47 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+from autoac.profiler.torch_facts.private import FakeTensor
 
 T = TypeVar("T")
+
+_STRIDED = torch.strided
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether `tensor` is a plain window on one storage, so that storage and recipe say all about it.
+
+    Not so: sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, the
+    zeros that forward-mode AD makes without any memory, and the fake tensors with which torch traces: their
+    storages have no address.
+    """
+    kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter and (kind is FakeTensor or is_wrapper(tensor)):
+        return False
+    return _is_window(tensor)
+
+
+def has_storage_or_fake(tensor: Tensor) -> bool:
+    """As `has_storage`, for a step on fake tensors: one has a storage of the right size like any other."""
+    if type(tensor) is FakeTensor:
+        return _is_window(tensor)
+    return has_storage(tensor)
+
+
+def _is_window(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is _STRIDED
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor._is_zerotensor()
+    )
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether `tensor` is a subclass with a dispatch of its own."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 class Window(NamedTuple):

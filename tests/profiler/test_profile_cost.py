@@ -11,10 +11,10 @@ from torch import nn
 
 from autoac.profiler import observe
 from autoac.profiler import static_memory as static
+from autoac.profiler.capture.garbage_collection import heap_frozen, not_collecting
 from autoac.profiler.restore.batch import Call
 from autoac.profiler.static_memory import optimizer_bytes
 from autoac.profiler.steps import hollow
-from autoac.profiler.steps.garbage_collection import heap_frozen, not_collecting
 from autoac.profiler.timing import op_timer as timing
 
 CPU = torch.device("cpu")

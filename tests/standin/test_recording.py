@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build
 from autoac.profiler import CannotProfile, profile
-from autoac.profiler.capture.torch_trace import Allocated, Marked, Recording
+from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, TorchTrace
 from benchmarks.models.modules import Transformer
 
 CUDA = torch.device("cuda", 0)
@@ -24,11 +24,11 @@ def small() -> tuple[nn.Module, Tensor]:
     return Transformer(layers=1).cuda(), torch.randn(2, 8, 32, device="cuda")
 
 
-def taken(recording: Recording, model: nn.Module, x: Tensor) -> list[Allocated]:
+def taken(recording: TorchTrace, model: nn.Module, x: Tensor) -> list[AllocationEvent]:
     """Return the record of a forward on this thread and a backward on the device's."""
     with recording:
         sum(out.sum() for out in model(x).values()).backward()
-    return [e for e in recording.entries() if isinstance(e, Allocated) and e.device.type == "cuda"]
+    return [e for e in recording.events() if isinstance(e, AllocationEvent) and e.device.type == "cuda"]
 
 
 @pytest.mark.parametrize("ops", [(), ("aten::linear",)])
@@ -36,7 +36,7 @@ def test_every_allocation_and_free_of_a_step_is_in_the_record(gpu: ModuleType, o
     model, x = small()
     before = gpu.live(0)
     gpu.reset_peak(0)
-    recording = Recording(CUDA, ops=ops)
+    recording = TorchTrace(CUDA, ops=ops)
     found = taken(recording, model, x)
     live = list(accumulate((entry.nbytes for entry in found), initial=before))
     assert live[-1] == gpu.live(0)
@@ -45,9 +45,9 @@ def test_every_allocation_and_free_of_a_step_is_in_the_record(gpu: ModuleType, o
 
 
 def test_a_record_of_every_device_has_all_of_them(gpu: ModuleType) -> None:
-    with (recording := Recording()):
+    with (recording := TorchTrace()):
         held = [torch.empty(1000, device=device) for device in ("cpu", "cuda:0", "cuda:1")]
-    found = {entry.device.type: entry for entry in recording.entries() if isinstance(entry, Allocated)}
+    found = {entry.device.type: entry for entry in recording.events() if isinstance(entry, AllocationEvent)}
     assert set(found) == {"cpu", "cuda"}
     assert found["cuda"].address == held[2].data_ptr()
 
@@ -63,10 +63,10 @@ class Watching(TorchDispatchMode):
 
 
 def test_the_range_around_a_record_is_no_op_for_modes(gpu: ModuleType) -> None:
-    with Watching() as watching, Recording(CUDA) as recording:
+    with Watching() as watching, TorchTrace(CUDA) as recording:
         recording.mark("here")
     assert watching.seen == []
-    assert [entry.name for entry in recording.entries() if isinstance(entry, Marked)] == ["here"]
+    assert [entry.name for entry in recording.events() if isinstance(entry, MarkEvent)] == ["here"]
 
 
 class Forking(nn.Module):

@@ -16,7 +16,7 @@ from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Policy, build, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import observe
-from autoac.profiler.steps.hollow import Loop
+from autoac.profiler.steps.training_loop import Loop
 
 ROWS, WIDTH = 128, 32
 

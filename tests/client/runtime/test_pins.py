@@ -16,7 +16,7 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.profiler import profile
-from autoac.profiler.torch_facts.pins import pins_of
+from autoac.profiler.torch_facts.module_pins import pins_of
 
 
 def block() -> nn.Module:

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.capture.allocations import AllocationRecord
-from autoac.profiler.capture.torch_trace import Allocated, Marked, Ran, Recording
+from autoac.profiler.restore.backward_hooks import BackwardHooks
 from autoac.profiler.restore.batch import Batch, Call
 from autoac.profiler.restore.written_tensors import Originals
-from autoac.profiler.steps.backward_hooks import BackwardHooks
 from autoac.profiler.timing.on_device import seconds
 from autoac.profiler.timing.op_timer import (
     CLOCK_READ_EVERY,
@@ -27,11 +26,12 @@ from autoac.profiler.timing.op_timer import (
     host_clock,
     timed_forward,
 )
+from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
 
 CPU = torch.device("cpu")
 
 
-def taken(recording: Recording) -> list[Allocated | Marked | Ran]:
+def taken(recording: TorchTrace) -> list[AllocationEvent | MarkEvent | OpEvent]:
     """What is recorded of two allocations, an op inside another, and a backward."""
     x = torch.ones(1000, requires_grad=True)
     with recording:
@@ -39,22 +39,22 @@ def taken(recording: Recording) -> list[Allocated | Marked | Ran]:
         y = torch.nn.functional.linear(x, torch.ones(500, 1000))
         recording.mark("second")
         y.sum().backward()
-    return list(recording.entries())
+    return list(recording.events())
 
 
 def test_allocations_and_marks_come_in_order_and_nothing_else() -> None:
-    entries = taken(Recording(CPU))
-    kinds = [type(entry) for entry in entries]
-    assert [entry.name for entry in entries if isinstance(entry, Marked)] == ["first", "second"]
-    between = entries[kinds.index(Marked) + 1 : len(kinds) - 1 - kinds[::-1].index(Marked)]
-    assert next(entry.nbytes for entry in between if isinstance(entry, Allocated)) == 2_000_000
-    assert Ran not in kinds
-    assert [entry.time_ns for entry in entries] == sorted(entry.time_ns for entry in entries)
+    events = taken(TorchTrace(CPU))
+    kinds = [type(entry) for entry in events]
+    assert [entry.name for entry in events if isinstance(entry, MarkEvent)] == ["first", "second"]
+    between = events[kinds.index(MarkEvent) + 1 : len(kinds) - 1 - kinds[::-1].index(MarkEvent)]
+    assert next(entry.nbytes for entry in between if isinstance(entry, AllocationEvent)) == 2_000_000
+    assert OpEvent not in kinds
+    assert [entry.time_ns for entry in events] == sorted(entry.time_ns for entry in events)
 
 
 def test_ops_that_nobody_asks_for_leave_no_trace() -> None:
     """Their names would lie between tensors on the heap for as long as the record is open."""
-    taken(recording := Recording(CPU))
+    taken(recording := TorchTrace(CPU))
     names = {event.name for event in every(recording._results.experimental_event_tree())}
     assert {name for name in names if "aten" in name or "Backward" in name} == set()
 
@@ -67,7 +67,9 @@ def every(events: list[Any]) -> Iterator[Any]:
 
 def test_ops_that_were_asked_for_are_told_and_the_nodes_of_backward() -> None:
     ran = [
-        entry for entry in taken(Recording(CPU, ops=["aten::linear", "aten::mv"])) if isinstance(entry, Ran)
+        entry
+        for entry in taken(TorchTrace(CPU, ops=["aten::linear", "aten::mv"]))
+        if isinstance(entry, OpEvent)
     ]
     assert [entry.name for entry in ran if not entry.node] == ["aten::linear"], "mv runs inside linear"
     assert "SumBackward0" in [entry.name for entry in ran if entry.node]
@@ -84,18 +86,18 @@ class Watching(TorchDispatchMode):
 
 
 def test_marks_are_no_ops_for_modes() -> None:
-    recording = Recording(CPU)
+    recording = TorchTrace(CPU)
     with Watching() as watching, recording:
         recording.mark("here")
         torch.ones(3).sin()
     assert watching.seen == ["aten.ones.default", "aten.sin.default"]
-    assert [entry.name for entry in recording.entries() if isinstance(entry, Marked)] == ["here"]
+    assert [entry.name for entry in recording.events() if isinstance(entry, MarkEvent)] == ["here"]
 
 
 def test_one_record_at_a_time() -> None:
-    with Recording(CPU), pytest.raises(ProfilerBusy), Recording(CPU):
+    with TorchTrace(CPU), pytest.raises(ProfilerBusy), TorchTrace(CPU):
         pass
-    with Recording(CPU):
+    with TorchTrace(CPU):
         pass
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autoac.profiler.errors import CannotProfile
-from autoac.profiler.restore.batch import batch_tensors
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
 
 
 def device_of(

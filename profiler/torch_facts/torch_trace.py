@@ -49,7 +49,7 @@ def profiler_is_running() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocated:
+class AllocationEvent:
     """The allocator gave out memory or took it back. Times are on the profiler's clock."""
 
     time_ns: int
@@ -59,7 +59,7 @@ class Allocated:
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class MarkEvent:
     """A mark was placed."""
 
     time_ns: int
@@ -67,7 +67,7 @@ class Marked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class OpEvent:
     """An op, or a node of autograd from its first unpack until its function returned."""
 
     time_ns: int
@@ -76,15 +76,15 @@ class Ran:
     node: bool
 
 
-Entry = Allocated | Marked | Ran
+TraceEvent = AllocationEvent | MarkEvent | OpEvent
 
 
-class Recording:
-    """Use as a context manager; `mark()` inside it, `entries()` after it.
+class TorchTrace:
+    """Use as a context manager; `mark()` inside it, `events()` after it.
 
     Args:
         device: whose allocator is recorded; None: every device's. The CPU's is always in the record.
-        ops: names of ops, `aten::mm`, whose runs `entries` is to tell, and those of all nodes of autograd
+        ops: names of ops, `aten::mm`, whose runs `events` is to tell, and those of all nodes of autograd
             with them. By default neither is recorded (NOTE [ Ops are left out of the record ]).
 
     Raises:
@@ -132,7 +132,7 @@ class Recording:
             private.end_range(private.begin_range(_MARK + name, None))
 
     def check_complete(self, where: str) -> None:
-        """Compare the allocations of `entries`, but the CPU's, with torch.profiler's flat list of events.
+        """Compare the allocations of `events`, but the CPU's, with torch.profiler's flat list of events.
 
         See NOTE [ Allocations of other devices need a range around them ].
 
@@ -140,7 +140,7 @@ class Recording:
             where: what was recorded, for the error.
 
         Raises:
-            CannotProfile: `entries` lacks some.
+            CannotProfile: `events` lacks some.
         """
         if not self._ranged:
             return
@@ -159,21 +159,21 @@ class Recording:
                 "run that part on the thread that calls forward",
             )
 
-    def entries(self) -> Iterator[Entry]:
+    def events(self) -> Iterator[TraceEvent]:
         """What was recorded, in order of time. Of an op that runs inside another only the outer one."""
         ops = self._ops
         for event, inside in sorted(self._walk(), key=lambda found: int(found[0].start_time_ns)):
             time_ns = int(event.start_time_ns)
             if event.tag == private.EventType.Allocation:
                 fields = event.typed[1]
-                yield Allocated(time_ns, fields.ptr, fields.alloc_size, fields.device)
+                yield AllocationEvent(time_ns, fields.ptr, fields.alloc_size, fields.device)
             elif (name := event.name).startswith(_MARK):
-                yield Marked(time_ns, name.removeprefix(_MARK))
+                yield MarkEvent(time_ns, name.removeprefix(_MARK))
             elif ops and not inside:
                 if name in ops:
-                    yield Ran(time_ns, int(event.end_time_ns), name, node=False)
+                    yield OpEvent(time_ns, int(event.end_time_ns), name, node=False)
                 elif name.startswith(_NODE):
-                    yield Ran(time_ns, _returned_ns(event), name.removeprefix(_NODE), node=True)
+                    yield OpEvent(time_ns, _returned_ns(event), name.removeprefix(_NODE), node=True)
 
     def _walk(self) -> Iterator[tuple[Any, bool]]:
         """Every event of the tree, and whether it lies inside one of the ops that were asked for."""

@@ -1,0 +1,77 @@
+"""The tensors of a batch, in containers, dataclasses and other objects, at any depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoac.profiler.torch_facts.private import tree_leaves
+
+_PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
+
+
+def batch_tensors(items: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among `items`, in containers, dataclasses and other objects, at any depth."""
+    return (thing for thing in reached_items(items) if isinstance(thing, Tensor))
+
+
+def reached_items(items: Iterable[Any]) -> Iterator[Any]:
+    """Tensors, and what holds the content of each object. Objects may be linked in long chains."""
+    seen: set[int] = set()
+    waiting: deque[Iterable[Any]] = deque([items])
+    while waiting:
+        for leaf in _leaves(waiting.popleft()):
+            if isinstance(leaf, Tensor):
+                yield leaf
+                continue
+            for holder in _holders(leaf):
+                if id(holder) not in seen:
+                    seen.add(id(holder))
+                    yield holder
+                    waiting.append(content_of(holder).values())
+
+
+def _leaves(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        kind = type(item)
+        if kind is Tensor or isinstance(item, Tensor):
+            yield item
+        elif kind in _PLAIN:
+            continue
+        elif isinstance(item, (list, tuple)):
+            yield from _leaves(item)
+        elif kind is dict or kind is MappingProxyType:
+            yield from _leaves(item.values())
+        elif len(leaves := tree_leaves(item)) != 1 or leaves[0] is not item:
+            yield from _leaves(leaves)
+        else:
+            yield item
+
+
+def _holders(item: Any) -> Iterator[Any]:
+    """A dictionary that torch's pytree does not know, an object's attributes, or a dataclass with slots."""
+    if isinstance(item, _NOT_LOOKED_INTO):
+        return
+    if isinstance(item, dict):
+        yield item
+    attributes = getattr(item, "__dict__", None)
+    if isinstance(attributes, dict):
+        if attributes is not item:
+            yield attributes
+    elif dataclasses.is_dataclass(item):
+        yield item
+
+
+_NOT_LOOKED_INTO = (type, nn.Module, ModuleType, FunctionType)
+
+
+def content_of(holder: Any) -> dict[Any, Any]:
+    if isinstance(holder, dict):
+        return holder
+    names = [field.name for field in dataclasses.fields(holder)]
+    return {name: getattr(holder, name) for name in names if hasattr(holder, name)}

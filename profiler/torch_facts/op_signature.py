@@ -1,0 +1,65 @@
+"""The tensors, the signature and the arithmetic of one call of an op, read off its arguments and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
+
+
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an op, also those in lists."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                if isinstance(item, Tensor):
+                    yield item
+    if kwargs:
+        yield from tensors_in(tuple(kwargs.values()), {})
+
+
+def outputs_of(out: Any) -> Iterator[Tensor]:
+    """The tensors that an op returned, in order."""
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, (list, tuple)):
+        for item in out:
+            if isinstance(item, Tensor):
+                yield item
+
+
+def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a call does, without its numbers: op, types, shapes and strides. Equal ones do the same work."""
+
+    def describe(arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            if arg.is_nested:  # has no shape where its layout is strided
+                return ("nested", arg.dtype, arg.numel())
+            if not has_storage_or_fake(arg):
+                return (str(arg.layout), arg.dtype, tuple(arg.shape))
+            return (arg.dtype, tuple(arg.shape), arg.stride())
+        if isinstance(arg, (list, tuple)):
+            return tuple(describe(item) for item in arg)
+        return repr(arg) if not isinstance(arg, torch.Generator) else "generator"
+
+    return (name, *(describe(a) for a in args), *((k, describe(v)) for k, v in sorted(kwargs.items())))
+
+
+def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Floating-point operations of a call as torch's own counter counts; 0 where there is no formula."""
+    packet = getattr(op, "_overloadpacket", None)
+    if packet is torch.ops.aten._grouped_mm:  # torch has no formula for it
+        a, b = args[0], args[1]
+        groups = len(a) if a.dim() == b.dim() == 3 else 1
+        return int(2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1])
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0
+    return int(count(*args, **kwargs, out_val=out))
