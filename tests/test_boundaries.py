@@ -41,7 +41,7 @@ GROUP_OF_FILE = {
     "ac_client": {"base": ("errors", "files", "arguments"), "entry": ("apply", "applied_model")},
 }
 
-# Each group may import the groups of its line, and no others. A word without "/" is a group of the same package;
+# Each group may import the groups of its line, no others. A word without "/" is a group of the same package;
 # "planner", "profiler" and "ac_client" are the public names of a package.
 TABLE = """
 planner/base:
