@@ -28,7 +28,7 @@ GROUP_OF_FILE = {
     },
     "profiler": {
         "base": ("errors",),
-        "static": ("static_memory", "arguments"),
+        "static": ("static_memory", "arguments", "model_device"),
         "entry": ("observe", "to_profile"),
     },
     "api": {

@@ -3,8 +3,8 @@
     python tools/lint_english.py
 
 Rules for prose: start a docstring with an imperative verb ("Return", "Raise"), name the subject of each
-sentence, and prefer the field's words. `BANNED` has the phrases that most often break these rules, each with a
-replacement.
+sentence, and prefer the words of the field. `BANNED` has the phrases that break these rules most often, with
+a replacement for each.
 """
 
 from __future__ import annotations
