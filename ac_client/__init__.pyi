@@ -20,9 +20,9 @@ from .runtime.checkpoint import checkpoint, checkpoint_sequential
 from .runtime.cursor import LeftThePath
 from .runtime.nested_policies import PolicyConflict
 from .runtime.pins import Pin, pin
-from .runtime.region import save_recompute_policy, tag
+from .runtime.policy_context import save_recompute_policy, tag
 from .runtime.split_backward import split_backward
-from .runtime.view_recipes import StaleError
+from .runtime.write_guard import StaleError
 
 __all__ = [
     "AlreadyApplied",

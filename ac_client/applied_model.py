@@ -37,8 +37,8 @@ from ac_client.planning.replan import Planning
 from ac_client.planning.service_client import RemoteError
 from ac_client.planning.shape_buckets import Loaded
 from ac_client.runtime.cursor import OffPath
-from ac_client.runtime.region import active
-from ac_client.runtime.view_recipes import version_of
+from ac_client.runtime.policy_context import active
+from ac_client.runtime.write_guard import version_counter
 from autoac.planner import Constraints, Plan, PlannerError, Policy, PolicySet, as_planned
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.units import format_bytes
@@ -550,7 +550,7 @@ class Applied:
 
     def _written(self, model: nn.Module) -> int:
         """Rises with every step of the optimizer; one that is not known has to count what it writes."""
-        versions = sum(version_of(p) for p in parameters_of(model) if p.requires_grad)
+        versions = sum(version_counter(p) for p in parameters_of(model) if p.requires_grad)
         return versions + self._optimizers.steps
 
     def _abandon(self) -> None:

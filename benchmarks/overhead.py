@@ -27,7 +27,7 @@ import ac_client
 from ac_client.demo.baselines import SAVED_BY_SELECTIVE, overload
 from ac_client.demo.setting import Setting, build_model, make_batch
 from ac_client.files import write_whole
-from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner import Policy, plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build

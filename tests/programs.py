@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.policy_context import save_recompute_policy
 
 ROWS, COLUMNS = 4, 6
 

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.runtime import replay
-from ac_client.runtime.nodes import Node, alive
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.nodes import Node, live_versions
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
 from autoac.planner import Graph, Policy, schedule
 from autoac.planner.memory.schedule import Compute, Recompute
 from autoac.planner.problem.graph import SaveSet
@@ -35,7 +35,7 @@ class Outcome:
     input_gradients: list[Tensor | None]
     buffers: dict[str, Tensor]
     generator: Tensor
-    log: Log
+    log: EventLog
     peak: int | None  # bytes, by the allocator's record; None: not measured
 
     def recomputed(self) -> list[str]:
@@ -79,7 +79,7 @@ def step(
         if isinstance(t, Tensor):
             t.grad = None
     torch.manual_seed(1)
-    log = Log()
+    log = EventLog()
     logging = functools.partial(save_recompute_policy, log=log)
     region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if isinstance(policy, Policy):
@@ -176,17 +176,17 @@ class Replays:
 def replays() -> Iterator[Replays]:
     """Watch the storages that replays make, without a mode or a profiler."""
     seen = Replays()
-    run_again = replay._run_again
+    run_again = replay._replay
 
     def watched(node: Node, running: replay.Pass, *rest: Any) -> None:
         run_again(node, running, *rest)
-        for value in alive(node):
+        for value in live_versions(node):
             tensor = running.cache.get(value.serial)
             if tensor is not None:
                 seen.born(tensor.untyped_storage())
 
-    replay._run_again = watched
+    replay._replay = watched
     try:
         yield seen
     finally:
-        replay._run_again = run_again
+        replay._replay = run_again

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ac_client.runtime.region import active, save_recompute_policy
+from ac_client.runtime.policy_context import active, save_recompute_policy
 from autoac.profiler.torch_facts import private
 
 REPEATS = 24

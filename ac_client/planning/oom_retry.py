@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ac_client.planning.optimizer_steps import steps_begun
-from ac_client.runtime.view_recipes import version_of
+from ac_client.runtime.write_guard import version_counter
 from autoac.profiler import device_of
 from autoac.profiler.restore.module_state import ModuleState
 from autoac.profiler.torch_facts.rng import DefaultGenerators
@@ -128,4 +128,4 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else version_of(tensor)
+    return -1 if tensor is None else version_counter(tensor)

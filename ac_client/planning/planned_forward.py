@@ -12,7 +12,7 @@ from torch import nn
 
 from ac_client.planning.shape_buckets import Loaded, Quiet
 from ac_client.runtime.cursor import Cursor, OffPath
-from ac_client.runtime.region import active, save_recompute_policy
+from ac_client.runtime.policy_context import active, save_recompute_policy
 
 
 class Forward(threading.local):
@@ -55,7 +55,7 @@ class Forward(threading.local):
             strict=strict,
             report=report,
             in_forward=partial(_is_called, weakref.ref(model)),
-            beside=beside,
+            side_modules=beside,
         )
         self._strict = strict
         self._unseen = 0
@@ -73,7 +73,7 @@ class Forward(threading.local):
         region, self._region = self._region, None
         cursor, self._cursor = self._cursor, None
         if region is not None:
-            if active.region is not None and active.region.orphans:
+            if active.region is not None and active.region.storages.orphans:
                 self._quiet.clear()
             region.__exit__(None, None, None)
         loaded, self._loaded = self._loaded, None
@@ -90,7 +90,7 @@ class Forward(threading.local):
         region = active.region
         if self._cursor is None or region is None:
             return
-        if self._cursor.over:
+        if self._cursor.interrupted:
             self.end()
             return
         if self._unseen:
@@ -100,13 +100,13 @@ class Forward(threading.local):
         if begin is not None and not self._strict:
             end = self._quiet.get((path, begin))
             if end is None:
-                if self._cursor.saved_whole((begin, begin + 1)):
-                    region.before_pause()  # for `orphans` to count from the first step on
+                if self._cursor.saves_all((begin, begin + 1)):
+                    region.storages.note_counters()  # for `orphans` to count from the first step on
             elif region.pause():
                 self._unseen = 1
                 self._unrecorded += end - begin
-                self._cursor.skip(end)
-        self._watched.append(region.tracked_writes)
+                self._cursor.jump_to(end)
+        self._watched.append(region.storages.writes)
 
     def leave(self, path: str) -> None:
         """And returns."""
@@ -120,7 +120,7 @@ class Forward(threading.local):
             region.resume()
         called = self._cursor.leave(path)
         writes = self._watched.pop() if self._watched else -1
-        if called is not None and writes == region.tracked_writes and self._cursor.saved_whole(called):
+        if called is not None and writes == region.storages.writes and self._cursor.saves_all(called):
             self._quiet[path, called[0]] = called[1]
 
 

@@ -25,7 +25,7 @@ from ac_client.planning.ranks import AUTO, Group, Need, Ranks, Terms, meet, rank
 from ac_client.planning.replan import Planning
 from ac_client.planning.service_client import RemoteError
 from ac_client.planning.shape_buckets import MOST_BUCKETS, Buckets, Loaded, largest
-from ac_client.runtime.region import enter_hooks
+from ac_client.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
 from autoac.planner import InfeasibleBudget, Plan, PlannerError, Policy, PolicySet, Profile
 from autoac.planner.formats.policy_set import Bucket, Shape, shape_in_words
 from autoac.planner.units import format_bytes
@@ -633,7 +633,7 @@ def _in_words(loop: Loop) -> str:
 
 def _check_hooks() -> None:
     """Raises what stands in the way of saved-tensor hooks, before anything has run."""
-    enter_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
+    enter_saved_tensor_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
     hooks.__exit__()
 
 

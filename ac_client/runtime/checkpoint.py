@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import checkpoint as torchs
 
-from ac_client.runtime.nested_policies import AskedAsByTorch
-from ac_client.runtime.region import save_recompute_policy
+from ac_client.runtime.nested_policies import TorchFunctionPolicy
+from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import dynamo_is_active
 from autoac.profiler.torch_facts.private import tree_leaves
@@ -232,11 +232,11 @@ def _check(context_fn: Contexts, determinism_check: str, debug: bool) -> None:
         raise ValueError(f"determinism_check should be one of {allowed}, but got {determinism_check}")
 
 
-def _selective_policy(first: object, second: object) -> AskedAsByTorch | None:
+def _selective_policy(first: object, second: object) -> TorchFunctionPolicy | None:
     """The policy of torch's selective contexts; None if they are others. Subclasses may do anything."""
     if (
         type(first) is not torchs._CachingTorchDispatchMode
         or type(second) is not torchs._CachedTorchDispatchMode
     ):
         return None
-    return AskedAsByTorch(first.policy_fn)
+    return TorchFunctionPolicy(first.policy_fn)

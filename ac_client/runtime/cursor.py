@@ -1,15 +1,18 @@
-"""Walks the decisions of a policy along the ops that run, and notices when they are other ops.
+"""Look up the decision of a policy for each op that runs, and detect when other ops run than expected.
 
-No torch: ops and modules are names. NOTE [ Off the path ] (rule 10 of the design): as soon as an op is
-not the one that the policy has next, its module is lost: the ops up to the next module boundary are
-left to the default. At a boundary the cursor looks up where the policy continues for that module.
+This file knows no torch: ops and modules are names.
 
-That may leave ops out: a layer that was taken out, or is called once more, has no op that tells. So where a
-module begins elsewhere than at the next op, the cursor remembers that op, and has left the path if the next
-one to run is of that module. It has not if another module is entered first that does have the op: one that is
-called from here, but lives elsewhere in the model.
+NOTE [ Off the path ] (rule 10 of the design)
 
-A copy may be left out. A policy serves smaller batches than the one that it was planned for, and `reshape`,
+As soon as an op is not the one that the policy expects next, the cursor is lost: ops get the default decision
+up to the next module boundary. There the cursor looks up where the policy continues for that module.
+
+A layer that is skipped or called twice has no op that shows it. So where a module begins elsewhere than at
+the expected op, the cursor remembers that op. The forward has left the path if the next op to run belongs
+to that module. It has not if a module is entered first that does contain the expected op: such a module is
+called from here but belongs to another part of the model.
+
+A copy may be missing. A policy also serves smaller batches than the one it was planned for, and `reshape`,
 `contiguous` and `matmul` copy nothing where a dimension of size 1 lets them return a view.
 """
 
@@ -24,10 +27,13 @@ from autoac.planner.formats.policy import Decision
 ROOT = "."
 COPY = "aten.clone.default"
 
+Span = tuple[int, int]
+"""Positions [begin, end) in a route."""
+
 
 @dataclass(frozen=True, slots=True)
 class OffPath:
-    """The first place at which a step left the policy."""
+    """The first op at which a forward left its policy."""
 
     expected: str  # key in the policy, or "the end"
     found: str  # module and op that ran
@@ -37,7 +43,7 @@ class OffPath:
 
 
 class LeftThePath(RuntimeError):
-    """Strict mode: other ops ran than those of the policy."""
+    """Raised with strict=True if other ops run than those of the policy."""
 
     def __init__(self, off: OffPath) -> None:
         self.off = off
@@ -48,52 +54,53 @@ class LeftThePath(RuntimeError):
 
 
 class Route:
-    """The decisions of a policy, laid out for walking. Shared by all cursors of one policy."""
+    """The decisions of a policy, indexed by position. All cursors of one policy share it."""
 
     def __init__(self, decisions: Mapping[str, Decision]) -> None:
         self.keys = list(decisions)
         self.modules = [key.rpartition("/")[0] for key in self.keys]
         self.ops = [key.rpartition("/")[2].rpartition("#")[0] for key in self.keys]
         self.decisions = list(decisions.values())
-        self.runs = self._runs()
-        # Ops behind it may be those of a loss that the profile was taken with, and no forward runs.
+        self._spans = self._spans_by_module()
+        # Ops after the last module may be those of the loss that the profile was taken with.
         self.last_in_module = max((i for i, module in enumerate(self.modules) if module != ROOT), default=-1)
-        self._unsaved = [0]  # before each position, ops that are recomputed
+        self._recomputed = [0]  # number of recomputed ops before each position
         for decision in self.decisions:
-            self._unsaved.append(self._unsaved[-1] + (decision != "save"))
+            self._recomputed.append(self._recomputed[-1] + (decision != "save"))
 
-    def saved_whole(self, stretch: tuple[int, int]) -> bool:
-        """Whether every op of `stretch` is saved."""
-        begin, end = stretch
-        return self._unsaved[begin] == self._unsaved[end]
+    def saves_all(self, span: Span) -> bool:
+        """Return True if every op of `span` is saved."""
+        begin, end = span
+        return self._recomputed[begin] == self._recomputed[end]
 
-    def behind_copies(self, position: int) -> int:
+    def skip_copies(self, position: int) -> int:
         """Return the position of the first op from `position` on that is not a copy."""
         while position < len(self.ops) and self.ops[position] == COPY:
             position += 1
         return position
 
-    def _runs(self) -> dict[str, list[tuple[int, int]]]:
-        """For each module, the stretches [begin, end) in which it or a module inside it runs."""
-        runs: dict[str, list[tuple[int, int]]] = {}
-        open_at: dict[str, int] = {}
+    def _spans_by_module(self) -> dict[str, list[Span]]:
+        """Return, for each module, the spans in which it or one of its submodules runs."""
+        spans: dict[str, list[Span]] = {}
+        begins: dict[str, int] = {}
         for i, module in enumerate([*self.modules, ROOT]):
-            around = set(_prefixes(module)) if i < len(self.modules) else set()
-            for path in [path for path in open_at if path not in around]:
-                runs.setdefault(path, []).append((open_at.pop(path), i))
-            for path in around:
-                open_at.setdefault(path, i)
-        return runs
+            enclosing = set(_enclosing(module)) if i < len(self.modules) else set()
+            for path in [path for path in begins if path not in enclosing]:
+                spans.setdefault(path, []).append((begins.pop(path), i))
+            for path in enclosing:
+                begins.setdefault(path, i)
+        return spans
 
-    def run_from(self, path: str, position: int) -> tuple[int, int] | None:
-        """The first stretch of `path` that ends beyond `position`, or its last one."""
-        stretches = self.runs.get(path)
-        if not stretches:
+    def span_from(self, path: str, position: int) -> Span | None:
+        """Return the first span of the module `path` that ends after `position`, or else its last one."""
+        spans = self._spans.get(path)
+        if not spans:
             return None
-        return next((s for s in stretches if s[1] > position), stretches[-1])
+        return next((span for span in spans if span[1] > position), spans[-1])
 
 
-def _prefixes(module: str) -> list[str]:
+def _enclosing(module: str) -> list[str]:
+    """Return the paths of the modules around `module`, itself included."""
     if module == ROOT:
         return []
     parts = module.split(".")
@@ -101,23 +108,28 @@ def _prefixes(module: str) -> list[str]:
 
 
 class _Call(NamedTuple):
-    """A module that is being called."""
+    """A call of a module that has not returned."""
 
-    stretch: tuple[int, int] | None  # where the module is in the route; calls in a row are one stretch
-    begin: int | None  # where this call began; None if that is not certain
-    times_off: int  # how often the path had been left by then
+    span: Span | None  # of the module in the route; consecutive calls share one span
+    begin: int | None  # position at which this call began; None if that is uncertain
+    departures: int  # how often the forward had left the path by then
 
 
 class Cursor:
-    """One walk along a route: one forward pass.
+    """A position in a route that follows one forward pass.
 
     Args:
-        route: where it should lead.
-        strict: raise where it leads elsewhere.
-        report: told of the first place where it does.
-        in_forward: return True while the forward that it walks with is running. One that KeyboardInterrupt
-            ends says so nowhere: later ops on the thread are none of its own.
-        beside: modules that run ops of their own now and then, which no policy has (DistributedDataParallel).
+        route: the decisions to follow.
+        strict: raise where the forward leaves the route.
+        report: called with the first op at which it does.
+        in_forward: return True while the forward runs. KeyboardInterrupt ends a forward without a hook, and
+            later ops on the thread are not part of it.
+        side_modules: modules that run ops of their own now and then, which are in no policy
+            (DistributedDataParallel).
+
+    Attributes:
+        off_path: the first op at which the forward left the route; None if it did not.
+        interrupted: True if the forward ended without `finish`.
     """
 
     def __init__(
@@ -127,118 +139,120 @@ class Cursor:
         strict: bool = False,
         report: Callable[[OffPath], None] | None = None,
         in_forward: Callable[[], bool] = lambda: True,
-        beside: Set[str] = frozenset(),
+        side_modules: Set[str] = frozenset(),
     ) -> None:
-        self._in_forward = in_forward
-        self.over = False  # the forward was interrupted
-        self._times_off = 0
+        self.off_path: OffPath | None = None
+        self.interrupted = False
         self._route = route
-        self._beside = beside
-        self._within = [ROOT]  # the modules that are being called
         self._strict = strict
         self._report = report
+        self._in_forward = in_forward
+        self._side_modules = side_modules
+        self._modules = [ROOT]  # that are being called
+        self._calls: list[_Call] = []
         self._position = 0
-        self._missed: int | None = None  # where a module was entered that does not go on there
+        self._expected: int | None = None  # set where a module was entered elsewhere than at the expected op
         self._lost = False
-        self._stack: list[_Call] = []
-        self.off: OffPath | None = None  # the first time that it was lost
+        self._departures = 0
 
-    def op(self, name: str) -> Decision | None:
-        """The decision for the op that runs now; None if the policy does not have it here.
+    def next_decision(self, op: str) -> Decision | None:
+        """Return the decision for `op`, which runs now; None if the policy does not expect it here.
 
         Raises:
-            LeftThePath: it does not, and the cursor is strict.
+            LeftThePath: the policy does not expect `op`, and the cursor is strict.
         """
         route, i = self._route, self._position
-        if self._within[-1] in self._beside and (i >= len(route.ops) or route.modules[i] != self._within[-1]):
+        if self._modules[-1] in self._side_modules and (
+            i >= len(route.ops) or route.modules[i] != self._modules[-1]
+        ):
             return None
-        if not self._lost and i < len(route.ops) and route.ops[i] == name:
-            if self._missed is not None:
-                self._left(route.keys[i])
+        if not self._lost and i < len(route.ops) and route.ops[i] == op:
+            if self._expected is not None:
+                self._depart(route.keys[i])
             self._position = i + 1
             return route.decisions[i]
         if not self._lost:
-            behind = route.behind_copies(i)
-            if i < behind < len(route.ops) and route.ops[behind] == name and self._missed is None:
-                self._position = behind + 1
-                return route.decisions[behind]
+            after = route.skip_copies(i)
+            if i < after < len(route.ops) and route.ops[after] == op and self._expected is None:
+                self._position = after + 1
+                return route.decisions[after]
             self._lost = True
-            self._left(name)
+            self._depart(op)
         return None
 
     def enter(self, path: str) -> int | None:
-        """A module's forward begins. Returns where in the route its first op is, if that is certain."""
-        self._within.append(path)
-        came_to = self._next
-        stretch = self._route.run_from(path, came_to)
-        if stretch is not None and not stretch[0] <= came_to < stretch[1]:
-            behind = self._route.behind_copies(came_to)
-            if stretch[0] <= behind < stretch[1]:
-                came_to = behind
+        """Follow the forward into a module; return the position of its first op if that is certain."""
+        self._modules.append(path)
+        expected = self._next
+        span = self._route.span_from(path, expected)
+        if span is not None and not span[0] <= expected < span[1]:
+            after = self._route.skip_copies(expected)
+            if span[0] <= after < span[1]:
+                expected = after
             else:
-                stretch = self._route.run_from(path, self._position)
+                span = self._route.span_from(path, self._position)
         begin: int | None = None
-        if stretch is not None:
+        if span is not None:
             if self._lost:
-                begin = self._position = stretch[0]
-                self._missed, self._lost = None, False
-            elif stretch[0] <= came_to < stretch[1]:
-                begin = self._position = came_to
-                self._missed = None
+                begin = self._position = span[0]
+                self._expected, self._lost = None, False
+            elif span[0] <= expected < span[1]:
+                begin = self._position = expected
+                self._expected = None
             else:
-                self._position, self._missed = stretch[0], came_to
-                if self.off is not None:
+                self._position, self._expected = span[0], expected
+                if self.off_path is not None:
                     begin = self._position
-        self._stack.append(_Call(stretch, begin, self._times_off))
+        self._calls.append(_Call(span, begin, self._departures))
         return begin
 
-    def skip(self, end: int) -> None:
-        """The innermost module's ops ran unseen: go on at `end`."""
-        self._position, self._missed = end, None
+    def jump_to(self, end: int) -> None:
+        """Continue at `end`, because the ops of the innermost module ran unseen."""
+        self._position, self._expected = end, None
 
-    def leave(self, path: str) -> tuple[int, int] | None:
-        """A module's forward is over. Returns the ops of this call in the route, if that is certain."""
-        if len(self._within) > 1:
-            self._within.pop()
-        if not self._stack:
+    def leave(self, path: str) -> Span | None:
+        """Follow the forward out of a module; return the span of this call if that is certain."""
+        if len(self._modules) > 1:
+            self._modules.pop()
+        if not self._calls:
             return None
-        call = self._stack.pop()
-        if call.stretch is not None and self._lost:
-            self._position = call.stretch[1]
+        call = self._calls.pop()
+        if call.span is not None and self._lost:
+            self._position = call.span[1]
             self._lost = False
-        if call.begin is None or call.times_off != self._times_off or self._missed is not None:
+        if call.begin is None or call.departures != self._departures or self._expected is not None:
             return None
         return call.begin, self._position
 
-    def saved_whole(self, stretch: tuple[int, int]) -> bool:
-        """Return True if every op of `stretch` is saved."""
-        return self._route.saved_whole(stretch)
+    def saves_all(self, span: Span) -> bool:
+        """Return True if every op of `span` is saved."""
+        return self._route.saves_all(span)
 
     def finish(self) -> None:
-        """Forward is over.
+        """End the forward.
 
         Raises:
-            LeftThePath: ops are left that it should have run, and the cursor is strict.
+            LeftThePath: expected ops did not run, and the cursor is strict.
         """
-        if not self._lost and self._route.behind_copies(self._next) <= self._route.last_in_module:
-            self._left("the end of forward")
+        if not self._lost and self._route.skip_copies(self._next) <= self._route.last_in_module:
+            self._depart("the end of forward")
 
     @property
     def _next(self) -> int:
-        """The op that the policy has next."""
-        return self._position if self._missed is None else self._missed
+        """Return the position of the op that the policy expects next."""
+        return self._position if self._expected is None else self._expected
 
-    def _left(self, found: str) -> None:
+    def _depart(self, found: str) -> None:
         route, i = self._route, self._next
-        self._missed = None
-        self._times_off += 1
-        if (self._strict or self.off is None) and not self._in_forward():
-            self.over = self._lost = True
+        self._expected = None
+        self._departures += 1
+        if (self._strict or self.off_path is None) and not self._in_forward():
+            self.interrupted = self._lost = True
             return
         off = OffPath(route.keys[i] if i < len(route.keys) else "the end", found)
         if self._strict:
             raise LeftThePath(off)
-        if self.off is None:
-            self.off = off
+        if self.off_path is None:
+            self.off_path = off
             if self._report is not None:
                 self._report(off)

@@ -1,10 +1,10 @@
-"""What decides, beside its arguments, what an op computes: the same when it is run again.
+"""Record and restore the global flags of torch that decide, with its arguments, what an op computes.
 
-It is read for each op that is recorded. All of it may be set for a while by a with-block that is around
-forward, or in it, and not around backward: `torch.backends.mkldnn.flags(enabled=False)` chooses other
-kernels, whose last bits are others. Not here: the state of generators (profiler/torch_facts/rng.py);
-autocast, below which ops are recorded; and the precision of float32 matmuls, which is too slow to read for
-each op (docs/semantics.md).
+A flag may be set by a with-block that is around forward, or inside it, and not around backward:
+`torch.backends.mkldnn.flags(enabled=False)` selects other kernels, whose last bits differ. So each recorded
+op notes the flags, and its replay restores them. Not included: generator states
+(profiler/torch_facts/rng.py); autocast, because ops are recorded below it; the precision of float32
+matmuls, which is too slow to read for each op (docs/semantics.md).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 from autoac.profiler.torch_facts import private
 
-Ambient = tuple[Any, ...]
-"""Whether gradients are on, the default dtype, whether kernels are to be deterministic, what libraries do."""
+Flags = tuple[Any, ...]
+"""Grad mode, default dtype, deterministic algorithms, then the flags of oneDNN and cuDNN; as in _SETTERS."""
 
 _grad = torch.is_grad_enabled
-_dtype = torch.get_default_dtype  # of what ops make from numbers and integers
+_dtype = torch.get_default_dtype  # of what ops make from Python numbers
 _deterministic = private.get_deterministic_algorithms
 _mkldnn = private.get_mkldnn_enabled
 _mkldnn_deterministic = private.get_mkldnn_deterministic
@@ -29,11 +29,11 @@ _cudnn_deterministic = private.get_cudnn_deterministic
 _cudnn_benchmark = private.get_cudnn_benchmark
 
 
-def _on_cpu() -> Ambient:
+def _cpu_flags() -> Flags:
     return _grad(), _dtype(), _deterministic(), _mkldnn(), _mkldnn_deterministic()
 
 
-def _on_gpus_too() -> Ambient:
+def _cpu_and_gpu_flags() -> Flags:
     return (
         _grad(),
         _dtype(),
@@ -47,7 +47,7 @@ def _on_gpus_too() -> Ambient:
 
 
 def _set_deterministic(value: bool) -> None:
-    # What would raise has done so in forward.
+    # An op that raises under this flag has raised in forward.
     private.set_deterministic_algorithms(value, warn_only=True)
 
 
@@ -62,37 +62,37 @@ _SETTERS: tuple[Callable[[Any], None], ...] = (
     private.set_cudnn_benchmark,
 )
 
-ambient: Callable[[], Ambient] = _on_gpus_too if torch.backends.cuda.is_built() else _on_cpu
-"""What is in force now. Called for each op that is recorded."""
+current_flags: Callable[[], Flags] = _cpu_and_gpu_flags if torch.backends.cuda.is_built() else _cpu_flags
+"""Return the flags in force. Called for each op that is recorded."""
 
 
-class Switches:
-    """Puts in force what was for one op after another, and at the end of the with-block what is now.
+class FlagSwitcher:
+    """Set the flags of one op after another; restore the caller's flags at the end of the with-block.
 
-    Ops leave these switches alone, so from one op to the next only a difference costs anything.
+    Ops do not change flags, so only a difference between two ops costs anything.
     """
 
-    __slots__ = ("_before", "_now", "_warns")
+    __slots__ = ("_before", "_current", "_warns")
 
-    def __enter__(self) -> Switches:
-        self._before = self._now = ambient()
+    def __enter__(self) -> FlagSwitcher:
+        self._before = self._current = current_flags()
         return self
 
-    def like(self, then: Ambient) -> None:
-        """Put `then` in force."""
-        if then != self._now:
-            if self._now == self._before:
+    def set(self, flags: Flags) -> None:
+        """Put `flags` in force."""
+        if flags != self._current:
+            if self._current == self._before:
                 self._warns = private.get_deterministic_algorithms_warn_only()
-            _change(self._now, then)
-            self._now = then
+            _switch(self._current, flags)
+            self._current = flags
 
     def __exit__(self, *_: Any) -> None:
-        if self._now != self._before:
-            _change(self._now, self._before)
+        if self._current != self._before:
+            _switch(self._current, self._before)
             private.set_deterministic_algorithms(_deterministic(), warn_only=self._warns)
 
 
-def _change(now: Ambient, then: Ambient) -> None:
-    for put, old, new in zip(_SETTERS, now, then, strict=False):
+def _switch(current: Flags, target: Flags) -> None:
+    for put, old, new in zip(_SETTERS, current, target, strict=False):
         if old != new:
             put(new)

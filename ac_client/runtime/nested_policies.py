@@ -1,7 +1,7 @@
-"""What a policy says of one op, and how nested policies resolve (rule 9 of the design).
+"""Resolve nested policies for one op (rule 9 of the design).
 
-Resolved from the outermost to the innermost, starting from PREFER_SAVE: a later word replaces an earlier
-one, except that a MUST stands against any PREFER, and two different MUSTs are an error.
+Policies are resolved from the outermost to the innermost, starting from PREFER_SAVE. A later decision
+replaces an earlier one, except that a MUST stands against any PREFER, and two different MUSTs are an error.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from autoac.planner.formats.profile import DECIDES
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.private import OpOverload, OpOverloadPacket
 
-PolicyFunction = Callable[..., CheckpointPolicy | bool]
+PolicyCallable = Callable[..., CheckpointPolicy | bool]
 
 MUSTS = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE})
 SAVES = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE})
 
-
-_OFFLOADS = {
+_SAVE_FOR_OFFLOAD = {
     CheckpointPolicy.MUST_CPU_OFFLOAD: CheckpointPolicy.MUST_SAVE,
     CheckpointPolicy.PREFER_CPU_OFFLOAD: CheckpointPolicy.PREFER_SAVE,
 }
 
 
-def without_offload(word: CheckpointPolicy) -> CheckpointPolicy:
-    """Return `word`, with the matching SAVE in place of a CPU_OFFLOAD; warn about the first of these."""
-    saves = _OFFLOADS.get(word)
-    if saves is None:
-        return word
+def without_offload(decision: CheckpointPolicy) -> CheckpointPolicy:
+    """Return `decision` with the matching SAVE in place of a CPU_OFFLOAD; warn at the first of these."""
+    save = _SAVE_FOR_OFFLOAD.get(decision)
+    if save is None:
+        return decision
     _warn_of_offload()
-    return saves
+    return save
 
 
 @functools.cache
@@ -52,51 +51,53 @@ def _warn_of_offload() -> None:
 
 
 class PolicyConflict(RuntimeError):
-    """Two policies insist on different things for one op."""
+    """Raised if two policies insist on different decisions for one op."""
 
     def __init__(self, op: str, outer: str, inner: str) -> None:
         self.op, self.outer, self.inner = op, outer, inner
         super().__init__(
-            f"policies insist on different things for {op}: {outer} and {inner}; make one of them a PREFER"
+            f"policies for {op} must not insist on different decisions, got {outer} and {inner}; make one "
+            "of them a PREFER"
         )
 
 
-class Decider(Protocol):
-    """One policy of the stack."""
+class OpPolicy(Protocol):
+    """A policy on the stack."""
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """Describe the policy in error messages."""
 
     @property
-    def after(self) -> bool:
-        """Whether it wants to see the output before it decides."""
+    def needs_output(self) -> bool:
+        """Return True if `decide` must see the output of the op."""
 
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy | None:
-        """What it says of this call; None if it has nothing to say."""
+        """Return the decision for this call of `op`, or None to leave it to the other policies."""
 
 
 @dataclass(frozen=True, slots=True)
-class Always:
-    """The same for every op."""
+class ConstantPolicy:
+    """Make the same decision for every op."""
 
-    policy: CheckpointPolicy
+    decision: CheckpointPolicy
     description: str
-    after = False
+    needs_output = False
 
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy:
-        return self.policy
+        return self.decision
 
 
 @dataclass(frozen=True, slots=True)
-class SaveThese:
-    """Save the ops of a list and recompute the rest, as torch's selective checkpoint takes it."""
+class OpListPolicy:
+    """Save the ops of a list and recompute the others, as torch's selective checkpoint does."""
 
     ops: frozenset[Any]
-    after = False
+    needs_output = False
 
     @property
     def description(self) -> str:
@@ -110,69 +111,69 @@ class SaveThese:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A function `(ctx, out, op, *args, **kwargs) -> CheckpointPolicy | bool`."""
+class FunctionPolicy:
+    """Ask a function `(ctx, out, op, *args, **kwargs) -> CheckpointPolicy | bool`."""
 
-    function: PolicyFunction
-    after = True
+    function: PolicyCallable
+    needs_output = True
 
     @property
     def description(self) -> str:
-        return _described(self.function)
+        return _describe(self.function)
 
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy:
-        named = {name: value for name, value in kwargs.items() if name != "out"}  # the same tensor as `out`
-        return checked(self.function(_CONTEXT, out, op, *args, **named), self.description, op)
+        passed = {name: value for name, value in kwargs.items() if name != "out"}  # the same tensor as `out`
+        return parse_decision(self.function(_CONTEXT, out, op, *args, **passed), self.description, op)
 
 
 @dataclass(frozen=True, slots=True)
-class AskedAsByTorch:
-    """A function `(ctx, op, *args, **kwargs)`, as torch's selective checkpoint takes it."""
+class TorchFunctionPolicy:
+    """Ask a function `(ctx, op, *args, **kwargs)`, the form that torch's selective checkpoint takes."""
 
-    function: PolicyFunction
-    after = True  # ctx.op_output is the output
+    function: PolicyCallable
+    needs_output = True  # as ctx.op_output
 
     @property
     def description(self) -> str:
-        return _described(self.function)
+        return _describe(self.function)
 
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
-        return checked(self.function(context, op, *args, **kwargs), self.description, op)
+        return parse_decision(self.function(context, op, *args, **kwargs), self.description, op)
 
 
-def _described(function: PolicyFunction) -> str:
+def _describe(function: PolicyCallable) -> str:
     return f"the function {getattr(function, '__qualname__', function)!s}"
 
 
 _CONTEXT = SelectiveCheckpointContext(is_recompute=False)
 
 
-def checked(answer: Any, said_by: str, op: Any) -> CheckpointPolicy:
-    """The answer of a policy function as a CheckpointPolicy: True means save, False recompute.
+def parse_decision(decision: Any, policy: str, op: Any) -> CheckpointPolicy:
+    """Return what the function of `policy` returned for `op` as a CheckpointPolicy.
+
+    True means MUST_SAVE, and False means PREFER_RECOMPUTE.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `decision` is neither a CheckpointPolicy nor a bool.
     """
-    if isinstance(answer, bool):
-        return CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
-    if isinstance(answer, CheckpointPolicy):
-        return without_offload(answer)
-    raise TypeError(
-        f"{said_by} returned {answer!r} for {op}; a policy function returns a CheckpointPolicy or a bool"
-    )
+    if isinstance(decision, bool):
+        return CheckpointPolicy.MUST_SAVE if decision else CheckpointPolicy.PREFER_RECOMPUTE
+    if isinstance(decision, CheckpointPolicy):
+        return without_offload(decision)
+    raise TypeError(f"{policy} must return a CheckpointPolicy or a bool for {op}, got {decision!r}")
 
 
 @dataclass(slots=True)
-class Planned:
-    """The decisions of a plan, found by walking along the ops."""
+class PlannedPolicy:
+    """Make the decisions of a plan, which a cursor looks up op by op."""
 
     cursor: Cursor
-    after = False
+    needs_output = False
 
     @property
     def description(self) -> str:
@@ -181,136 +182,167 @@ class Planned:
     def decide(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
     ) -> CheckpointPolicy | None:
-        decision = self.cursor.op(facts.name)
+        decision = self.cursor.next_decision(facts.name)
         if decision is None:
             return None
         return CheckpointPolicy.PREFER_SAVE if decision == "save" else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def decider(policy: Any) -> Decider:
-    """The policy that the user named.
+def parse_policy(policy: Any) -> OpPolicy:
+    """Return the OpPolicy for what the user passed.
 
     Args:
-        policy: "recompute_all", "must_save_all", a function `(ctx, out, op, *args, **kwargs)`, ops to
-            save, a Cursor over a plan, or a Decider.
+        policy: "recompute_all", "must_save_all", a function `(ctx, out, op, *args, **kwargs)`, a list of ops
+            to save, a Cursor over a plan, or an OpPolicy.
 
     Raises:
-        TypeError, ValueError: it is none of these.
+        TypeError, ValueError: `policy` is none of these.
     """
     if isinstance(policy, Cursor):
-        return Planned(policy)
-    if isinstance(policy, (Always, SaveThese, Asked, AskedAsByTorch, Planned)):
+        return PlannedPolicy(policy)
+    if isinstance(policy, (ConstantPolicy, OpListPolicy, FunctionPolicy, TorchFunctionPolicy, PlannedPolicy)):
         return policy
     if isinstance(policy, str):
         match policy:
             case "recompute_all":
-                return Always(CheckpointPolicy.PREFER_RECOMPUTE, '"recompute_all"')
+                return ConstantPolicy(CheckpointPolicy.PREFER_RECOMPUTE, '"recompute_all"')
             case "must_save_all":
-                return Always(CheckpointPolicy.MUST_SAVE, '"must_save_all"')
+                return ConstantPolicy(CheckpointPolicy.MUST_SAVE, '"must_save_all"')
         raise ValueError(
-            f'unknown policy {policy!r}: use "recompute_all", "must_save_all", a function or ops'
+            f'policy must be "recompute_all", "must_save_all", a function or a list of ops, got {policy!r}'
         )
     if isinstance(policy, CheckpointPolicy):
-        return Always(without_offload(policy), policy.name)
+        return ConstantPolicy(without_offload(policy), policy.name)
     if isinstance(policy, Collection):
-        return SaveThese(frozenset(_checked_ops(policy)))
+        return OpListPolicy(frozenset(_checked_ops(policy)))
     if callable(policy):
-        _check_form(policy)
-        return Asked(policy)
-    raise TypeError(f"a policy is a name, a function, or a list of ops, not {type(policy).__name__}")
+        _check_signature(policy)
+        return FunctionPolicy(policy)
+    raise TypeError(f"policy must be a name, a function or a list of ops, got {type(policy).__name__}")
 
 
-def _check_form(function: Callable[..., Any]) -> None:
-    """Refuse `(ctx, op, *args, **kwargs)`: it would take the output for the op."""
+def _check_signature(function: Callable[..., Any]) -> None:
+    """Reject `(ctx, op, *args, **kwargs)`, which would take the output for the op."""
     try:
         names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # written in C: cannot be told
+    except (TypeError, ValueError):  # written in C, so the signature is unknown
         return
     if names[1:2] in (["op"], ["func"]):
         raise TypeError(
-            f"{getattr(function, '__qualname__', function)} takes ({', '.join(names)}), as torch's selective "
-            "checkpoint wants it; a policy here is (ctx, out, op, *args, **kwargs). Add the output, or pass "
-            "the function to ac_client.checkpoint(context_fn=...)"
+            "a policy function must take (ctx, out, op, *args, **kwargs), got "
+            f"{getattr(function, '__qualname__', function)}({', '.join(names)}), the form of torch's "
+            "selective checkpoint. Add the output, or pass the function to "
+            "ac_client.checkpoint(context_fn=...)"
         )
 
 
 def _checked_ops(ops: Iterable[Any]) -> Iterable[Any]:
     for op in ops:
         if not isinstance(op, (OpOverload, OpOverloadPacket)):
-            raise TypeError(f"{op!r} is no op: list torch.ops.aten.mm.default and the like")
+            raise TypeError(f"a list of ops must hold ops such as torch.ops.aten.mm.default, got {op!r}")
         yield op
 
 
 Packing = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-"""What to hold in place of a saved tensor, and how to get the tensor back."""
+"""Two functions: from a saved tensor to what autograd holds in its place, and back."""
 
 
-class Pushed(NamedTuple):
-    """A policy of the stack, and who pushed it."""
+class PolicyFrame(NamedTuple):
+    """A policy on the stack, and the line of code that pushed it."""
 
-    decider: Decider
+    policy: OpPolicy
     file: str
     line: int
     packing: Packing | None = None
 
     def __str__(self) -> str:
-        return f"{self.decider.description} ({self.file}:{self.line})"
+        return f"{self.policy.description} ({self.file}:{self.line})"
 
 
-class Stack:
-    """The policies in force, outermost first, and what they say together."""
+class PolicyStack:
+    """The policies in force, outermost first, resolved together.
 
-    __slots__ = ("_always", "_plan", "after", "all_saved", "insists", "none_saved", "packing", "policies")
+    Attributes:
+        frames: the policies.
+        needs_output: True if a policy must see the output of an op.
+        packing: the innermost packing; None if no frame has one.
+        saves_all: True if every op is saved.
+        recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
+        forced_by: the policy that said MUST_RECOMPUTE for the op decided last; "" if none did.
+    """
 
-    def __init__(self, policies: Iterable[Pushed]) -> None:
-        self.policies = tuple(policies)
-        self.after = any(pushed.decider.after for pushed in self.policies)
-        self.insists = ""  # who insisted that the op decided last is run again
-        self.packing = next((p.packing for p in reversed(self.policies) if p.packing is not None), None)
-        # The two common stacks of one policy need no resolving.
-        only = self.policies[0].decider if len(self.policies) == 1 else None
-        self._always = only.policy if isinstance(only, Always) else None
-        self.all_saved = self._always in SAVES
-        self.none_saved = self._always is not None and not self.all_saved  # but what must be
-        self._plan = only.cursor if isinstance(only, Planned) else None
-        if self._always is CheckpointPolicy.MUST_RECOMPUTE:
-            self.insists = str(self.policies[0])
+    __slots__ = (
+        "_constant",
+        "_cursor",
+        "forced_by",
+        "frames",
+        "needs_output",
+        "packing",
+        "recomputes_all",
+        "saves_all",
+    )
+
+    def __init__(self, frames: Iterable[PolicyFrame]) -> None:
+        self.frames = tuple(frames)
+        self.needs_output = any(frame.policy.needs_output for frame in self.frames)
+        self.forced_by = ""
+        self.packing = next((f.packing for f in reversed(self.frames) if f.packing is not None), None)
+        # Two common stacks of a single policy need no resolving.
+        only = self.frames[0].policy if len(self.frames) == 1 else None
+        self._constant = only.decision if isinstance(only, ConstantPolicy) else None
+        self.saves_all = self._constant in SAVES
+        self.recomputes_all = self._constant is not None and not self.saves_all
+        self._cursor = only.cursor if isinstance(only, PlannedPolicy) else None
+        if self._constant is CheckpointPolicy.MUST_RECOMPUTE:
+            self.forced_by = str(self.frames[0])
 
     def saves(
         self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None, out: Any = None
     ) -> bool:
-        """Whether the outputs of this call are saved.
+        """Return True if the outputs of this call are saved.
 
         Raises:
-            PolicyConflict: two policies of the stack insist on different things.
+            PolicyConflict: two policies of the stack insist on different decisions.
         """
-        if self._plan is not None:
-            # A plan has what decides run again only where the user lifted the default.
-            return self._plan.op(facts.name) != "recompute" or facts.must_save not in ("", DECIDES)
-        word = self._always
-        if word is None:
-            word, said_by = resolve(self.policies, op, facts, args, kwargs or {}, out)
-            self.insists = str(said_by) if word is CheckpointPolicy.MUST_RECOMPUTE else ""
-        return word in SAVES or (facts.must_save != "" and word is not CheckpointPolicy.MUST_RECOMPUTE)
+        if self._cursor is not None:
+            # A plan recomputes ops whose results decide only where the user lifted the default.
+            return self._cursor.next_decision(facts.name) != "recompute" or facts.must_save not in (
+                "",
+                DECIDES,
+            )
+        decision = self._constant
+        if decision is None:
+            decision, decided_by = resolve(self.frames, op, facts, args, kwargs or {}, out)
+            self.forced_by = str(decided_by) if decision is CheckpointPolicy.MUST_RECOMPUTE else ""
+        return decision in SAVES or (
+            facts.must_save != "" and decision is not CheckpointPolicy.MUST_RECOMPUTE
+        )
 
 
 def resolve(
-    stack: Sequence[Pushed], op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-) -> tuple[CheckpointPolicy, Pushed | None]:
-    """What the whole stack says of one call, and which policy of it.
+    frames: Sequence[PolicyFrame],
+    op: Any,
+    facts: OpFacts,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    out: Any,
+) -> tuple[CheckpointPolicy, PolicyFrame | None]:
+    """Return the decision of the whole stack for one call, and the policy that made it.
 
     Raises:
-        PolicyConflict: two policies of the stack insist on different things.
+        PolicyConflict: two policies of the stack insist on different decisions.
     """
     result: CheckpointPolicy = CheckpointPolicy.PREFER_SAVE
-    said_by: Pushed | None = None
-    for pushed in stack:
-        word = pushed.decider.decide(op, facts, args, kwargs, out)
-        if word is None:
+    decided_by: PolicyFrame | None = None
+    for frame in frames:
+        decision = frame.policy.decide(op, facts, args, kwargs, out)
+        if decision is None:
             continue
         if result in MUSTS:
-            if word in MUSTS and word is not result:
-                raise PolicyConflict(facts.name, f"{result.name} by {said_by}", f"{word.name} by {pushed}")
+            if decision in MUSTS and decision is not result:
+                raise PolicyConflict(
+                    facts.name, f"{result.name} by {decided_by}", f"{decision.name} by {frame}"
+                )
             continue
-        result, said_by = word, pushed
-    return result, said_by
+        result, decided_by = decision, frame
+    return result, decided_by

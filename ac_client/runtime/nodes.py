@@ -1,26 +1,29 @@
-"""Recorded ops and the values they made: all that backward needs to make one again.
+"""Define recorded ops and the storage versions that they make: what backward needs to run an op again.
 
 NOTE [ What is tracked ]
 
-Only what may be recomputed is tracked. An op whose outputs are saved leaves no node: to everything
-downstream its outputs are what parameters and inputs are, sources held from outside. So saving an op
-costs nothing beyond asking the policy, and the graph ends at saved values by itself.
+Only ops that may be recomputed are tracked. An op whose outputs are saved has no node. Downstream ops see
+its outputs as they see parameters and inputs: as sources from outside. So saving an op costs only the
+question to the policy, and the recorded graph ends at saved tensors.
 
-    Value    one version of one storage that an unsaved op made; knows its node
-    Source   one version of a storage from outside, held by the nodes that read it
-    Node     an unsaved op with its arguments; in place of a tensor stands its Value, if it is the one that
-             the op returned, or a Ref = (Value, recipe); or its Source, if it is the first that was read of
-             it, or a Held = (Source, which of its tensors)
-    Packed   what autograd holds in place of a tensor: a Value and a recipe
+    StorageVersion     one version of a storage that a recorded op made; refers to its node
+    Source             one version of a storage from outside; owned by the nodes that read it
+    Node               a recorded op with its arguments. A tensor argument is replaced by
+                         - its StorageVersion, if it is the very tensor that the op returned;
+                         - a VersionView (StorageVersion, recipe), for any other tensor on that storage;
+                         - its Source, if it is the first tensor that a node read from that storage;
+                         - a SourceView (Source, position), for any other tensor on that storage
+    RecomputedHandle   what autograd holds in place of a tensor: a StorageVersion and a recipe
 
-Ownership runs from autograd to the past: Packed -> Value -> Node -> Value or Source -> ... Nothing points
-forward except by weak reference, so when autograd lets go of its last Packed, everything behind it is
-freed at once, without the garbage collector. A recipe is what makes a tensor out of a storage, so views
-cost nothing and need no node. The region's table knows each storage by its Value or, weakly, its Source.
+References point from autograd to the past: RecomputedHandle -> StorageVersion -> Node -> StorageVersion or
+Source -> ... References to the future are weak. So when autograd drops its last handle, everything behind
+it is freed at once, without the garbage collector. Views need no node, because a recipe rebuilds a tensor
+from its storage. The region's table maps each storage to its StorageVersion or, weakly, to its Source.
 
-Uses (rule 4 of the design; rules c to f of NOTE [ Rules of the schedule ] in planner/memory/schedule.py): a
-Value has one use for each Packed that shows it and one for each node that reads it and has itself an
-output with a use. `Value.uses` counts them over all of autograd's graph; a `Pass` counts down its own.
+NOTE [ Uses ] (rules c to f of NOTE [ Rules of the schedule ] in planner/memory/schedule.py)
+
+A StorageVersion has one use for each RecomputedHandle on it, and one for each node that reads it and has an
+output with a use. `StorageVersion.uses` counts over all of autograd's graph; a `Pass` counts down a copy.
 """
 
 from __future__ import annotations
@@ -33,167 +36,168 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ac_client.runtime.global_flags import ambient
-from ac_client.runtime.view_recipes import (
-    Guard,
-    Recipe,
-    StaleError,
-    is_shown_by,
-    recipe_of,
-    show,
-    version_of,
-    without_history,
-)
+from ac_client.runtime.global_flags import current_flags
+from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
+from ac_client.runtime.write_guard import StaleError, WriteGuard, detached_alias, version_counter
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.rng import GeneratorState
 
 
 class Source:
-    """A storage from outside the tracked ops: a parameter, an input, a saved value."""
+    """One version of a storage from outside the recorded ops: a parameter, an input, a saved tensor.
+
+    Invariant: while `guard` is None, `tensors` are on a private copy that nothing else can write.
+    """
 
     __slots__ = ("__weakref__", "_first", "_recipe", "guard", "nbytes", "tensors")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensors: list[Tensor] = []  # as nodes read it: bare, on the same storage, without a history
-        self._first: weakref.ref[Tensor] | None = None  # whose like tensors[0] is
-        self._recipe: Recipe | None = None  # of that, once it was asked for
+        self.tensors: list[Tensor] = []  # as nodes read them: on the storage, without history
+        self._first: weakref.ref[Tensor] | None = None  # the tensor that tensors[0] was made from
+        self._recipe: Recipe | None = None  # of tensors[0], computed when first needed
         self.nbytes = tensor.untyped_storage().nbytes()
-        historic = tensor.grad_fn is not None or tensor._base is not None
-        self.guard: Guard | None = Guard(without_history(tensor) if historic else tensor)
+        has_history = tensor.grad_fn is not None or tensor._base is not None
+        self.guard: WriteGuard | None = WriteGuard(detached_alias(tensor) if has_history else tensor)
 
-    def hold(self, tensor: Tensor) -> Source | Held:
-        """What stands for `tensor` among the arguments of a node."""
+    def argument_for(self, tensor: Tensor) -> Source | SourceView:
+        """Return the stand-in for `tensor` among the arguments of a node."""
         if not self.tensors:
             self._first = weakref.ref(tensor)
-        if _modes():
-            unseen = private.DisableTorchDispatch()  # by modes around ours
+        if _count_modes():
+            unseen = private.DisableTorchDispatch()  # out of sight of modes around the region
             self.tensors.append(tensor.data)
             del unseen
         else:
             self.tensors.append(tensor.data)
         if self.guard is not None and self.guard.blind:
-            self.keep_copy()  # a later write could not be noticed
-        return Held(self, len(self.tensors) - 1) if len(self.tensors) > 1 else self
+            self.keep_copy()  # a later write could not be detected
+        return SourceView(self, len(self.tensors) - 1) if len(self.tensors) > 1 else self
 
-    def is_first(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is the one that was read first, and as it was: `tensor.data = ...` runs no op."""
+    def is_first_read(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` is the first one read and unchanged: `tensor.data = ...` runs no op."""
         if self._first is None or self._first() is not tensor:
             return False
         if self._recipe is None:
             self._recipe = recipe_of(self.tensors[0])
-        return is_shown_by(tensor, self._recipe)
+        return matches_recipe(tensor, self._recipe)
 
     def keep_copy(self) -> None:
-        """Hold a private copy from now on, because the storage is about to be written."""
+        """Replace the storage by a private copy, because the original is about to be written."""
         storage = self.tensors[0].untyped_storage().clone()
-        self.tensors = [show(storage, recipe_of(tensor)) for tensor in self.tensors]
+        self.tensors = [make_view(storage, recipe_of(tensor)) for tensor in self.tensors]
         self.guard = None
 
-    def read(self, at: int, reader: str) -> Tensor:
-        """The tensor, for the node called `reader` that runs again.
+    def read(self, position: int, reader: str) -> Tensor:
+        """Return `tensors[position]` to the node named `reader`, which is being replayed.
 
         Raises:
-            StaleError: it was written, freed or resized since.
+            StaleError: the storage was written, freed or resized after it was recorded.
         """
-        tensor = self.tensors[at]
+        tensor = self.tensors[position]
         if self.guard is not None:
             self.guard.check(reader)
             nbytes = tensor.untyped_storage().nbytes()
             if nbytes != self.nbytes:
                 raise StaleError(
-                    f"the storage of a {tensor.dtype} {list(tensor.shape)}, which {reader} reads, has "
-                    f"{nbytes} bytes instead of {self.nbytes}: it was freed or resized after forward. Keep "
-                    "it until backward is over, or save what is computed from it."
+                    f"the storage of a {tensor.dtype} {list(tensor.shape)}, which {reader} reads, must have "
+                    f"{self.nbytes} bytes, got {nbytes}: it was freed or resized after forward. Keep the "
+                    "storage until backward is over, or save the outputs of the ops that read it"
                 )
         return tensor
 
 
-_modes = private.len_dispatch_stack
+_count_modes = private.len_dispatch_stack
 
 _serials = itertools.count()
 
+next_order: Callable[[], int] = itertools.count().__next__  # of nodes: forward order over all regions
+
 
 @final
-class Value:
-    """One version of a storage that an unsaved op made."""
+class StorageVersion:
+    """One version of a storage that a recorded op made.
+
+    Invariant: `uses` is the number of live handles on it, plus the number of nodes that read it and have an
+    output with a use.
+    """
 
     __slots__ = (
         "__weakref__",
-        "as_memory",
+        "counter",
+        "handles",
         "node",
-        "packs",
+        "raw",
         "recipe",
         "serial",
-        "shown_by",
+        "tensor_ref",
         "uses",
-        "version",
     )
 
-    def __init__(self, node: Node, shown_by: Tensor, *, as_memory: bool = False) -> None:
+    def __init__(self, node: Node, tensor: Tensor, *, raw: bool = False) -> None:
         self.node = node
-        self.as_memory = as_memory  # made again, it is some tensor on its memory, not what the op returned
-        self.shown_by = weakref.ref(shown_by)  # the tensor that the op returned or wrote
-        self.recipe: Recipe | None = None  # of that tensor, once it was asked for
-        self.serial = next(_serials)  # identity for those who must not keep it alive
+        self.raw = raw  # replay caches some tensor on the storage, not the tensor that the op returned
+        self.tensor_ref = weakref.ref(tensor)  # the tensor that the op returned or wrote
+        self.recipe: Recipe | None = None  # of that tensor, computed when first needed
+        self.serial = next(_serials)  # names this version without keeping it alive
         self.uses = 0
-        self.packs: list[weakref.ref[Any]] = []  # what autograd was given for it, alive or not
-        self.version: int | None = None  # of `shown_by`, once the mode was off: it may be written unseen
+        self.handles: list[weakref.ref[Any]] = []  # every RecomputedHandle made for it, alive or not
+        self.counter: int | None = None  # version counter of the tensor, noted before the mode pauses
 
-    def note_version(self) -> bool:
-        """Take down the version that the tensor has; False if its counter cannot be reached."""
-        tensor = self.shown_by()
+    def note_counter(self) -> bool:
+        """Note the version counter of the tensor; return False if it cannot be read."""
+        tensor = self.tensor_ref()
         if tensor is not None:
-            self.version = version_of(tensor)
-        elif not self.as_memory:
-            self.version = 0  # nothing has written it
+            self.counter = version_counter(tensor)
+        elif not self.raw:
+            self.counter = 0  # nothing has written to it
         else:
             return False
-        return self.version >= 0
+        return self.counter >= 0
 
-    def recipe_if_made(self, tensor: Tensor) -> Recipe | None:
-        """The recipe of `tensor` if it is the one that the op returned, as it was: nearly always."""
-        if self.shown_by() is not tensor:
+    def recipe_if_returned(self, tensor: Tensor) -> Recipe | None:
+        """Return the recipe of `tensor` if it is the very tensor that the op returned, else None."""
+        if self.tensor_ref() is not tensor:
             return None
         if self.recipe is None:
             self.recipe = recipe_of(tensor)
-        elif not is_shown_by(tensor, self.recipe):
+        elif not matches_recipe(tensor, self.recipe):
             return None  # `tensor.data = ...` runs no op
         return self.recipe
 
 
-class Ref(NamedTuple):
-    """Another tensor on a Value as an argument of a node."""
+class VersionView(NamedTuple):
+    """A tensor on a StorageVersion, other than the one that the op returned, as an argument of a node."""
 
-    value: Value
+    version: StorageVersion
     recipe: Recipe
 
 
-class Held(NamedTuple):
-    """Another tensor on a Source as an argument of a node."""
+class SourceView(NamedTuple):
+    """A tensor on a Source, other than the first one read, as an argument of a node."""
 
     source: Source
-    at: int
+    position: int  # in source.tensors
 
 
-class Undescribed(Exception):
-    """An argument is a tensor that storage and recipe do not describe, so it could change unnoticed."""
+class UnsupportedTensor(Exception):
+    """Raised for an argument that its storage and recipe do not describe, such as a sparse tensor."""
 
 
 class Node:
-    """An unsaved op, ready to run again."""
+    """A recorded op, ready to run again."""
 
     __slots__ = (
-        "ambient",
         "args",
+        "flags",
+        "forced_by",
         "func",
-        "insists",
         "kwargs",
         "name",
         "order",
         "outs",
-        "random",
         "reads",
         "rewrites",
+        "rng_state",
         "used_outs",
         "writes_sources",
     )
@@ -205,26 +209,27 @@ class Node:
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        reads: tuple[Value, ...],
-        random: GeneratorState | None,
+        reads: tuple[StorageVersion, ...],
+        rng_state: GeneratorState | None,
     ) -> None:
-        self.order = order  # in forward
+        self.order = order  # position in forward
         self.name = name
         self.func = func
         self.args = args
         self.kwargs = kwargs
         self.reads = reads  # distinct
-        self.random = random
-        self.ambient = ambient()
-        self.outs: tuple[weakref.ref[Value] | None, ...] = ()  # by output tensor
-        self.rewrites: tuple[tuple[Value, Callable[[], Value | None]], ...] = ()  # old version, new version
-        self.insists = ""  # who insisted that it is run again
-        self.writes_sources = False  # replay those on copies
-        self.used_outs = 0  # outputs with a use
+        self.rng_state = rng_state
+        self.flags = current_flags()
+        self.outs: tuple[weakref.ref[StorageVersion] | None, ...] = ()  # one for each output tensor
+        # Of an in-place op: the version that it reads and, weakly, the version that it makes.
+        self.rewrites: tuple[tuple[StorageVersion, Callable[[], StorageVersion | None]], ...] = ()
+        self.forced_by = ""  # the policy that said MUST_RECOMPUTE, if any
+        self.writes_sources = False  # replay must run it on copies of its sources
+        self.used_outs = 0  # number of outputs with a use
 
 
-class OfShape:
-    """An op whose output must have one shape: a mask or an index sets it, which was made again as well."""
+class FixedShapeOp:
+    """An op whose output shape depends on the values of a mask or an index; it must be that of forward."""
 
     __slots__ = ("_func", "_name", "_shape")
 
@@ -237,7 +242,7 @@ class OfShape:
         """Run the op.
 
         Raises:
-            RuntimeError: its output has another shape.
+            RuntimeError: the output does not have the shape that it had in forward.
         """
         out: Tensor = self._func(*args, **kwargs)
         if out.shape != self._shape:
@@ -249,19 +254,19 @@ class OfShape:
         return out
 
 
-def add_use(value: Value) -> None:
-    """One more use of `value`; if it is the first of its node, one of each value that the node reads.
+def add_use(version: StorageVersion) -> None:
+    """Count one more use of `version`; if its node had none, also of each version that the node reads.
 
-    The forward that is recording needs no lock for this, though a backward on another thread may take uses
-    away: a count and what follows from it change between two calls, so no other thread comes in between,
-    and the steps of both may come in any order.
+    The recording forward calls this without a lock, while a backward on another thread may remove uses. That
+    is safe because no other thread runs between reading a count and acting on it, and because the steps of
+    the two may interleave in any order.
     """
-    stack = [value]
+    stack = [version]
     while stack:
-        value = stack.pop()
-        value.uses += 1
-        if value.uses == 1:
-            node = value.node
+        version = stack.pop()
+        version.uses += 1
+        if version.uses == 1:
+            node = version.node
             node.used_outs += 1
             if node.used_outs == 1:
                 for read in node.reads:
@@ -271,46 +276,46 @@ def add_use(value: Value) -> None:
                         stack.append(read)
 
 
-def take_use(value: Value) -> None:
-    """One use of `value` less; undoes `add_use`."""
-    stack = [value]
+def remove_use(version: StorageVersion) -> None:
+    """Undo one `add_use`."""
+    stack = [version]
     while stack:
-        value = stack.pop()
-        value.uses -= 1
-        if value.uses == 0:
-            node = value.node
+        version = stack.pop()
+        version.uses -= 1
+        if version.uses == 0:
+            node = version.node
             node.used_outs -= 1
             if node.used_outs == 0:
                 stack.extend(node.reads)
 
 
-def hold(value: Value, tensor: Tensor, order: int) -> None:
-    """From now on `value` is what `tensor` holds, kept from outside; its node no longer makes it."""
-    before, uses = value.node, value.uses
+def pin_version(version: StorageVersion, tensor: Tensor, order: int) -> None:
+    """Hold `tensor` as the contents of `version`, so that its node no longer has to make them."""
+    before, uses = version.node, version.uses
     if uses:
-        value.uses = 1
-        take_use(value)
-    before.outs = tuple(None if ref is not None and ref() is value else ref for ref in before.outs)
-    before.rewrites = tuple((old, _gone if new() is value else new) for old, new in before.rewrites)
-    # It reads no value, so it may come before all others.
-    node = Node(-order, "held", _itself, (Source(tensor).hold(tensor),), {}, (), None)
-    node.outs = (weakref.ref(value),)
-    value.node = node
-    value.as_memory = True
+        version.uses = 1
+        remove_use(version)
+    before.outs = tuple(None if ref is not None and ref() is version else ref for ref in before.outs)
+    before.rewrites = tuple((old, _nothing if new() is version else new) for old, new in before.rewrites)
+    # It reads no version, so it may run before all others.
+    node = Node(-order, "pinned", _identity, (Source(tensor).argument_for(tensor),), {}, (), None)
+    node.outs = (weakref.ref(version),)
+    version.node = node
+    version.raw = True
     if uses:
-        add_use(value)
-        value.uses = uses
+        add_use(version)
+        version.uses = uses
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _gone() -> None:
-    """In place of a reference to what is not made any more."""
+def _nothing() -> None:
+    """Stand in for a weak reference to a version that the node no longer makes."""
 
 
-def alive(node: Node) -> list[Value]:
-    """The values that `node` made and that something still refers to."""
-    values = [ref() for ref in node.outs if ref is not None] + [new() for _, new in node.rewrites]
-    return [value for value in values if value is not None]
+def live_versions(node: Node) -> list[StorageVersion]:
+    """Return the versions that `node` makes and that something still refers to."""
+    versions = [ref() for ref in node.outs if ref is not None] + [new() for _, new in node.rewrites]
+    return [version for version in versions if version is not None]

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.runtime.nested_policies import Always, Pushed
-from ac_client.runtime.region import Region, active
+from ac_client.runtime.nested_policies import ConstantPolicy, PolicyFrame
+from ac_client.runtime.policy_context import active
+from ac_client.runtime.region import Region
 from autoac.profiler.torch_facts.module_paths import ModuleHook
 from autoac.profiler.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE, drop_pin, set_pin
 
@@ -24,8 +25,8 @@ class Pin:
 
     def __init__(self, module: nn.Module, word: str, file: str, line: int) -> None:
         self._module = module
-        policy = Always(_WORDS[word], f"the pin {word} of {type(module).__name__}")
-        self._pushed = Pushed(policy, file, line)
+        policy = ConstantPolicy(_WORDS[word], f"the pin {word} of {type(module).__name__}")
+        self._frame = PolicyFrame(policy, file, line)
         self._inside: list[Region | None] = []  # of the calls in progress
         self._handles = [
             module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
@@ -44,12 +45,12 @@ class Pin:
         region = active.region
         self._inside.append(region)
         if region is not None:
-            region.begin(self._pushed)
+            region.push_policy(self._frame)
 
     def _leave(self, _module: nn.Module, _args: Any, _out: Any) -> None:
         region = self._inside.pop() if self._inside else None
         if region is not None and active.region is region:
-            region.end(self._pushed)
+            region.pop_policy(self._frame)
 
 
 def pin(module: nn.Module, policy: str | CheckpointPolicy) -> Pin:

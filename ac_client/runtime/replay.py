@@ -1,8 +1,8 @@
-"""Backward: how a value is made again when autograd asks for it.
+"""Run recorded ops again when autograd asks for a storage version in backward.
 
-Rules c to f of NOTE [ Rules of the schedule ] in planner/memory/schedule.py; a `Pass` counts down the uses
-that `Value.uses` counts (NOTE [ What is tracked ] in nodes.py). docs/backwards.md tells which backward
-passes there are: several, partial, split, compiled.
+The rules are c to g of NOTE [ Rules of the schedule ] in planner/memory/schedule.py; NOTE [ Uses ] in
+nodes.py says what a use is. docs/backwards.md lists the kinds of backward passes: several, partial, split,
+compiled.
 """
 
 from __future__ import annotations
@@ -16,97 +16,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ac_client.runtime.global_flags import Switches
-from ac_client.runtime.nodes import Held, Node, Ref, Source, Value, alive
+from ac_client.runtime.global_flags import FlagSwitcher
+from ac_client.runtime.nodes import Node, Source, SourceView, StorageVersion, VersionView, live_versions
 from ac_client.runtime.split_backward import Split, current_split
-from ac_client.runtime.view_recipes import Recipe, StaleError, is_shown_by, recipe_of, show
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts import rng as randomness
+from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
+from ac_client.runtime.write_guard import StaleError
+from autoac.profiler.torch_facts import private, rng
 from autoac.profiler.torch_facts.op_signature import outputs_of
 
 
 class Pass:
-    """What one backward pass has made again in one region, and still needs.
+    """The recomputed tensors and remaining uses of one backward pass over one region.
 
-    A pass is one graph task, or, when backward is split, the several tasks of its parts. The engine's
-    graph task owns it through a callback, so it ends with the task, also when that ends by an exception.
-    It keeps no Value and no Node alive: each goes with the last Packed that needs it, and takes along the
-    saved values that it would have read.
+    A pass is one graph task or, when backward is split, the tasks of its parts. The engine's graph task owns
+    the pass through a callback, so the pass ends with the task, also if the task ends by an exception.
+
+    Invariant: `cache` holds a tensor for a version only while the version has a remaining use, or during the
+    burst that computes it. A pass keeps no StorageVersion and no Node alive: each is freed with the last
+    handle that needs it, together with the saved tensors that it would have read.
     """
 
     def __init__(self, task: int) -> None:
-        self.first = task  # the graph task in which it began; its identity
-        self.task = task  # the one that is running
+        self.first_task = task  # the graph task in which the pass began; identifies the pass
+        self.task = task  # the graph task that is running
         self.split: Split | None = None
-        self.cache: dict[int, Tensor] = {}  # by serial of the Value
-        self.left: dict[int, int] = {}  # uses, by serial of the Value
-        self.ran: set[int] = set()  # orders of Nodes
-        self.in_passing = False  # for one burst: nothing is counted, and nothing of it stays (rule g)
-        # What unpacks gave out of the cache and is needed there still, by serial, with its version then.
-        self.given_out: dict[int, list[tuple[Tensor, int]]] = {}
+        self.cache: dict[int, Tensor] = {}  # by serial of the version
+        self.uses: dict[int, int] = {}  # remaining uses, by serial of the version
+        self.executed: set[int] = set()  # orders of the nodes that ran, or that nothing needs any more
+        self.uncounted = False  # for one burst: it consumes no uses and leaves nothing behind (rule g)
+        # Tensors on cached versions that backward received, with their version counters then, by serial.
+        self.handed_out: dict[int, list[tuple[Tensor, int]]] = {}
 
-    def left_of(self, value: Value) -> int:
-        left = self.left.get(value.serial)
-        if left is None:
-            left = self.left[value.serial] = value.uses
-        return left
+    def remaining_uses(self, version: StorageVersion) -> int:
+        """Return the uses of `version` that this pass has not consumed."""
+        uses = self.uses.get(version.serial)
+        if uses is None:
+            uses = self.uses[version.serial] = version.uses
+        return uses
 
-    def use(self, value: Value) -> None:
-        """Use up one use; free the value at the last."""
-        left = self.left_of(value) - 1
-        self.left[value.serial] = left
-        if left <= 0:
-            self.cache.pop(value.serial, None)
-            if self.given_out:
-                self.given_out.pop(value.serial, None)
+    def consume_use(self, version: StorageVersion) -> None:
+        """Consume one use of `version`; free its tensor at the last one."""
+        uses = self.remaining_uses(version) - 1
+        self.uses[version.serial] = uses
+        if uses <= 0:
+            self.cache.pop(version.serial, None)
+            if self.handed_out:
+                self.handed_out.pop(version.serial, None)
 
-    def give_out(self, value: Value, tensor: Tensor) -> None:
-        """Remember that a backward got `tensor`, if others will read the same memory."""
-        if value.serial in self.cache:
-            self.given_out.setdefault(value.serial, []).append((tensor, tensor._version))
+    def track_handed_out(self, version: StorageVersion, tensor: Tensor) -> None:
+        """Remember that backward received `tensor`, if others will read the same memory."""
+        if version.serial in self.cache:
+            self.handed_out.setdefault(version.serial, []).append((tensor, tensor._version))
 
-    def check(self, value: Value, reader: str) -> None:
-        """Raise if a backward wrote over `value` after it got it.
+    def check_handed_out(self, version: StorageVersion, reader: str) -> None:
+        """Check that backward did not write to the tensors on `version` that it received.
 
         Raises:
-            StaleError: names `reader` and the tensor.
+            StaleError: backward did; the message names `reader` and the tensor.
         """
-        for tensor, version in self.given_out.get(value.serial, ()):
-            if tensor._version != version:
+        for tensor, counter in self.handed_out.get(version.serial, ()):
+            if tensor._version != counter:
                 raise StaleError(
                     f"{reader} reads a saved tensor [{tensor.dtype} {list(tensor.shape)}] that a backward "
-                    "has modified by an inplace operation after unpacking it. Let it write on a clone()."
+                    "has modified by an inplace operation after unpacking it. Write to a clone() of it there"
                 )
 
-    def lose(self, value: Value) -> None:
-        """A Packed went away without having been unpacked in this pass (rule f).
+    def drop_use(self, version: StorageVersion) -> None:
+        """Consume the use of a handle that died without having been unpacked in this pass (rule f).
 
-        To be called before the use is taken from `Value.uses`.
+        Call it before the use is removed from `StorageVersion.uses`.
         """
-        stack = [value]
+        stack = [version]
         while stack:
-            value = stack.pop()
-            self.use(value)
-            node = value.node
-            if node.order in self.ran:
+            version = stack.pop()
+            self.consume_use(version)
+            node = version.node
+            if node.order in self.executed:
                 continue
-            if not any(self.left_of(v) > 0 for v in alive(node)):
-                self.ran.add(node.order)
+            if not any(self.remaining_uses(live) > 0 for live in live_versions(node)):
+                self.executed.add(node.order)
                 stack.extend(node.reads)
 
 
-class Log:
-    """The events of a run, in order, for tests and for finding out. See `schedule` for their meaning."""
+class EventLog:
+    """The compute and recompute events of a run, in order, as `planner/memory/schedule.py` defines them."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, str]] = []
+        self.events: list[tuple[str, str]] = []  # (kind, op name)
 
     def add(self, kind: str, name: str) -> None:
+        """Append one event."""
         self.events.append((kind, name))
 
 
-class Home(list["weakref.ref[Any]"]):
-    """What one region packed, by number: for those who can only pass a number on."""
+class HandleRegistry(list["weakref.ref[Any]"]):
+    """The handles of one region, by integer key, for compiled code, which can only pass a key on."""
 
     __slots__ = ("__weakref__", "_base")
 
@@ -114,209 +118,223 @@ class Home(list["weakref.ref[Any]"]):
         super().__init__()
         serial = next(_serials)
         self._base = serial << 32
-        homes[serial] = self
+        _registries[serial] = self
 
-    def number(self, packed: Any) -> int:
-        """The key of `packed`, for as long as the region's graph lives."""
-        self.append(weakref.ref(packed))
+    def register(self, handle: Any) -> int:
+        """Add `handle` and return its key, which is valid for as long as the region's graph lives."""
+        self.append(weakref.ref(handle))
         return self._base + len(self) - 1
 
 
 _serials = itertools.count()
-homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+_registries: weakref.WeakValueDictionary[int, HandleRegistry] = weakref.WeakValueDictionary()
 
 
-class Graph:
-    """What is shared by all that one region recorded: its passes in progress, and a lock."""
+def handle_of_key(key: int) -> Any:
+    """Return the handle that `HandleRegistry.register` gave `key` to; None if it died."""
+    return _registries[key >> 32][key & 0xFFFFFFFF]()
 
-    def __init__(self, log: Log | None) -> None:
+
+class RegionGraph:
+    """State shared by all that one region recorded: its backward passes in progress, and a lock."""
+
+    def __init__(self, log: EventLog | None) -> None:
         self.lock = threading.RLock()
-        self.home = Home()
-        self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-        self.resting: Pass | None = None  # between two parts of a split backward
+        self.registry = HandleRegistry()
+        self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by graph task
+        self.suspended: Pass | None = None  # between two parts of a split backward
         self.log = log
 
     def current_pass(self) -> tuple[Pass, bool]:
-        """The pass of the graph task that is running, and whether it may use things up.
+        """Return the pass of the running graph task, and True if unpacking may consume its uses.
 
-        Outside of backward (a debugger looks at `grad_fn._saved_self`) it is a pass of its own.
+        Outside of backward, as when a debugger reads `grad_fn._saved_self`, return a new pass and False.
         """
         task = private.current_graph_task_id()
         if task == -1:
             return Pass(-1), False
         running = self.passes.get(task)
         if running is None:
-            running, self.resting = self.resting, None
+            running, self.suspended = self.suspended, None
             if running is None:
                 running = Pass(task)
                 running.split = current_split()
             else:
                 del self.passes[running.task]
                 running.task = task
-            self._begin(running)
+            self._start(running)
         return running, True
 
-    def afresh(self) -> Pass:
-        """A pass that takes the place of the running one: a split backward came by again, and is none."""
-        task = private.current_graph_task_id()
-        fresh = Pass(task)
-        self._begin(fresh)
-        return fresh
+    def restart(self) -> Pass:
+        """Start a new pass in place of the running one.
 
-    def _begin(self, running: Pass) -> None:
+        Needed when a task that looked like the next part of a split backward unpacks a handle for a second
+        time: it is a pass of its own.
+        """
+        running = Pass(private.current_graph_task_id())
+        self._start(running)
+        return running
+
+    def _start(self, running: Pass) -> None:
         self.passes[running.task] = running
-        private.execution_engine.queue_callback(_Owner(running, self))
+        private.execution_engine.queue_callback(_PassOwner(running, self))
 
-    def rest(self, ended: Pass) -> None:
-        """A graph task ended. What it made is kept if it was a part of a split backward, else freed."""
+    def suspend(self, ended: Pass) -> None:
+        """Keep a pass whose graph task ended if it was a part of a split backward; else free its tensors."""
         with self.lock:
             split = ended.split
             if split is not None and split.open and self.passes.get(ended.task) is ended:
-                self.resting = ended
+                self.suspended = ended
                 split.graphs.add(self)
             else:
                 ended.cache.clear()
-                ended.given_out.clear()
+                ended.handed_out.clear()
 
-    def forget(self) -> None:
-        """The split backward is over."""
+    def discard_suspended(self) -> None:
+        """Free the suspended pass: the split backward is over."""
         with self.lock:
-            self.resting = None
+            self.suspended = None
 
 
-class _Owner:
-    """Held by the engine until the graph task ends, and called if it ends well."""
+class _PassOwner:
+    """Own a pass for the engine, which keeps this callback until the graph task ends."""
 
-    def __init__(self, owned: Pass, graph: Graph) -> None:
+    def __init__(self, owned: Pass, graph: RegionGraph) -> None:
         self._owned = owned
         self._graph = graph
 
     def __call__(self) -> None:
-        self._graph.rest(self._owned)
+        """Suspend the pass. The engine calls this only if the task ends without an exception."""
+        self._graph.suspend(self._owned)
 
 
-def shown(value: Value, made: Tensor, recipe: Recipe) -> Tensor:
-    """Return the recomputed `value`, as `recipe` shows it."""
-    # Mostly the tensor that the op returned, whose own recipe this is.
-    if recipe is value.recipe and not value.as_memory:
-        if is_shown_by(made, recipe):
-            return made
-    elif recipe_of(made) == recipe:
-        return made
-    with _Ambient():
-        return show(made.untyped_storage(), recipe)
+def view_of(version: StorageVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
+    """Return a tensor with `recipe` on the storage of `recomputed`, the tensor computed for `version`."""
+    # Usually `recipe` is that of the tensor that the op returned.
+    if recipe is version.recipe and not version.raw:
+        if matches_recipe(recomputed, recipe):
+            return recomputed
+    elif recipe_of(recomputed) == recipe:
+        return recomputed
+    with _BelowAutograd():
+        return make_view(recomputed.untyped_storage(), recipe)
 
 
-def realize(wanted: Value, running: Pass, graph: Graph) -> Tensor:
-    """Make `wanted` again: run what it needs, nearest saved values first, in the order of forward."""
+def recompute(target: StorageVersion, running: Pass, graph: RegionGraph) -> Tensor:
+    """Recompute `target`: run, in forward order, the ops since the nearest saved tensors."""
     burst: set[Node] = set()
-    stack = [wanted]
+    stack = [target]
     cache = running.cache
     while stack:
-        value = stack.pop()
-        if value.serial not in cache and value.node not in burst:
-            burst.add(value.node)
-            stack.extend(value.node.reads)
-    if any(node.order in running.ran for node in burst):
-        # Used up before, and wanted again (a custom function that unpacks late).
-        spare, running = running, Pass(running.task)
-        running.in_passing = True
-        running.cache.update(spare.cache)
-        running.given_out.update(spare.given_out)
-    with _Ambient(), Switches() as switches:
+        version = stack.pop()
+        if version.serial not in cache and version.node not in burst:
+            burst.add(version.node)
+            stack.extend(version.node.reads)
+    if any(node.order in running.executed for node in burst):
+        # Its uses are consumed, and it is needed again: a custom function unpacks late.
+        counted, running = running, Pass(running.task)
+        running.uncounted = True
+        running.cache.update(counted.cache)
+        running.handed_out.update(counted.handed_out)
+    with _BelowAutograd(), FlagSwitcher() as flags:
         for node in sorted(burst, key=_order) if len(burst) > 1 else burst:
-            _run_again(node, running, graph, wanted, switches)
-    made = running.cache[wanted.serial]
-    if not running.in_passing and running.left_of(wanted) <= 0:
-        del running.cache[wanted.serial]
-    return made
+            _replay(node, running, graph, target, flags)
+    recomputed = running.cache[target.serial]
+    if not running.uncounted and running.remaining_uses(target) <= 0:
+        del running.cache[target.serial]
+    return recomputed
 
 
 def _order(node: Node) -> int:
     return node.order
 
 
-def _run_again(node: Node, running: Pass, graph: Graph, wanted: Value, switches: Switches) -> None:
+def _replay(
+    node: Node, running: Pass, graph: RegionGraph, target: StorageVersion, flags: FlagSwitcher
+) -> None:
+    """Run `node` again, cache its outputs, and consume the uses that it has of others."""
     cache = running.cache
-    if running.given_out:
+    if running.handed_out:
         for read in node.reads:
-            running.check(read, node.name)
-    taken = _buffers_to_write(node, running) if node.rewrites or node.writes_sources else _NOTHING
+            running.check_handed_out(read, node.name)
+    buffers = _buffers_to_write(node, running) if node.rewrites or node.writes_sources else _NO_BUFFERS
 
-    args = [_argument(arg, node, cache, taken) for arg in node.args]
+    args = [_argument(arg, node, cache, buffers) for arg in node.args]
     kwargs = node.kwargs
     if kwargs:
-        kwargs = {name: _argument(arg, node, cache, taken) for name, arg in kwargs.items()}
-    if graph.log is not None and node.order >= 0:  # else it is only held
+        kwargs = {name: _argument(arg, node, cache, buffers) for name, arg in kwargs.items()}
+    if graph.log is not None and node.order >= 0:  # a negative order marks a pinned version
         graph.log.add("recompute", node.name)
-    switches.like(node.ambient)
-    if node.random is None:
+    flags.set(node.flags)
+    if node.rng_state is None:
         out = node.func(*args, **kwargs)
     else:
-        with randomness.generator_at(node.random):
+        with rng.generator_at(node.rng_state):
             out = node.func(*args, **kwargs)
     for old, new in node.rewrites:
-        value = new()
-        if value is not None:
-            storage = taken[id(old)]
-            cache[value.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        version = new()
+        if version is not None:
+            storage = buffers[id(old)]
+            cache[version.serial] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     for tensor, ref in zip((out,) if type(out) is Tensor else outputs_of(out), node.outs, strict=True):
-        value = ref() if ref is not None else None
-        if value is not None:
-            cache[value.serial] = tensor
-    del args, kwargs, out, taken
-    if running.in_passing:
+        version = ref() if ref is not None else None
+        if version is not None:
+            cache[version.serial] = tensor
+    del args, kwargs, out, buffers
+    if running.uncounted:
         return
-    if node.order not in running.ran:
-        running.ran.add(node.order)
-        for value in node.reads:
-            running.use(value)
-    for value in alive(node):
-        if value is not wanted and running.left_of(value) <= 0:
-            cache.pop(value.serial, None)
+    if node.order not in running.executed:
+        running.executed.add(node.order)
+        for version in node.reads:
+            running.consume_use(version)
+    for version in live_versions(node):
+        if version is not target and running.remaining_uses(version) <= 0:
+            cache.pop(version.serial, None)
 
 
-_NOTHING: dict[int, torch.UntypedStorage] = {}
+_NO_BUFFERS: dict[int, torch.UntypedStorage] = {}
 
 
 def _argument(
-    arg: Any, node: Node, cache: Mapping[int, Tensor], taken: Mapping[int, torch.UntypedStorage]
+    arg: Any, node: Node, cache: Mapping[int, Tensor], buffers: Mapping[int, torch.UntypedStorage]
 ) -> Any:
-    """An argument of `node` with its tensors in place of what stands for them."""
+    """Return an argument of `node` with tensors in place of their stand-ins."""
     kind = type(arg)
-    if kind is Value or kind is Ref:
-        value, recipe = (arg, arg.recipe) if kind is Value else arg
-        written = taken.get(id(value)) if taken else None
-        return show(written, recipe) if written is not None else shown(value, cache[value.serial], recipe)
-    if kind is Source or kind is Held:
-        source, at = (arg, 0) if kind is Source else arg
-        written = taken.get(id(source)) if taken else None
-        if written is not None:
-            return show(written, recipe_of(source.tensors[at]))
-        return source.read(at, node.name)
+    if kind is StorageVersion or kind is VersionView:
+        version, recipe = (arg, arg.recipe) if kind is StorageVersion else arg
+        buffer = buffers.get(id(version)) if buffers else None
+        if buffer is not None:
+            return make_view(buffer, recipe)
+        return view_of(version, cache[version.serial], recipe)
+    if kind is Source or kind is SourceView:
+        source, position = (arg, 0) if kind is Source else arg
+        buffer = buffers.get(id(source)) if buffers else None
+        if buffer is not None:
+            return make_view(buffer, recipe_of(source.tensors[position]))
+        return source.read(position, node.name)
     if kind is list or kind is tuple:
-        return kind(_argument(item, node, cache, taken) for item in arg)
+        return kind(_argument(item, node, cache, buffers) for item in arg)
     return arg
 
 
 def _buffers_to_write(node: Node, running: Pass) -> dict[int, torch.UntypedStorage]:
-    """The buffers that an in-place op writes when it is run again, by the identity of what they replace.
+    """Return the storages that an in-place op writes in its replay, by id of the stand-in that they replace.
 
-    The old version's own buffer if nothing else will need it, else a copy (rule e).
+    Take the storage of the old version if nothing else will need that version, else a copy (rule e).
     """
-    taken: dict[int, torch.UntypedStorage] = {}
+    buffers: dict[int, torch.UntypedStorage] = {}
     for old, _ in node.rewrites:
         storage = running.cache[old.serial].untyped_storage()
-        if running.left_of(old) == 1 and not old.packs and not running.in_passing:
+        if running.remaining_uses(old) == 1 and not old.handles and not running.uncounted:
             del running.cache[old.serial]
         else:
             storage = storage.clone()
-        taken[id(old)] = storage
+        buffers[id(old)] = storage
     if node.writes_sources:
         for source in _sources((*node.args, *node.kwargs.values())):
-            if source.guard is None and id(source) not in taken:
-                taken[id(source)] = source.tensors[0].untyped_storage().clone()
-    return taken
+            if source.guard is None and id(source) not in buffers:
+                buffers[id(source)] = source.tensors[0].untyped_storage().clone()
+    return buffers
 
 
 def _sources(args: Sequence[Any]) -> Iterator[Source]:
@@ -324,28 +342,28 @@ def _sources(args: Sequence[Any]) -> Iterator[Source]:
         kind = type(arg)
         if kind is Source:
             yield arg
-        elif kind is Held:
+        elif kind is SourceView:
             yield arg.source
         elif kind is list or kind is tuple:
             yield from _sources(arg)
 
 
-class _Suspended(threading.local):
-    """Whether this thread is replaying, so that a mode that is recording lets it pass unseen."""
+class _RecordingOff(threading.local):
+    """Number of nested sections of this thread whose ops an open region does not record."""
 
     depth = 0
 
 
-suspended = _Suspended()
+recording_off = _RecordingOff()
 
 
-class _Ambient:
-    """Replays run below autograd and autocast, and out of sight of a mode that is recording (rule 7)."""
+class _BelowAutograd:
+    """Run the body below autograd and autocast, unseen by a region that is recording (rule 7)."""
 
     __slots__ = ("_autocast", "_autograd")
 
     def __enter__(self) -> None:
-        suspended.depth += 1
+        recording_off.depth += 1
         self._autograd = private.AutoDispatchBelowAutograd()
         self._autograd.__enter__()
         self._autocast = private.ExcludeDispatchKeyGuard(_AUTOCAST)
@@ -354,7 +372,7 @@ class _Ambient:
     def __exit__(self, *_: Any) -> None:
         self._autocast.__exit__(None, None, None)
         self._autograd.__exit__(None, None, None)
-        suspended.depth -= 1
+        recording_off.depth -= 1
 
 
 _AUTOCAST = private.DispatchKeySet(private.DispatchKey.AutocastCPU)

@@ -1,4 +1,4 @@
-"""What autograd holds in place of a tensor, from the pack hook to the unpack hook."""
+"""Define the handles that autograd holds in place of saved tensors, and the unpack hook."""
 
 from __future__ import annotations
 
@@ -9,116 +9,142 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ac_client.runtime.nodes import Value, add_use, take_use
-from ac_client.runtime.replay import Graph, homes, realize, shown, suspended
+from ac_client.runtime.nodes import StorageVersion, add_use, remove_use
+from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, recording_off, view_of
 from ac_client.runtime.split_backward import leaves_gradients
-from ac_client.runtime.view_recipes import Guard, Recipe, without_history
+from ac_client.runtime.view_recipes import Recipe
+from ac_client.runtime.write_guard import WriteGuard, detached_alias
 
 
-class Packed:
-    """What autograd holds in place of a tensor that can be made again."""
+class RecomputedHandle:
+    """A handle in place of a tensor that backward can recompute.
 
-    __slots__ = ("__weakref__", "_last", "_pass", "_task", "_value", "device", "graph", "key", "recipe")
+    Invariant: a live handle accounts for one use of its version.
+    """
 
-    def __init__(self, value: Value, recipe: Recipe, graph: Graph, device: torch.device) -> None:
-        self._value = value
+    __slots__ = (
+        "__weakref__",
+        "_last",
+        "_last_task",
+        "_used_in",
+        "_version",
+        "device",
+        "graph",
+        "key",
+        "recipe",
+    )
+
+    def __init__(
+        self, version: StorageVersion, recipe: Recipe, graph: RegionGraph, device: torch.device
+    ) -> None:
+        self._version = version
         self.recipe = recipe
         self.graph = graph
         self.device = device
-        self.key = graph.home.number(self)
-        self._task = -1  # the last graph task in which it was unpacked
-        self._pass = -1  # the last pass in which it was used up
-        self._last: weakref.ref[Tensor] | None = None
-        value.packs.append(graph.home[-1])
-        # Without the lock, which would cost as much as the count: see `add_use`.
-        if value.uses:
-            value.uses += 1
+        self.key = graph.registry.register(self)
+        self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
+        self._last_task = -1  # the graph task of the last unpack
+        self._used_in = -1  # the pass that consumed the use
+        version.handles.append(graph.registry[-1])
+        # No lock, which would cost as much as the count: see `add_use`.
+        if version.uses:
+            version.uses += 1
         else:
-            add_use(value)
+            add_use(version)
 
     def unpack(self) -> Tensor:
-        """The tensor, made again if need be.
+        """Return the tensor; recompute it unless the pass has it cached.
 
         Raises:
-            StaleError: what it is made from was written since.
+            StaleError: a tensor that the recompute reads was written after forward.
         """
         with self.graph.lock:
-            running, uses_up = self.graph.current_pass()
-            if self._task == running.task and self._last is not None and (last := self._last()) is not None:
+            running, consumes = self.graph.current_pass()
+            if (
+                self._last_task == running.task
+                and self._last is not None
+                and (last := self._last()) is not None
+            ):
                 return last
-            if running.split is not None and self._pass == running.first and self._task != running.task:
-                running = self.graph.afresh()
-            value = self._value
-            made = running.cache.get(value.serial)
-            if made is None:
-                made = realize(value, running, self.graph)
-            elif running.given_out:
-                running.check(value, "backward")
-            tensor = shown(value, made, self.recipe)
-            if uses_up:
-                if self._pass != running.first and not (running.split is not None and leaves_gradients()):
-                    running.use(value)
-                    running.give_out(value, tensor)
-                    self._pass = running.first
-                self._task = running.task
+            if (
+                running.split is not None
+                and self._used_in == running.first_task
+                and self._last_task != running.task
+            ):
+                running = self.graph.restart()
+            version = self._version
+            recomputed = running.cache.get(version.serial)
+            if recomputed is None:
+                recomputed = recompute(version, running, self.graph)
+            elif running.handed_out:
+                running.check_handed_out(version, "backward")
+            tensor = view_of(version, recomputed, self.recipe)
+            if consumes:
+                if self._used_in != running.first_task and not (
+                    running.split is not None and leaves_gradients()
+                ):
+                    running.consume_use(version)
+                    running.track_handed_out(version, tensor)
+                    self._used_in = running.first_task
+                self._last_task = running.task
                 self._last = weakref.ref(tensor)
             return tensor
 
-    def move(self, newer: Value) -> None:
-        """Be made from `newer`, a later version that is the same wherever this tensor shows it."""
+    def move_to(self, newer: StorageVersion) -> None:
+        """Recompute from `newer`, a later version with the same contents in all that this handle views."""
         with self.graph.lock:
             add_use(newer)
-            take_use(self._value)
-            self._value = newer
+            remove_use(self._version)
+            self._version = newer
 
-    def unpack_own(self) -> Tensor:
-        """The tensor, a copy of it if it is needed elsewhere: compiled code may write over what it gets."""
+    def unpack_writable(self) -> Tensor:
+        """Return the tensor for compiled code, which may overwrite it: a copy if others still need it."""
         with self.graph.lock:
             tensor = self.unpack()
             self._last = None
             running, _ = self.graph.current_pass()
-            return tensor.clone() if self._value.serial in running.cache else tensor
+            return tensor.clone() if self._version.serial in running.cache else tensor
 
     def __del__(self) -> None:
-        graph, value = self.graph, self._value
+        graph, version = self.graph, self._version
         with graph.lock:
             for ref in graph.passes.valuerefs():
                 running = ref()
-                if running is not None and running.first != self._pass:
-                    running.lose(value)
-            take_use(value)
+                if running is not None and running.first_task != self._used_in:
+                    running.drop_use(version)
+            remove_use(version)
 
 
-class Kept(Guard):
-    """What autograd holds in place of a tensor that stays as it is."""
+class SavedHandle(WriteGuard):
+    """A handle in place of a tensor that stays saved."""
 
-    __slots__ = ("__weakref__", "_home", "key")
+    __slots__ = ("__weakref__", "_registry", "key")
 
-    def __init__(self, tensor: Tensor, graph: Graph) -> None:
+    def __init__(self, tensor: Tensor, graph: RegionGraph) -> None:
         if tensor.grad_fn is not None or tensor._base is not None:
-            tensor = without_history(tensor)
-        Guard.__init__(self, tensor)
-        self._home = graph.home
-        self.key = self._home.number(self)
+            tensor = detached_alias(tensor)
+        WriteGuard.__init__(self, tensor)
+        self._registry = graph.registry
+        self.key = self._registry.register(self)
 
     def unpack(self) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
-            StaleError: it was written since.
+            StaleError: the tensor was written after forward.
         """
         self.check("backward")
         return self.tensor
 
-    def unpack_own(self) -> Tensor:
-        """A copy of the tensor, which compiled code may write over."""
+    def unpack_writable(self) -> Tensor:
+        """Return a copy of the tensor for compiled code, which may overwrite it."""
         return self.unpack().clone()
 
 
-class HandedOn:
-    """What autograd holds in place of a tensor that stays as it is, where hooks are around the region.
+class OuterHookHandle:
+    """A handle in place of a saved tensor that the hooks around the region packed.
 
-    They see it as they would without us, so that they can move it to the host.
+    Those hooks see the tensor as they would without the region, so that they can move it to the host.
     """
 
     __slots__ = ("_unpack", "packed")
@@ -127,51 +153,51 @@ class HandedOn:
         self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> None:
         self._unpack = unpack
-        suspended.depth += 1
+        recording_off.depth += 1
         try:
-            self.packed = pack(without_history(tensor) if tensor.grad_fn is not None else tensor)
+            self.packed = pack(detached_alias(tensor) if tensor.grad_fn is not None else tensor)
         finally:
-            suspended.depth -= 1
+            recording_off.depth -= 1
 
     def unpack(self) -> Tensor:
-        """The tensor, from the hooks that have it."""
+        """Return the tensor from the hooks that packed it."""
         return self._unpack(self.packed)
 
 
 # NOTE [ Compiled autograd ]
 #
-# Compiled autograd traces the unpack hook. What Dynamo sees of it must be one opaque call: traced through,
-# all that a replay makes would become outputs of the graph, and a hook that it may not trace would break
-# the graph at every unpack. So the call takes plain data only: a key, and what a fake tensor needs.
+# Compiled autograd traces the unpack hook. Dynamo must see it as one opaque call: if Dynamo traced through
+# it, every recomputed tensor would become an output of the graph, and a hook that Dynamo may not trace would
+# break the graph at each unpack. So the call takes plain data only: a key, and what a fake tensor needs.
 @torch.library.custom_op(
     "ac_client::unpack",
     mutates_args=(),
     schema="(SymInt key, SymInt[] size, SymInt[] stride, ScalarType dtype, Device device) -> Tensor",
 )
-def _opaque(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    packed = homes[key >> 32][key & 0xFFFFFFFF]()
-    assert packed is not None
-    own: Tensor = packed.unpack_own()
-    return own.resolve_conj().resolve_neg()
+def _unpack_by_key(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    handle = handle_of_key(key)
+    assert handle is not None
+    tensor: Tensor = handle.unpack_writable()
+    return tensor.resolve_conj().resolve_neg()
 
 
-@_opaque.register_fake
+@_unpack_by_key.register_fake
 def _(key: int, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def unpack(packed: Any) -> Tensor:
-    """The unpack hook."""
-    kind = type(packed)
-    if (kind is Packed or kind is Kept) and torch.compiler.is_dynamo_compiling():
-        if kind is Packed:
-            dtype, size, stride = packed.recipe[:3]
-            device = packed.device
+def unpack(handle: Any) -> Tensor:
+    """Return the tensor behind `handle`; autograd calls this hook."""
+    kind = type(handle)
+    if (kind is RecomputedHandle or kind is SavedHandle) and torch.compiler.is_dynamo_compiling():
+        if kind is RecomputedHandle:
+            dtype, size, stride = handle.recipe[:3]
+            device = handle.device
         else:
-            kept = packed.tensor
-            dtype, size, stride, device = kept.dtype, kept.size(), kept.stride(), kept.device
-        return _opaque(packed.key, size, stride, dtype, device)  # type: ignore[no-any-return]
-    if isinstance(packed, Tensor):
-        return packed
-    tensor: Tensor = packed.unpack()
+            saved = handle.tensor
+            dtype, size, stride, device = saved.dtype, saved.size(), saved.stride(), saved.device
+        return _unpack_by_key(handle.key, size, stride, dtype, device)  # type: ignore[no-any-return]
+    if isinstance(handle, Tensor):
+        return handle
+    tensor: Tensor = handle.unpack()
     return tensor

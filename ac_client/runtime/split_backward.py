@@ -24,7 +24,7 @@ from autoac.profiler.torch_facts import private
 class Resting(Protocol):
     """What keeps a pass between two parts."""
 
-    def forget(self) -> None:
+    def discard_suspended(self) -> None:
         """The pass is over."""
 
 
@@ -39,7 +39,7 @@ class Split:
         """Whatever is still kept goes."""
         self.open = False
         for graph in list(self.graphs):
-            graph.forget()
+            graph.discard_suspended()
 
 
 # In torch's thread-local state, which the engine takes along to its own threads

@@ -1,4 +1,4 @@
-"""How a tensor shows its storage, and whether that storage was written since."""
+"""Describe how a tensor views its storage, and rebuild the tensor from a storage and that description."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.storage_table import Window, is_wrapper
+from autoac.profiler.torch_facts.storage_table import Window
 
 Recipe = tuple[torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
-"""How a tensor shows its storage: dtype, size, stride, offset, conjugate, negative."""
+"""A view of a storage: dtype, size, stride, offset, conjugate bit, negative bit."""
+
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 def recipe_of(tensor: Tensor) -> Recipe:
-    """How `tensor` shows its storage."""
+    """Return the recipe by which `tensor` views its storage."""
     return (
         tensor.dtype,
         tensor.shape,
@@ -24,9 +26,9 @@ def recipe_of(tensor: Tensor) -> Recipe:
     )
 
 
-def is_shown_by(tensor: Tensor, recipe: Recipe) -> bool:
-    """Whether `tensor`, which once did, still shows its storage by `recipe`."""
-    dtype, size, stride, offset, conjugate, _ = recipe  # negated it is only in another dtype
+def matches_recipe(tensor: Tensor, recipe: Recipe) -> bool:
+    """Return True if `tensor`, whose recipe was `recipe` earlier, still has it."""
+    dtype, size, stride, offset, conjugate, _ = recipe  # the negative bit only changes along with the dtype
     return (
         tensor.stride() == stride
         and tensor.shape == size
@@ -36,11 +38,8 @@ def is_shown_by(tensor: Tensor, recipe: Recipe) -> bool:
     )
 
 
-_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
-
-
-def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
-    """The tensor that shows `storage` by `recipe`. Call below autograd."""
+def make_view(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
+    """Return a new tensor that views `storage` by `recipe`. Call it below autograd."""
     dtype, size, stride, offset, conjugate, negative = recipe
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)
@@ -51,82 +50,7 @@ def show(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
     return tensor
 
 
-def window_by(recipe: Recipe) -> Window:
-    """The bytes of its storage that a tensor of `recipe` shows."""
+def window_of_recipe(recipe: Recipe) -> Window:
+    """Return the bytes of its storage that a tensor with `recipe` covers."""
     dtype, size, stride, offset, _, _ = recipe
     return Window(offset * dtype.itemsize, dtype.itemsize, tuple(size), stride)
-
-
-def without_history(tensor: Tensor) -> Tensor:
-    """`tensor` detached, with the version counter of `tensor`. Seen by no dispatch mode."""
-    if is_wrapper(tensor):
-        return _with_counter(tensor)  # only its own dispatch knows how
-    unseen = private.DisableTorchDispatch()  # from here on, not only in a with-block
-    alias = _with_counter(tensor) if private.dispatch_key_is_excluded(_COUNTS) else tensor.detach()
-    del unseen
-    return alias
-
-
-def _with_counter(tensor: Tensor) -> Tensor:
-    # Inside a dispatch mode the key that shares the version counter is excluded.
-    with private.SetExcludeDispatchKeyGuard(_COUNTS, False):
-        return tensor.detach()
-
-
-_COUNTS = private.DispatchKey.ADInplaceOrView
-
-
-class StaleError(RuntimeError):
-    """What backward needs was written in place after forward had recorded it."""
-
-
-def version_of(tensor: Tensor) -> int:
-    """Its version counter; -1 if it has none, being an inference tensor."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-class Guard:
-    """Holds a tensor, and notices writes in place to it that happen where nothing is recorded.
-
-    The tensor must be without history, else it would keep alive the graph that we hang on. An inference
-    tensor has no version counter, so writes to it go unnoticed (`blind`).
-    """
-
-    __slots__ = ("_settled", "_version", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._settled = False
-        self._version = version_of(tensor)
-
-    @property
-    def blind(self) -> bool:
-        return self._version < 0
-
-    def renew(self) -> None:
-        """Take the version as it is now; what was written before was recorded."""
-        if self._version >= 0 and not self._settled:
-            self._version = self.tensor._version
-
-    def settle(self) -> None:
-        """A write since the last renewal was not recorded: if there was one, it stays an error."""
-        self._settled = 0 <= self._version != self.tensor._version
-
-    def check(self, what: str) -> None:
-        """Raise if there was a write since.
-
-        Raises:
-            StaleError: names `what` and the tensor.
-        """
-        owner = self.tensor
-        if self._version < 0 or owner._version == self._version:
-            return
-        raise StaleError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{owner.dtype} {list(owner.shape)}], which {what} reads, is at version {owner._version}; "
-            f"expected version {self._version} instead. It was written after forward; keep it as it is until "
-            "backward is over."
-        )

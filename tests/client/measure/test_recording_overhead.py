@@ -14,7 +14,8 @@ import ac_client
 from ac_client.measure import recording_overhead as recording
 from ac_client.measure.recording_overhead import recording_us, replay_us, replay_us_of_process
 from ac_client.runtime import replay
-from ac_client.runtime.region import Region, active
+from ac_client.runtime.policy_context import active
+from ac_client.runtime.region import Region
 from autoac.planner import Policy, build, plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
@@ -115,7 +116,7 @@ def test_while_a_peak_is_measured_it_is_not_told() -> None:
 def test_replay_takes_what_the_runtime_does_and_a_plain_op_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that moves a microsecond for each op that is recorded, and two for each that is replayed."""
     us = 0
-    unsaved, again = Region._run_unsaved, replay._run_again
+    unsaved, again = Region._run_recorded, replay._replay
 
     def recorded(self: Region, *args: Any) -> Any:
         nonlocal us
@@ -127,8 +128,8 @@ def test_replay_takes_what_the_runtime_does_and_a_plain_op_does_not(monkeypatch:
         us += 2
         again(*args)
 
-    monkeypatch.setattr(Region, "_run_unsaved", recorded)
-    monkeypatch.setattr(replay, "_run_again", replayed)
+    monkeypatch.setattr(Region, "_run_recorded", recorded)
+    monkeypatch.setattr(replay, "_replay", replayed)
     monkeypatch.setattr(recording.time, "thread_time_ns", lambda: us * 1000)
     assert replay_us(rounds=2) == 3
 

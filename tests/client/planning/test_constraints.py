@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client import Constraints, InvalidConstraints
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
 from autoac.planner import build, constrained, plan
 from autoac.planner.formats.profile import DECIDES
 from autoac.planner.memory.simulate import peak_bytes
@@ -81,7 +81,7 @@ def test_what_decides_runs_again_only_where_the_user_lifts_the_default(
     topk = {d for key, d in policy.decisions.items() if "topk" in key}
     assert topk == {"recompute" if lifted else "save"}
     net = ac_client.apply(model(), policy=policy)
-    log = Log()
+    log = EventLog()
     monkeypatch.setattr(
         sys.modules["ac_client.planning.planned_forward"],
         "save_recompute_policy",

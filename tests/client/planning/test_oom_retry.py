@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ac_client
 from ac_client.planning import replan as planning
 from ac_client.planning.oom_retry import is_out_of_memory
-from ac_client.runtime.region import active
+from ac_client.runtime.policy_context import active
 from autoac.planner import build, find_minimum_peak, plan, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile

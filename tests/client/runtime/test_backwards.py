@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
-from ac_client.runtime.view_recipes import StaleError
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
+from ac_client.runtime.write_guard import StaleError
 
 
 def chain(x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def chain(x: Tensor) -> Tensor:
 def test_backward_twice_with_retain_graph() -> None:
     x = torch.randn(5, requires_grad=True)
     (want,) = torch.autograd.grad(chain(x).sum(), x)
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         z = chain(x)
     (first,) = torch.autograd.grad(z.sum(), x, retain_graph=True)
@@ -137,7 +137,7 @@ def test_backward_twice_without_retain_is_torchs_error() -> None:
 
 def test_a_look_at_the_graph_uses_nothing_up() -> None:
     x = torch.randn(5, requires_grad=True)
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         y = x.exp().sin()
     want = x.detach().exp()

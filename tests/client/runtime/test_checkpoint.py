@@ -28,8 +28,8 @@ from torch.utils.checkpoint import (
 import ac_client
 from ac_client import PolicyConflict, checkpoint, checkpoint_sequential, save_recompute_policy
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.runtime.region import active
-from ac_client.runtime.replay import Log
+from ac_client.runtime.policy_context import active
+from ac_client.runtime.replay import EventLog
 from benchmarks.models.modules import Block, ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 
 MM = torch.ops.aten.mm.default
@@ -350,7 +350,7 @@ def test_around_it_must_save_all_saves_and_recompute_all_changes_nothing(x: Tens
 
 
 def test_inside_a_region_that_prefers_to_save_only_its_own_ops_run_again(x: Tensor) -> None:
-    log = Log()
+    log = EventLog()
     with save_recompute_policy(CheckpointPolicy.PREFER_SAVE, log=log):
         loss = checkpoint(lambda t: t.exp().sin(), x.cos()).tan().sum()
     want = torch.autograd.grad(x.cos().exp().sin().tan().sum(), x)

@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ac_client import split_backward
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
-from ac_client.runtime.view_recipes import StaleError
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
+from ac_client.runtime.write_guard import StaleError
 
 
 class Compiled:
@@ -56,9 +56,9 @@ EVERY_8TH = [torch.ops.aten.tanh]
 
 def step(
     run: Callable[[], Tensor], policy: Any, around: contextlib.AbstractContextManager[Any]
-) -> tuple[Log, Replays]:
+) -> tuple[EventLog, Replays]:
     """One step, its backward alone under `around`."""
-    log = Log()
+    log = EventLog()
     torch.manual_seed(1)
     with save_recompute_policy(policy, log=log):
         loss = run()
@@ -67,7 +67,7 @@ def step(
     return log, made_again
 
 
-def recomputed(log: Log) -> list[str]:
+def recomputed(log: EventLog) -> list[str]:
     return [name for kind, name in log.events if kind == "recompute"]
 
 
@@ -160,7 +160,7 @@ def test_a_split_backward_gives_the_same_gradients_and_recomputes_in_both_halves
     want = [x.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
     x.grad = None
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         out = model(x)
     with compiled_autograd._enable(compiled), replays() as made_again:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
-from ac_client.runtime.nodes import Value
-from ac_client.runtime.region import active, save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.nodes import StorageVersion
+from ac_client.runtime.policy_context import active, save_recompute_policy
+from ac_client.runtime.replay import EventLog
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
 from benchmarks.models.modules import ConvNet
@@ -88,7 +88,7 @@ def test_forwards_and_backwards_of_regions_on_several_threads() -> None:
 
     def run(seed: int) -> tuple[bool, list[tuple[str, str]]]:
         x = torch.randn(16, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-        log = Log()
+        log = EventLog()
         for _ in range(20):
             meet.wait()
             with save_recompute_policy("recompute_all", log=log):
@@ -161,8 +161,8 @@ def test_uses_are_counted_right_while_other_threads_run_backward_over_the_same_r
         with ThreadPoolExecutor(2) as pool, save_recompute_policy("recompute_all"):
             base = x.sin().exp()
             assert active.region is not None
-            value = active.region._origins.get(base)
-            assert isinstance(value, Value)
+            value = active.region.storages.origin(base)
+            assert isinstance(value, StorageVersion)
             before = value.uses, value.node.used_outs
             running = []
             for _ in range(100):
@@ -194,7 +194,7 @@ def test_several_planned_models_alive_at_once(policy: Policy) -> None:
         assert ac_client.applied(m).report().off_path == ""
 
 
-def suspended(x: Tensor, policy: str, log: Log | None = None) -> Iterator[Tensor]:
+def suspended(x: Tensor, policy: str, log: EventLog | None = None) -> Iterator[Tensor]:
     with save_recompute_policy(policy, log=log):
         y = x.sin().exp()
         yield y
@@ -204,7 +204,7 @@ def suspended(x: Tensor, policy: str, log: Log | None = None) -> Iterator[Tensor
 @pytest.mark.parametrize("between", ["plain code", "another region", "another generator"])
 @pytest.mark.parametrize("leaves_first", ["the generator", "the other"])
 def test_a_generator_that_suspends_inside_a_region(between: str, leaves_first: str) -> None:
-    x, log = torch.randn(4, requires_grad=True), Log()
+    x, log = torch.randn(4, requires_grad=True), EventLog()
     outs = []
     mine = suspended(x, "recompute_all", log)
     next(mine)
@@ -274,7 +274,7 @@ def test_a_region_left_on_another_thread_is_a_clear_error_and_heals() -> None:
     thread.join()
     assert "left on the thread that entered it" in str(raised[0])
     between = chain(x)  # what it sees from now on, it saves
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all"):
         after = chain(x)
     assert active.region is None

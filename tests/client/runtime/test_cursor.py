@@ -28,7 +28,7 @@ def walk(cursor: Cursor, *events: str) -> list[str | None]:
         elif event[0] == "<":
             cursor.leave(event[1:])
         else:
-            decisions.append(cursor.op(event))
+            decisions.append(cursor.next_decision(event))
     return decisions
 
 
@@ -38,18 +38,18 @@ def test_on_the_path() -> None:
         cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", ">c", "mm", "<c", "loss"
     )
     assert got == ["save", "recompute", "save", "recompute", "save", "recompute", "save"]
-    assert cursor.off is None
+    assert cursor.off_path is None
 
 
 def test_what_a_wrapper_runs_itself_is_beside_the_path() -> None:
     """DistributedDataParallel rebuilds buckets and sends buffers before it calls its module."""
     route = Route({"module/mm#0": "recompute", "module/gelu#0": "save"})
-    wrapper = Cursor(route, strict=True, beside={"."})
+    wrapper = Cursor(route, strict=True, side_modules={"."})
     got = walk(wrapper, "empty", "mm", "copy_", ">module", "mm", "gelu", "<module", "copy_")
     assert got == [None, None, None, "recompute", "save", None]
     wrapper.finish()
     with pytest.raises(LeftThePath):
-        walk(Cursor(route, strict=True, beside={"."}), "empty", ">module", "empty")
+        walk(Cursor(route, strict=True, side_modules={"."}), "empty", ">module", "empty")
     with pytest.raises(LeftThePath):
         walk(Cursor(route, strict=True), "empty")
 
@@ -82,7 +82,7 @@ def test_a_module_that_is_left_out_is_skipped_and_told() -> None:
     cursor = Cursor(ROUTE)
     got = walk(cursor, "embed", ">c", "mm", "<c", "loss")
     assert got == ["save", "recompute", "save"]
-    assert cursor.off == OffPath("a/mm#0", "c/mm#0")
+    assert cursor.off_path == OffPath("a/mm#0", "c/mm#0")
 
 
 def test_a_module_that_is_called_once_more_is_left_to_its_last_call_and_told() -> None:
@@ -90,7 +90,7 @@ def test_a_module_that_is_called_once_more_is_left_to_its_last_call_and_told() -
     walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a")
     got = walk(cursor, ">c", "mm", "<c", ">c", "mm", "<c", "loss")
     assert got == ["recompute", "recompute", "save"]
-    assert cursor.off == OffPath("./loss#0", "c/mm#0")
+    assert cursor.off_path == OffPath("./loss#0", "c/mm#0")
 
 
 def test_ops_that_are_left_at_the_end_are_told_unless_they_may_be_the_loss() -> None:
@@ -98,8 +98,8 @@ def test_ops_that_are_left_at_the_end_are_told_unless_they_may_be_the_loss() -> 
     for cursor, rest in ((whole, [">c", "mm", "<c"]), (short, [])):
         walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", *rest)
         cursor.finish()
-    assert whole.off is None
-    assert short.off == OffPath("c/mm#0", "the end of forward")
+    assert whole.off_path is None
+    assert short.off_path == OffPath("c/mm#0", "the end of forward")
     strict = Cursor(ROUTE, strict=True)
     walk(strict, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a")
     with pytest.raises(LeftThePath, match="expected c/mm#0, found the end of forward"):
@@ -140,7 +140,7 @@ def test_calls_in_a_row_of_one_module_are_told_apart() -> None:
     again = Cursor(CALLED_TWICE, strict=True)
     for begin, end in ((0, 1), (1, 2)):
         assert again.enter("cell") == begin
-        again.skip(end)
+        again.jump_to(end)
         assert again.leave("cell") == (begin, end)
     assert walk(again, "exp") == ["recompute"]
 
@@ -177,7 +177,7 @@ def test_ops_after_an_interrupted_forward_are_none_of_its_own() -> None:
     for strict in (False, True):
         cursor = Cursor(ROUTE, strict=strict, report=told.append, in_forward=lambda: False)
         assert walk(cursor, "embed", ">a", "randn", "mm", "<a", "add") == ["save", None, None, None]
-        assert cursor.over
+        assert cursor.interrupted
         cursor.finish()
     assert not told
 
@@ -187,8 +187,8 @@ def test_what_is_not_certain_is_not_run_unseen() -> None:
     cursor = Cursor(SHARED)
     walk(cursor, ">encoder", ">shared", "embedding", "<shared", "mm", "<encoder")
     assert cursor.enter("head") is None  # decoder may still come, from there
-    assert cursor.op("mm") == "save"
-    assert cursor.off == OffPath("shared/embedding#1", "head/mm#0")
+    assert cursor.next_decision("mm") == "save"
+    assert cursor.off_path == OffPath("shared/embedding#1", "head/mm#0")
 
 
 def test_an_unknown_module_is_left_to_the_default() -> None:

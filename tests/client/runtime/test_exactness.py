@@ -14,8 +14,8 @@ from torch import nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.runtime.cursor import Cursor, Route
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
 from autoac.planner.formats.policy import decisions
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
@@ -66,9 +66,9 @@ def casting(on: bool) -> contextlib.AbstractContextManager[Any]:
 
 def measured(
     make: Make, batch: torch.Tensor, choice: dict[str, Any], static: int, autocast: bool = False
-) -> tuple[int, Log]:
+) -> tuple[int, EventLog]:
     model = made(make)
-    log = Log()
+    log = EventLog()
     cursor = Cursor(Route(choice), strict=True)
     watch_modules(model, cursor.enter, cursor.leave)
     torch.manual_seed(1)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ac_client
-from ac_client.runtime.region import active, save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.policy_context import active, save_recompute_policy
+from ac_client.runtime.replay import EventLog
 
 F = nn.functional
 
@@ -374,9 +374,9 @@ def test_a_reverse_transform_inside_a_region_is_torchs_error() -> None:
 def test_wrapped_tensors_are_kept_as_they_are() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    def run(policy: str | None) -> tuple[list[Tensor], Log]:
+    def run(policy: str | None) -> tuple[list[Tensor], EventLog]:
         torch.manual_seed(0)
-        model, log = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), Log()
+        model, log = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), EventLog()
         for layer in (model[0], model[2]):
             weight = layer.weight.detach()
             layer.weight = nn.Parameter(TwoTensor(weight.clone(), weight * 2))
@@ -420,9 +420,9 @@ def mesh() -> Iterator[Any]:
 def test_distributed_tensors(mesh: Any) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    def run(policy: str | None) -> tuple[list[Tensor], Log]:
+    def run(policy: str | None) -> tuple[list[Tensor], EventLog]:
         torch.manual_seed(0)
-        model, log = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), Log()
+        model, log = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), EventLog()
         for layer in (model[0], model[2]):
             for name, parameter in list(layer.named_parameters()):
                 local = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
@@ -587,7 +587,7 @@ def gradient(out: Tensor, x: Tensor) -> Tensor:
 
 
 def test_the_users_modes_around_and_inside() -> None:
-    x, log = torch.randn(4, requires_grad=True), Log()
+    x, log = torch.randn(4, requires_grad=True), EventLog()
     outer, inner, later = Counts(), Counts(), Counts()
     with outer, save_recompute_policy("recompute_all", log=log), inner:
         z = chain(x)
@@ -599,7 +599,7 @@ def test_the_users_modes_around_and_inside() -> None:
 
 
 def test_hooks_around_a_region_see_its_inputs_and_what_it_saves() -> None:
-    x, log = torch.randn(4, requires_grad=True), Log()
+    x, log = torch.randn(4, requires_grad=True), EventLog()
     seen: list[Tensor] = []
 
     class Moved:
@@ -621,7 +621,7 @@ def test_hooks_around_a_region_see_its_inputs_and_what_it_saves() -> None:
 
 
 def test_offload_around_a_region() -> None:
-    x, log = torch.randn(4, requires_grad=True), Log()
+    x, log = torch.randn(4, requires_grad=True), EventLog()
     with torch.autograd.graph.save_on_cpu(), save_recompute_policy("recompute_all", log=log):
         z = chain(x)
     assert torch.equal(gradient(z, x), gradient(chain(x), x))
@@ -636,7 +636,7 @@ def test_a_compiled_part_stays_compiled(backend: str) -> None:
     counter = CompileCounterWithBackend(backend)
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    x, log = torch.randn(2, 4, requires_grad=True), Log()
+    x, log = torch.randn(2, 4, requires_grad=True), EventLog()
     want = gradient(block(x.sin()).sin().exp(), x)
     compiled = torch.compile(block, backend=counter)
     for _ in range(2):

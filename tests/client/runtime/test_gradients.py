@@ -13,9 +13,9 @@ import torch
 from stepping import assert_same, step
 from torch import nn
 
-from ac_client.runtime.global_flags import ambient
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.global_flags import current_flags
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
 from benchmarks.models.modules import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
@@ -144,10 +144,10 @@ def test_a_replay_finds_the_switches_of_forward(
             made = switches(x).sin()
         y = made * w
         want = made.detach().clone()
-    before = ambient()
+    before = current_flags()
     (got,) = torch.autograd.grad(y.sum(), w)
     assert torch.equal(got, want)
-    assert ambient() == before
+    assert current_flags() == before
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
@@ -195,7 +195,7 @@ def test_nested_tensors_are_kept_as_they_are() -> None:
 
     x = torch.randn(4, 4, requires_grad=True)
     (want,) = torch.autograd.grad(model(x).sum(), x)
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         y = model(x)
     (got,) = torch.autograd.grad(y.sum(), x)
@@ -219,7 +219,7 @@ def test_what_a_mask_or_an_index_shapes_runs_again() -> None:
 
     x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
     (want,) = torch.autograd.grad(model(x), x)
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         y = model(x)
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
@@ -260,7 +260,7 @@ def test_a_workspace_that_a_replay_would_not_fill_is_kept() -> None:
 
 def test_random_ops_on_meta_tensors_are_recorded() -> None:
     x = torch.empty(4, device="meta", requires_grad=True)
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         y = nn.functional.dropout(x.exp(), 0.5).sin()
     y.sum().backward()

@@ -16,8 +16,8 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention import flex_attention as flex
 
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.view_recipes import StaleError
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.write_guard import StaleError
 from autoac.planner import plan
 from autoac.planner.problem.build import build
 from autoac.profiler import profile

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 
 import ac_client
-from ac_client.runtime.region import active, save_recompute_policy
-from ac_client.runtime.replay import Log
-from ac_client.runtime.view_recipes import StaleError
+from ac_client.runtime.policy_context import active, save_recompute_policy
+from ac_client.runtime.replay import EventLog
+from ac_client.runtime.write_guard import StaleError
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
 
@@ -64,12 +64,12 @@ def test_ops_that_compiled_code_calls_are_not_run_again() -> None:
     compiled = torch.compile(greatest, backend="inductor")
     x = torch.randn(4, 4, requires_grad=True)
 
-    def run(policy: str | None, log: Log | None = None) -> list[Tensor]:
+    def run(policy: str | None, log: EventLog | None = None) -> list[Tensor]:
         with save_recompute_policy(policy, log=log) if policy else nullcontext():
             loss = compiled(x.sin()).sin().exp().sum()
         return outcome(loss, x)
 
-    want, log = run(None), Log()
+    want, log = run(None), EventLog()
     assert all(map(torch.equal, run("recompute_all", log), want))
     recomputed = [name for kind, name in log.events if kind == "recompute"]
     assert "aten.exp.default" in recomputed
@@ -179,7 +179,7 @@ def chain(x: Tensor) -> Tensor:
 def test_compiled_autograd(policy: Any) -> None:
     x = torch.randn(8, requires_grad=True)
 
-    def run(policy: Any, log: Log | None = None, *, compiled: bool = True) -> Tensor:
+    def run(policy: Any, log: EventLog | None = None, *, compiled: bool = True) -> Tensor:
         with save_recompute_policy(policy, log=log) if policy else nullcontext():
             loss = chain(x).sum()
         with compiled_autograd._enable(torch.compile(backend="inductor")) if compiled else nullcontext():
@@ -188,10 +188,10 @@ def test_compiled_autograd(policy: Any) -> None:
         gradient, x.grad = x.grad, None
         return gradient
 
-    want, engine = run(None), Log()
+    want, engine = run(None), EventLog()
     run(policy, engine, compiled=False)
     for _ in range(3):  # the first sees each key as a constant, the second as a symbol
-        log = Log()
+        log = EventLog()
         with replays() as made_again:
             assert torch.equal(run(policy, log), want)
         assert log.events == engine.events, "lazily, once each, in the same order"

@@ -11,8 +11,8 @@ import torch
 from stepping import nothing_left, scalar
 from torch import Tensor
 
-from ac_client.runtime.region import active, save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.policy_context import active, save_recompute_policy
+from ac_client.runtime.replay import EventLog
 from benchmarks.models.modules import Transformer
 
 BATCH = torch.randn(2, 8, 32)
@@ -105,7 +105,7 @@ def test_after_a_partial_backward(model: Transformer) -> None:
 
 
 def test_nothing_is_cached_between_two_passes(model: Transformer) -> None:
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         loss = scalar(model(BATCH))
     gc.collect()
@@ -162,7 +162,7 @@ def test_use_counts_do_not_explode_over_residual_adds() -> None:
 
 
 def test_a_chain_of_many_ops_recurses_nowhere() -> None:
-    log = Log()
+    log = EventLog()
     x = torch.randn(2, requires_grad=True)
     with save_recompute_policy("recompute_all", log=log):
         y = x

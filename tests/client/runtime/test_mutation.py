@@ -10,9 +10,9 @@ import torch
 from stepping import assert_same, nothing_left, step
 from torch import Tensor, nn
 
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
-from ac_client.runtime.view_recipes import StaleError
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
+from ac_client.runtime.write_guard import StaleError
 
 F = nn.functional
 
@@ -249,7 +249,7 @@ def test_statistics_move_once_in_every_norm(norm: str) -> None:
 def test_an_op_that_moves_a_storage_is_kept_though_the_policy_insists() -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    log = Log()
+    log = EventLog()
     x = torch.randn(4, requires_grad=True)
     with save_recompute_policy(CheckpointPolicy.MUST_RECOMPUTE, log=log):
         with torch.no_grad():
@@ -340,7 +340,7 @@ def test_a_write_through_an_alias_of_a_tensor_that_is_gone_is_an_error(read_by: 
 
 
 def test_an_inference_tensor_may_be_written_after_forward() -> None:
-    x, log = torch.randn(4, requires_grad=True), Log()
+    x, log = torch.randn(4, requires_grad=True), EventLog()
     with torch.inference_mode():
         mask = torch.ones(4)
     with save_recompute_policy("recompute_all", log=log):
@@ -356,7 +356,7 @@ def test_training_goes_on_after_inference_mode() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     with torch.inference_mode(), save_recompute_policy("recompute_all"):
         layer(x).sin()
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         loss = layer(x).sin().exp().sum()
     loss.backward()
@@ -371,7 +371,7 @@ def test_a_freed_storage_of_an_input_is_an_error() -> None:
     with save_recompute_policy("recompute_all"):
         z = (x * 1 + given).sin()
     given.untyped_storage().resize_(0)
-    with pytest.raises(StaleError, match=r"aten.add.Tensor reads, has 0 bytes instead of 16"):
+    with pytest.raises(StaleError, match=r"aten.add.Tensor reads, must have 16 bytes, got 0"):
         z.sum().backward()
 
 

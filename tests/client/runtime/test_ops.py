@@ -21,8 +21,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
 
 Function = Callable[..., Any]
 
@@ -101,7 +101,9 @@ def samples(op: Any, *, complex_too: bool) -> Iterator[tuple[str, Any]]:
             yield f"{op.full_name} {dtype} #{i}", sample
 
 
-def results(run: Callable[..., Any], given: Any, policy: Any, log: Log | None = None) -> list[Tensor | None]:
+def results(
+    run: Callable[..., Any], given: Any, policy: Any, log: EventLog | None = None
+) -> list[Tensor | None]:
     """What `run` makes of `given`, and does to it; all gradients; the generator.
 
     Backward reads every value, also those without a derivative, to find the gradient of a factor. So it
@@ -152,7 +154,7 @@ def test_an_op_that_is_recomputed_gives_the_same_bits(name: str) -> None:
     form, variant = FORMS[name]
     counts: Counter[str] = Counter()
     wrong: list[str] = []
-    log = Log()
+    log = EventLog()
     for op in op_db:
         function = variant(op)
         if function is None:
@@ -357,7 +359,7 @@ def test_a_sparse_tensor_that_is_written_over_was_read_before() -> None:
 
     x = torch.ones(2, 3, requires_grad=True)
     (plain,) = torch.autograd.grad(product(x).sum(), x)
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         y = product(x)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain)

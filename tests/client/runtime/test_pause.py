@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client import StaleError
-from ac_client.runtime.region import Region, save_recompute_policy
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.region import Region
 from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
@@ -149,7 +150,7 @@ def test_a_value_of_which_only_a_view_is_left_is_taken_as_written_in_a_pause() -
             region._entered[0].resume()
         y = leaf * view.cos()
         if region is not None:
-            assert region._entered[0].orphans
+            assert region._entered[0].storages.orphans
             region.__exit__(None, None, None)
         y.sum().backward()
         assert leaf.grad is not None
@@ -207,7 +208,7 @@ def test_nothing_is_left_of_a_region_that_ends_while_paused() -> None:
         x = torch.randn(4, requires_grad=True)
         with save_recompute_policy("recompute_all") as _:
             y = x.sin().exp()
-            region = ac_client.runtime.region.active.region
+            region = ac_client.runtime.policy_context.active.region
             assert region is not None
             assert region.pause()
         assert torch._C._len_torch_dispatch_stack() == 0

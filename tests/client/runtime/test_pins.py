@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client import PinConflict, PolicyConflict, pin
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
 from autoac.planner import ConflictingPins, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
@@ -28,7 +28,7 @@ def model() -> nn.Sequential:
 
 
 def recomputed(net: nn.Module, x: Tensor, policy: object) -> list[str]:
-    log = Log()
+    log = EventLog()
     with save_recompute_policy(policy, log=log):
         out = net(x)
     out.square().sum().backward()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ac_client import split_backward
-from ac_client.runtime.region import save_recompute_policy
-from ac_client.runtime.replay import Log
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
 
 
 class Attention(nn.Module):
@@ -52,14 +52,14 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(shape).requires_grad_()
 
 
-def forward(model: nn.Module, x: Tensor, log: Log, policy: Any = "recompute_all") -> Tensor:
+def forward(model: nn.Module, x: Tensor, log: EventLog, policy: Any = "recompute_all") -> Tensor:
     torch.manual_seed(1)
     with save_recompute_policy(policy, log=log):
         out: Tensor = model(x)
     return out
 
 
-def recomputed(log: Log) -> list[str]:
+def recomputed(log: EventLog) -> list[str]:
     return [name for kind, name in log.events if kind == "recompute"]
 
 
@@ -90,12 +90,12 @@ def assert_equal(a: list[Tensor | None], b: list[Tensor | None]) -> None:
 def test_a_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
     model, x = made(name)
     want = plainly(model, x)
-    log = Log()
+    log = EventLog()
     forward(model, x, log).sum().backward()
     once = sorted(recomputed(log))
     gradients(model, x)
 
-    log = Log()
+    log = EventLog()
     out = forward(model, x, log)
     _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
     halfway = recomputed(log)
@@ -111,7 +111,7 @@ def test_two_microbatches_may_have_their_halves_interleaved() -> None:
     model, x = made("linears")
     other = torch.randn(3, 4, requires_grad=True)
     want = plainly(model, x), plainly(model, other)
-    logs = Log(), Log()
+    logs = EventLog(), EventLog()
     outs = [forward(model, t, log) for t, log in zip((x, other), logs, strict=True)]
     groups = [
         stage_backward_input([out], [torch.ones_like(out)], [t], model.parameters())[1]
@@ -132,13 +132,13 @@ def test_nothing_is_left_after_the_second_half(name: str, policy: Any) -> None:
         p.grad = torch.zeros_like(p)
 
     def both() -> None:
-        out = forward(model, x, Log(), policy)
+        out = forward(model, x, EventLog(), policy)
         _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
         del out
         stage_backward_weight(model.parameters(), groups)
 
     both()
-    forward(model, x, Log(), policy).sum().backward()
+    forward(model, x, EventLog(), policy).sum().backward()
     with nothing_left():
         both()
         gc.collect()  # torch's functions leave cycles of their own, through their hooks
@@ -146,7 +146,7 @@ def test_nothing_is_left_after_the_second_half(name: str, policy: Any) -> None:
 
 def test_a_stage_that_never_runs_its_weight_half_frees_all_with_its_graph() -> None:
     model, x = made("linears")
-    out = forward(model, x, Log())
+    out = forward(model, x, EventLog())
     with replays() as made_again:
         _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
         assert made_again.alive > 0
@@ -157,7 +157,7 @@ def test_a_stage_that_never_runs_its_weight_half_frees_all_with_its_graph() -> N
 
 def test_the_end_of_the_block_frees_what_was_kept() -> None:
     model, x = made("linears")
-    loss = forward(model, x, Log()).sum()
+    loss = forward(model, x, EventLog()).sum()
     with replays() as made_again:
         with split_backward():
             torch.autograd.grad(loss, x, retain_graph=True)
@@ -167,7 +167,7 @@ def test_the_end_of_the_block_frees_what_was_kept() -> None:
 
 def test_a_partial_backward_outside_of_a_split_keeps_nothing() -> None:
     model, x = made("linears")
-    loss = forward(model, x, Log()).sum()
+    loss = forward(model, x, EventLog()).sum()
     with replays() as made_again:
         torch.autograd.grad(loss, x, retain_graph=True)
         assert made_again.most > 0
@@ -176,7 +176,7 @@ def test_a_partial_backward_outside_of_a_split_keeps_nothing() -> None:
 
 def test_an_input_half_that_raises_keeps_nothing() -> None:
     model, x = made("linears")
-    loss = forward(model, x, Log()).sum()
+    loss = forward(model, x, EventLog()).sum()
 
     def boom(_: Tensor) -> None:
         raise ValueError("boom")
@@ -192,7 +192,7 @@ def test_an_input_half_that_raises_keeps_nothing() -> None:
 def test_the_tasks_in_a_block_are_one_pass() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     want = torch.autograd.grad((x.exp() @ w).sin().sum(), (x, w))
-    log = Log()
+    log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
         hidden = x.exp() @ w
         loss = hidden.sin().sum()
@@ -207,7 +207,7 @@ def test_the_tasks_in_a_block_are_one_pass() -> None:
 def test_a_second_part_that_goes_the_whole_way_again_is_a_pass_of_its_own() -> None:
     model, x = made("linears")
     want = plainly(model, x)
-    log = Log()
+    log = EventLog()
     loss = forward(model, x, log).sum()
     with split_backward():
         (dx,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -219,7 +219,7 @@ def test_a_second_part_that_goes_the_whole_way_again_is_a_pass_of_its_own() -> N
 def test_a_whole_backward_in_a_block_is_as_any_other() -> None:
     model, x = made("attention")
     want = plainly(model, x)
-    plain, split = Log(), Log()
+    plain, split = EventLog(), EventLog()
     with replays() as outside:
         forward(model, x, plain).sum().backward()
     assert_equal(gradients(model, x), want)
@@ -234,7 +234,7 @@ def test_a_whole_backward_in_a_block_is_as_any_other() -> None:
 def test_a_second_whole_backward_in_a_block_is_a_pass_of_its_own() -> None:
     model, x = made("attention")
     want = plainly(model, x)
-    log = Log()
+    log = EventLog()
     out = forward(model, x, log).sum()
     with split_backward():
         out.backward(retain_graph=True)

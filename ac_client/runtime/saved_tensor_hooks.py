@@ -1,0 +1,90 @@
+"""Install the saved-tensor hooks of a region, and pack each tensor that autograd saves into a handle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ac_client.runtime.nested_policies import Packing
+from ac_client.runtime.nodes import StorageVersion
+from ac_client.runtime.replay import RegionGraph
+from ac_client.runtime.saved_handles import OuterHookHandle, RecomputedHandle, SavedHandle, unpack
+from ac_client.runtime.tracked_storages import TrackedStorages
+from ac_client.runtime.view_recipes import recipe_of
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.storage_table import has_storage
+
+_STRIDED = torch.strided
+
+
+class RegionHooks:
+    """The saved-tensor hooks of one region.
+
+    Attributes:
+        packing: the innermost `packing` of the policies; None if no policy has one.
+    """
+
+    def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
+        self.packing: Packing | None = None
+        self._storages = storages
+        self._key = storages.key
+        self._graph = graph
+        self._outer: Packing | None = None  # the hooks around the region
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+
+    def enter(self) -> None:
+        """Install the hooks.
+
+        Raises:
+            RuntimeError: torch does not allow saved-tensor hooks here.
+        """
+        if not torch.compiler.is_compiling():
+            self._outer = private.top_saved_tensors_default_hooks(True)
+        enter_saved_tensor_hooks(self._hooks)
+
+    def exit(self) -> None:
+        """Remove the hooks."""
+        self._hooks.__exit__(None, None, None)
+        del self._hooks  # it holds a method of this object: a cycle
+
+    def are_innermost(self) -> bool:
+        """Return True if no hooks were entered on this thread after these."""
+        hooks = private.top_saved_tensors_default_hooks(True)
+        return hooks is not None and hooks[0] == self.pack
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the handle that autograd holds in place of `tensor`."""
+        kind = type(tensor)
+        if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
+            version = tensor.untyped_storage().__dict__.get(self._key)
+            if type(version) is StorageVersion and (
+                version.counter is None or not self._storages.written_unseen(version)
+            ):
+                recipe = version.recipe_if_returned(tensor)
+                if recipe is None and has_storage(tensor):  # nested tensors are strided as well
+                    recipe = recipe_of(tensor)
+                if recipe is not None:
+                    return RecomputedHandle(version, recipe, self._graph, tensor.device)
+        packing = self.packing or self._outer
+        if packing is not None:
+            return OuterHookHandle(tensor, *packing)
+        return SavedHandle(tensor, self._graph)
+
+
+def enter_saved_tensor_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+    """Enter `hooks`.
+
+    Raises:
+        RuntimeError: torch does not allow saved-tensor hooks here.
+    """
+    try:
+        hooks.__enter__()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a planned model or region needs saved-tensor hooks, which are disabled here, as inside of "
+            "torch.func.grad, vjp, jacrev and hessian. Differentiate with torch.autograd.grad, or call "
+            f"ac_client.applied_model(model).remove() first. They were disabled with: {error}"
+        ) from error

@@ -1,0 +1,262 @@
+"""Track, during forward, which storages recorded ops made or read, and writes to them.
+
+See NOTE [ What is tracked ] in nodes.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ac_client.runtime.nodes import (
+    Node,
+    Source,
+    SourceView,
+    StorageVersion,
+    UnsupportedTensor,
+    VersionView,
+    next_order,
+    pin_version,
+)
+from ac_client.runtime.replay import RegionGraph
+from ac_client.runtime.view_recipes import Recipe, recipe_of, window_of_recipe
+from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
+from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage
+
+Origin = StorageVersion | weakref.ref[Source]
+"""Where the contents of a storage are from: a recorded op, or outside."""
+
+_STRIDED = torch.strided
+
+
+class TrackedStorages:
+    """The origin of each storage that recorded ops of one region made or read.
+
+    Invariant: a storage without an entry was made outside of the recorded ops and read by none of them, or
+    its origin was dropped because an op that is not recorded wrote it.
+
+    Attributes:
+        key: name of the attribute that holds a storage's origin.
+        writes: number of writes to tracked storages.
+        orphans: number of versions that were read after a pause through a view only, so that writes during
+            the pause could not be detected.
+    """
+
+    def __init__(self, graph: RegionGraph) -> None:
+        self._graph = graph
+        self._table: StorageTable[Origin] = StorageTable()
+        self.key = self._table.name
+        self.writes = 0
+        self.orphans = 0
+        self._had_pause = False
+        self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
+
+    def origin(self, tensor: Tensor) -> Origin | None:
+        """Return the origin of `tensor`'s storage; drop it first if the storage was written unseen."""
+        origin = self._table.get(tensor)
+        if type(origin) is StorageVersion and origin.counter is not None and self.written_unseen(origin):
+            self._table.drop(tensor)
+            return None
+        return origin
+
+    def enter(self, storage: torch.UntypedStorage, origin: Origin) -> None:
+        """Set the origin of `storage`."""
+        self._table.put(storage, origin)
+        self._since_pause.append(weakref.ref(storage))
+
+    def drop(self, tensor: Tensor) -> None:
+        """Forget the origin of `tensor`'s storage."""
+        self._table.drop(tensor)
+
+    def close(self) -> None:
+        """Forget all origins. From here on the write guards of the sources watch for writes."""
+        self._renew_guards()
+        self._table.clear()
+
+    def _renew_guards(self) -> None:
+        """Accept all writes so far to sources entered since the last pause: the mode saw them.
+
+        A version counter moves only after the mode has returned. Before a write that the mode sees, an older
+        source is copied. So if the counter of an older source moved, the mode did not see the write.
+        """
+        for ref in self._since_pause:
+            storage = ref()
+            origin = self._table.of(storage) if storage is not None else None
+            if origin is not None and type(origin) is not StorageVersion:
+                source = origin()
+                if source is not None and source.guard is not None:
+                    source.guard.renew()
+
+    def note_counters(self) -> bool:
+        """Note the version counters of tracked storages before a pause; return False if one is unreadable.
+
+        Those noted before an earlier pause are not read again, so short pauses are cheap.
+        """
+        self._renew_guards()
+        unreadable = []
+        for ref in self._since_pause:
+            storage = ref()
+            origin = self._table.of(storage) if storage is not None else None
+            if type(origin) is StorageVersion and not origin.note_counter():
+                unreadable.append(ref)
+        self._since_pause = unreadable
+        return not unreadable
+
+    def begin_pause(self) -> None:
+        """Expect writes that the mode does not see. Call `note_counters` first."""
+        self._had_pause = True
+
+    def written_unseen(self, version: StorageVersion) -> bool:
+        """Return True if `version`, which is older than a pause, may have been written without the mode."""
+        tensor = version.tensor_ref()
+        if tensor is None:  # only views of it are left
+            self.orphans += 1
+            return self._had_pause
+        return tensor._version != version.counter
+
+    def pin(self, tensor: Tensor) -> None:
+        """Hold the contents of `tensor`'s storage from here on, so that backward need not recompute them."""
+        origin = self.origin(tensor) if has_storage(tensor) else None
+        if type(origin) is StorageVersion:
+            with self._graph.lock:
+                pin_version(origin, tensor, next_order())
+            self._table.drop(tensor)
+
+    def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
+        """Copy what recorded ops read of the storages of `tensors`, which are about to be written.
+
+        With `untrack`, drop their origins: the writer is not recorded, so the new contents are from outside.
+        """
+        for tensor in tensors:
+            if not has_storage(tensor):
+                continue
+            origin = self.origin(tensor)
+            if origin is None:
+                continue
+            self.writes += 1
+            if type(origin) is not StorageVersion:
+                source = origin()
+                if source is not None:
+                    source.keep_copy()
+                self._table.drop(tensor)
+            elif untrack:
+                self._table.drop(tensor)
+
+    def after_opaque_write(self, tensor: Tensor) -> None:
+        """Drop the origin of a storage that an op wrote without announcing it."""
+        origin = self.origin(tensor)
+        if origin is None:
+            return
+        self.writes += 1
+        if type(origin) is not StorageVersion:
+            source = origin()
+            if source is not None and source.guard is not None:
+                source.guard.reject_writes()  # ops that read it before cannot be replayed
+        self._table.drop(tensor)
+
+    def writes_a_version(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+        """Return True if this call writes a storage whose contents a recorded op made."""
+        written = [t for t in written_tensors(facts, args, kwargs or {}) if has_storage(t)]
+        return any(type(self.origin(t)) is StorageVersion for t in written)
+
+    def versions_among(self, tensors: Iterable[Tensor]) -> list[tuple[StorageVersion, Tensor]]:
+        """Return the distinct versions on which `tensors` are, each with one of the tensors."""
+        found: list[tuple[StorageVersion, Tensor]] = []
+        for tensor in tensors:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if type(origin) is StorageVersion and all(origin is not version for version, _ in found):
+                found.append((origin, tensor))
+        return found
+
+    def arguments(self, args: Iterable[Any], reads: dict[StorageVersion, None]) -> tuple[Any, ...]:
+        """Return `args` with the stand-ins of their tensors; add the versions among them to `reads`.
+
+        Raises:
+            UnsupportedTensor: a tensor is not described by its storage and recipe.
+        """
+        stand_ins: list[Any] = []
+        key = self.key
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is Parameter:
+                strided = arg.layout is _STRIDED
+            elif isinstance(arg, Tensor):
+                strided = has_storage(arg)
+            else:
+                if (kind is list or kind is tuple) and any(isinstance(item, Tensor) for item in arg):
+                    arg = kind(self.arguments(arg, reads))
+                stand_ins.append(arg)
+                continue
+            if not strided:
+                raise UnsupportedTensor
+            origin = arg.untyped_storage().__dict__.get(key)
+            if type(origin) is StorageVersion and origin.counter is not None and self.written_unseen(origin):
+                origin = None
+            if type(origin) is StorageVersion:
+                reads[origin] = None
+                returned = origin.recipe_if_returned(arg) is not None
+                stand_ins.append(origin if returned else VersionView(origin, _checked_recipe_of(arg)))
+                continue
+            source = origin() if origin is not None else None
+            stand_ins.append(
+                source if source is not None and source.is_first_read(arg) else self._read_source(arg, source)
+            )
+        return tuple(stand_ins)
+
+    def _read_source(self, tensor: Tensor, source: Source | None) -> Source | SourceView:
+        """Return the stand-in of `tensor`, which is from outside; `source` is its origin if it has one."""
+        if not has_storage(tensor):
+            raise UnsupportedTensor
+        if source is None:
+            source = Source(tensor)
+            self.enter(tensor.untyped_storage(), weakref.ref(source))
+        return source.argument_for(tensor)
+
+    def output(
+        self, tensor: Tensor, node: Node, written: Sequence[Tensor]
+    ) -> weakref.ref[StorageVersion] | None:
+        """Track an output of `node`; return its version, or None if it is not on a new storage."""
+        if not has_storage(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        if self.key in storage.__dict__:
+            return None  # the storage of an argument
+        if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
+            return None  # from outside: its origin was dropped before the write
+        version = StorageVersion(node, tensor)
+        self.enter(storage, version)
+        return weakref.ref(version)
+
+    def rewrite(self, rewritten: Iterable[tuple[StorageVersion, Tensor]], node: Node) -> StorageVersion:
+        """Track the versions that `node` made by writing over those in `rewritten`; return the last."""
+        rewrites = []
+        for old, tensor in rewritten:
+            new = StorageVersion(node, tensor, raw=True)
+            rewrites.append((old, weakref.ref(new)))
+            self.enter(tensor.untyped_storage(), new)
+        node.rewrites = tuple(rewrites)
+        return new
+
+
+def move_handles(old: StorageVersion, new: StorageVersion, written: Window) -> None:
+    """Move the handles on `old` that view nothing of what was `written` to `new`."""
+    staying = []
+    for ref in old.handles:
+        handle = ref()
+        if handle is not None and disjoint(written, window_of_recipe(handle.recipe)):
+            handle.move_to(new)
+            new.handles.append(ref)
+        else:
+            staying.append(ref)
+    old.handles = staying
+
+
+def _checked_recipe_of(tensor: Tensor) -> Recipe:
+    if not has_storage(tensor):
+        raise UnsupportedTensor
+    return recipe_of(tensor)

@@ -1,0 +1,88 @@
+"""Detect in-place writes to a storage that happen after forward, by torch's version counters."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.storage_table import is_wrapper
+
+
+class StaleError(RuntimeError):
+    """Raised in backward if a tensor that it needs was written in place after forward recorded it."""
+
+
+def version_counter(tensor: Tensor) -> int:
+    """Return the version counter of `tensor`, or -1 if it has none because it is an inference tensor."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def detached_alias(tensor: Tensor) -> Tensor:
+    """Detach `tensor` out of sight of dispatch modes; the result shares its version counter."""
+    if is_wrapper(tensor):
+        return _detach_with_counter(tensor)  # only the dispatch of the subclass can detach it
+    unseen = private.DisableTorchDispatch()  # in force until it is deleted
+    alias = (
+        _detach_with_counter(tensor)
+        if private.dispatch_key_is_excluded(_COUNTS_VERSIONS)
+        else tensor.detach()
+    )
+    del unseen
+    return alias
+
+
+def _detach_with_counter(tensor: Tensor) -> Tensor:
+    # Inside a dispatch mode the key that shares the version counter is excluded.
+    with private.SetExcludeDispatchKeyGuard(_COUNTS_VERSIONS, False):
+        return tensor.detach()
+
+
+_COUNTS_VERSIONS = private.DispatchKey.ADInplaceOrView
+
+
+class WriteGuard:
+    """Hold a tensor and detect in-place writes to it that no region recorded.
+
+    The tensor must have no autograd history, or else it would keep alive the graph that owns this guard. An
+    inference tensor has no version counter, so nothing can detect a write to it (`blind`).
+    """
+
+    __slots__ = ("_counter", "_failed", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._failed = False
+        self._counter = version_counter(tensor)
+
+    @property
+    def blind(self) -> bool:
+        """Return True if writes to the tensor cannot be detected."""
+        return self._counter < 0
+
+    def renew(self) -> None:
+        """Accept the version counter as it is now, because the region saw every write so far."""
+        if self._counter >= 0 and not self._failed:
+            self._counter = self.tensor._version
+
+    def reject_writes(self) -> None:
+        """Make every later `check` fail if the tensor was written since the last `renew`."""
+        self._failed = 0 <= self._counter != self.tensor._version
+
+    def check(self, reader: str) -> None:
+        """Check that the tensor was not written since the last `renew`.
+
+        Raises:
+            StaleError: the tensor was written; the message names `reader`, the op that needs it.
+        """
+        tensor = self.tensor
+        if self._counter < 0 or tensor._version == self._counter:
+            return
+        raise StaleError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.dtype} {list(tensor.shape)}], which {reader} reads, is at version {tensor._version}; "
+            f"expected version {self._counter} instead. The write happened after forward. Write the tensor "
+            "after backward, or write a clone() of it"
+        )
