@@ -27,13 +27,13 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Policies of the example models (autoac.toml): plan what changed; or, as CI does, say whether something did.
+# Policies of the example models: plan the models that changed; or, like CI, fail if one did.
 policies: $(READY)
-	$(BIN)/autoac regenerate --prune
+	$(BIN)/autoac regenerate --config examples/regenerate/autoac.toml --prune
 
 policies-check: $(READY)
-	$(BIN)/autoac validate policies/*.json
-	$(BIN)/autoac regenerate --check --prune
+	$(BIN)/autoac validate examples/regenerate/policies/*.json
+	$(BIN)/autoac regenerate --config examples/regenerate/autoac.toml --check --prune
 
 fmt: $(READY)
 	$(BIN)/ruff check --fix-only --quiet .

@@ -7,6 +7,7 @@
     NotApplied (LookupError)   applied(model) of a model that is not planned
     ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
     RankFailed (RuntimeError)  another rank could not be profiled or planned
+    CommandError               a command of `autoac` cannot go on
 
 Further: InvalidBudget and InfeasibleBudget of the planner, PolicyConflict of policies.py, LeftThePath of
 cursor.py (strict mode), StaleError of nodes.py.
@@ -102,3 +103,7 @@ class RankFailed(RuntimeError):
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, str]]:
         return RankFailed, (self.rank, self.kind, self.words)
+
+
+class CommandError(Exception):
+    """A command of `autoac` cannot go on; the message is one line for the user."""

@@ -1,4 +1,4 @@
-"""Files of ours: written whole or not at all, and named where something is wrong with their text."""
+"""Write files whole or not at all, and name them in errors about their text."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from autoac.planner import PlannerError
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write `text` to `path`: all of it, or, if that fails, nothing.
+    """Write `text` to `path`; if that fails, leave `path` as it was.
 
     Raises:
-        OSError: it cannot be written there.
+        OSError: the file cannot be written.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:  # says the name of the temporary file
+    except OSError as error:  # the error names the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -38,7 +38,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def named(file: str | os.PathLike[str]) -> Iterator[None]:
-    """What the planner finds wrong with the text of `file` in the block says of which file it is."""
+    """Prefix errors of the planner in the block with the name of the file whose text they are about."""
     try:
         yield
     except PlannerError as error:

@@ -1,1 +1,1 @@
-"""The commands of `autoac`, by what they do; cli.py puts them together. Heavy imports stay inside."""
+"""The `autoac` command. Each file imports torch and the planner inside its functions, when they run."""

@@ -9,11 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ac_client.cli.exit_codes import ERROR
 from ac_client.cli.options import Json
-from ac_client.cli.output import (
-    ERROR,
-    progress_of,
-)
+from ac_client.cli.output import show_progress
 from ac_client.files import write_whole
 
 
@@ -33,9 +31,9 @@ def demo(
     from ac_client.demo import demo as rows
     from ac_client.demo.page import render_page
 
-    with progress_of() as progress:
+    with show_progress() as progress:
         result = rows.run(
-            pairs=pairs, on_row=lambda name, i, n: progress.at(f"row {i} of {n}: {name}", i - 1, n)
+            pairs=pairs, on_row=lambda name, i, n: progress.start(f"row {i} of {n}: {name}", i - 1, n)
         )
     write_whole(page, render_page(result))
     if as_json:

@@ -1,4 +1,4 @@
-"""`explain` and `diff`: what a policy does, in words, numbers and pictures."""
+"""The commands `explain` and `diff`: describe a policy in words, numbers and pictures."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import typer
 
 from ac_client.cli.options import Json, TimeLimit
 from ac_client.cli.output import (
+    as_json_types,
     format_of,
-    header,
     named_as_given,
-    plain,
-    progress_of,
+    policy_header,
     read,
     read_policy,
     read_profile,
+    show_progress,
 )
 from ac_client.files import write_whole
 
@@ -35,32 +35,38 @@ def explain(
         ),
     ],
     budget_gb: Annotated[
-        float | None, typer.Option("--budget-gb", help="Of a PROFILE: GiB that the device may hold.")
+        float | None, typer.Option("--budget-gb", help="For a PROFILE: GiB that may be live on the device.")
     ] = None,
     profile_file: Annotated[
         Path | None,
-        typer.Option("--profile", help="Of a POLICY: the profile that it was planned from, for bytes."),
+        typer.Option(
+            "--profile", help="For a POLICY: the profile that it was planned from, which has the bytes."
+        ),
     ] = None,
     tensors: Annotated[
         list[str] | None,
         typer.Option(
             "--tensor",
-            help="Key of an op, or the end of one: why it is kept or not, and what the other decision "
-            "would do. May be given several times.",
+            help="Key of an op, or the end of one: explain its decision and what the other would change. "
+            "May be given several times.",
         ),
     ] = None,
     more_gb: Annotated[
-        float | None, typer.Option("--more-gb", help="Say what so many GiB more would buy. Plans again.")
+        float | None, typer.Option("--more-gb", help="Say what this many GiB more would save. Plans again.")
     ] = None,
-    table: Annotated[bool, typer.Option("--table", help="Bytes and times by module as a table.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print bytes and times by module as a table.")
+    ] = False,
     html: Annotated[
         Path | None,
-        typer.Option("--html", help="Write a page that draws memory over the step, with what is live when."),
+        typer.Option(
+            "--html", help="Write a page that draws memory over the step, and what is live at each moment."
+        ),
     ] = None,
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Say in words what a policy keeps, what it recomputes, and what that costs."""
+    """Say in words what a policy saves, what it recomputes, and what that costs."""
     from autoac.planner import (
         Graph,
         Plan,
@@ -81,15 +87,15 @@ def explain(
     from autoac.planner.report.by_module import by_module, op_decisions
 
     if more_gb is not None and not 0 < more_gb < float("inf"):
-        raise typer.BadParameter("must be positive", param_hint="--more-gb")
+        raise typer.BadParameter(f"must be a positive number of GiB, got {more_gb}", param_hint="--more-gb")
 
-    def within(profile: Profile | Graph, budget: int) -> Plan:
+    def plan_within(profile: Profile | Graph, budget: int) -> Plan:
         name = profile.model if isinstance(profile, Profile) else "the graph"
-        with progress_of(f"planning {name}") as progress:
+        with show_progress(f"planning {name}") as progress:
             return plan_profile(
                 profile,
                 budget_bytes=budget,
-                constraints=made.constraints if made else None,
+                constraints=planned.constraints if planned else None,
                 time_limit_s=time_limit_s,
                 clock=time.monotonic,
                 progress=progress.solving,
@@ -97,55 +103,59 @@ def explain(
 
     text = read(subject)
     name = named_as_given(subject)
-    made: Plan | None = None
+    planned: Plan | None = None
     if format_of(text) == SET_FORMAT:
         options = (profile_file, budget_gb, tensors, more_gb, html)
-        if table or any(given is not None for given in options):
-            raise typer.BadParameter("a policy set is explained by itself; a policy of it takes options")
+        if table or any(option is not None for option in options):
+            raise typer.BadParameter(
+                "a policy set takes no further options; explain one of its policies instead"
+            )
         with name:
             policies = PolicySet.from_json(text)
         _explain_set(policies, as_json=as_json)
         return
     if format_of(text) == "autoac.profile":
         if budget_gb is None:
-            raise typer.BadParameter("a profile is explained at a budget: pass one", param_hint="--budget-gb")
+            raise typer.BadParameter("must be given for a profile", param_hint="--budget-gb")
         if profile_file is not None:
-            raise typer.BadParameter(f"{subject} is a profile itself: leave it out", param_hint="--profile")
+            raise typer.BadParameter(
+                f"must be left out, since {subject} is a profile", param_hint="--profile"
+            )
         with name:
             observed = Profile.from_json(text)
-        made = within(observed, budget_in_bytes(budget_gb))
-        policy = made.policy()
+        planned = plan_within(observed, budget_in_bytes(budget_gb))
+        policy = planned.policy()
     else:
         with name:
             policy = Policy.from_json(text)
         if budget_gb is not None:
             raise typer.BadParameter(
-                f"{subject} is a policy, which has its budget: leave it out, or explain the profile",
+                f"must be left out, since {subject} is a policy, which has a budget; or explain the profile",
                 param_hint="--budget-gb",
             )
         if profile_file is not None:
-            made = as_planned(policy, read_profile(profile_file))
-    if made is None and (tensors or more_gb is not None or table or html is not None):
+            planned = as_planned(policy, read_profile(profile_file))
+    if planned is None and (tensors or more_gb is not None or table or html is not None):
         raise typer.BadParameter(
-            "bytes are in the profile, not in the policy: pass it", param_hint="--profile"
+            "must be given: a policy has no bytes, its profile has", param_hint="--profile"
         )
-    answer: dict[str, Any] = header(policy)
-    words = [in_words(made, table=table) if made else in_words(policy)]
-    if made is not None:
-        answer["modules"] = plain(by_module(op_decisions(made.graph, made.save_set)))
+    answer: dict[str, Any] = policy_header(policy)
+    words = [in_words(planned, table=table) if planned else in_words(policy)]
+    if planned is not None:
+        answer["modules"] = as_json_types(by_module(op_decisions(planned.graph, planned.save_set)))
         answer["tensors"] = []
         for key in tensors or []:
-            reason = why(made, key)
+            reason = why(planned, key)
             words.append(why_text(reason))
-            answer["tensors"].append(plain(reason) | {"fits": reason.fits})
+            answer["tensors"].append(as_json_types(reason) | {"fits": reason.fits})
         if more_gb is not None:
-            bought = more(made, budget_in_bytes(more_gb, "--more-gb"), planning=within)
+            bought = more(planned, budget_in_bytes(more_gb, "--more-gb"), planning=plan_within)
             words.append(more_in_words(bought))
-            answer["more"] = plain(bought) | {"gain_us": bought.gain_us}
+            answer["more"] = as_json_types(bought) | {"gain_us": bought.gain_us}
         if html is not None:
             from autoac.planner.report.page import timeline_page
 
-            write_whole(html, timeline_page(picture(made, policy=policy).data()))
+            write_whole(html, timeline_page(picture(planned, policy=policy).data()))
             words.append(f"picture: {html}")
             answer["html"] = str(html)
     if as_json:
@@ -155,34 +165,36 @@ def explain(
 
 
 def _explain_set(policies: PolicySet, *, as_json: bool) -> None:
-    """Say of each policy, the smallest batch first, which batches it serves and what it does."""
+    """Describe each policy and the batches that it serves, the smallest batch first."""
     from autoac.planner import explain as in_words
     from autoac.planner.formats.policy_set import Extent, shape_in_words
 
     buckets = sorted(policies.buckets, key=lambda bucket: Extent.of(bucket.shape).elements)
-    told = [
+    descriptions = [
         f"Bucket {number} of {len(buckets)}, for batches up to {shape_in_words(bucket.shape)}:\n"
         + in_words(bucket.policy)
         for number, bucket in enumerate(buckets, 1)
     ]
-    text = "\n\n".join(told) or "The policy set is empty."
+    text = "\n\n".join(descriptions) or "The policy set is empty."
     if as_json:
-        heads = [{"shape": bucket.shape} | header(bucket.policy) for bucket in buckets]
+        heads = [{"shape": bucket.shape} | policy_header(bucket.policy) for bucket in buckets]
         print(json.dumps({"buckets": heads, "text": text}, indent=1))
     else:
         print(text)
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A policy, as `autoac plan` wrote it.")],
+    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A policy written by `autoac plan`.")],
     second: Annotated[Path, typer.Argument(metavar="SECOND", help="The policy to compare with.")],
     profile_file: Annotated[
         Path | None,
-        typer.Option("--profile", help="The profile of both: compares what is really held, with bytes."),
+        typer.Option(
+            "--profile", help="The profile of both: compare the tensors that are really saved, with bytes."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what one policy keeps and another does not, by module, and what that costs."""
+    """Say what only one of two policies saves, by module, and what that costs."""
     from autoac.planner import Plan, as_planned, difference, difference_in_words
 
     policies = [read_policy(path) for path in (first, second)]
@@ -190,9 +202,9 @@ def diff(
     if profile_file is not None:
         observed = read_profile(profile_file)
         subjects = [as_planned(policy, observed) for policy in policies]
-    found = difference(subjects[0], subjects[1])
-    text = difference_in_words(found, str(first), str(second))
+    changes = difference(subjects[0], subjects[1])
+    text = difference_in_words(changes, str(first), str(second))
     if as_json:
-        print(json.dumps(plain(found) | {"same": found.same, "text": text}, indent=1))
+        print(json.dumps(as_json_types(changes) | {"same": changes.same, "text": text}, indent=1))
     else:
         print(text)

@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, also for an error.")]
 
-ProfileFile = Annotated[Path, typer.Argument(metavar="PROFILE", help="As `autoac profile` wrote it.")]
-Gap = Annotated[float, typer.Option(help="Stop a plan once proven to be within this fraction of the best.")]
+ProfileFile = Annotated[
+    Path, typer.Argument(metavar="PROFILE", help="A profile written by `autoac profile`.")
+]
+Gap = Annotated[
+    float, typer.Option(help="Stop once a plan is proven to be within this fraction of the best one.")
+]
 TimeLimit = Annotated[
     float,
-    typer.Option("--time-limit", help="Seconds for each plan; a safety net, since work is limited too."),
+    typer.Option(
+        "--time-limit", help="Seconds for each plan. A safety net: the solver's work is limited too."
+    ),
 ]
 
 # Constraints, of every command that plans.
@@ -26,8 +32,8 @@ PinSave = Annotated[
     typer.Option(
         "--pin-save",
         metavar="PATTERN",
-        help="Ops that are never run again: a key, a module (h.*.attn), or ops in one (h.*/aten.mm). May be "
-        "given several times, as every option with a PATTERN.",
+        help="Ops that are always saved: a key, a module (h.*.attn), or ops in one (h.*/aten.mm). Like every "
+        "option with a PATTERN, may be given several times.",
     ),
 ]
 PinRecompute = Annotated[
@@ -37,27 +43,27 @@ PinRecompute = Annotated[
 RecomputeOnly = Annotated[
     list[str] | None,
     typer.Option(
-        "--recompute-only", metavar="PATTERN", help="What may be run again at all; the rest is saved."
+        "--recompute-only", metavar="PATTERN", help="Ops that may be recomputed; all others are saved."
     ),
 ]
 FsdpUnit = Annotated[
     list[str] | None,
-    typer.Option("--fsdp-unit", metavar="PATTERN", help="Modules whose inputs from elsewhere are saved."),
+    typer.Option("--fsdp-unit", metavar="PATTERN", help="Modules whose inputs from other modules are saved."),
 ]
 LiftDeciding = Annotated[
-    bool, typer.Option("--lift-deciding", help="Let values that decide (top-k, comparisons) be run again.")
+    bool, typer.Option("--lift-deciding", help="Allow recomputing outputs that decide (top-k, comparisons).")
 ]
 ForwardBudget = Annotated[
-    float | None, typer.Option("--forward-budget-gb", help="GiB that the device may hold in forward.")
+    float | None, typer.Option("--forward-budget-gb", help="GiB that may be live on the device in forward.")
 ]
 ExtraStatic = Annotated[
     float,
-    typer.Option("--extra-static-gb", help="GiB that are taken over the whole step, beside the profile."),
+    typer.Option("--extra-static-gb", help="GiB that are live over the whole step and not in the profile."),
 ]
 
 
 class GradientsBefore(StrEnum):
-    """Whether gradients exist before the step."""
+    """Say if gradients exist before the step."""
 
     PRESENT = "present"
     ABSENT = "absent"
@@ -65,7 +71,7 @@ class GradientsBefore(StrEnum):
 
 GradientsOption = Annotated[
     GradientsBefore | None,
-    typer.Option("--gradients", help="Whether gradients exist before the step; by default as profiled."),
+    typer.Option("--gradients", help="Whether gradients exist before the step; the default is as profiled."),
 ]
 
 
@@ -80,7 +86,7 @@ def constraints_of(
     extra_static_gb: float,
     gradients: GradientsBefore | None,
 ) -> Constraints:
-    """The constraints that the options say."""
+    """Build the constraints from the options."""
     from pydantic import ValidationError
 
     from autoac.planner import Constraints

@@ -1,154 +1,41 @@
-"""What the `autoac` command reads and writes, and how it tells how far it is.
+"""Read the input files of a command, write its result, show its progress, and word its errors.
 
-Results go to stdout; progress goes to stderr, as a bar where somebody watches.
+Results go to stdout. Progress goes to stderr: a bar on a terminal, plain lines elsewhere.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ac_client.files import named, write_whole
 
 if TYPE_CHECKING:
-    import torch
     from rich.progress import TaskID
-    from torch import nn
 
-    from autoac.planner import Policy, Profile, Progress
-
-OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""What the command leaves with."""
-
-
-class CommandError(Exception):
-    """What the user should read, in one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is profiled."""
-
-    model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    loss: Callable[[Any], Any] | None = None
-    optimizer: torch.optim.Optimizer | None = None
-
-
-def load_function(name: str, folder: str) -> Callable[[], Any]:
-    """The function that `MODULE:FUNCTION` names, MODULE being looked for in `folder` first.
-
-    Raises:
-        CommandError: it cannot be imported.
-    """
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise typer.BadParameter(f"{name!r} is not MODULE:FUNCTION", param_hint="MODULE:FUNCTION")
-    if folder not in sys.path[:1]:
-        sys.path.insert(0, folder)
-    try:
-        function: Any = importlib.import_module(module_name)
-        for part in function_name.split("."):
-            function = getattr(function, part)
-    except Exception as error:  # anything that the user's module does
-        raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
-    if not callable(function):
-        raise CommandError(
-            f"{name} is of type {type(function).__name__}; name a function that returns a model"
-        )
-    return cast("Callable[[], Any]", function)
-
-
-def load_case(name: str) -> Case:
-    """Call the function that `MODULE:FUNCTION` names and read what it returns."""
-    function = load_function(name, os.getcwd())
-    return case_of(call(function, name), name)
-
-
-def call(function: Callable[[], Any], name: str) -> Any:
-    """What the user's function returns.
-
-    Raises:
-        CommandError: it raised.
-    """
-    try:
-        return function()
-    except Exception as error:  # anything that the user's function does
-        raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
-
-
-def case_of(returned: Any, name: str) -> Case:
-    """The case from what the user's function returned.
-
-    Raises:
-        CommandError: it is none of the forms that `autoac profile` takes.
-    """
-    import torch
-    from torch import nn
-
-    keys = ("model", "args", "kwargs", "loss", "optimizer")
-    match returned:
-        case Mapping() if "model" in returned and set(returned) <= set(keys):
-            case = Case(**returned)
-        case (model, batch):
-            case = _with_batch(model, batch)
-        case (model, args, kwargs):
-            case = Case(model, args, kwargs)
-        case (model, args, kwargs, loss):
-            case = Case(model, args, kwargs, loss)
-        case _:
-            raise CommandError(
-                f"{name} returned {type(returned).__name__}; it should return (model, batch), "
-                "(model, args, kwargs), (model, args, kwargs, loss), or a dict with the keys "
-                + ", ".join(keys)
-            )
-    if not isinstance(case.model, nn.Module):
-        raise CommandError(
-            f"{name} returned a model of type {type(case.model).__name__}, not torch.nn.Module"
-        )
-    if not isinstance(case.args, tuple | list) or not isinstance(case.kwargs, Mapping):
-        raise CommandError(f"{name} returned args or kwargs that are no tuple and dict")
-    if case.optimizer is not None and not isinstance(case.optimizer, torch.optim.Optimizer):
-        raise CommandError(
-            f"{name} returned an optimizer of type {type(case.optimizer).__name__}, not torch.optim.Optimizer"
-        )
-    return Case(case.model, tuple(case.args), case.kwargs, case.loss, case.optimizer)
-
-
-def _with_batch(model: Any, batch: Any) -> Case:
-    """A batch as training loops have it: keyword arguments, arguments, or the one argument."""
-    match batch:
-        case Mapping():
-            return Case(model, (), batch)
-        case tuple() | list():
-            return Case(model, tuple(batch))
-        case _:
-            return Case(model, (batch,))
+    from autoac.planner import InfeasibleBudget, Policy, Profile, Progress
 
 
 def read(path: Path) -> bytes:
+    """Read a file, or stdin for `-`."""
     if str(path) == "-":
         return sys.stdin.buffer.read()
     return path.read_bytes()
 
 
 def named_as_given(path: Path) -> AbstractContextManager[None]:
-    """`named`, for a file or stdin."""
+    """Prefix errors about the text of `path` with its name, or with "stdin" for `-`."""
     return named("stdin" if str(path) == "-" else path)
 
 
 def read_profile(path: Path) -> Profile:
+    """Read a profile from a file or stdin."""
     from autoac.planner import Profile
 
     text = read(path)
@@ -157,6 +44,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_policy(path: Path) -> Policy:
+    """Read a policy from a file or stdin."""
     from autoac.planner import Policy
 
     text = read(path)
@@ -165,7 +53,7 @@ def read_policy(path: Path) -> Policy:
 
 
 def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: bool) -> None:
-    """Write the result; then say so on stdout, which is taken if the result itself goes there."""
+    """Write the result to `output`; then print `facts` as JSON, or `line`, unless stdout has the result."""
     if str(output) == "-":
         sys.stdout.write(text)
         return
@@ -174,7 +62,7 @@ def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: 
 
 
 def format_of(text: bytes) -> object:
-    """What a file says that it is; None if it is no JSON object."""
+    """Return the `format` field of a JSON text; None if the text is not a JSON object."""
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -182,60 +70,62 @@ def format_of(text: bytes) -> object:
     return data.get("format") if isinstance(data, dict) else None
 
 
-def plain(value: Any) -> Any:
-    """A frozen value of the planner as JSON has it. A whole Plan is left out: it has a format of its own."""
+def as_json_types(value: Any) -> Any:
+    """Convert a frozen value of the planner to JSON types. Omit whole Plans, which have their own format."""
     from autoac.planner import Plan
 
     match value:
         case Enum():
             return value.value
         case tuple() | list():
-            return [plain(item) for item in value]
+            return [as_json_types(item) for item in value]
         case _ if is_dataclass(value):
-            named = {field.name: getattr(value, field.name) for field in fields(value)}
-            return {name: plain(item) for name, item in named.items() if not isinstance(item, Plan)}
+            items = {field.name: getattr(value, field.name) for field in fields(value)}
+            return {name: as_json_types(item) for name, item in items.items() if not isinstance(item, Plan)}
         case _:
             return value
 
 
-def header(policy: Policy) -> dict[str, Any]:
-    again = sum(decision == "recompute" for decision in policy.decisions.values())
-    head: dict[str, Any] = policy.model_dump(mode="json", exclude={"decisions"})
-    return head | {"ops": len(policy.decisions), "recomputed": again}
+def policy_header(policy: Policy) -> dict[str, Any]:
+    """Return the fields of a policy as JSON types, with counts in place of its decisions."""
+    recomputed = sum(decision == "recompute" for decision in policy.decisions.values())
+    header: dict[str, Any] = policy.model_dump(mode="json", exclude={"decisions"})
+    return header | {"ops": len(policy.decisions), "recomputed": recomputed}
 
 
-class _Lines:
-    """Progress where nobody watches: a line on stderr when something begins."""
+class _ProgressLines:
+    """Show progress in a file or a pipe: print a line on stderr when something starts."""
 
-    def __init__(self, what: str) -> None:
-        if what:
-            print(f"{what} ...", file=sys.stderr, flush=True)
+    def __init__(self, task: str) -> None:
+        if task:
+            print(f"{task} ...", file=sys.stderr, flush=True)
 
-    def at(self, what: str, done: int, total: int) -> None:
-        print(what, file=sys.stderr, flush=True)
+    def start(self, task: str, done: int, total: int) -> None:
+        print(task, file=sys.stderr, flush=True)
 
     def solving(self, progress: Progress) -> None:
         pass
 
 
-class _Bar:
-    """Progress on a terminal: one bar on stderr, which goes away."""
+class _ProgressBar:
+    """Show progress on a terminal: one bar on stderr, which disappears at the end."""
 
-    def __init__(self, bar: Any, task: TaskID, what: str) -> None:
-        self._bar, self._task, self._what = bar, task, what
+    def __init__(self, bar: Any, bar_id: TaskID, task: str) -> None:
+        self._bar, self._bar_id, self._task = bar, bar_id, task
 
-    def at(self, what: str, done: int, total: int) -> None:
-        self._bar.update(self._task, description=what, completed=done, total=total)
+    def start(self, task: str, done: int, total: int) -> None:
+        self._bar.update(self._bar_id, description=task, completed=done, total=total)
 
     def solving(self, progress: Progress) -> None:
         gap = f", gap {progress.gap:.1%}" if progress.gap < 10 else ""
-        self._bar.update(self._task, description=self._what + gap)
+        self._bar.update(self._bar_id, description=self._task + gap)
 
 
 @contextmanager
-def progress_of(what: str = "") -> Iterator[_Lines | _Bar]:
+def show_progress(task: str = "") -> Iterator[_ProgressLines | _ProgressBar]:
+    """Show progress on stderr while the block runs. `task` names what is done first."""
     if not sys.stderr.isatty():
-        yield _Lines(what)
+        yield _ProgressLines(task)
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -243,28 +133,45 @@ def progress_of(what: str = "") -> Iterator[_Lines | _Bar]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _Bar(bar, bar.add_task(what, total=None), what)
+        yield _ProgressBar(bar, bar.add_task(task, total=None), task)
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    from autoac.planner.errors import InfeasibleBudget, InfeasibleConstraints, PlannerError
-    from autoac.planner.units import format_bytes, gb_from_bytes
+    """Word an error in one line: its cause, and the next step where there is one."""
+    import typer
+
+    from autoac.planner.errors import InfeasibleBudget, PlannerError
 
     match error:
+        case typer.TyperException():  # wrong usage, for the most part
+            text = error.format_message()
+            context: typer.Context | None = getattr(error, "ctx", None)
+            text += f" (see {context.command_path} --help)" if context is not None else ""
+        case typer.Abort() | KeyboardInterrupt():
+            text = "interrupted"
         case InfeasibleBudget():
-            text = f"no plan fits in {format_bytes(error.budget)}: the step needs at least "
-            text += f"{format_bytes(error.proven_floor)}"
-            smallest = error.smallest_found
-            if smallest is not None:
-                gb = -(-gb_from_bytes(smallest) * 1000 // 1) / 1000
-                text += f" (proven); a plan exists for --budget-gb {max(gb, gb_from_bytes(smallest)):.6g}"
-            if isinstance(error, InfeasibleConstraints):
-                text += ". " + " ".join(error.culprits)
-        case CommandError() | PlannerError():
+            text = _infeasible(error)
+        case PlannerError():
             text = str(error)
         case OSError() if error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
         case _:
-            text = f"{type(error).__name__}: {error}"
+            from ac_client.errors import CommandError
+
+            text = str(error) if isinstance(error, CommandError) else f"{type(error).__name__}: {error}"
     return " ".join(text.split())
+
+
+def _infeasible(error: InfeasibleBudget) -> str:
+    from autoac.planner.errors import InfeasibleConstraints
+    from autoac.planner.units import format_bytes, gb_from_bytes
+
+    text = f"no plan fits in {format_bytes(error.budget)}: "
+    text += f"the step needs at least {format_bytes(error.proven_floor)}"
+    smallest = error.smallest_found
+    if smallest is not None:
+        gb = -(-gb_from_bytes(smallest) * 1000 // 1) / 1000
+        text += f" (proven); a plan exists for --budget-gb {max(gb, gb_from_bytes(smallest)):.6g}"
+    if isinstance(error, InfeasibleConstraints):
+        text += ". " + " ".join(error.culprits)
+    return text

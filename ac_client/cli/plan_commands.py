@@ -1,4 +1,4 @@
-"""`profile`, `plan`, `stages`, `frontier`: from a model to policies."""
+"""The commands `profile`, `plan`, `stages` and `frontier`: from a model to policies."""
 
 from __future__ import annotations
 
@@ -24,15 +24,7 @@ from ac_client.cli.options import (
     TimeLimit,
     constraints_of,
 )
-from ac_client.cli.output import (
-    CommandError,
-    deliver,
-    header,
-    load_case,
-    one_line,
-    progress_of,
-    read_profile,
-)
+from ac_client.cli.output import deliver, one_line, policy_header, read_profile, show_progress
 from ac_client.files import write_whole
 
 if TYPE_CHECKING:
@@ -53,20 +45,26 @@ def profile(
     ),
     on: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", help="Estimate for a device that is not here: h100, h200, a100, ..."),
+        typer.Option(metavar="DEVICE", help="Estimate for an absent device: h100, h200, a100, ..."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Profile one training step of the model that FUNCTION returns, without the memory that it would need."""
+    """Profile one training step of the model that FUNCTION returns, without needing the step's memory."""
+    from ac_client.model_loader import load_setup
     from autoac.profiler import DATASHEETS, observe
 
+    module_name, _, function_name = function.partition(":")
+    if not (module_name and function_name):
+        raise typer.BadParameter(
+            f"must have the form MODULE:FUNCTION, got {function!r}", param_hint="MODULE:FUNCTION"
+        )
     if on is not None and on not in DATASHEETS:
-        raise typer.BadParameter(f"{on!r} is none of {', '.join(DATASHEETS)}", param_hint="--on")
-    case = load_case(function)
+        raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
+    setup = load_setup(function)
     device = DATASHEETS[on] if on is not None else None
-    with progress_of(f"profiling {type(case.model).__name__}"):
+    with show_progress(f"profiling {type(setup.model).__name__}"):
         observed = observe(
-            case.model, case.args, case.kwargs, loss=case.loss, optimizer=case.optimizer, on=device
+            setup.model, setup.args, setup.kwargs, loss=setup.loss, optimizer=setup.optimizer, on=device
         )
     deliver(
         output,
@@ -93,7 +91,8 @@ def profile(
 def plan(
     profile_file: ProfileFile,
     budget_gb: Annotated[
-        float, typer.Option("--budget-gb", help="GiB that the device may hold at any moment of the step.")
+        float,
+        typer.Option("--budget-gb", help="GiB that may be live on the device at any moment of the step."),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")] = Path(
         "policy.json"
@@ -111,7 +110,7 @@ def plan(
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Find the save set that fits in the budget at the least recompute time, and write it as a policy."""
+    """Find the save set that fits the budget with the least recompute time, and write it as a policy."""
     from autoac.planner import plan as plan_profile
     from autoac.planner.budget import headroom_in_bytes
     from autoac.planner.units import format_bytes, format_us
@@ -128,8 +127,8 @@ def plan(
         extra_static_gb=extra_static_gb,
         gradients=gradients,
     )
-    with progress_of(f"planning {observed.model}") as progress:
-        made = plan_profile(
+    with show_progress(f"planning {observed.model}") as progress:
+        planned = plan_profile(
             observed,
             budget_gb=budget_gb,
             headroom_bytes=headroom_bytes,
@@ -139,13 +138,14 @@ def plan(
             clock=time.monotonic,
             progress=progress.solving,
         )
-    policy = made.policy()
+    policy = planned.policy()
     deliver(
         output,
         policy.to_json(),
-        {"policy": str(output)} | header(policy),
-        f"{policy.model}: peak {format_bytes(made.peak)} of {format_bytes(policy.budget_bytes)}, "
-        f"{format_us(made.recompute_us)} of recompute, gap {made.gap:.1%}{_early(made)} -> {output}",
+        {"policy": str(output)} | policy_header(policy),
+        f"{policy.model}: peak {format_bytes(planned.peak)} of {format_bytes(policy.budget_bytes)}, "
+        f"{format_us(planned.recompute_us)} of recompute, gap {planned.gap:.1%}{_early_stop(planned)} "
+        f"-> {output}",
         as_json,
     )
 
@@ -155,20 +155,22 @@ def stages(
         list[Path],
         typer.Option(
             "--profile",
-            help="One for each stage, the first first: the step of one microbatch on one of its chunks. "
-            "More may follow as plain arguments.",
+            help="One for each stage, in order: the step of one microbatch on one of its chunks. "
+            "More profiles may follow as plain arguments.",
         ),
     ],
     budget_gb: Annotated[
         list[float],
         typer.Option(
             "--budget-gb",
-            help="GiB that each device may hold; one for all, or once for each stage.",
+            help="GiB that may be live on each device; once for all stages, or once for each.",
         ),
     ],
-    n_microbatches: Annotated[int, typer.Option("--microbatches", min=1, help="In one step.")],
+    n_microbatches: Annotated[
+        int, typer.Option("--microbatches", min=1, help="Number of microbatches in one step.")
+    ],
     more_profiles: Annotated[
-        list[Path] | None, typer.Argument(metavar="[PROFILE]...", help="The further stages' profiles.")
+        list[Path] | None, typer.Argument(metavar="[PROFILE]...", help="Profiles of the further stages.")
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2 or zb-v.")
@@ -177,7 +179,7 @@ def stages(
         Path, typer.Option("-o", "--output", help="Folder to write stage-0.json, stage-1.json, ... to.")
     ] = Path("policies"),
     chunks: Annotated[
-        int | None, typer.Option(min=1, help="Of the model for each stage, where the schedule has several.")
+        int | None, typer.Option(min=1, help="Model chunks for each stage, if the schedule has several.")
     ] = None,
     weight_half_gb: Annotated[
         list[float] | None,
@@ -197,17 +199,17 @@ def stages(
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Plan every stage of a pipeline within its device's budget; the slowest stage decides.
+    """Plan every stage of a pipeline within its device's budget; the slowest stage determines the step time.
 
-    Prints a line for each stage and writes a policy for each. A pattern has to stand for something in every
-    stage.
+    Prints a line for each stage and writes a policy for each. A pattern must match something in every stage.
     """
+    from ac_client.errors import CommandError
     from autoac.planner import InfeasibleBudget, plan_stages
     from autoac.planner.budget import headroom_in_bytes
 
     if more_profiles and len(profile_files) > 1:
         raise typer.BadParameter(
-            "give --profile once before all files, or once before each", param_hint="--profile"
+            "must be given once before all files, or once before each", param_hint="--profile"
         )
     paths = [*profile_files, *(more_profiles or [])]
     headroom_bytes = headroom_in_bytes(headroom_gb, "--headroom-gb")
@@ -223,9 +225,9 @@ def stages(
         extra_static_gb=extra_static_gb,
         gradients=None,
     )
-    with progress_of(f"planning {len(paths)} stages"):
+    with show_progress(f"planning {len(paths)} stages"):
         try:
-            made = plan_stages(
+            planned = plan_stages(
                 observed,
                 schedule,
                 n_microbatches=n_microbatches,
@@ -239,47 +241,47 @@ def stages(
                 clock=time.monotonic,
             )
         except InfeasibleBudget as error:
-            where = " ".join(getattr(error, "__notes__", []))
-            raise CommandError(f"{one_line(error)}. {where}") from error
+            notes = " ".join(getattr(error, "__notes__", []))
+            raise CommandError(f"{one_line(error)}. {notes}") from error
     files = [output / f"stage-{s}.json" for s in range(len(paths))]
-    policies = [stage.plan.policy() for stage in made.stages]
+    policies = [stage.plan.policy() for stage in planned.stages]
     output.mkdir(parents=True, exist_ok=True)
     for path, policy in zip(files, policies, strict=True):
         write_whole(path, policy.to_json())
     if as_json:
-        told = [
+        stage_facts = [
             {"policy": str(path), "in_flight": stage.in_flight, "busy_us": busy, "bubble_us": bubble}
-            | header(policy)
+            | policy_header(policy)
             for path, stage, policy, busy, bubble in zip(
-                files, made.stages, policies, made.times.busy_us, made.times.bubble_us, strict=True
+                files, planned.stages, policies, planned.times.busy_us, planned.times.bubble_us, strict=True
             )
         ]
-        whole = {
-            "schedule": made.schedule.value,
-            "microbatches": made.n_microbatches,
-            "step_us": made.times.step_us,
-            "plain_step_us": made.plain.step_us,
-            "slowdown": made.slowdown,
-            "bottleneck": made.times.bottleneck,
+        facts = {
+            "schedule": planned.schedule.value,
+            "microbatches": planned.n_microbatches,
+            "step_us": planned.times.step_us,
+            "plain_step_us": planned.plain.step_us,
+            "slowdown": planned.slowdown,
+            "bottleneck": planned.times.bottleneck,
         }
-        print(json.dumps(whole | {"stages": told}, indent=1))
+        print(json.dumps(facts | {"stages": stage_facts}, indent=1))
     else:
-        print("\n".join([*_stage_table(made), f"policies: {files[0]} to {files[-1].name}"]))
+        print("\n".join([*_stage_table(planned), f"policies: {files[0]} to {files[-1].name}"]))
 
 
 def frontier_command(
     profile_file: ProfileFile,
-    points: Annotated[int, typer.Option(min=2, help="Budgets, both ends included.")] = 16,
+    points: Annotated[int, typer.Option(min=2, help="Number of budgets, both ends included.")] = 16,
     gap: Gap = 0.01,
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Show what memory buys: plans from the smallest peak to the peak with nothing recomputed."""
+    """Plan for budgets from the smallest peak to the peak with nothing recomputed, and show their times."""
     from autoac.planner import find_frontier, frontier_in_words
 
     observed = read_profile(profile_file)
-    with progress_of(f"planning {observed.model}, {points} budgets") as progress:
-        made = find_frontier(
+    with show_progress(f"planning {observed.model}, {points} budgets") as progress:
+        frontier = find_frontier(
             observed,
             points=points,
             gap=gap,
@@ -288,9 +290,9 @@ def frontier_command(
             progress=progress.solving,
         )
     if not as_json:
-        print(frontier_in_words(made))
+        print(frontier_in_words(frontier))
         return
-    kinks = [kink.plan.peak for kink in made.kinks]
+    kinks = [kink.plan.peak for kink in frontier.kinks]
     plans = [
         {
             "peak_bytes": plan.peak,
@@ -299,37 +301,37 @@ def frontier_command(
             "step_us": plan.step_us,
             "kink": plan.peak in kinks,
         }
-        for plan in made.plans
+        for plan in frontier.plans
     ]
-    proven = {"floor_found_bytes": made.floor.found, "floor_proven_bytes": made.floor.proven}
-    print(json.dumps(proven | {"plans": plans}, indent=1))
+    minimum = {"floor_found_bytes": frontier.floor.found, "floor_proven_bytes": frontier.floor.proven}
+    print(json.dumps(minimum | {"plans": plans}, indent=1))
 
 
-def _early(made: Plan) -> str:
-    """Say which limit has stopped the solver, if one has."""
+def _early_stop(planned: Plan) -> str:
+    """Name the limit that stopped the solver, if one did."""
     from autoac.planner import Stopped
 
-    return "" if made.stopped is Stopped.OPTIMAL else f", stopped early: {made.stopped}"
+    return "" if planned.stopped is Stopped.OPTIMAL else f", stopped early: {planned.stopped}"
 
 
-def _stage_table(made: Stages) -> list[str]:
-    """A line for each stage, and one for the whole pipeline."""
+def _stage_table(planned: Stages) -> list[str]:
+    """Return a line for each stage, and one for the whole pipeline."""
     from autoac.planner.units import format_bytes, format_us
 
     head = ("stage", "in flight", "peak", "budget", "recompute", "gap", "busy", "idle")
     rows = [head]
-    for s, stage in enumerate(made.stages):
+    for s, stage in enumerate(planned.stages):
         plan_ = stage.plan
         rows.append(
             (
-                f"{s}{' *' if s == made.times.bottleneck else ''}",
+                f"{s}{' *' if s == planned.times.bottleneck else ''}",
                 str(stage.in_flight),
                 format_bytes(plan_.peak),
                 format_bytes(plan_.budget + plan_.headroom),
                 format_us(plan_.recompute_us),
                 f"{plan_.gap:.1%}",
-                format_us(made.times.busy_us[s]),
-                format_us(made.times.bubble_us[s]),
+                format_us(planned.times.busy_us[s]),
+                format_us(planned.times.bubble_us[s]),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -339,7 +341,7 @@ def _stage_table(made: Stages) -> list[str]:
     ]
     return [
         *lines,
-        f"{made.schedule.value}, {made.n_microbatches} microbatches: a step takes "
-        f"{format_us(made.times.step_us)}, {made.slowdown:.1%} more than with nothing recomputed. "
-        "* has most to do.",
+        f"{planned.schedule.value}, {planned.n_microbatches} microbatches: a step takes "
+        f"{format_us(planned.times.step_us)}, {planned.slowdown:.1%} more than with nothing recomputed. "
+        "* is the busiest stage.",
     ]

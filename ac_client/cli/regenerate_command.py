@@ -1,4 +1,4 @@
-"""`autoac regenerate`. docs/regenerate.md is its page."""
+"""The command `regenerate`. docs/regenerate.md describes it."""
 
 from __future__ import annotations
 
@@ -10,24 +10,12 @@ from typing import Annotated
 
 import typer
 
-from ac_client.cli.output import CommandError, progress_of
-
-EXIT_CODES = "Exit codes: 0 fine, 1 error, 2 wrong usage or drift found by --check, 130 interrupted."
-ERROR, DRIFT = 1, 2
-
-
-def validate(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Policies, policy sets, locks.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
-) -> None:
-    """Check policy files offline, without loading torch: what the pre-commit hook runs."""
-    from autoac.offline import validate as checking
-
-    raise typer.Exit(checking.run([str(file) for file in files], as_json=as_json))
+from ac_client.cli.exit_codes import DRIFT, ERROR
+from ac_client.cli.output import show_progress
 
 
 class OutputFormat(StrEnum):
-    """How results are told."""
+    """The form of the results."""
 
     TEXT = "text"
     JSON = "json"
@@ -36,68 +24,74 @@ class OutputFormat(StrEnum):
 
 def regenerate(
     config: Annotated[
-        Path, typer.Option(metavar="FILE", help="Which models have policies; docs/regenerate.md.")
+        Path, typer.Option(metavar="FILE", help="The file that lists the models; see docs/regenerate.md.")
     ] = Path("autoac.toml"),
     check: Annotated[
-        bool, typer.Option("--check", help="Change nothing; exit code 2 if a policy is out of date.")
+        bool, typer.Option("--check", help="Change nothing; exit with 2 if a policy is out of date.")
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A model of the file. May be given several times."),
+        typer.Option(metavar="NAME", help="Only this model of the file. May be given several times."),
     ] = None,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove policies of what the file lists no longer.")
+        bool,
+        typer.Option("--prune", help="Remove policies of models and budgets that the file no longer lists."),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Plan also what did not change.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Plan also models that did not change.")] = False,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Measure models of the local device again, and judge their policies."),
+        typer.Option(
+            "--measure", help="Measure models of the local device again, and judge their policies by it."
+        ),
     ] = False,
     output_format: Annotated[
         OutputFormat,
-        typer.Option(help="text; json: one object; github: annotations, and a summary of the job."),
+        typer.Option(help="text; json: one object; github: annotations and a job summary."),
     ] = OutputFormat.TEXT,
 ) -> None:
-    """Plan what changed among the models of autoac.toml and write their policies, or check them."""
-    from ac_client.regenerate import output as telling
-    from ac_client.regenerate.config import InvalidSettings, read
-    from ac_client.regenerate.drift import Wanted
+    """Plan the models of autoac.toml that changed and write their policies, or check the policies."""
+    from ac_client.errors import CommandError
+    from ac_client.regenerate import output
+    from ac_client.regenerate.config import InvalidConfig, read
+    from ac_client.regenerate.drift import RunOptions
     from ac_client.regenerate.drift import regenerate as run
     from autoac.profiler.timing.roofline import DATASHEETS
 
     try:
-        settings = read(config, tuple(DATASHEETS))
+        listed = read(config, tuple(DATASHEETS))
     except FileNotFoundError:
         raise CommandError(
             f"{config}: no such file; write one (docs/regenerate.md has an example), or pass --config"
         ) from None
-    except InvalidSettings as error:
+    except InvalidConfig as error:
         if output_format is OutputFormat.GITHUB:
-            print(telling.problems_as_annotations(error))
+            print(output.problems_as_annotations(error))
         raise CommandError(str(error)) from error
     for name in only or []:
-        if name not in settings.models:
-            raise typer.BadParameter(f"{name!r} is none of {', '.join(settings.models)}", param_hint="--only")
-    wanted = Wanted(tuple(only or ()), check=check, force=force, prune=prune, measure=measure)
-    with progress_of("") as progress:
+        if name not in listed.models:
+            raise typer.BadParameter(
+                f"must be one of {', '.join(listed.models)}, got {name!r}", param_hint="--only"
+            )
+    options = RunOptions(tuple(only or ()), check=check, force=force, prune=prune, measure=measure)
+    with show_progress() as progress:
         outcome = run(
-            settings,
+            listed,
             config,
-            wanted,
-            telling=lambda what: progress.at(what, 0, 0),
+            options,
+            on_task=lambda task: progress.start(task, 0, 0),
             progress=progress.solving,
         )
     match output_format:
         case OutputFormat.JSON:
-            print(json.dumps(telling.as_data(outcome), indent=1))
+            print(json.dumps(output.as_data(outcome), indent=1))
         case OutputFormat.GITHUB:
-            print(telling.as_annotations(outcome))
+            print(output.as_annotations(outcome))
         case OutputFormat.TEXT:
-            print(telling.as_text(outcome))
+            print(output.as_text(outcome))
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if output_format is OutputFormat.GITHUB and summary:
         with open(summary, "a", encoding="utf-8") as file:
-            file.write(telling.as_summary(outcome))
+            file.write(output.as_summary(outcome))
     outputs = os.environ.get("GITHUB_OUTPUT")
     if output_format is OutputFormat.GITHUB and outputs:
         with open(outputs, "a", encoding="utf-8") as file:

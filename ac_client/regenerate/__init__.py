@@ -1,6 +1,6 @@
-"""Keeps the policies of a repository fresh: `autoac.toml` -> what changed -> policies in a folder.
+"""Keep the policies of a repository up to date: `autoac.toml` -> what changed -> policies in a folder.
 
-    settings.read -> Settings -> run.regenerate -> Outcome -> telling.text | as_data | github
+    config.read -> Config -> drift.regenerate -> Outcome -> output.as_text | as_data | as_annotations
 
-docs/regenerate.md is the page of the command, and says what counts as drift.
+docs/regenerate.md describes the command and says what counts as drift.
 """

@@ -1,4 +1,4 @@
-"""`autoac.toml`: which models have policies, for which device, within which budgets."""
+"""Read `autoac.toml`: the models that have policies, their devices and their budgets."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ Flag = Annotated[bool, Field(strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
-    """Something wrong with the file: where, what, and what to do."""
+class ConfigProblem:
+    """One thing wrong with the file, with its location and the next step."""
 
-    table: str  # "[models.decoder]"; "" for the top of the file
+    table: str  # "[models.decoder]"; "" at the top of the file
     key: str  # "budgets_gb[0]"; "" for the table itself
     text: str
-    line: int = 0  # of the table's header, from 1; 0: not known
+    line: int = 0  # of the table's header, from 1; 0: unknown
 
     def __str__(self) -> str:
         where = " ".join(part for part in (self.table, self.key) if part)
         return f"{where}: {self.text}" if where else self.text
 
 
-class InvalidSettings(Exception):
-    """`autoac.toml` does not say what to do. `problems` has an entry for each thing found."""
+class InvalidConfig(Exception):
+    """`autoac.toml` is invalid. `problems` has an entry for each thing found."""
 
-    def __init__(self, file: str, problems: Sequence[Problem]) -> None:
+    def __init__(self, file: str, problems: Sequence[ConfigProblem]) -> None:
         self.file, self.problems = file, tuple(problems)
         super().__init__(f"{file}: " + "; ".join(str(problem) for problem in self.problems))
 
 
 class Table(BaseModel):
-    """A table of the file."""
+    """Base of the tables of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ConstraintsTable(Table):
-    """`[models.NAME.constraints]`: docs/constraints.md, with GiB in place of bytes."""
+    """`[models.NAME.constraints]`: the constraints of docs/constraints.md, in GiB instead of bytes."""
 
     pin_save: Patterns = ()
     pin_recompute: Patterns = ()
@@ -67,9 +67,9 @@ class ConstraintsTable(Table):
     gradients: Gradients = "as profiled"
 
     def constraints(self) -> Constraints | None:
-        """As the planner takes them; None where nothing is asked for."""
+        """Return the planner's constraints; None if the table sets none."""
         forward = self.forward_budget_gb
-        made = Constraints(
+        constraints = Constraints(
             pin_save=self.pin_save,
             pin_recompute=self.pin_recompute,
             recompute_only=self.recompute_only,
@@ -79,16 +79,16 @@ class ConstraintsTable(Table):
             extra_static_bytes=bytes_from_gb(self.extra_static_gb),
             gradients=self.gradients,
         )
-        return None if made == Constraints() else made
+        return None if constraints == Constraints() else constraints
 
 
 class ModelTable(Table):
-    """`[models.NAME]`: one model at one shape on one device, within some budgets."""
+    """`[models.NAME]`: one model with one batch shape on one device, and its budgets."""
 
     entry: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]  # "module:function"
     device: str  # "local", or the short name of a datasheet
     budgets_gb: Annotated[tuple[Annotated[Number, Field(gt=0)], ...], Field(min_length=1)]  # GiB
-    inputs: tuple[str, ...] | dict[str, str] | None = None  # "int64[8, 2048]"; None: the entry's own batch
+    inputs: tuple[str, ...] | dict[str, str] | None = None  # "int64[8, 2048]"; None: the batch of the entry
     meta: Flag = False  # call the entry under torch.device("meta")
     autocast: Literal["bfloat16", "float16"] | None = None
     headroom_gb: Gb = 0.0
@@ -98,13 +98,13 @@ class ModelTable(Table):
 
     @field_validator("inputs")
     @classmethod
-    def _shapes_are_read(cls, value: Any) -> Any:
-        for spelled in value.values() if isinstance(value, Mapping) else value or ():
-            tensor_of(spelled)
+    def _inputs_are_tensors(cls, value: Any) -> Any:
+        for text in value.values() if isinstance(value, Mapping) else value or ():
+            tensor_of(text)
         return value
 
     @model_validator(mode="after")
-    def _keys_go_together(self) -> ModelTable:
+    def _keys_are_consistent(self) -> ModelTable:
         if self.meta and self.device == LOCAL:
             raise ValueError(
                 'meta = true builds a model without memory, which cannot run on device = "local"; '
@@ -115,9 +115,9 @@ class ModelTable(Table):
                 "meta = true leaves the entry's own batch without values; "
                 'give the batch here: inputs = ["int64[8, 128]"]'
             )
-        spelled = [budget_name(gb) for gb in self.budgets_gb]
-        for gb, name in zip(self.budgets_gb, spelled, strict=True):
-            if spelled.count(name) > 1:
+        names = [budget_name(gb) for gb in self.budgets_gb]
+        for gb, name in zip(self.budgets_gb, names, strict=True):
+            if names.count(name) > 1:
                 raise ValueError(f"budgets_gb lists {name} twice; each budget has a file of its own")
             if self.headroom_gb >= gb:
                 raise ValueError(
@@ -126,20 +126,22 @@ class ModelTable(Table):
                 )
         return self
 
-    def asked(self) -> dict[str, Any]:
-        """What a plan depends on beside profile and budget, by key, as JSON has it."""
-        made = self.constraints.constraints()
+    def plan_settings(self) -> dict[str, Any]:
+        """Return what a plan depends on in addition to profile and budget, by key, as JSON types."""
+        constraints = self.constraints.constraints()
         return {
             "headroom_gb": self.headroom_gb,
             "gap": self.gap,
-            "constraints": None if made is None else made.model_dump(mode="json", exclude_defaults=True),
+            "constraints": None
+            if constraints is None
+            else constraints.model_dump(mode="json", exclude_defaults=True),
         }
 
 
-class Settings(Table):
+class Config(Table):
     """The whole file."""
 
-    policies: str = "policies"  # folder, beside the file
+    policies: str = "policies"  # folder, relative to the file
     models: dict[str, ModelTable]
 
     @field_validator("policies")
@@ -167,66 +169,66 @@ class Settings(Table):
         return value
 
 
-def read(path: Path, datasheets: Sequence[str]) -> Settings:
-    """The settings in `path`.
+def read(path: Path, datasheets: Sequence[str]) -> Config:
+    """Read and check the file at `path`.
 
     Args:
-        path: of the file.
+        path: the file.
         datasheets: short names of the devices that can be estimated.
 
     Raises:
-        OSError: it cannot be read.
-        InvalidSettings: it is no TOML, or does not say what to do; says where and what to do about it.
+        OSError: the file cannot be read.
+        InvalidConfig: the file is not TOML, or a table is invalid.
     """
     text = path.read_text("utf-8")
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
-        raise InvalidSettings(
-            str(path), [Problem("", "", f"not TOML: {error}", int(line[1]) if line else 0)]
+        raise InvalidConfig(
+            str(path), [ConfigProblem("", "", f"not TOML: {error}", int(line[1]) if line else 0)]
         ) from None
     try:
-        found = Settings.model_validate(data)
+        config = Config.model_validate(data)
     except ValidationError as error:
-        raise InvalidSettings(str(path), list(_problems(error, text))) from None
+        raise InvalidConfig(str(path), list(_problems(error, text))) from None
     unknown = [
-        _placed(
+        _locate(
             ("models", name, "device"),
-            f"{table.device!r} is none of {', '.join((LOCAL, *datasheets))}"
+            f"must be one of {', '.join((LOCAL, *datasheets))}, got {table.device!r}"
             + _near(table.device, (LOCAL, *datasheets)),
             text,
         )
-        for name, table in found.models.items()
+        for name, table in config.models.items()
         if table.device not in (LOCAL, *datasheets)
     ]
     if unknown:
-        raise InvalidSettings(str(path), unknown)
-    return found
+        raise InvalidConfig(str(path), unknown)
+    return config
 
 
-def tensor_of(spelled: str) -> tuple[str, tuple[int, ...]]:
-    """Type and shape of a tensor as the file spells it.
+def tensor_of(text: str) -> tuple[str, tuple[int, ...]]:
+    """Parse the type and the shape of a tensor.
 
     >>> tensor_of("int64[8, 2048]")
     ('int64', (8, 2048))
     """
-    match = _TENSOR.fullmatch(spelled)
+    match = _TENSOR.fullmatch(text)
     if match is None or match[1] not in TYPES:
         raise ValueError(
-            f'{spelled!r} is no tensor; write a type and a shape, such as "int64[8, 2048]". '
+            f'an input must be a type and a shape such as "int64[8, 2048]", got {text!r}. '
             f"Types: {', '.join(TYPES)}"
         )
     return match[1], tuple(int(n) for n in match[2].split(",") if n.strip())
 
 
 def is_float(dtype: str) -> bool:
-    """Whether a type's name is that of a floating-point one."""
+    """Return True if `dtype` names a floating-point type."""
     return dtype in _FLOATS
 
 
 def budget_name(gb: float) -> str:
-    """A budget in GiB as file names have it: no exponent, and no more digits than needed.
+    """Format a budget in GiB for a file name: no exponent, and no more digits than needed.
 
     >>> budget_name(40.0), budget_name(0.25)
     ('40', '0.25')
@@ -235,18 +237,18 @@ def budget_name(gb: float) -> str:
 
 
 def policy_file(name: str, gb: float) -> str:
-    """The name of the file with the policy of model `name` for a budget of `gb` GiB."""
+    """Return the name of the file with the policy of model `name` for a budget of `gb` GiB."""
     return f"{name}-{budget_name(gb)}gib.json"
 
 
 def lock_file(name: str) -> str:
-    """The name of the file that says what the policies of model `name` were made for."""
+    """Return the name of the lock of model `name`."""
     return f"{name}.lock.json"
 
 
-# --- complaints -----------------------------------------------------------------------------------------
+# --- errors of pydantic in our own words ----------------------------------------------------------------
 
-_NEXT: Mapping[str, str] = {
+_NEXT_STEP: Mapping[str, str] = {
     "entry": 'write "module:function", a function that returns the model',
     "device": 'write "local", or a datasheet such as "h100"',
     "budgets_gb": "list the GiB that the device may hold, such as [40, 24]",
@@ -265,42 +267,42 @@ _NEXT: Mapping[str, str] = {
 }
 
 
-def _problems(error: ValidationError, text: str, most: int = 8) -> Iterator[Problem]:
+def _problems(error: ValidationError, text: str, limit: int = 8) -> Iterator[ConfigProblem]:
     seen: set[tuple[str, str]] = set()
-    for complaint in error.errors(include_url=False, include_context=False):
-        loc = tuple(part for part in complaint["loc"] if part not in ("tuple[str, ...]", "dict[str,str]"))
+    for found in error.errors(include_url=False, include_context=False):
+        loc = tuple(part for part in found["loc"] if part not in ("tuple[str, ...]", "dict[str,str]"))
         key = next((str(part) for part in reversed(loc) if not isinstance(part, int)), "")
-        match complaint["type"]:
+        match found["type"]:
             case "extra_forbidden":
                 known = _keys_of(loc[:-1])
-                said = f"unknown key{_near(key, known)}; keys here are {', '.join(known)}"
+                message = f"unknown key{_near(key, known)}; keys here are {', '.join(known)}"
             case "missing":
-                said = f"missing; {_NEXT.get(key, 'add it')}"
+                message = f"missing; {_NEXT_STEP.get(key, 'add it')}"
             case "value_error":
-                said = complaint["msg"].removeprefix("Value error, ")
+                message = found["msg"].removeprefix("Value error, ")
             case _:
-                said = f"{_shown(complaint['input'])}: {_first_lower(complaint['msg'])}"
-                said += f"; {_NEXT[key]}" if key in _NEXT else ""
-        problem = _placed(loc, said, text)
-        if (problem.table, problem.key) not in seen and len(seen) < most:
+                message = f"{_shown(found['input'])}: {_first_lower(found['msg'])}"
+                message += f"; {_NEXT_STEP[key]}" if key in _NEXT_STEP else ""
+        problem = _locate(loc, message, text)
+        if (problem.table, problem.key) not in seen and len(seen) < limit:
             seen.add((problem.table, problem.key))
             yield problem
 
 
-def _placed(loc: Sequence[int | str], said: str, text: str) -> Problem:
-    """A complaint about what is at `loc`, with the header of its table."""
-    depth = 0  # how many parts of `loc` are the table's
+def _locate(loc: Sequence[int | str], message: str, text: str) -> ConfigProblem:
+    """Find the table and its header's line for a problem at `loc`."""
+    depth = 0  # number of parts of `loc` that name the table
     if loc[:1] == ("models",) and len(loc) > 1:
         depth = 3 if len(loc) > 3 and loc[2] == "constraints" else 2
     table = ".".join(str(part) for part in loc[:depth])
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[depth:])
     header = re.compile(rf"^\s*\[\s*{re.escape(table)}\s*\]")
     lines = (n for n, line in enumerate(text.splitlines(), 1) if table and header.match(line))
-    return Problem(f"[{table}]" if table else "", key.lstrip("."), said, next(lines, 0))
+    return ConfigProblem(f"[{table}]" if table else "", key.lstrip("."), message, next(lines, 0))
 
 
 def _keys_of(loc: Sequence[int | str]) -> tuple[str, ...]:
-    table: type[Table] = Settings
+    table: type[Table] = Config
     if loc[:1] == ("models",) and len(loc) > 1:
         table = ConstraintsTable if len(loc) > 2 else ModelTable
     return tuple(table.model_fields)

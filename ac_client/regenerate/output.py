@@ -1,24 +1,24 @@
-"""An Outcome for a person, for a program, and for GitHub: text, JSON, annotations and a summary."""
+"""Format an Outcome as text, as JSON, as GitHub annotations, and as the summary of a GitHub job."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ac_client.cli.output import plain
-from ac_client.regenerate.config import InvalidSettings
-from ac_client.regenerate.drift import Numbers, Outcome, Result, Verdict
-from ac_client.regenerate.lock import Moved
+from ac_client.regenerate.config import InvalidConfig
+from ac_client.regenerate.outcome import Outcome, PolicyResult, StepNumbers, Verdict
+from ac_client.regenerate.step_changes import ChangedLayer
 from autoac.planner import Difference
 from autoac.planner.units import format_bytes, format_us
 
-MOST = 12  # lines of one list
+MAX_LINES = 12  # of one list
 
 
 def as_text(outcome: Outcome) -> str:
-    """What came of each policy, and of all."""
+    """Describe each policy, then count the verdicts."""
     lines: list[str] = []
     for result, before in zip(outcome.results, (None, *outcome.results), strict=False):
         lines.append(f"{result.file}: {result.verdict}")
@@ -28,7 +28,7 @@ def as_text(outcome: Outcome) -> str:
 
 
 def as_data(outcome: Outcome) -> dict[str, Any]:
-    """The same as one JSON object. Bytes and microseconds."""
+    """Return the outcome as one JSON object, in bytes and microseconds."""
     return {
         "config": str(outcome.config),
         "check": outcome.check,
@@ -41,11 +41,11 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
                 "budget_gb": result.budget_gb,
                 "verdict": result.verdict.value,
                 "reasons": list(result.reasons),
-                "layers": [plain(layer) for layer in result.layers],
-                "stored": _plain(result.stored),
-                "stored_now": _plain(result.carried),
-                "planned": _plain(result.planned),
-                "changes": [plain(change) for change in result.difference.changes]
+                "layers": [asdict(layer) for layer in result.layers],
+                "stored": _numbers(result.stored),
+                "stored_now": _numbers(result.carried),
+                "planned": _numbers(result.planned),
+                "changes": [asdict(change) for change in result.difference.changes]
                 if result.difference is not None
                 else None,
                 "notes": list(result.notes),
@@ -55,12 +55,12 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
             for result in outcome.results
         ],
         "stale": [str(path) for path in outcome.stale],
-        "pruned": outcome.pruned and not outcome.check,
+        "pruned": outcome.prune and not outcome.check,
     }
 
 
 def as_annotations(outcome: Outcome) -> str:
-    """Workflow commands: GitHub shows each at its file."""
+    """Return workflow commands, which GitHub shows at the files that they name."""
     lines = []
     for result in outcome.results:
         body = "\n".join(_details(result))
@@ -78,15 +78,15 @@ def as_annotations(outcome: Outcome) -> str:
             case Verdict.UNCHANGED:
                 pass
     for path in outcome.stale:
-        kind = "error" if outcome.check and outcome.pruned else "warning"
+        kind = "error" if outcome.check and outcome.prune else "warning"
         lines.append(
             _annotation(kind, path, "no longer listed", f"{outcome.config} lists no policy for this file")
         )
     return "\n".join([*lines, last_line(outcome)])
 
 
-def problems_as_annotations(error: InvalidSettings) -> str:
-    """What is wrong with the settings, each at its table."""
+def problems_as_annotations(error: InvalidConfig) -> str:
+    """Return a workflow command for each problem of `autoac.toml`, at the line of its table."""
     return "\n".join(
         _annotation("error", Path(error.file), "invalid settings", str(problem), problem.line)
         for problem in error.problems
@@ -94,7 +94,7 @@ def problems_as_annotations(error: InvalidSettings) -> str:
 
 
 def as_summary(outcome: Outcome) -> str:
-    """Markdown for the summary of a GitHub job: a table, and what is behind each row that changed."""
+    """Return Markdown for the summary of a GitHub job: a table, and details of each row that changed."""
     lines = [
         f"### Policies: {last_line(outcome)}",
         "",
@@ -107,7 +107,7 @@ def as_summary(outcome: Outcome) -> str:
             f"`{result.file.name}`",
             f"{result.budget_gb:g} GiB",
             result.verdict.value,
-            *(format_bytes(n.peak) if n else "" for n in (was, now)),
+            *(format_bytes(n.peak_bytes) if n else "" for n in (was, now)),
             *(format_us(n.recompute_us) if n else "" for n in (was, now)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -123,18 +123,18 @@ def as_summary(outcome: Outcome) -> str:
 
 
 def last_line(outcome: Outcome) -> str:
-    """How many of what, and what to do next."""
+    """Count the verdicts, and say what to do next."""
     counts = dict.fromkeys(Verdict, 0)
     for result in outcome.results:
         counts[result.verdict] += 1
     n = len(outcome.results)
     parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
-    said = f"{n} {'policy' if n == 1 else 'policies'}: {', '.join(parts)}."
-    return f"{said} {_advice(outcome)}" if outcome.drifted else said
+    text = f"{n} {'policy' if n == 1 else 'policies'}: {', '.join(parts)}."
+    return f"{text} {_advice(outcome)}" if outcome.drifted else text
 
 
 def _advice(outcome: Outcome) -> str:
-    prune = " --prune" if outcome.pruned else ""
+    prune = " --prune" if outcome.prune else ""
     return f"Run `autoac regenerate{prune}` and commit {outcome.folder}."
 
 
@@ -142,92 +142,92 @@ def _stale_lines(outcome: Outcome) -> list[str]:
     if not outcome.stale:
         return []
     names = ", ".join(path.name for path in outcome.stale)
-    if outcome.pruned:
+    if outcome.prune:
         return [f"no longer listed, {'would be removed' if outcome.check else 'removed'}: {names}"]
     return [f"no longer listed (--prune removes them): {names}"]
 
 
-def _details(result: Result, before: Result | None = None) -> Iterator[str]:
-    """What there is to say of one policy beside its verdict, less what `before` has said of the model."""
-    layers, said = result.layers, set[str]()
+def _details(result: PolicyResult, before: PolicyResult | None = None) -> Iterator[str]:
+    """Describe one policy except for its verdict; leave out changes of the model that `before` describes."""
+    layers, described = result.layers, set[str]()
     if before is not None and before.model == result.model and before.layers == layers:
-        layers, said = (), set(before.reasons) if layers else said
-        if said & set(result.reasons):
-            yield f"the model changed as told of {before.file.name}"
-    yield from (reason for reason in result.reasons if reason not in said)
-    for layer in layers[:MOST]:
+        layers, described = (), set(before.reasons) if layers else described
+        if described & set(result.reasons):
+            yield f"the model changed as described for {before.file.name}"
+    yield from (reason for reason in result.reasons if reason not in described)
+    for layer in layers[:MAX_LINES]:
         yield from _layer(layer)
-    if len(layers) > MOST:
-        yield f"and {len(layers) - MOST} more layers"
+    if len(layers) > MAX_LINES:
+        yield f"and {len(layers) - MAX_LINES} more layers"
     if result.error:
         yield f"error: {result.error}"
     if result.planned is not None:
         rows = [
-            ("stored policy, as it was planned", result.stored),
-            ("stored policy, on the model of now", result.carried),
+            ("stored policy, as planned", result.stored),
+            ("stored policy, on the model now", result.carried),
             ("planned now", result.planned),
         ]
-        for what, numbers in rows:
+        for label, numbers in rows:
             if numbers is not None:
-                over = numbers.peak - result.limit
-                much = f", {format_bytes(over)} over the budget" if over > 0 else ""
-                yield f"{what:<34}  {_in_words(numbers)}{much}"
+                over = numbers.peak_bytes - result.limit_bytes
+                excess = f", {format_bytes(over)} over the budget" if over > 0 else ""
+                yield f"{label:<31}  {_in_words(numbers)}{excess}"
         if result.difference is not None:
             yield from _changes(result.difference)
     yield from result.notes
 
 
-def _in_words(numbers: Numbers) -> str:
+def _in_words(numbers: StepNumbers) -> str:
     share = numbers.recompute_us / numbers.step_us if numbers.step_us else 0.0
     return (
-        f"peak {format_bytes(numbers.peak)}, {format_us(numbers.recompute_us)} of recompute"
+        f"peak {format_bytes(numbers.peak_bytes)}, {format_us(numbers.recompute_us)} of recompute"
         f" in a step of {format_us(numbers.step_us)} ({share:.1%})"
     )
 
 
-def _layer(layer: Moved) -> Iterator[str]:
+def _layer(layer: ChangedLayer) -> Iterator[str]:
     several = f" ({len(layer.modules)} modules)" if len(layer.modules) > 1 else ""
     yield f"{_named(layer.name)}{several} changed:"
-    for what, ops in (("new", layer.new), ("gone", layer.gone)):
+    for label, ops in (("new", layer.new), ("gone", layer.gone)):
         if ops:
-            more = f" and {len(ops) - MOST} more" if len(ops) > MOST else ""
-            yield f"  {what}: {', '.join(ops[:MOST])}{more}"
-    for line in layer.other[:MOST]:
+            more = f" and {len(ops) - MAX_LINES} more" if len(ops) > MAX_LINES else ""
+            yield f"  {label}: {', '.join(ops[:MAX_LINES])}{more}"
+    for line in layer.other[:MAX_LINES]:
         yield f"  {line}"
 
 
 def _changes(found: Difference) -> Iterator[str]:
-    """What is kept now and was not, and the other way round, by layer."""
+    """List by layer the ops that only the new plan saves, and those that only the stored one saves."""
     if found.same:
-        yield "the new plan keeps what the stored one keeps"
+        yield "the new plan saves what the stored one saves"
     for change in found.changes:
         several = f" ({len(change.modules)} modules)" if len(change.modules) > 1 else ""
         yield f"{_named(change.name)}{several}:"
-        for what, ops, nbytes in (
-            ("kept now, and was not", change.gained, change.gained_bytes),
-            ("kept before, and is not", change.lost, change.lost_bytes),
+        for label, ops, nbytes in (
+            ("saved now, not before", change.gained, change.gained_bytes),
+            ("saved before, not now", change.lost, change.lost_bytes),
         ):
             if ops:
                 size = f"  ({format_bytes(nbytes)})" if nbytes else ""
-                yield f"  {what}: {', '.join(ops)}{size}"
+                yield f"  {label}: {', '.join(ops)}{size}"
 
 
 def _named(module: str) -> str:
     return module if module not in ("", ".") else "(outside all modules)"
 
 
-def _plain(numbers: Numbers | None) -> dict[str, Any] | None:
+def _numbers(numbers: StepNumbers | None) -> dict[str, Any] | None:
     if numbers is None:
         return None
     return {
-        "peak_bytes": numbers.peak,
+        "peak_bytes": numbers.peak_bytes,
         "recompute_us": numbers.recompute_us,
         "step_us": numbers.step_us,
     }
 
 
 def _annotation(kind: str, file: Path, title: str, body: str, line: int = 0) -> str:
-    """A workflow command. Source: docs.github.com, "Workflow commands for GitHub Actions"."""
+    """Return a workflow command. Source: docs.github.com, "Workflow commands for GitHub Actions"."""
     root = os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
     path = os.path.relpath(file, root)
     at = f",line={line}" if line else ""

@@ -1,6 +1,6 @@
-"""Two models whose policies are kept fresh by `autoac regenerate`; autoac.toml at the root lists them.
+"""Build the two models of autoac.toml, whose policies `autoac regenerate` keeps up to date.
 
-    autoac regenerate --check
+    autoac regenerate --config examples/regenerate/autoac.toml --check
 
 Neither needs a GPU: their policies are planned for one by its datasheet, and nothing is allocated.
 """

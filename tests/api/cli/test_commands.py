@@ -184,7 +184,7 @@ def test_the_default_database_lies_in_the_data_folder(tmp_path: Path) -> None:
 
 def test_the_command_line_runs_them_without_torch(environment: None, tmp_path: Path) -> None:
     code = (
-        "import sys; from autoac.offline.launch import main\n"
+        "import sys; from ac_client.cli.main import main\n"
         "sys.argv[1:] = ['keys', 'list', '--json']\n"
         "try: main()\n"
         "except SystemExit as left: print(left.code, [n in sys.modules for n in ('torch', 'sqlalchemy')])"

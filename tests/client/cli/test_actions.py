@@ -1,4 +1,4 @@
-"""The GitHub action, the reusable workflow, the pre-commit hook: valid, and of commands that exist."""
+"""The GitHub action, the reusable workflow and the pre-commit hook run commands that exist."""
 
 import os
 import re
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ac_client.cli import main as cli
+from ac_client.cli.exit_codes import ERROR, OK
+from ac_client.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -24,7 +25,7 @@ for word in "$@"; do printf '%s\\n' "$word"; done >> "$CALLS"
 
 
 def called(step, tmp_path, **inputs):
-    """The arguments that a step's script runs Python with."""
+    """Return the arguments with which a step's script runs Python."""
     stub = tmp_path / "python"
     stub.write_text(PYTHON_STUB)
     stub.chmod(0o755)
@@ -45,16 +46,16 @@ def step_of(steps, name):
     return next(step for step in steps if step.get("name") == name)
 
 
-def test_the_action_is_composite_and_uses_only_inputs_that_it_has():
+def test_action_uses_exactly_its_declared_inputs():
     assert ACTION["runs"]["using"] == "composite"
     used = set(re.findall(r"inputs\.([\w-]+)", (ROOT / "action.yml").read_text()))
     assert used == set(ACTION["inputs"])
     for step in ACTION["runs"]["steps"]:
         assert step["shell"] == "bash"
-        assert "${{" not in step["run"]  # inputs come by the environment: nothing is pasted into a script
+        assert "${{" not in step["run"]  # inputs are environment variables, never part of a script
 
 
-def test_the_workflow_can_be_called_and_uses_only_inputs_that_it_has():
+def test_workflow_uses_exactly_its_declared_inputs():
     declared = WORKFLOW[True]["workflow_call"]["inputs"]
     used = set(
         re.findall(r"inputs\.([\w-]+)", (ROOT / ".github" / "workflows" / "regenerate.yml").read_text())
@@ -68,7 +69,7 @@ def test_the_workflow_can_be_called_and_uses_only_inputs_that_it_has():
 
 
 @pytest.mark.parametrize("steps", [ACTION["runs"]["steps"], JOB["steps"]], ids=["action", "workflow"])
-def test_the_installing_step_pins_torch_and_hands_requirements_to_pip(steps, tmp_path):
+def test_install_step_pins_torch_and_passes_requirements_to_pip(steps, tmp_path):
     step = step_of(steps, "Install autoac")
     inputs = {
         "AUTOAC_SOURCE": "/a b",
@@ -88,7 +89,7 @@ def test_the_installing_step_pins_torch_and_hands_requirements_to_pip(steps, tmp
     assert "-c " not in pips
 
 
-def test_the_action_installs_the_torch_of_its_release_from_an_index_for_cpus(tmp_path):
+def test_action_installs_the_pinned_torch_from_a_cpu_index(tmp_path):
     defaults = {name.upper().replace("-", "_"): i["default"] for name, i in ACTION["inputs"].items()}
     step = step_of(ACTION["runs"]["steps"], "Install autoac")
     words = called(step, tmp_path, **defaults | {"AUTOAC_SOURCE": str(ROOT)})
@@ -98,7 +99,7 @@ def test_the_action_installs_the_torch_of_its_release_from_an_index_for_cpus(tmp
     assert set(step["env"]) <= {*defaults, "AUTOAC_SOURCE"}
 
 
-def test_what_runs_on_a_runner_of_ones_own_is_named_by_its_caller():
+def test_workflow_requires_runner_autoac_and_torch():
     declared = WORKFLOW[True]["workflow_call"]["inputs"]
     assert [name for name, given in declared.items() if given.get("required")] == [
         "runner",
@@ -116,14 +117,14 @@ def test_what_runs_on_a_runner_of_ones_own_is_named_by_its_caller():
         (JOB["steps"], {"CHECK": "false", "ONLY": ""}),
     ],
 )
-def test_the_step_runs_a_command_that_exists_with_options_that_it_has(steps, inputs, tmp_path, capsys):
+def test_regenerate_step_runs_an_existing_command_with_known_options(steps, inputs, tmp_path, capsys):
     words = called(step_of(steps, "autoac regenerate"), tmp_path, CONFIG="my models.toml", **inputs)
     assert words[:2] == ["-m", "ac_client.cli.main"]
     assert ("--check" in words) == (inputs["CHECK"] == "true")
     assert [words[i + 1] for i, word in enumerate(words) if word == "--only"] == inputs["ONLY"].split()
-    with pytest.raises(SystemExit) as left:
-        cli.main(words[2:])  # all options are known: it is the file that is not there
-    assert left.value.code == cli.ERROR
+    with pytest.raises(SystemExit) as exited:
+        main(words[2:])  # all options are known; only the file is missing
+    assert exited.value.code == ERROR
     assert "my models.toml: no such file" in capsys.readouterr().err
 
 
@@ -133,7 +134,7 @@ def test_other_actions_are_pinned_to_a_commit():
     assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", name) for name in used)
 
 
-def test_whether_policies_drifted_is_an_output():
+def test_drifted_is_an_output():
     assert step_of(ACTION["runs"]["steps"], "autoac regenerate")["id"] == "regenerate"
     assert ACTION["outputs"]["drifted"]["value"] == "${{ steps.regenerate.outputs.drifted }}"
     assert JOB["outputs"]["drifted"] == "${{ steps.regenerate.outputs.drifted }}"
@@ -144,23 +145,22 @@ def test_whether_policies_drifted_is_an_output():
     assert step_of(JOB["steps"], "autoac regenerate")["id"] == "regenerate"
 
 
-def test_the_hook_is_a_script_that_checks_the_policies_of_the_repository():
+def test_hook_validates_the_policies_of_the_repository():
     (hook,) = HOOKS
-    assert (hook["id"], hook["language"]) == ("autoac-validate", "script")
-    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "policies").iterdir())
+    assert (hook["id"], hook["language"]) == ("autoac-validate", "system")
+    files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples/regenerate/policies").iterdir())
     assert files
     assert all(re.search(hook["files"], file) for file in files)
-    script, *arguments = shlex.split(hook["entry"])
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run([ROOT / script, *arguments, *files], cwd=ROOT, env={"PATH": path}, check=False)
+    done = subprocess.run([*shlex.split(hook["entry"]), *files], cwd=ROOT, env={"PATH": path}, check=False)
     assert done.returncode == 0
 
 
-def test_the_make_targets_run_commands_that_exist(capsys):
+def test_make_targets_run_existing_commands(capsys):
     makefile = (ROOT / "Makefile").read_text()
     lines = re.findall(r"^\t\$\(BIN\)/autoac (.+)$", makefile, re.MULTILINE)
     assert {line.split()[0] for line in lines} == {"demo", "regenerate", "validate"}
     for line in lines:
-        with pytest.raises(SystemExit) as left:
-            cli.main([*line.split(), "--help"])
-        assert left.value.code == cli.OK
+        with pytest.raises(SystemExit) as exited:
+            main([*line.split(), "--help"])
+        assert exited.value.code == OK

@@ -1,0 +1,160 @@
+"""`autoac validate`: check policies, policy sets and locks by their formats alone.
+
+The command imports `autoac.planner.formats` and the lock, neither torch nor a solver, so that a commit hook
+can run it. In addition to the formats, it finds traces of a merge or an edit: a key that occurs twice, a peak
+over the budget, a text that differs from the one that its lock was written with.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ac_client.cli.exit_codes import ERROR
+from ac_client.cli.options import Json
+from ac_client.cli.output import read
+
+if TYPE_CHECKING:
+    from autoac.planner import Policy
+
+MAX_PROBLEMS = 8  # printed for one file
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFile:
+    """The result of checking one file."""
+
+    file: str
+    kind: str  # "autoac.policy" and so on; "" if unknown
+    problems: list[str]
+
+
+def validate(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Policies, policy sets, locks; - for stdin.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Check policy files without loading torch. The pre-commit hook runs this command."""
+    checked = [check_file(file) for file in files]
+    invalid = [one for one in checked if one.problems]
+    if as_json:
+        print(json.dumps({"valid": not invalid, "files": [asdict(one) for one in checked]}, indent=1))
+    else:
+        for one in invalid:
+            for problem in one.problems[:MAX_PROBLEMS]:
+                print(f"{one.file}: {problem}", file=sys.stderr)
+            if len(one.problems) > MAX_PROBLEMS:
+                print(f"{one.file}: and {len(one.problems) - MAX_PROBLEMS} more", file=sys.stderr)
+        if invalid:
+            print(
+                f"autoac: {len(invalid)} of {len(files)} files invalid; write valid ones with "
+                "`autoac regenerate` or `autoac plan`",
+                file=sys.stderr,
+            )
+    if invalid:
+        raise typer.Exit(ERROR)
+
+
+def check_file(file: Path) -> CheckedFile:
+    """List the problems of one file; `-` is stdin."""
+    try:
+        text = read(file)
+    except OSError as error:
+        return CheckedFile(str(file), "", [str(error.strerror)])
+    try:
+        data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
+    except RecursionError:
+        return CheckedFile(str(file), "", ["not JSON: nested too deeply"])
+    except _InvalidObject as error:
+        return CheckedFile(str(file), "", [str(error)])
+    except ValueError as error:
+        return CheckedFile(str(file), "", [f"not JSON: {error}"])
+    kind = data.get("format") if isinstance(data, dict) else None
+    problems = list(_format_problems(kind, text))
+    if not problems and str(file) != "-":  # stdin has no lock next to it
+        problems = list(_lock_problems(file, text, data))
+    return CheckedFile(str(file), kind if isinstance(kind, str) else "", problems)
+
+
+class _InvalidObject(ValueError):
+    """The text is JSON to Python's lenient parser, but two readers may disagree about its meaning."""
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise _InvalidObject(f"key {json.dumps(key)} occurs twice: is a merge unfinished?")
+        data[key] = value
+    return data
+
+
+def _reject_constant(name: str) -> Any:
+    raise _InvalidObject(f"{name} is not a JSON number")
+
+
+def _format_problems(kind: object, text: bytes) -> Iterator[str]:
+    """List what the file's own format finds, and numbers of a policy that contradict each other."""
+    from ac_client.regenerate.lock import FORMAT as LOCK
+    from ac_client.regenerate.lock import Lock, UnreadableLock
+    from autoac.planner.errors import MalformedPolicy, UnknownVersion
+    from autoac.planner.formats.policy import FORMAT as POLICY
+    from autoac.planner.formats.policy import Policy
+    from autoac.planner.formats.policy_set import SET_FORMAT, PolicySet
+
+    try:
+        if kind == POLICY:
+            yield from _contradictions(Policy.from_json(text))
+        elif kind == SET_FORMAT:
+            for i, bucket in enumerate(PolicySet.from_json(text).buckets):
+                yield from (f"buckets[{i}].policy.{line}" for line in _contradictions(bucket.policy))
+        elif kind == LOCK:
+            Lock.from_json(text)
+        else:
+            known = f"{POLICY!r}, {SET_FORMAT!r} or {LOCK!r}"
+            yield f"format must be {known}, got {'nothing' if kind is None else repr(kind)[:80]}"
+    except MalformedPolicy as error:
+        yield from error.problems
+    except (UnknownVersion, UnreadableLock) as error:
+        yield str(error)
+
+
+def _contradictions(policy: Policy) -> Iterator[str]:
+    from ac_client.regenerate.lock import is_op_key
+
+    predicted = policy.predicted
+    if predicted.peak_bytes > policy.budget_bytes:
+        yield f"predicted.peak_bytes is {predicted.peak_bytes}, over budget_bytes, {policy.budget_bytes}"
+    if predicted.recompute_bound_us > predicted.recompute_us * (1 + 1e-9):
+        yield (
+            f"predicted.recompute_bound_us is {predicted.recompute_bound_us}, over recompute_us, "
+            f"{predicted.recompute_us}, which it bounds from below"
+        )
+    for key in policy.decisions:
+        if not is_op_key(key):
+            yield f"decisions: a key must have the form MODULE/OP#N, got {json.dumps(key)}"
+
+
+def _lock_problems(path: Path, text: bytes, data: dict[str, Any]) -> Iterator[str]:
+    """Compare a policy with the locks next to it, or a lock with the policies next to it."""
+    from ac_client.regenerate.lock import EDITED, FORMAT, sha256
+
+    if data["format"] == FORMAT:
+        for name in data["policies"]:
+            if not (path.parent / name).is_file():
+                yield f"policies[{json.dumps(name)}]: the file does not exist next to the lock"
+        return
+    for lock in sorted(path.parent.glob("*.lock.json")):
+        try:
+            digest = json.loads(lock.read_bytes())["policies"].get(path.name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue  # an invalid lock is reported when it is checked itself
+        if digest is not None and digest != sha256(text):
+            yield EDITED.format(lock.name)

@@ -1,0 +1,112 @@
+"""Load a model, its batch and its optimizer by the name of a function, as `MODULE:FUNCTION`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from ac_client.errors import CommandError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSetup:
+    """A model and what one training step of it takes."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], Any] | None = None
+    optimizer: torch.optim.Optimizer | None = None
+
+
+def load_setup(name: str) -> TrainingSetup:
+    """Call the function that `MODULE:FUNCTION` names and read what it returns."""
+    return setup_from(call_function(load_function(name, os.getcwd()), name), name)
+
+
+def load_function(name: str, folder: str) -> Callable[[], Any]:
+    """Return the function that `MODULE:FUNCTION` names; `folder` is searched for MODULE first.
+
+    Raises:
+        CommandError: MODULE or FUNCTION cannot be imported, or is not callable.
+    """
+    module_name, _, function_name = name.partition(":")
+    if folder not in sys.path[:1]:
+        sys.path.insert(0, folder)
+    try:
+        function: Any = importlib.import_module(module_name)
+        for part in function_name.split("."):
+            function = getattr(function, part)
+    except Exception as error:  # anything that the user's module raises
+        raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise CommandError(
+            f"{name} is of type {type(function).__name__}; name a function that returns a model"
+        )
+    return cast("Callable[[], Any]", function)
+
+
+def call_function(function: Callable[[], Any], name: str) -> Any:
+    """Call the user's function; turn whatever it raises into a CommandError."""
+    try:
+        return function()
+    except Exception as error:  # anything that the user's function raises
+        raise CommandError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def setup_from(returned: Any, name: str) -> TrainingSetup:
+    """Read a TrainingSetup from the value that the user's function returned.
+
+    Raises:
+        CommandError: the value has none of the forms that `autoac profile` accepts.
+    """
+    import torch
+    from torch import nn
+
+    keys = ("model", "args", "kwargs", "loss", "optimizer")
+    match returned:
+        case Mapping() if "model" in returned and set(returned) <= set(keys):
+            setup = TrainingSetup(**returned)
+        case (model, batch):
+            setup = _with_batch(model, batch)
+        case (model, args, kwargs):
+            setup = TrainingSetup(model, args, kwargs)
+        case (model, args, kwargs, loss):
+            setup = TrainingSetup(model, args, kwargs, loss)
+        case _:
+            raise CommandError(
+                f"{name} returned {type(returned).__name__}; it should return (model, batch), "
+                "(model, args, kwargs), (model, args, kwargs, loss), or a dict with the keys "
+                + ", ".join(keys)
+            )
+    if not isinstance(setup.model, nn.Module):
+        raise CommandError(
+            f"{name} returned a model of type {type(setup.model).__name__}, not torch.nn.Module"
+        )
+    if not isinstance(setup.args, tuple | list) or not isinstance(setup.kwargs, Mapping):
+        raise CommandError(f"{name} returned args or kwargs that are not a tuple and a dict")
+    if setup.optimizer is not None and not isinstance(setup.optimizer, torch.optim.Optimizer):
+        raise CommandError(
+            f"{name} returned an optimizer of type {type(setup.optimizer).__name__}, "
+            "not torch.optim.Optimizer"
+        )
+    return TrainingSetup(setup.model, tuple(setup.args), setup.kwargs, setup.loss, setup.optimizer)
+
+
+def _with_batch(model: Any, batch: Any) -> TrainingSetup:
+    """Pass a batch as a training loop would: keyword arguments, arguments, or the one argument."""
+    match batch:
+        case Mapping():
+            return TrainingSetup(model, (), batch)
+        case tuple() | list():
+            return TrainingSetup(model, tuple(batch))
+        case _:
+            return TrainingSetup(model, (batch,))
