@@ -67,7 +67,8 @@ app.command("frontier", epilog=EPILOG)(plan_commands.frontier_command)
 app.command(epilog=REGENERATE_EPILOG)(regenerate_command.regenerate)
 
 
-app.add_typer(service_app)  # serve, worker, db, keys, doctor
+app.registered_commands += service_app.registered_commands  # serve, worker, doctor
+app.registered_groups += service_app.registered_groups  # db, keys
 
 
 def main(argv: list[str] | None = None) -> None:

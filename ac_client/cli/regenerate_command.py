@@ -51,11 +51,11 @@ def regenerate(
 ) -> None:
     """Plan the models of autoac.toml that changed and write their policies, or check the policies."""
     from ac_client.errors import CommandError
-    from ac_client.regenerate import output
+    from ac_client.regenerate import outcome_formats as formats
     from ac_client.regenerate.config import InvalidConfig, read
     from ac_client.regenerate.drift import RunOptions
     from ac_client.regenerate.drift import regenerate as run
-    from autoac.profiler.timing.roofline import DATASHEETS
+    from autoac.profiler import DATASHEETS
 
     try:
         listed = read(config, tuple(DATASHEETS))
@@ -65,7 +65,7 @@ def regenerate(
         ) from None
     except InvalidConfig as error:
         if output_format is OutputFormat.GITHUB:
-            print(output.problems_as_annotations(error))
+            print(formats.problems_as_annotations(error))
         raise CommandError(str(error)) from error
     for name in only or []:
         if name not in listed.models:
@@ -83,15 +83,15 @@ def regenerate(
         )
     match output_format:
         case OutputFormat.JSON:
-            print(json.dumps(output.as_data(outcome), indent=1))
+            print(json.dumps(formats.as_data(outcome), indent=1))
         case OutputFormat.GITHUB:
-            print(output.as_annotations(outcome))
+            print(formats.as_annotations(outcome))
         case OutputFormat.TEXT:
-            print(output.as_text(outcome))
+            print(formats.as_text(outcome))
     summary = os.environ.get("GITHUB_STEP_SUMMARY")
     if output_format is OutputFormat.GITHUB and summary:
         with open(summary, "a", encoding="utf-8") as file:
-            file.write(output.as_summary(outcome))
+            file.write(formats.as_summary(outcome))
     outputs = os.environ.get("GITHUB_OUTPUT")
     if output_format is OutputFormat.GITHUB and outputs:
         with open(outputs, "a", encoding="utf-8") as file:

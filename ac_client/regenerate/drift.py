@@ -39,11 +39,12 @@ from autoac.planner import (
     PlannerError,
     Policy,
     Profile,
+    Progress,
+    Stopped,
     carried,
     difference,
 )
 from autoac.planner import plan as plan_profile
-from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.units import bytes_from_gb, format_bytes, format_us
 from autoac.profiler import ProfilerError
 
@@ -66,7 +67,7 @@ def regenerate(
     config_file: Path,
     options: RunOptions,
     on_task: Callable[[str], None] = lambda task: None,
-    progress: OnProgress | None = None,
+    progress: Callable[[Progress], bool | None] | None = None,
 ) -> Outcome:
     """Bring the policies in the folder up to date; with `options.check`, only report what would change.
 
@@ -107,7 +108,7 @@ class _ModelRun:
         folder: Path,
         options: RunOptions,
         on_task: Callable[[str], None],
-        progress: OnProgress | None,
+        progress: Callable[[Progress], bool | None] | None,
     ) -> None:
         self.name, self.table, self.home, self.folder = name, table, home, folder
         self.options, self.on_task, self.progress = options, on_task, progress
@@ -232,9 +233,9 @@ class _ModelRun:
                 numbers = StepNumbers.of(old)
                 return self._result(file, Verdict.UNCHANGED, carried=numbers, notes=(note,)), None
             why = why or ["planned again because of --force"]
-        notes: tuple[str, ...] = ()
+        warnings: tuple[str, ...] = ()
         if new.stopped is Stopped.TIME_LIMIT:
-            notes = (
+            warnings = (
                 f"the solver reached its time limit at a gap of {new.gap:.1%}, and another machine may find "
                 f"another plan: raise time_limit_s = {self.table.time_limit_s:g}, or allow a larger gap",
             )
@@ -246,7 +247,7 @@ class _ModelRun:
             carried=None if old is None else StepNumbers.of(old),
             planned=StepNumbers.of(new),
             difference=None if old is None else difference(old, new, unknown),
-            notes=notes,
+            notes=warnings,
         )
         return result, new.policy()
 

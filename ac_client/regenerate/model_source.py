@@ -29,8 +29,15 @@ from ac_client.errors import CommandError
 from ac_client.model_loader import TrainingSetup, call_function, load_function, setup_from
 from ac_client.regenerate.config import LOCAL, ModelTable, is_float, tensor_of
 from autoac.planner.formats.profile import Profile
-from autoac.profiler import DATASHEETS, CannotFake, ProfilerError, device_name, device_of, observe
-from autoac.profiler.timing.roofline import Device
+from autoac.profiler import (
+    DATASHEETS,
+    CannotFake,
+    Device,
+    ProfilerError,
+    device_name,
+    device_of,
+    observe,
+)
 
 IDENTITY_DEVICE = DATASHEETS["h100"]
 

@@ -195,7 +195,7 @@ def test_the_command_line_runs_them_without_torch(environment: None, tmp_path: P
 
 
 def test_exit_codes_are_those_of_the_client() -> None:
-    from ac_client.cli import main as client
+    from ac_client.cli import exit_codes as client
     from autoac.api.cli import commands
 
     for name in ("OK", "ERROR", "USAGE", "INTERRUPTED"):

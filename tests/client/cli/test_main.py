@@ -448,7 +448,10 @@ LOADED = "import sys, {module}; print(*sorted(n for n in {names} if n in sys.mod
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("ac_client.cli.main", ["torch", "numpy", "pydantic", "rich", "sqlalchemy", "fastapi", "autoac.planner.plan"]),
+        (
+            "ac_client.cli.main",
+            ["torch", "numpy", "pydantic", "rich", "sqlalchemy", "fastapi", "autoac.planner.plan"],
+        ),
         ("autoac.api.cli.commands", ["torch", "ac_client"]),
     ],
 )
