@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from autoac.planner.errors import InvalidBudget
 from autoac.planner.formats.constraints import Constraints, constrained, no_forward_budget
 from autoac.planner.formats.profile import Profile
-from autoac.planner.minimum_peak import FloorSearch, MinimumPeak
+from autoac.planner.minimum_peak import MinimumPeak, search_minimum_peak
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, plan_of
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress, Progress
-from autoac.planner.solver.program import Options
 from autoac.planner.solver.search import Problem, Search
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
+from autoac.planner.solver.variables import Options
 from autoac.planner.units import format_bytes, format_us
 
 FLOOR_WORK = 3.0  # that the search of the smallest peak gets
@@ -91,7 +91,7 @@ def find_frontier(
     graph = constrained(profile, no_forward_budget(constraints))
     problem = Problem(graph, options)
     allowance = Allowance(FLOOR_WORK, Stopwatch(time_limit_s, clock), progress)
-    smallest = FloorSearch(problem, allowance).run()
+    smallest = search_minimum_peak(problem, allowance)
     low, high = smallest.found, problem.ceiling
     plans = [plan_of(problem, observed, high, graph.everything, constraints=constraints)]
     bound_us, moments = 0.0, None
@@ -109,16 +109,15 @@ def find_frontier(
                 work_limit, Stopwatch(time_limit_s, clock), None if progress is None else reached
             ),
             start=(smallest.save_set,),
-            points=moments or (),
-            bound_us=bound_us,  # of a larger budget: less memory can do no better
-            polish=False,
+            moments=moments or (),
+            bound=bound_us,  # of a larger budget: less memory can do no better
         )
         stopped = search.run()
         assert search.best is not None  # the smallest save set fits everywhere
         plans.append(
             plan_of(problem, observed, budget, search.best[1], search, stopped, constraints=constraints)
         )
-        bound_us, moments = search.bound_us, search.points
+        bound_us, moments = search.bound, search.moments
     if plans[-1].peak < smallest.found:
         smallest = replace(smallest, found=plans[-1].peak, save_set=plans[-1].save_set)
     return Frontier(_monotone(plans), smallest)

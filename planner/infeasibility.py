@@ -18,9 +18,9 @@ from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.simulate import instant_name, peak_bytes, peak_of
 from autoac.planner.minimum_peak import MinimumPeak
 from autoac.planner.problem.graph import Graph
-from autoac.planner.solver.bounds import bounds_of
-from autoac.planner.solver.heuristics import candidates
-from autoac.planner.solver.recompute_windows import facts
+from autoac.planner.solver.bounds import bounds
+from autoac.planner.solver.heuristics import simple_save_sets
+from autoac.planner.solver.recompute_windows import find_windows
 from autoac.planner.units import format_bytes
 
 MOST_REASONS = 8  # that a text names
@@ -91,8 +91,8 @@ def find_blame(
         unpinned = {"pin_save": (), "pin_recompute": (), "recompute_only": (), "fsdp_units": ()}
         free = constrained(profile, constraints.model_copy(update=unpinned))
         loose = held_back(free, budget, forward)
-        known = bounds_of(facts(held_back(graph, budget, forward)))
-        if known.floor > budget >= bounds_of(facts(loose)).floor or _smallest_simple_peak(loose) <= budget:
+        known = bounds(held_back(graph, budget, forward))
+        if known.floor > budget >= bounds(loose).floor or _smallest_simple_peak(loose) <= budget:
             pins = _pinned_bytes(graph, free, known.floor_at)
             n_recompute = sum(op.must_recompute and not free.ops[op.id].must_recompute for op in graph.ops)
             at = graph.moment_name(known.floor_at)
@@ -120,7 +120,7 @@ def blame_in_words(blame: Blame) -> Iterator[str]:
 
 
 def _smallest_simple_peak(graph: Graph) -> int:
-    return min(peak_bytes(graph, save_set) for save_set in candidates(graph))
+    return min(peak_bytes(graph, save_set) for save_set in simple_save_sets(graph))
 
 
 def _pinned_bytes(graph: Graph, free: Graph, moment: int) -> tuple[PinnedBytes, ...]:
@@ -128,12 +128,12 @@ def _pinned_bytes(graph: Graph, free: Graph, moment: int) -> tuple[PinnedBytes, 
 
     Bytes that forward itself would hold at that moment count as well.
     """
-    f = facts(graph)
+    dropped = find_windows(graph).dropped
     nbytes, count = Counter[str](), Counter[str]()
     for op in graph.ops:
         if op.must_save and not free.ops[op.id].must_save:
             count[op.must_save] += 1
-            nbytes[op.must_save] += sum(graph.nbytes(w) for w in op.writes if op.id <= moment < f.dropped[w])
+            nbytes[op.must_save] += sum(graph.nbytes(w) for w in op.writes if op.id <= moment < dropped[w])
     worst = sorted(count, key=lambda reason: -nbytes[reason])
     return tuple(PinnedBytes(reason, count[reason], nbytes[reason]) for reason in worst)
 

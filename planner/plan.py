@@ -15,14 +15,14 @@ from autoac.planner.infeasibility import infeasible, with_blame
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import Timeline, instant_name, peak_of, simulate
 from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
-from autoac.planner.minimum_peak import FloorSearch
+from autoac.planner.minimum_peak import search_minimum_peak, search_peak_within
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
-from autoac.planner.solver.program import Options
 from autoac.planner.solver.search import Problem, Search
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits, relative_gap
+from autoac.planner.solver.variables import Options
 from autoac.planner.units import format_bytes
 
 DEFAULT_GAP = 0.01
@@ -182,16 +182,16 @@ def _find_save_set(
     if problem.ceiling <= budget:
         return graph.everything, None, Stopped.OPTIMAL
     if problem.bounds.floor > budget:
-        raise infeasible(graph, budget, FloorSearch(problem, allowance.with_work(EVIDENCE_WORK)).run())
+        raise infeasible(graph, budget, search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK)))
     allowance.reserved_s = allowance.time_limit_s * FLOOR_SHARE
     search = Search(problem, budget, gap=gap, allowance=allowance, start=start)
-    stopped = search.run()
+    stopped = search.run(polish=True)
     if stopped is Stopped.INFEASIBLE:
-        evidence = FloorSearch(problem, allowance.with_work(EVIDENCE_WORK)).run()
+        evidence = search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK))
         raise infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
     if search.best is not None:
         return search.best[1], search, stopped
-    smallest = FloorSearch(problem, allowance.with_work(FLOOR_WORK_LIMIT)).decide(budget)
+    smallest = search_peak_within(problem, allowance.with_work(FLOOR_WORK_LIMIT), budget)
     if smallest.proven > budget:
         raise infeasible(graph, budget, smallest)
     if smallest.found > budget:
@@ -226,7 +226,7 @@ def plan_of(
         peak_at=instant_name(graph, peak),
         ceiling=problem.ceiling,
         recompute_us=spent,
-        bound_us=min(search.bound_us, spent) if search else spent,
+        bound_us=min(search.bound, spent) if search else spent,
         stopped=stopped,
         rounds=search.rounds if search else 0,
         solver_s=search.allowance.solver_s if search else 0.0,

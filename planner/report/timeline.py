@@ -20,7 +20,7 @@ from autoac.planner.problem.graph import BackwardStep, Graph, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.report.align_measured import Clock, MeasuredStep, align, thinned
 from autoac.planner.report.by_module import Decision, OpDecision, by_module, folded, op_decisions
-from autoac.planner.solver.heuristics import block_of, per_block
+from autoac.planner.solver.heuristics import block_of, every_block_recomputed
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
 """Kinds of event. After OPTIMIZER nothing comes."""
@@ -163,7 +163,7 @@ def picture(
     )
     tracks = [_track("plan", "this plan", graph, plan.save_set, reasons)]
     drawn = {with_forced_saves(graph, plan.save_set)}
-    blocks = per_block(graph)
+    blocks = every_block_recomputed(graph)
     for id_, name, other in (
         ("plain", "nothing recomputed", graph.everything),
         ("blocks", "every block recomputed", blocks),

@@ -27,7 +27,7 @@ from autoac.planner.problem.save_sets import (
 )
 from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.solver.highs import Stopped
-from autoac.planner.solver.recompute_windows import Role, facts
+from autoac.planner.solver.recompute_windows import Role, find_windows
 from autoac.planner.units import GIB, format_bytes, format_us
 
 
@@ -114,7 +114,7 @@ def why(plan: Plan, key: str) -> Why:
     graph = plan.graph
     op = find_op(graph, key)
     name = graph.ops[op].name
-    f = facts(graph)
+    windows = find_windows(graph)
     all_of_them = op_decisions(graph, plan.save_set)
     fate = all_of_them[op].decision
     # From what is really kept: a save set also names ops that nothing asks for, as long as nothing does.
@@ -128,13 +128,13 @@ def why(plan: Plan, key: str) -> Why:
         other = without_cost_free_recomputes(graph, kept)
     before, after = simulate(graph, plan.save_set), simulate(graph, other)
     spent = recompute_us(graph, other)
-    leader = f.leader[op]
+    leader = windows.leader[op]
     return Why(
         key=name,
         fate=fate,
         must_save=graph.ops[op].must_save,
         must_recompute=graph.ops[op].must_recompute,
-        follows=graph.ops[leader].name if leader != op and f.role[op] is Role.FOLLOWS else "",
+        follows=graph.ops[leader].name if leader != op and windows.role[op] is Role.FOLLOWS else "",
         at_peak_bytes=_most_at(after, before.peak.moment) - before.peak.live_bytes,
         peak=after.peak.live_bytes,
         peak_at=instant_name(graph, after.peak),

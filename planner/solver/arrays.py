@@ -1,116 +1,124 @@
-"""A Graph and its Facts as columns, for the vectorised families of `ilp`.
+"""Lay out a Graph and its Windows as arrays, so that program.py writes a family of rows in a few expressions.
 
-Nothing here says more than `facts` does; it is laid out by op, by value and by (value, reader) so that a
-family of rows is a few array expressions.
+The example of recompute_windows.py: three free ops a, c, d have the *rows* 0, 1, 2. `row` is [0, 1, 1, 2],
+since b counts in the row of its leader c. The edges (1, 0) and (2, 1) say that c (with its follower b) reads
+a, and d reads c. The pairs (version of a, b), (version of b, c), (version of c, d) are the readers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from autoac.planner.solver.recompute_windows import Facts, Role
+from autoac.planner.solver.recompute_windows import Role, Windows
 
-Longs = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Columns:
+class GraphArrays:
     """Arrays over one step. A *row* is the position of an op's leader among the free ops; -1: not free."""
 
-    facts: Facts
-    free: Longs  # ops that the planner decides on
-    row: Longs  # by op
-    saved: Bools  # by op: saved whatever is decided (must be, or nothing reads it again)
-    idle: Bools  # by op: of these, never held in backward
+    windows: Windows
+    free: Ints  # ops that the planner decides on
+    row: Ints  # by op
+    saved: Bools  # by op: saved under every save set, because it must be or because nothing reads it again
+    unused: Bools  # by op: of these, the ones that are never held in backward
     pinned: Bools  # by free op: the user has it run again
-    first: Longs  # by free op: states, as in Facts
-    earliest: Longs
-    latest: Longs
-    cost_us: npt.NDArray[np.float64]  # by free op
+    first_needed: Ints  # by free op: states, as in Windows
+    earliest: Ints
+    latest: Ints
+    cost_us: Floats  # by free op
 
-    op: Longs  # by value: who wrote it
-    nbytes: Longs
-    last_use: Longs
-    dropped: Longs
-    sure_until: Longs
-    until: Longs
-    extra_from: Longs
+    op: Ints  # by version: the op that wrote it
+    nbytes: Ints
+    last_use: Ints
+    dropped: Ints
+    held_at_least: Ints
+    held_at_most: Ints
+    extra_from: Ints
 
-    pair_value: Longs  # by (value, reader that may run again)
-    pair_reader: Longs
-    pair_into: Bools  # the reader writes over the value, which no saved tensor shows
+    pair_version: Ints  # by (version, reader that may run again)
+    pair_reader: Ints
+    pair_overwrites: Bools  # the reader writes over the version, which no saved tensor shows
 
-    base_from: Longs  # by storage: the moments at which forward itself holds it
-    base_until: Longs
-    base_nbytes: Longs
+    base_from: Ints  # by storage: the moments at which forward itself holds it
+    base_until: Ints
+    base_nbytes: Ints
 
-    edge_op: Longs  # by (free op, what its group reads): rows of both
-    edge_source: Longs
+    edge_op: Ints  # by (free op, what its group reads): rows of both
+    edge_source: Ints
 
 
-def columns(f: Facts) -> Columns:
-    """Lay out `f`."""
-    graph = f.graph
-    role = np.array([r.value for r in f.role], np.int64)
+def as_arrays(windows: Windows) -> GraphArrays:
+    """Return the arrays of `windows`."""
+    graph = windows.graph
+    role = np.array([r.value for r in windows.role], np.int64)
     free = np.flatnonzero(role == Role.FREE.value)
-    at = np.full(len(graph.ops) + 1, -1, np.int64)
-    at[free] = np.arange(len(free))
-    row = at[np.array(f.leader, np.int64)] if len(graph.ops) else np.empty(0, np.int64)
-    idle = role == Role.IDLE.value
-    saved = idle | (role == Role.SAVED.value)
+    unused = role == Role.UNUSED.value
+    saved = unused | (role == Role.SAVED.value)
+    row_of_leader = np.full(len(graph.ops), -1, np.int64)
+    row_of_leader[free] = np.arange(len(free))
+    row = row_of_leader[_ints(windows.leader)]
     row[saved] = -1
-    by_free = free.tolist()
 
-    pairs = [(value.id, r) for value in graph.versions for r in value.readers if not saved[r]]
-    pair_value, pair_reader = _two(pairs)
-    over = {
-        (graph.versions[w].previous, op.id)
+    pair_version, pair_reader = _two_columns(
+        [(version.id, r) for version in graph.versions for r in version.readers if not saved[r]]
+    )
+    overwrites = {
+        (previous, op.id)
         for op in graph.ops
         for w in op.writes
-        if graph.versions[w].previous is not None
+        if (previous := graph.versions[w].previous) is not None and not graph.versions[previous].saved_tensors
     }
-    into = np.array([p in over and not graph.versions[p[0]].saved_tensors for p in pairs], bool)
-    edges = [(at[o], at[u]) for o in by_free for u in f.sources[o] if at[u] >= 0]
-    edge_op, edge_source = _two(edges)
-    held = [s for s in graph.storages if s.versions]
-    return Columns(
-        facts=f,
+    pair_overwrites = [pair in overwrites for pair in zip(pair_version, pair_reader, strict=True)]
+    edge_op, edge_source = _two_columns(
+        [
+            (row_of_leader[op], row_of_leader[source])
+            for op in free.tolist()
+            for source in windows.sources[op]
+            if row_of_leader[source] >= 0
+        ]
+    )
+    storages = [s for s in graph.storages if s.versions]
+    return GraphArrays(
+        windows=windows,
         free=free,
         row=row,
         saved=saved,
-        idle=idle,
-        pinned=np.array([graph.ops[o].must_recompute for o in by_free], bool),
-        first=_longs(f.first[o] for o in by_free),
-        earliest=_longs(f.earliest[o] for o in by_free),
-        latest=_longs(f.latest[o] for o in by_free),
-        cost_us=np.array([f.cost_us[o] for o in by_free], np.float64),
-        op=_longs(v.op for v in graph.versions),
-        nbytes=_longs(graph.nbytes(v.id) for v in graph.versions),
-        last_use=_longs(f.last_use),
-        dropped=_longs(f.dropped),
-        sure_until=_longs(f.sure_until),
-        until=_longs(f.until),
-        extra_from=_longs(f.extra_from),
-        pair_value=pair_value,
+        unused=unused,
+        pinned=np.array([graph.ops[o].must_recompute for o in free], bool),
+        first_needed=_ints(windows.first_needed)[free],
+        earliest=_ints(windows.earliest)[free],
+        latest=_ints(windows.latest)[free],
+        cost_us=np.array(windows.cost_us, np.float64)[free],
+        op=_ints(v.op for v in graph.versions),
+        nbytes=_ints(graph.nbytes(v.id) for v in graph.versions),
+        last_use=_ints(windows.last_use),
+        dropped=_ints(windows.dropped),
+        held_at_least=_ints(windows.held_at_least),
+        held_at_most=_ints(windows.held_at_most),
+        extra_from=_ints(windows.extra_from),
+        pair_version=pair_version,
         pair_reader=pair_reader,
-        pair_into=into,
-        base_from=_longs(graph.versions[s.versions[0]].op for s in held),
-        base_until=_longs(f.base_release[s.id] for s in held),
-        base_nbytes=_longs(s.nbytes for s in held),
+        pair_overwrites=np.array(pair_overwrites, bool),
+        base_from=_ints(graph.versions[s.versions[0]].op for s in storages),
+        base_until=_ints(windows.released[s.id] for s in storages),
+        base_nbytes=_ints(s.nbytes for s in storages),
         edge_op=edge_op,
         edge_source=edge_source,
     )
 
 
-def _longs(numbers: object) -> Longs:
-    return np.array(list(numbers), np.int64)  # type: ignore[call-overload]
+def _ints(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, np.int64)
 
 
-def _two(pairs: Sequence[tuple[int, int]]) -> tuple[Longs, Longs]:
+def _two_columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
     both = np.array(pairs, np.int64).reshape(-1, 2)
     return both[:, 0], both[:, 1]

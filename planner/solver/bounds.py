@@ -1,4 +1,4 @@
-"""What can be said of the peak before any solving: a floor that no save set beats, and the ceiling."""
+"""Bound the peak before any solving: the floor that no save set beats, and the ceiling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import Graph, Moment
-from autoac.planner.solver.recompute_windows import Facts, Role, facts
+from autoac.planner.solver.recompute_windows import Role, Windows, find_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,52 +14,52 @@ class Bounds:
     """The range in which a budget is worth planning for, in bytes."""
 
     floor: int  # no save set has a smaller peak (proven)
-    floor_at: Moment  # where
+    floor_at: Moment
     ceiling: int  # the peak with nothing recomputed
 
 
 def bounds(graph: Graph) -> Bounds:
-    """The floor and the ceiling of `graph`. Cheap: no solving.
+    """Return the floor and the ceiling of `graph` without solving anything.
 
-    The floor is the most that is live at any one moment whatever is saved: in forward what forward
-    itself holds and what must be saved; in a step of backward what the step has anyway and every value
+    The floor is the most that is live at any one moment under every save set: in forward, what forward
+    itself holds and what must be saved; in a step of backward, what the step has anyway and every version
     that an unpack has asked for and a later one will ask for again.
     """
-    return bounds_of(facts(graph))
+    return bounds_of(find_windows(graph))
 
 
-def bounds_of(f: Facts) -> Bounds:
-    """`bounds`, from facts that are known already."""
-    graph = f.graph
-    at, nbytes = _floor(f)
+def bounds_of(windows: Windows) -> Bounds:
+    """Return the bounds of a graph whose windows are known already."""
+    graph = windows.graph
+    at, nbytes = _floor(windows)
     return Bounds(floor=nbytes, floor_at=Moment(at), ceiling=peak_bytes(graph, graph.everything))
 
 
-def _floor(f: Facts) -> tuple[int, int]:
-    graph, n = f.graph, len(f.graph.ops)
+def _floor(windows: Windows) -> tuple[int, int]:
+    graph, n = windows.graph, len(windows.graph.ops)
     end = graph.end
-    change = [0] * (end + 2)  # of the bytes held whatever is saved, by moment
+    change = [0] * (end + 2)  # by moment: of the bytes that every save set holds
 
     def hold(begin: int, until: int, nbytes: int) -> None:
         if begin < until:
             change[begin] += nbytes
             change[until] -= nbytes
 
-    waiting = 0  # of another microbatch, whatever is saved
+    waiting = 0  # bytes of another microbatch under every save set
     for storage in graph.storages:
         if storage.versions:
-            waiting += storage.nbytes * (f.base_release[storage.id] > n)
-            hold(graph.versions[storage.versions[0]].op, f.base_release[storage.id], storage.nbytes)
-    for value in graph.versions:
-        v, nbytes = value.id, graph.nbytes(value.id)
-        free_until = f.extra_from[v]  # until then a saved value takes no more than forward's own
-        if f.role[value.op] is Role.SAVED:
-            waiting += nbytes * (free_until <= n < f.dropped[v])
-            hold(max(value.op, free_until), f.dropped[v], nbytes)
-        elif value.saved_tensors:
-            unpacked = [j for h in value.saved_tensors for j in graph.saved_tensors[h].unpacked[:1]]
+            waiting += storage.nbytes * (windows.released[storage.id] > n)
+            hold(graph.versions[storage.versions[0]].op, windows.released[storage.id], storage.nbytes)
+    for version in graph.versions:
+        v, nbytes = version.id, graph.nbytes(version.id)
+        free_until = windows.extra_from[v]  # until then saving it takes no more than forward's own
+        if windows.role[version.op] is Role.SAVED:
+            waiting += nbytes * (free_until <= n < windows.dropped[v])
+            hold(max(version.op, free_until), windows.dropped[v], nbytes)
+        elif version.saved_tensors:
+            unpacked = [j for h in version.saved_tensors for j in graph.saved_tensors[h].unpacked[:1]]
             if unpacked:
-                hold(max(n + min(unpacked), free_until), n + f.last_use[v] + 1, nbytes)
+                hold(max(n + min(unpacked), free_until), n + windows.last_use[v] + 1, nbytes)
     most, at, live = graph.static_bytes + graph.closing_bytes, end, graph.static_bytes
     live += graph.waiting_microbatches * waiting
     for moment in range(end):

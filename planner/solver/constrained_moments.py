@@ -1,4 +1,4 @@
-"""Which moments get a row: where peaks are likely, and where a candidate turned out too large."""
+"""Choose the moments that get a row: where peaks are likely, and where a candidate is too large."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from collections.abc import Iterable
 
 from autoac.planner.memory.schedule import Backward, Compute, Recompute
 from autoac.planner.memory.simulate import Instant, Timeline, simulate
-from autoac.planner.problem.graph import SaveSet
-from autoac.planner.solver.program import Burst, Forward, Point, Work
-from autoac.planner.solver.recompute_windows import NEVER, Facts, starts
-from autoac.planner.solver.repeated_blocks import Likeness
+from autoac.planner.problem.graph import Moment, SaveSet
+from autoac.planner.solver.moments import (
+    ConstrainedMoment,
+    DuringBurst,
+    DuringForward,
+    DuringStep,
+    position_in_step,
+)
+from autoac.planner.solver.recompute_windows import NEVER, Windows, first_runs
+from autoac.planner.solver.repeated_blocks import RepeatedBlocks
 
-# How many points are added at a time, in the largest graphs and in others. Every one makes states, with a
+# How many moments are added at a time, in the largest graphs and in others. Each makes states, with a
 # column for nearly every op: so the fewer, the more ops there are.
-FIRST_WINDOWS = (8, 40)  # stretches of backward with a point to start from: three or so in a block of a dozen
-MOST_ALIKE = (4, 40)  # points of blocks built alike at a time
-CELLS = 200_000  # points times ops, about
-MORE = 6  # points of one save set at most, beside those of blocks built alike
-ALMOST = 0.02  # a block built alike counts as too large from this share of the budget below it
+FIRST_STRETCHES = (8, 40)  # stretches of backward with a moment each: three or so in a block of a dozen
+MOST_ALIKE = (4, 40)  # moments of blocks built alike at a time
+CELLS = 200_000  # moments times ops, about
+MOST_OF_ONE = 6  # moments of one save set, without those of blocks built alike
+NEARLY = 0.02  # a block built alike counts as too large from this share of the budget below it
 
 
-def first_points(f: Facts, save_sets: Iterable[SaveSet]) -> set[Point]:
-    """Where peaks are likely: the fullest moments of forward and of stretches of backward, by save set."""
-    graph = f.graph
-    points: set[Point] = set()
-    width = max(1, math.ceil(len(graph.steps) / _affordable(f, FIRST_WINDOWS)))
+def first_moments(windows: Windows, save_sets: Iterable[SaveSet]) -> set[ConstrainedMoment]:
+    """Return where peaks are likely: by save set, the fullest moments of forward and of parts of backward."""
+    graph = windows.graph
+    moments: set[ConstrainedMoment] = set()
+    width = max(1, math.ceil(len(graph.steps) / _affordable(windows, FIRST_STRETCHES)))
     for save_set in save_sets:
         forward: tuple[int, int] | None = None
         by_step = [0] * len(graph.steps)
@@ -38,73 +44,60 @@ def first_points(f: Facts, save_sets: Iterable[SaveSet]) -> set[Point]:
                 case _:
                     pass
         if forward is not None:
-            points.add(Forward(forward[1]))
+            moments.add(DuringForward(forward[1]))
         for begin in range(0, len(by_step), width):
-            window = range(begin, min(begin + width, len(by_step)))
-            points.add(Work(max(window, key=lambda j: (by_step[j], -j))))
-    return points
+            stretch = range(begin, min(begin + width, len(by_step)))
+            moments.add(DuringStep(max(stretch, key=lambda j: (by_step[j], -j))))
+    return moments
 
 
-def too_large(
-    f: Facts, budget: int, save_set: SaveSet, timeline: Timeline, likeness: Likeness | None = None
-) -> list[Point]:
-    """Where `save_set` is over the budget, worst first: the worst moments of steps, at local maxima.
+def moments_over_budget(
+    windows: Windows, budget: int, save_set: SaveSet, timeline: Timeline, blocks: RepeatedBlocks | None = None
+) -> list[ConstrainedMoment]:
+    """Return where `save_set` is over the budget: the worst moments of steps, at local maxima, worst first.
 
     Args:
-        f: facts of the graph.
+        windows: those of the graph.
         budget: bytes.
-        save_set: what is saved.
-        timeline: the simulator's, of that.
-        likeness: which ops are alike. Given, moments like these in other blocks follow, where they are
-            nearly as full.
+        save_set: the ops that are saved.
+        timeline: the simulator's, under `save_set`.
+        blocks: if given, the same moments of blocks built alike follow, where they are nearly as full.
     """
-    graph = f.graph
-    n = len(graph.ops)
-    start = starts(f, save_set)
-    worst: dict[int, Instant] = {}
+    graph, n = windows.graph, len(windows.graph.ops)
+    start = first_runs(windows, save_set)
+    worst: dict[Moment, Instant] = {}
     for instant in timeline.instants:
-        if instant.event is not None and (
-            instant.moment not in worst or instant.live_bytes > worst[instant.moment].live_bytes
-        ):
-            worst[instant.moment] = instant
-    points: dict[Point, None] = {}
-    for place, instant in sorted(worst.items(), key=lambda item: -item[1].live_bytes):
+        at = instant.moment
+        if instant.event is not None and (at not in worst or instant.live_bytes > worst[at].live_bytes):
+            worst[at] = instant
+    moments: dict[ConstrainedMoment, None] = {}
+    for at, instant in sorted(worst.items(), key=lambda item: -item[1].live_bytes):
         if instant.live_bytes <= budget:
             break
-        beside = (worst.get(place - 1), worst.get(place + 1))
-        if any(other is not None and other.live_bytes > instant.live_bytes for other in beside):
+        neighbors = (worst.get(Moment(at - 1)), worst.get(Moment(at + 1)))
+        if any(other is not None and other.live_bytes > instant.live_bytes for other in neighbors):
             continue
         match instant.event:
             case Compute(op, _):
-                points[Forward(op)] = None
+                moments[DuringForward(op)] = None
             case Recompute(op, _, _) if start[op] < NEVER:
-                points[Burst(start[op], op)] = None
-            case _ if place >= n:
-                points[Work(place - n)] = None
-    worst_first = list(points)[:MORE]
-    if likeness is None:
+                moments[DuringBurst(start[op], op)] = None
+            case _ if at >= n:
+                moments[DuringStep(at - n)] = None
+    worst_first = list(moments)[:MOST_OF_ONE]
+    if blocks is None:
         return worst_first
-    nearly = budget - ALMOST * (budget - graph.static_bytes)
-    more: dict[Point, None] = {}
-    for point in worst_first:
-        for other in likeness.like(point):
-            instant_there = worst.get(_place(f, other))
-            if instant_there is not None and instant_there.live_bytes > nearly:
-                more[other] = None
-    fullest = sorted(more, key=lambda other: -worst[_place(f, other)].live_bytes)
-    return list(dict.fromkeys([*worst_first, *fullest[: _affordable(f, MOST_ALIKE)]]))
+    nearly = budget - NEARLY * (budget - graph.static_bytes)
+    nbytes: dict[ConstrainedMoment, int] = {}
+    for moment in worst_first:
+        for other in blocks.counterparts(moment):
+            there = worst.get(position_in_step(windows, other))
+            if there is not None and there.live_bytes > nearly:
+                nbytes[other] = there.live_bytes
+    fullest = sorted(nbytes, key=lambda other: -nbytes[other])
+    return list(dict.fromkeys([*worst_first, *fullest[: _affordable(windows, MOST_ALIKE)]]))
 
 
-def _affordable(f: Facts, limits: tuple[int, int]) -> int:
+def _affordable(windows: Windows, limits: tuple[int, int]) -> int:
     few, many = limits
-    return min(many, max(few, CELLS // max(1, len(f.graph.ops))))
-
-
-def _place(f: Facts, point: Point) -> int:
-    match point:
-        case Forward(op):
-            return op
-        case Work(step):
-            return len(f.graph.ops) + step
-        case Burst(state, _):
-            return len(f.graph.ops) + f.unpacks[state - 1][0]
+    return min(many, max(few, CELLS // max(1, len(windows.graph.ops))))

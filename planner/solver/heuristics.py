@@ -1,4 +1,4 @@
-"""Save sets that need no solver: what people do by hand, to start from and never to be worse than."""
+"""Make save sets without a solver, as people do by hand: to start from, and never to be worse than."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FILL_TRIES = 60  # each a simulation
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 
 
-def candidates(graph: Graph) -> Iterator[SaveSet]:
-    """Simple save sets, each once: everything, block boundaries, and these with what is worth its bytes.
+def simple_save_sets(graph: Graph) -> Iterator[SaveSet]:
+    """Yield simple save sets, each once: all ops, block boundaries, and these with ops worth their bytes.
 
     Boundaries are those of every block, and of every few blocks, for each depth of nesting.
     """
@@ -30,9 +30,9 @@ def candidates(graph: Graph) -> Iterator[SaveSet]:
 
 
 def greedy(graph: Graph, faster_than_us: float) -> SaveSet:
-    """The fewest of the ops that are dear for their bytes whose saving leaves less to run again than that.
+    """Return the save set of a greedy knapsack, at the first size that recomputes less than `faster_than_us`.
 
-    What a greedy knapsack saves, at the first size at which it would be faster.
+    It takes the ops with the most run time for their bytes first.
     """
     worth = _worth(graph)
     order = sorted((op.id for op in graph.ops), key=lambda op: -worth[op])
@@ -47,7 +47,7 @@ def greedy(graph: Graph, faster_than_us: float) -> SaveSet:
 
 
 def filled(graph: Graph, save_set: SaveSet, budget: int, tries: int = FILL_TRIES) -> SaveSet:
-    """`save_set`, which fits, with as much as fits of what it recomputes, the dearest for its bytes first.
+    """Return `save_set`, which fits, with as many more ops as fit, the most run time for its bytes first.
 
     Ops are added many at a time: twice as many after each success, half as many after each failure.
     """
@@ -67,10 +67,10 @@ def filled(graph: Graph, save_set: SaveSet, budget: int, tries: int = FILL_TRIES
     return save_set
 
 
-def per_block(graph: Graph) -> SaveSet | None:
-    """What is saved where every block is recomputed: what enters a block, and all outside of blocks.
+def every_block_recomputed(graph: Graph) -> SaveSet | None:
+    """Return the save set of checkpointing every block: what enters a block, and all outside of blocks.
 
-    Blocks are the outermost modules with a number for a name. None where there are fewer than two.
+    Blocks are the outermost modules with a number for a name. None if there are fewer than two.
     """
     blocks = [block_of(op.name) for op in graph.ops]
     if len(set(blocks) - {""}) < 2:
@@ -79,7 +79,7 @@ def per_block(graph: Graph) -> SaveSet | None:
 
 
 def block_of(key: str) -> str:
-    """The outermost block that an op of this key is in: `h.3` of `h.3.attn/aten.mm.default#0`; or ""."""
+    """Return the outermost block that an op is in: "h.3" for "h.3.attn/aten.mm.default#0"; "" for none."""
     return _block(key, 1)
 
 
@@ -98,7 +98,7 @@ def _simple(graph: Graph) -> Iterator[SaveSet]:
 
 
 def _blocks(graph: Graph) -> Iterator[list[str]]:
-    """By op, which block it is in: by depth, then with every 1, 2, 4, ... neighbouring blocks as one."""
+    """Yield by op the block it is in: by depth of nesting, then with 1, 2, 4, ... neighbors as one block."""
     depths = sorted({len(_LAYER.findall(_module(op.name))) for op in graph.ops} - {0})
     for depth in depths:
         blocks = [_block(op.name, depth) for op in graph.ops]
@@ -115,7 +115,7 @@ def _module(name: str) -> str:
 
 
 def _block(name: str, depth: int) -> str:
-    """The module path up to its `depth`-th number: `h.3` of `h.3.attn`. "" outside all blocks."""
+    """Return the module path up to its `depth`-th number: "h.3" for "h.3.attn"; "" outside all blocks."""
     module = _module(name)
     for i, match in enumerate(_LAYER.finditer(module), start=1):
         if i == depth:
@@ -124,7 +124,7 @@ def _block(name: str, depth: int) -> str:
 
 
 def _crossing(graph: Graph, blocks: list[str]) -> SaveSet:
-    """Ops that another block reads, and ops outside all blocks that a block reads."""
+    """Return the ops whose outputs another block reads, or a block if the op is outside all blocks."""
     return frozenset(
         op.id
         for op in graph.ops
@@ -137,7 +137,7 @@ def _outside(graph: Graph, blocks: list[str]) -> SaveSet:
 
 
 def _worth(graph: Graph) -> list[float]:
-    """Run time that saving an op avoids, for each byte that it takes."""
+    """Return by op the run time that saving it avoids, for each byte that it takes."""
     worth = []
     for op in graph.ops:
         nbytes = sum(graph.nbytes(w) for w in op.writes)

@@ -95,6 +95,16 @@ class Rows:
     def __len__(self) -> int:
         return len(self.lower)
 
+    @property
+    def of_term(self) -> npt.NDArray[np.int64]:
+        """Return by term the row it is in."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))
+
+    def activity(self, values: Floats) -> Floats:
+        """Return `A x` for the columns' `values`."""
+        terms = self.coefficients * values[self.columns]
+        return np.bincount(self.of_term, terms, len(self)).astype(np.float64)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
@@ -110,13 +120,6 @@ class Program:
     def n_columns(self) -> int:
         """How many columns there are."""
         return len(self.costs)
-
-    def allows(self, values: Floats) -> bool:
-        """Whether `values` satisfies every row, up to the solver's tolerance."""
-        rows = self.rows
-        of_row = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
-        activity = np.bincount(of_row, rows.coefficients * values[rows.columns], len(rows))
-        return bool(((rows.lower - 1e-6 <= activity) & (activity <= rows.upper + 1e-6)).all())
 
     def costing_at_most(self, objective: float) -> Program:
         """The same program with one more row: solutions that cost more do not count."""
@@ -136,34 +139,6 @@ class Program:
         lower, upper = self.lower.copy(), self.upper.copy()
         lower[columns] = upper[columns] = values
         return replace(self, lower=lower, upper=upper)
-
-    def as_pulp(self) -> pulp.LpProblem:
-        """The same problem in PuLP's own words. Slow: for other solvers and for tests."""
-        problem, rows = pulp.LpProblem("plan", pulp.LpMinimize), self.rows
-        variables = [
-            problem.add_variable(
-                f"c{j}",
-                float(self.lower[j]),
-                float(self.upper[j]) if np.isfinite(self.upper[j]) else None,
-                cat=pulp.LpInteger if self.integer[j] else pulp.LpContinuous,
-            )
-            for j in range(self.n_columns)
-        ]
-
-        def weighted(columns: Ints, coefficients: Floats) -> pulp.LpAffineExpression:
-            return pulp.LpAffineExpression(
-                [(variables[j], float(a)) for j, a in zip(columns, coefficients, strict=True) if a]
-            )
-
-        problem.setObjective(weighted(np.arange(self.n_columns, dtype=np.int32), self.costs))
-        for i in range(len(rows)):
-            span = slice(rows.starts[i], rows.starts[i + 1])
-            expression = weighted(rows.columns[span], rows.coefficients[span])
-            if np.isfinite(rows.lower[i]):
-                problem += expression >= float(rows.lower[i])
-            if np.isfinite(rows.upper[i]):
-                problem += expression <= float(rows.upper[i])
-        return problem
 
 
 @dataclass(frozen=True, slots=True)

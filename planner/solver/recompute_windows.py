@@ -1,7 +1,27 @@
-"""What is true of a graph under every save set: the windows outside which a decision plays no part.
+"""Find the window of backward in which each op may run again, and the ops that need no decision of their own.
 
-Backward is counted here in *states*: state `t` is what is cached after the first `t` unpacks, `t` from 0
-to the number of unpacks. All of this is independent of the budget. See docs/formulation.md, section 2.
+Everything here holds under every save set and every budget. Symbols and proofs: docs/formulation.md,
+sections 1 to 3.
+
+NOTE [ A worked example ]
+
+Four ops in a row. Autograd saves the outputs of a, c and d, and unpacks them in the reverse order:
+
+    op   reads  bytes  us  saved by autograd      moment    0   1   2   3 | 4   5   6
+    a    -      4      4   yes                    runs      a   b   c   d | d'  c'  a'     d' unpacks d
+    b    a      6      1   no                     state     0   0   0   0 | 1   2   3
+    c    b      2      4   yes                    window of a               [-------]
+    d    c      3      1   yes                    window of b               [---]
+                                                  window of c               [---]
+                                                  window of d               [
+
+Backward is counted in *states*: state `t` is what the cache holds after the first `t` unpacks. The first
+unpack (state 1) asks for d. If neither d, c nor a is saved, it runs a, b, c and d again; so a may run again
+from state 1 on (`earliest`), and it must have by state 3, where its own output is unpacked (`first_needed`).
+
+Nothing unpacks b, and only c reads it: b runs again exactly when c does. To save b instead of c would hold
+6 bytes instead of 2 and spare less time, so b *follows* c, which carries the time of both (5 us). Three
+decisions are left: save a, save c, save d. arrays.py, program.py and memory_constraints.py continue.
 """
 
 from __future__ import annotations
@@ -9,13 +29,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
+from autoac.planner.problem.graph import Graph, OpId, SavedTensorId, SaveSet, VersionId
 from autoac.planner.problem.save_sets import with_forced_saves
 
 NEVER = 1 << 60
-"""In place of a state: there is none."""
+"""In place of a state: none."""
 END = NEVER - 1
-"""The last state, when all unpacks are over."""
+"""The state after all unpacks."""
 
 
 class Role(Enum):
@@ -24,252 +44,233 @@ class Role(Enum):
     FREE = auto()
     SAVED = auto()  # must be saved
     FOLLOWS = auto()  # not worth saving by itself: runs again exactly when its leader does
-    IDLE = auto()  # no save set ever runs it again
+    UNUSED = auto()  # no save set has it run again
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """Windows and roles. Columns by op, by value or by step, as named."""
+class Windows:
+    """When each op may run again, and how long each version may be held.
+
+    Invariant: `earliest[op] <= latest[op] <= first_needed[op]` for every op that may run again.
+    """
 
     graph: Graph
-    unpacks: tuple[
-        tuple[int, VersionId], ...
-    ]  # (step, value) of each unpack, in order; unpack i leads to state i+1
+    unpacks: tuple[tuple[int, VersionId], ...]  # (step, version); unpack `i` leads to state `i + 1`
     state_after: tuple[int, ...]  # by step: the state in which it works
     role: tuple[Role, ...]  # by op
     leader: tuple[OpId, ...]  # by op: itself unless it FOLLOWS
-    first: tuple[int, ...]  # by op: first state in which its outputs must exist; NEVER if none is unpacked
+    first_needed: tuple[int, ...]  # by op: first state that needs its outputs; NEVER if none is unpacked
     earliest: tuple[int, ...]  # by op: first state in which a save set can have run it again
     latest: tuple[int, ...]  # by op: last state in which it can start, if it runs again at all
     cost_us: tuple[float, ...]  # by op: run time of it and its followers
-    sources: tuple[tuple[OpId, ...], ...]  # by leader: leaders that it and its followers read, not itself
-    readers: tuple[tuple[OpId, ...], ...]  # by op: leaders, other than its own, of the ops that may reread it
-    lost: tuple[bool, ...]  # by op: backward may hold back for it and then never run it (rule f)
-    last_use: tuple[int, ...]  # by value: last step that needs it because of an unpack; -1: none
-    dropped: tuple[int, ...]  # by value: moment at which its own last saved tensor is dropped; 0: none
-    sure_until: tuple[int, ...]  # by value: it is held until then at least, if saved and wanted
-    until: tuple[int, ...]  # by value: it is held until then at most
-    base_release: tuple[
-        int, ...
-    ]  # by storage: moment at which forward's own allocation goes if nothing is saved
-    extra_from: tuple[int, ...]  # by value: moment from which saving it takes bytes that were not held anyway
+    sources: tuple[tuple[OpId, ...], ...]  # by leader: other leaders that it and its followers read
+    readers: tuple[tuple[OpId, ...], ...]  # by op: other leaders of the ops that may read it again
+    may_not_run: tuple[bool, ...]  # by op: backward may hold memory for it and never run it (rule f)
+    last_use: tuple[int, ...]  # by version: last step that an unpack needs it in; -1: none
+    dropped: tuple[int, ...]  # by version: moment at which its own last saved tensor is dropped; 0: none
+    held_at_least: tuple[int, ...]  # by version: moment up to which it is held, if saved and needed
+    held_at_most: tuple[int, ...]  # by version: moment from which no save set holds it
+    released: tuple[int, ...]  # by storage: moment at which forward's own allocation goes if nothing is saved
+    extra_from: tuple[int, ...]  # by version: moment from which saving it takes bytes not held anyway
 
     @property
     def n_states(self) -> int:
-        """How many unpacks there are."""
+        """Return how many unpacks there are."""
         return len(self.unpacks)
 
 
-def facts(graph: Graph, *, merge: bool = True) -> Facts:
-    """Work out the windows of `graph`. `merge` switches the merging of followers (section 3) off."""
-    n, ops, values = len(graph.ops), graph.ops, graph.versions
-    always = with_forced_saves(graph, frozenset())
+def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
+    """Work out the windows of `graph`; without `merge_followers`, no op follows another."""
+    n, ops, versions, saved_tensors = len(graph.ops), graph.ops, graph.versions, graph.saved_tensors
+    forced = with_forced_saves(graph, frozenset())
     unpacks: list[tuple[int, VersionId]] = []
     state_after = []
     for step in graph.steps:
-        unpacks += [(step.id, graph.saved_tensors[h].version) for h in step.unpacks]
+        unpacks += [(step.id, saved_tensors[h].version) for h in step.unpacks]
         state_after.append(len(unpacks))
-    first_of_value = [NEVER] * len(values)
-    for i, (_, v) in enumerate(unpacks):
-        first_of_value[v] = min(first_of_value[v], i + 1)
-    first = [min((first_of_value[w] for w in op.writes), default=NEVER) for op in ops]
+    first_of_version = [NEVER] * len(versions)
+    for i, (_, v) in reversed(list(enumerate(unpacks))):
+        first_of_version[v] = i + 1
+    first_needed = [min((first_of_version[w] for w in op.writes), default=NEVER) for op in ops]
 
-    # What is saved of an op matters only if autograd packed an output in forward and holds it in backward,
-    # or if an op for which that is so reads one.
-    runs = [False] * n
+    # An op may run again only if backward holds a saved tensor of an output, or an op that may run again
+    # reads one.
+    may_run = [False] * n
     for op in reversed(ops):
-        runs[op.id] = op.id not in always and (
-            any(graph.saved_tensors[h].dropped > n for w in op.writes for h in values[w].saved_tensors)
-            or any(runs[r] for w in op.writes for r in values[w].readers)
+        may_run[op.id] = op.id not in forced and (
+            any(saved_tensors[h].dropped > n for w in op.writes for h in versions[w].saved_tensors)
+            or any(may_run[r] for w in op.writes for r in versions[w].readers)
         )
     rereaders = [
-        tuple(dict.fromkeys(r for w in op.writes for r in values[w].readers if runs[r])) for op in ops
+        tuple(dict.fromkeys(r for w in op.writes for r in versions[w].readers if may_run[r])) for op in ops
     ]
 
-    base_release = tuple(
-        max(storage.released, values[storage.versions[-1]].op + 1) if storage.versions else storage.released
+    released = tuple(
+        max(storage.released, versions[storage.versions[-1]].op + 1) if storage.versions else storage.released
         for storage in graph.storages
     )
-    successor = {value.previous: value.op for value in values if value.previous is not None}
+    overwritten_by = {version.previous: version.op for version in versions if version.previous is not None}
     # A version that is written over while autograd holds it is held in its storage, together with newer ones.
-    # Which bytes that takes, no single decision says; so here they count for nothing.
+    # No single decision says which bytes that takes, so here they count for nothing.
     extra_from = tuple(
-        base_release[value.storage]
-        if value.id not in successor
+        released[version.storage]
+        if version.id not in overwritten_by
         else NEVER
-        if value.saved_tensors
-        else int(successor[value.id])
-        for value in values
+        if version.saved_tensors
+        else int(overwritten_by[version.id])
+        for version in versions
     )
 
-    leader = list(range(n))
-    if merge:
+    leader = [op.id for op in ops]
+    if merge_followers:
         for op in reversed(ops):
-            boss = _leader(graph, op.id, runs, leader, extra_from)
-            if boss is not None:
-                leader[op.id] = boss
+            if may_run[op.id]:
+                leader[op.id] = _leader(graph, op.id, rereaders[op.id], leader, extra_from)
     role = tuple(
         Role.SAVED
-        if op.id in always
-        else Role.IDLE
-        if not runs[op.id]
+        if op.id in forced
+        else Role.UNUSED
+        if not may_run[op.id]
         else Role.FOLLOWS
         if leader[op.id] != op.id
         else Role.FREE
         for op in ops
     )
     cost = [0.0] * n
-    sources: list[dict[OpId, None]] = [{} for _ in range(n)]
+    sources: list[dict[OpId, None]] = [{} for _ in ops]
+    earliest, latest, may_not_run = [NEVER] * n, [-1] * n, [False] * n
     for op in ops:
-        if runs[op.id]:
-            boss = leader[op.id]
-            cost[boss] += op.recompute_us
-            for v in op.reads:
-                source = leader[values[v].op]
-                if source != boss:
-                    sources[boss][OpId(source)] = None
-    readers = tuple(
-        tuple(OpId(b) for b in dict.fromkeys(leader[r] for r in rereaders[op.id]) if b != leader[op.id])
-        for op in ops
-    )
-
-    earliest, latest = [NEVER] * n, [-1] * n
+        if may_run[op.id]:
+            cost[leader[op.id]] += op.recompute_us
+            reads = (leader[versions[v].op] for v in op.reads)
+            sources[leader[op.id]].update((source, None) for source in reads if source != leader[op.id])
     for op in reversed(ops):
-        if runs[op.id]:
-            earliest[op.id] = min([first[op.id], *(earliest[r] for r in rereaders[op.id])])
-            latest[op.id] = (
-                first[op.id]
-                if first[op.id] < NEVER
-                else max((latest[r] for r in rereaders[op.id]), default=-1)
+        if may_run[op.id]:
+            needed, again = first_needed[op.id], rereaders[op.id]
+            earliest[op.id] = min([needed, *(earliest[r] for r in again)])
+            latest[op.id] = needed if needed < NEVER else max((latest[r] for r in again), default=-1)
+            packed = [saved_tensors[h] for w in op.writes for h in versions[w].saved_tensors]
+            may_not_run[op.id] = any(s.dropped > n and not s.unpacked for s in packed) or any(
+                may_not_run[r] for r in again
             )
 
-    lost = [False] * n
-    for op in reversed(ops):
-        lost[op.id] = runs[op.id] and (
-            any(
-                graph.saved_tensors[h].dropped > n and not graph.saved_tensors[h].unpacked
-                for w in op.writes
-                for h in values[w].saved_tensors
-            )
-            or any(lost[r] for r in rereaders[op.id])
-        )
-
-    dropped = [
-        max((graph.saved_tensors[h].dropped for h in value.saved_tensors), default=0) for value in values
-    ]
-    last_use = [max((_last_use(graph, h) for h in value.saved_tensors), default=-1) for value in values]
-    sure, until = [0] * len(values), [0] * len(values)
+    dropped = [max((saved_tensors[h].dropped for h in v.saved_tensors), default=0) for v in versions]
+    held_at_least, held_at_most = [0] * len(versions), [0] * len(versions)
     for op in reversed(ops):
         for w in op.writes:
-            through = [r for r in values[w].readers if runs[r]]
-            sures = [max([n, *(sure[x] for x in ops[r].writes)]) for r in through]
-            latests = [max([n, *(until[x] for x in ops[r].writes)]) for r in through]
-            # A saved op is wanted because autograd packed an output or because some reader runs again.
-            alone = not any(values[x].saved_tensors or values[x].readers for x in op.writes if x != w)
-            sure[w] = dropped[w] if dropped[w] > n else min(sures, default=0) if alone else 0
-            until[w] = max([dropped[w], *latests])
-    return Facts(
+            again = tuple(r for r in versions[w].readers if may_run[r])
+            least = [max([n, *(held_at_least[x] for x in ops[r].writes)]) for r in again]
+            most = [max([n, *(held_at_most[x] for x in ops[r].writes)]) for r in again]
+            # A saved op is needed because autograd packed an output or because some reader runs again.
+            alone = not any(versions[x].saved_tensors or versions[x].readers for x in op.writes if x != w)
+            held_at_least[w] = dropped[w] if dropped[w] > n else min(least, default=0) if alone else 0
+            held_at_most[w] = max([dropped[w], *most])
+    return Windows(
         graph=graph,
         unpacks=tuple(unpacks),
         state_after=tuple(state_after),
         role=role,
-        leader=tuple(OpId(b) for b in leader),
-        first=tuple(first),
+        leader=tuple(leader),
+        first_needed=tuple(first_needed),
         earliest=tuple(earliest),
         latest=tuple(latest),
         cost_us=tuple(cost),
         sources=tuple(tuple(row) for row in sources),
-        readers=readers,
-        lost=tuple(lost),
-        last_use=tuple(last_use),
+        readers=tuple(
+            tuple(dict.fromkeys(leader[r] for r in rereaders[op.id] if leader[r] != leader[op.id]))
+            for op in ops
+        ),
+        may_not_run=tuple(may_not_run),
+        last_use=tuple(
+            max((_last_use(graph, h) for h in version.saved_tensors), default=-1) for version in versions
+        ),
         dropped=tuple(dropped),
-        sure_until=tuple(sure),
-        until=tuple(until),
-        base_release=base_release,
+        held_at_least=tuple(held_at_least),
+        held_at_most=tuple(held_at_most),
+        released=released,
         extra_from=extra_from,
     )
 
 
-def canonical(f: Facts, save_set: SaveSet) -> SaveSet:
-    """The free ops that a program saves in place of `save_set`: no worse, and nothing that is not wanted."""
-    graph, n = f.graph, len(f.graph.ops)
-    led = with_forced_saves(graph, save_set)
-    led |= with_forced_saves(graph, led | {f.leader[op] for op in led if f.role[op] is Role.FOLLOWS})
-    again = [False] * n  # wanted and not saved
-    kept = set()
+def canonical(windows: Windows, save_set: SaveSet) -> SaveSet:
+    """Return the free ops that a program saves in place of `save_set`: no worse, and only needed ones."""
+    graph, n = windows.graph, len(windows.graph.ops)
+    saved = with_forced_saves(graph, save_set)
+    leaders = {windows.leader[op] for op in saved if windows.role[op] is Role.FOLLOWS}
+    saved |= with_forced_saves(graph, saved | leaders)
+    recomputed = [False] * n
+    result = set()
     for op in reversed(graph.ops):
-        asked = any(
+        needed = any(
             any(graph.saved_tensors[h].dropped > n for h in graph.versions[w].saved_tensors)
-            or any(again[r] for r in graph.versions[w].readers)
+            or any(recomputed[r] for r in graph.versions[w].readers)
             for w in op.writes
         )
-        if asked and op.id not in led:
-            again[op.id] = True
-        elif asked and f.role[op.id] is Role.FREE:
-            kept.add(op.id)
-    return frozenset(kept)
+        if needed and op.id not in saved:
+            recomputed[op.id] = True
+        elif needed and windows.role[op.id] is Role.FREE:
+            result.add(op.id)
+    return frozenset(result)
 
 
-def starts(f: Facts, save_set: SaveSet) -> list[int]:
-    """By op: the state in which `save_set` has it run again first; NEVER if it does not."""
-    graph = f.graph
+def first_runs(windows: Windows, save_set: SaveSet) -> list[int]:
+    """Return by op the state in which backward first runs it again under `save_set`; NEVER if it does not."""
+    graph = windows.graph
     start = [NEVER] * len(graph.ops)
     save_set = with_forced_saves(graph, save_set)
     for op in reversed(graph.ops):
         if op.id not in save_set:
-            start[op.id] = min(
-                [f.first[op.id], *(start[r] for w in op.writes for r in graph.versions[w].readers)]
-            )
+            readers = (start[r] for w in op.writes for r in graph.versions[w].readers)
+            start[op.id] = min([windows.first_needed[op.id], *readers])
     return start
 
 
-def _last_use(graph: Graph, h: int) -> int:
-    """The last step in which a cached value is needed for saved tensor `h`.
+def _last_use(graph: Graph, saved_tensor: SavedTensorId) -> int:
+    """Return the last step that is certain to need a cached version for `saved_tensor`.
 
-    One that is unpacked several times counts up to its first unpack only: this is what is certain.
+    If several steps unpack it, only the first of them is certain.
     """
-    handle = graph.saved_tensors[h]
-    if handle.unpacked:
-        return handle.unpacked[0]
-    return handle.dropped - len(graph.ops) - 1 if handle.dropped > len(graph.ops) else -1
+    saved = graph.saved_tensors[saved_tensor]
+    if saved.unpacked:
+        return saved.unpacked[0]
+    return max(saved.dropped - len(graph.ops) - 1, -1)
 
 
 def _leader(
-    graph: Graph, op: OpId, runs: list[bool], leader: list[int], extra_from: tuple[int, ...]
-) -> int | None:
-    """The op that `op` follows: saving that one instead is never worse (docs/formulation.md, section 3)."""
-    values = graph.versions
-    if not runs[op] or any(values[w].saved_tensors for w in graph.ops[op].writes):
-        return None
-    if any(_held_anyway(graph, w) for w in graph.ops[op].writes):
-        return None
-    bosses = {leader[r] for w in graph.ops[op].writes for r in values[w].readers if runs[r]}
-    if len(bosses) != 1:
-        return None
-    boss = bosses.pop()
-    if graph.ops[boss].must_recompute:
-        return None
-    mine = _holdable(graph, op)
-    theirs = _holdable(graph, OpId(boss))
-    if any(graph.storages[values[w].storage].versions[-1] != w for w in graph.ops[boss].writes):
-        return None  # written over: saving it would have the op that does so saved as well
+    graph: Graph, op: OpId, rereaders: tuple[OpId, ...], leader: list[OpId], extra_from: tuple[int, ...]
+) -> OpId:
+    """Return the op that `op` follows, since saving that one instead is never worse; `op` if there is none.
+
+    Source: docs/formulation.md, section 3.
+    """
+    versions, writes = graph.versions, graph.ops[op].writes
+    leaders = {leader[r] for r in rereaders}
+    if len(leaders) != 1 or any(versions[w].saved_tensors or _is_held_anyway(graph, w) for w in writes):
+        return op
+    (other,) = leaders
+    if graph.ops[other].must_recompute:
+        return op
+    if any(graph.storages[versions[w].storage].versions[-1] != w for w in graph.ops[other].writes):
+        return op  # its output is written over: saving it would force that op to be saved as well
+    mine, theirs = _holdable(graph, op), _holdable(graph, other)
     if sum(graph.nbytes(w) for w in theirs) > sum(graph.nbytes(w) for w in mine):
-        return None
+        return op
     if theirs and mine and max(extra_from[w] for w in mine) > min(extra_from[w] for w in theirs):
-        return None
-    return boss
+        return op
+    return other
 
 
-def _held_anyway(graph: Graph, v: VersionId) -> bool:
-    """Return True if a saved tensor of an older version may hold the memory of `v`: saving it is free."""
-    versions = graph.storages[graph.versions[v].storage].versions
-    return any(graph.versions[older].saved_tensors for older in versions if older < v)
+def _is_held_anyway(graph: Graph, version: VersionId) -> bool:
+    """Return True if a saved tensor of an older version may hold its memory, so that saving it is free."""
+    older = (v for v in graph.storages[graph.versions[version].storage].versions if v < version)
+    return any(graph.versions[v].saved_tensors for v in older)
 
 
 def _holdable(graph: Graph, op: OpId) -> list[VersionId]:
-    """Outputs of `op` that have bytes and that a save set could make the runtime hold."""
+    """Return the outputs of `op` that have bytes and that a save set could make the runtime hold."""
+    versions = graph.versions
     return [
         w
         for w in graph.ops[op].writes
-        if graph.nbytes(w) and (graph.versions[w].saved_tensors or graph.versions[w].readers)
+        if graph.nbytes(w) and (versions[w].saved_tensors or versions[w].readers)
     ]

@@ -1,9 +1,9 @@
-"""Which parts of a graph are built alike: repeated blocks, found by structure and never by name.
+"""Find the parts of a graph that are built alike: repeated blocks, by structure and never by name.
 
 Two ops are alike if their outputs have the same sizes and uses, and what they read and what reads them is
 alike, and so on for a few steps around. Run times play no part: they are measured and never repeat.
 
-Source: colour refinement (B. Weisfeiler, A. Leman, "The reduction of a graph to canonical form", 1968),
+Source: color refinement (B. Weisfeiler, A. Leman, "The reduction of a graph to canonical form", 1968),
 stopped after `ROUNDS` rounds, since blocks at the ends of a model differ from the others in what lies
 far away.
 """
@@ -14,66 +14,71 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autoac.planner.problem.graph import Graph
-from autoac.planner.solver.program import Burst, Forward, Point, Work
-from autoac.planner.solver.recompute_windows import Facts
+from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
+from autoac.planner.solver.recompute_windows import Windows
 
 ROUNDS = 4
 
 
-class Likeness:
-    """Classes of ops and of backward steps, and from a point the points like it."""
+class RepeatedBlocks:
+    """Classes of ops and of backward steps that are built alike."""
 
-    def __init__(self, f: Facts) -> None:
-        graph = f.graph
-        self.f = f
-        self.kind = op_kinds(graph)
-        self.ops: dict[int, list[int]] = defaultdict(list)
-        for op, kind in enumerate(self.kind):
-            self.ops[kind].append(op)
-        self.step_kind: list[tuple[int, ...]] = []
-        self.steps: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    def __init__(self, windows: Windows) -> None:
+        graph = windows.graph
+        self._windows = windows
+        self._kind = op_kinds(graph)
+        self._ops: dict[int, list[int]] = defaultdict(list)  # by kind
+        for op, kind in enumerate(self._kind):
+            self._ops[kind].append(op)
+        self._step_kind: list[tuple[int, ...]] = []  # by step: the kinds of the ops whose outputs it unpacks
+        self._steps: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by kind
         for step in graph.steps:
             unpacked = [graph.versions[graph.saved_tensors[h].version].op for h in step.unpacks]
-            kinds = tuple(self.kind[op] for op in unpacked)
-            self.step_kind.append(kinds)
-            self.steps[kinds].append(step.id)
-        self.first_state = [0] * len(graph.steps)
-        for i, (step_id, _) in reversed(list(enumerate(f.unpacks))):
-            self.first_state[step_id] = i + 1
+            kinds = tuple(self._kind[op] for op in unpacked)
+            self._step_kind.append(kinds)
+            self._steps[kinds].append(step.id)
+        self._first_state = [0] * len(graph.steps)
+        for i, (step_id, _) in reversed(list(enumerate(windows.unpacks))):
+            self._first_state[step_id] = i + 1
 
-    def like(self, point: Point) -> list[Point]:
-        """The points of other blocks that are like `point`. None of a step that unpacks nothing."""
-        match point:
-            case Forward(op):
-                return [Forward(other) for other in self.ops[self.kind[op]] if other != op]
-            case Work(step):
-                if not self.step_kind[step]:
+    def counterparts(self, moment: ConstrainedMoment) -> list[ConstrainedMoment]:
+        """Return the same moment in all other blocks built alike; none for a step that unpacks nothing."""
+        match moment:
+            case DuringForward(op):
+                return [DuringForward(other) for other in self._ops[self._kind[op]] if other != op]
+            case DuringStep(step):
+                if not self._step_kind[step]:
                     return []
-                return [Work(other) for other in self.steps[self.step_kind[step]] if other != step]
-            case Burst(state, op):
-                step, value = self.f.unpacks[state - 1]
-                far = op - self.f.graph.versions[value].op
-                found: list[Point] = []
-                for other in self.steps[self.step_kind[step]]:
-                    there = self.first_state[other] + state - self.first_state[step]
-                    moved = self.f.graph.versions[self.f.unpacks[there - 1][1]].op + far
-                    if other != step and 0 <= moved < len(self.kind) and self.kind[moved] == self.kind[op]:
-                        found.append(Burst(there, moved))
-                return found
+                return [DuringStep(other) for other in self._steps[self._step_kind[step]] if other != step]
+            case DuringBurst(state, op):
+                return self._bursts_like(state, op)
+
+    def _bursts_like(self, state: int, op: int) -> list[ConstrainedMoment]:
+        versions, unpacks = self._windows.graph.versions, self._windows.unpacks
+        step, version = unpacks[state - 1]
+        distance = op - versions[version].op
+        result: list[ConstrainedMoment] = []
+        for other in self._steps[self._step_kind[step]]:
+            other_state = self._first_state[other] + state - self._first_state[step]
+            other_op = versions[unpacks[other_state - 1][1]].op + distance
+            in_graph = 0 <= other_op < len(self._kind)
+            if other != step and in_graph and self._kind[other_op] == self._kind[op]:
+                result.append(DuringBurst(other_state, other_op))
+        return result
 
 
 def op_kinds(graph: Graph) -> list[int]:
-    """By op: a number that ops built alike share."""
-    values = graph.versions
-    now = _numbered(
+    """Return by op a number that ops built alike share."""
+    versions = graph.versions
+    kind = _numbered(
         [
             (
                 tuple(
                     (
                         graph.nbytes(w),
-                        values[w].previous is not None,
-                        len(values[w].readers),
-                        tuple(len(graph.saved_tensors[h].unpacked) for h in values[w].saved_tensors),
+                        versions[w].previous is not None,
+                        len(versions[w].readers),
+                        tuple(len(graph.saved_tensors[h].unpacked) for h in versions[w].saved_tensors),
                     )
                     for w in op.writes
                 ),
@@ -85,17 +90,17 @@ def op_kinds(graph: Graph) -> list[int]:
         ]
     )
     for _ in range(ROUNDS):
-        now = _numbered(
+        kind = _numbered(
             [
                 (
-                    now[op.id],
-                    tuple(now[values[v].op] for v in op.reads),
-                    tuple(tuple(now[r] for r in values[w].readers) for w in op.writes),
+                    kind[op.id],
+                    tuple(kind[versions[v].op] for v in op.reads),
+                    tuple(tuple(kind[r] for r in versions[w].readers) for w in op.writes),
                 )
                 for op in graph.ops
             ]
         )
-    return now
+    return kind
 
 
 def _numbered(keys: Sequence[object]) -> list[int]:

@@ -1,4 +1,6 @@
-"""The search for a save set that is proven good enough: relax, look near the relaxation, simulate, refine.
+"""Search for a save set that is proven good enough: relax, look near the relaxation, simulate, refine.
+
+One search serves both objectives: the least recompute time within a budget, and the smallest peak.
 
 NOTE [ What is proven ]
 
@@ -23,28 +25,32 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, simulate
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
-from autoac.planner.solver.arrays import Columns, columns
+from autoac.planner.solver.arrays import GraphArrays, as_arrays
 from autoac.planner.solver.bounds import Bounds, bounds_of
-from autoac.planner.solver.constrained_moments import first_points, too_large
-from autoac.planner.solver.heuristics import candidates, filled, greedy
+from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
+from autoac.planner.solver.heuristics import filled, greedy, simple_save_sets
 from autoac.planner.solver.highs import Outcome, Program, Stopped
-from autoac.planner.solver.program import Built, Options, Point, assignment, build_program
-from autoac.planner.solver.recompute_windows import Facts, facts
-from autoac.planner.solver.repeated_blocks import Likeness
+from autoac.planner.solver.moments import ConstrainedMoment
+from autoac.planner.solver.program import BuiltProgram, assignment, build_program
+from autoac.planner.solver.recompute_windows import Windows, find_windows
+from autoac.planner.solver.repeated_blocks import RepeatedBlocks
 from autoac.planner.solver.time_limit import Allowance, relative_gap
+from autoac.planner.solver.variables import Options
 
-NEIGHBOURHOODS = ((0.05, 1.0), (0.2, 2.0))  # see Search._near
-FEW_NODES = 20  # in a neighbourhood: what is not found soon is not there
+# Neighborhoods of the relaxation: which share of the slack a change may cost, and how many times the slack a
+# candidate may be away from the bound. See Search._neighborhood.
+TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
+PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
+FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
 UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from both
 POLISH_SHARES = (0.25, 0.5, 1.0)  # of what is left between bound and plan: what a change may cost
-MANY_UNDECIDED = 100  # decisions that the relaxation leaves open: so many say little, see Search._in_turn
-TILT = 0.01  # see Search._in_turn
-FEW_UNDECIDED = 10  # decisions that the relaxation leaves between save and not: more are not worth polishing
+MANY_UNDECIDED = 100  # so many open decisions say little, see Search._perturbed_relaxation
+TILT = 0.01  # see Search._perturbed_relaxation
+FEW_UNDECIDED = 10  # decisions that the relaxation leaves open: with more, polishing does not pay
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
 
-
-Effort = Callable[[Built, Outcome], Outcome]
+Effort = Callable[[BuiltProgram, Outcome], Outcome]
 
 
 class Problem:
@@ -56,38 +62,38 @@ class Problem:
 
     @cached_property
     def ceiling(self) -> int:
-        """The peak with nothing recomputed: all that a budget needs in which everything fits."""
+        """Return the peak with nothing recomputed: within this budget everything fits."""
         return peak_bytes(self.graph, self.graph.everything)
 
     @cached_property
-    def facts(self) -> Facts:
-        """The windows outside which a decision plays no part."""
-        return facts(self.graph, merge=self.options.merge)
+    def windows(self) -> Windows:
+        """Return the windows in which ops may run again."""
+        return find_windows(self.graph, merge_followers=self.options.merge_followers)
 
     @cached_property
-    def columns(self) -> Columns:
-        """The facts as arrays."""
-        return columns(self.facts)
+    def arrays(self) -> GraphArrays:
+        """Return the windows as arrays."""
+        return as_arrays(self.windows)
 
     @cached_property
     def bounds(self) -> Bounds:
-        """The range in which a budget is worth planning for."""
-        return bounds_of(self.facts)
+        """Return the range in which a budget is worth planning for."""
+        return bounds_of(self.windows)
 
     @cached_property
-    def likeness(self) -> Likeness | None:
-        """Which parts are built alike; None if that is switched off."""
-        return Likeness(self.facts) if self.options.likeness else None
+    def blocks(self) -> RepeatedBlocks | None:
+        """Return which parts are built alike; None if that is switched off."""
+        return RepeatedBlocks(self.windows) if self.options.repeat_in_blocks else None
 
     @cached_property
     def simple(self) -> tuple[tuple[float, SaveSet], ...]:
-        """The simple save sets with their recompute times, the fastest first."""
-        timed = [(recompute_us(self.graph, save_set), save_set) for save_set in candidates(self.graph)]
+        """Return the simple save sets with their recompute times, the fastest first."""
+        timed = [(recompute_us(self.graph, save_set), save_set) for save_set in simple_save_sets(self.graph)]
         return tuple(sorted(timed, key=lambda item: item[0]))
 
 
 class Search:
-    """Candidates from ever wider neighbourhoods of the relaxation, until one is proven good enough.
+    """Candidates from ever wider neighborhoods of the relaxation, until one is proven good enough.
 
     Each round begins with the relaxation without integers, solved to its end: a fraction of a second, and
     a bound that is within a percent or two of the best plan. Nearly all of its decisions are whole
@@ -95,172 +101,204 @@ class Search:
     candidate is looked for by rounding; then with all columns fixed that are dear to change; and at last
     with only those fixed that no plan as good as asked for can change, which is a proof if there is none.
 
+    Costs are microseconds of recompute, or bytes of the peak if there is no budget.
+
     Source: docs/formulation.md, section 7.
+    Invariant: `bound` holds for every save set that fits; `best` fits, by the simulator.
     """
 
     def __init__(
         self,
         problem: Problem,
-        budget: int,
+        budget: int | None,
         *,
         gap: float,
         allowance: Allowance,
         start: Iterable[SaveSet] = (),
-        points: Iterable[Point] = (),
-        bound_us: float = 0.0,
-        polish: bool = True,
+        moments: Iterable[ConstrainedMoment] = (),
+        bound: float = 0.0,
     ) -> None:
-        """Args as in `plan`, and what a neighbouring budget has left: save sets, points, a valid bound."""
-        self.polish = polish
-        self.problem, self.f, self.graph = problem, problem.facts, problem.graph
-        self.budget, self.gap, self.options = budget, gap, problem.options
-        self.allowance = allowance
-        self.best: tuple[float, SaveSet] | None = None  # recompute time, and the save set that takes it
-        self.excluded: list[SaveSet] = []
-        self.bound_us, self.rounds = bound_us, 0
-        self.dearest_us = float(problem.columns.cost_us.sum())  # what running everything again takes
-        self.slack = 0.0  # microseconds above the bound that the next cutoff allows
-        self.cutoff_us = 0.0  # the last one
-        self.missing: list[Point] | None = None  # where the last candidate is too large; None: nowhere
-        for save_set in start:
-            self._accept(save_set)
-        self.points = set(points) or first_points(self.f, (self.graph.everything, self._likely()))
+        """Prepare a search.
 
-    def run(self) -> Stopped:
-        """Why the search stopped. OPTIMAL: the best plan is proven to be within the gap."""
-        stopped = self._run()
-        if stopped is Stopped.OPTIMAL and self.polish:
+        Args:
+            problem: the graph.
+            budget: bytes; None to minimise the peak.
+            gap: stop once the best cost is proven to be within this fraction of the least.
+            allowance: work and time.
+            start: save sets to compare with; one at least if the peak is minimised.
+            moments: those that the budget's rows begin with, such as a neighboring budget's.
+            bound: a cost that is already proven to be the least.
+        """
+        self.problem, self.graph, self.windows = problem, problem.graph, problem.windows
+        self.budget, self.gap, self.options = budget, gap, problem.options
+        self.allowance, self.bound, self.rounds = allowance, bound, 0
+        self.enough: int | None = None  # a best cost of no more than this, or a bound above it, is an answer
+        self.best: tuple[float, SaveSet] | None = None  # the cost, and the save set that has it
+        self.excluded: list[SaveSet] = []
+        self._dearest_us = float(problem.arrays.cost_us.sum())  # what running everything again takes
+        self._slack = 0.0  # cost above the bound that the next cutoff allows
+        self._up_to_best = False  # the last cutoff was the best cost
+        self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
+        for save_set in start:
+            self._keep_if_better(save_set)
+        self.moments = set(moments) or first_moments(self.windows, (self.graph.everything, self._likely()))
+
+    def run(self, *, polish: bool = False) -> Stopped:
+        """Search, and return why the search stopped. OPTIMAL: the best cost is proven to be within the gap.
+
+        With `polish`, a plan that is good enough is improved as far as that is cheap.
+        """
+        stopped = self._run_to_gap()
+        if polish and stopped is Stopped.OPTIMAL:
             self._polish()
-            if self.best is not None and relative_gap(self.best[0], self.bound_us) > 0:
-                self._accept(greedy(self.graph, self.best[0]))
             if self.allowance.out_of_time:
                 return Stopped.TIME_LIMIT  # good enough, but another machine may polish it further
         return stopped
 
-    def _run(self) -> Stopped:
-        near = [partial(self._near, share, reach) for share, reach in NEIGHBOURHOODS]
-        efforts: list[Effort] = [self._rounded, self._in_turn, *near, self._among_all]
-        at = 0
-        built, relaxed = self._relaxation()
-        while True:
-            if self._done:
-                return Stopped.OPTIMAL
-            if self.allowance.over or relaxed.stopped not in (Stopped.OPTIMAL, Stopped.INFEASIBLE):
+    def _run_to_gap(self) -> Stopped:
+        stopped = self._refine()
+        if self.budget is not None and stopped is not Stopped.OPTIMAL:
+            if self.best is None or stopped is not Stopped.INFEASIBLE:
                 self._fall_back()
-                if self._done:
-                    return Stopped.OPTIMAL
-                return self.allowance.stopped if self.allowance.over else Stopped.FAILED
-            if relaxed.stopped is Stopped.INFEASIBLE:
-                return self._nothing_else()
-            effort = min(at, len(efforts) - 1)
-            outcome = efforts[effort](built, relaxed)
-            if self._done or self.allowance.over:
-                continue
-            if outcome.values is None:
-                of_all = effort == len(efforts) - 1
-                if of_all and outcome.stopped is Stopped.INFEASIBLE and math.isinf(self.cutoff_us):
-                    return self._nothing_else()
-                if of_all and outcome.stopped is Stopped.FAILED:
-                    self._fall_back()
-                    return Stopped.OPTIMAL if self._done else Stopped.FAILED
-                at += 1
-                continue
-            if self._more_points():
-                at = 1
-            elif effort < len(efforts) - 1 and (effort == 0 or self.missing is None):
-                at += 1
-                continue
-            elif not self.options.lazy:
-                # The candidate runs an op earlier than the runtime would, where no row forbids it yet.
-                self.options = replace(self.options, apart=1, lazy=True)
-            else:
-                self.excluded.append(built.save_set(outcome.values))
+            if self.is_good_enough:
+                stopped = Stopped.OPTIMAL
+        if stopped is Stopped.INFEASIBLE and self.best is not None:
+            self.bound = self.best[0]  # nothing is better
+            return Stopped.OPTIMAL
+        return stopped
+
+    @property
+    def is_good_enough(self) -> bool:
+        """Return True if the best cost is proven to be within the gap, or `enough` is decided."""
+        if self.best is None:
+            return False
+        if self.enough is not None and (self.best[0] <= self.enough or self.bound > self.enough):
+            return True
+        return relative_gap(self.best[0], self.bound) <= self.gap
+
+    def _refine(self) -> Stopped:
+        """Solve round after round, each with the rows that the last one lacked.
+
+        INFEASIBLE: no save set is better than the best, nor are those that were ruled out.
+        """
+        efforts = self._efforts()
+        last, level = len(efforts) - 1, 0
+        while not self.is_good_enough:
+            if self.allowance.over:
+                return self.allowance.stopped
             built, relaxed = self._relaxation()
+            if relaxed.stopped is Stopped.INFEASIBLE:
+                return Stopped.INFEASIBLE
+            if relaxed.stopped is not Stopped.OPTIMAL:
+                if self.allowance.over:
+                    continue
+                return Stopped.FAILED
+            refined = False
+            while not (refined or self.is_good_enough or self.allowance.over):
+                effort = min(level, last)
+                outcome = efforts[effort](built, relaxed)
+                if self.is_good_enough or self.allowance.over:
+                    break
+                if outcome.values is None:
+                    if effort == last and outcome.stopped is Stopped.FAILED:
+                        return Stopped.FAILED
+                    if effort == last and outcome.stopped is Stopped.INFEASIBLE and self._up_to_best:
+                        return Stopped.INFEASIBLE
+                    level += 1
+                    continue
+                if self._add_missing_moments():
+                    level = 1 if self.budget is not None else min(level, 1)
+                elif effort < last and (effort == 0 or self._missing is None):
+                    level += 1
+                    continue
+                elif not self.options.lazy_rows:
+                    # The candidate runs an op earlier than the runtime would, where no row forbids it yet.
+                    self.options = replace(self.options, sparse_stride=1, lazy_rows=True)
+                else:
+                    self.excluded.append(built.save_set(outcome.values))
+                refined = True
+        return Stopped.OPTIMAL
 
     def _polish(self) -> None:
-        """A better plan than the one that was good enough, if one is found soon.
+        """Look for a better plan than the one that was good enough, as far as that is cheap.
 
         Only columns that a better plan can have elsewhere are left free (15). The effort is a count of
         nodes, so the same problem gives the same plan.
         """
-        if self.best is None or self.allowance.over:
+        if self.best is None:
             return
-        if relative_gap(self.best[0], self.bound_us) <= POLISHED:
-            return
-        built, relaxed = self.last
+        if not self.allowance.over and relative_gap(self.best[0], self.bound) > POLISHED:
+            self._polish_near_relaxation()
+        if relative_gap(self.best[0], self.bound) > 0:
+            self._keep_if_better(greedy(self.graph, self.best[0]))
+
+    def _polish_near_relaxation(self) -> None:
+        assert self.best is not None
+        built, relaxed = self._last
         if relaxed.values is None or _undecided(built, relaxed) > FEW_UNDECIDED:
             return
+        before = self.best[0]
         for share in POLISH_SHARES:
-            before = self.best[0]
             cutoff = before * (1 - POLISHED / 2) / built.cost_scale
             slack = cutoff - relaxed.bound
             if slack <= 0:
                 return
-            outcome = self.allowance.solve(
-                priced_out(built.program.costing_at_most(cutoff), relaxed, share * slack),
-                built.cost_scale,
-                target=self.bound_us / (1 - POLISHED) / built.cost_scale,
-                options={"mip_max_nodes": FEW_NODES},
-            )
-            self._consider(built, outcome)
+            target = self.bound / (1 - POLISHED) / built.cost_scale
+            outcome = self._solve_few_nodes(built, relaxed, cutoff, share * slack, target)
             if share == 1:
-                self._learn(min(outcome.bound, cutoff) * built.cost_scale)
+                self._raise_bound(min(outcome.bound, cutoff) * built.cost_scale)
             if self.best[0] < before:
                 return
 
-    @property
-    def _done(self) -> bool:
-        return self.best is not None and relative_gap(self.best[0], self.bound_us) <= self.gap
-
-    def _nothing_else(self) -> Stopped:
-        """No save set beside those that were ruled out satisfies the rows, or none that is better."""
-        if self.best is None:
-            self._fall_back()
-        if self.best is None:
-            return Stopped.INFEASIBLE
-        self.bound_us = self.best[0]
-        return Stopped.OPTIMAL
-
     def _fall_back(self) -> None:
         """Try the simple save sets, so that no plan is slower than what people do by hand; fill the best."""
+        assert self.budget is not None
         for spent, save_set in self.problem.simple:
             if self.best is not None and spent >= self.best[0]:
                 break
             if fits(self.graph, save_set, self.budget):
-                self._keep(save_set)
+                self._keep(spent, save_set)
                 break
-        if self.best is not None and not (self._done or self.allowance.out_of_time):
-            self._accept(filled(self.graph, self.best[1], self.budget))
+        if self.best is not None and not (self.is_good_enough or self.allowance.out_of_time):
+            self._keep_if_better(filled(self.graph, self.best[1], self.budget))
 
     def _likely(self) -> SaveSet:
-        """A save set with peaks where a plan is likely to have them: the second simple one."""
+        """Return a save set with peaks where a plan is likely to have them: the second simple one."""
         if self.best is not None:
             return self.best[1]
-        return next(islice(candidates(self.graph), 1, None), self.graph.everything)
+        return next(islice(simple_save_sets(self.graph), 1, None), self.graph.everything)
 
-    # What a round does
+    # Efforts of a round
 
-    def _relaxation(self) -> tuple[Built, Outcome]:
-        """The program with the points so far, and its solution without integers."""
+    def _relaxation(self) -> tuple[BuiltProgram, Outcome]:
+        """Build the program with the moments so far, and solve it without integers."""
         self.rounds += 1
         built = build_program(
-            self.problem.columns, self.budget, self.points, excluded=self.excluded, options=self.options
+            self.problem.arrays, self.budget, self.moments, excluded=self.excluded, options=self.options
         )
         outcome = self.allowance.solve(built.program, built.cost_scale, relaxed=True)
-        self._learn(outcome.bound * built.cost_scale)
-        self.slack = max(self._target_us - self.bound_us, 1e-4 * self.dearest_us)
-        self.last = built, outcome
+        self._raise_bound(outcome.bound * built.cost_scale)
+        self._slack = max(self._target - self.bound, 1e-4 * self._dearest_us)
+        self._last = built, outcome
         return built, outcome
 
-    def _rounded(self, built: Built, relaxed: Outcome) -> Outcome:
-        """The relaxation's decisions, rounded: seldom a plan, but they show where points are missing."""
+    def _efforts(self) -> list[Effort]:
+        """Return the ways to look for a candidate, the cheapest first."""
+        if self.budget is None:
+            near = [partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS]
+            return [self._rounded, *near, self._full_program]
+        near = [partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS]
+        return [self._rounded, self._perturbed_relaxation, *near, self._full_program]
+
+    def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
         self._consider_rounded(built, relaxed)
-        if relaxed.values is not None and _undecided(built, relaxed) >= MANY_UNDECIDED:
-            self.missing = None  # where that is too large says little
+        if self.budget is not None and _undecided(built, relaxed) >= MANY_UNDECIDED:
+            self._missing = None  # where that is too large says little
         return relaxed
 
-    def _in_turn(self, built: Built, relaxed: Outcome) -> Outcome:
-        """A candidate from the relaxation of costs that rise a little along the model.
+    def _perturbed_relaxation(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        """Round the relaxation of costs that rise a little along the model.
 
         Of many blocks built alike a relaxation may leave each half decided one way and half the other, since
         that saves the cost of the one place where the ways would meet. That says nothing, and rounds badly.
@@ -274,123 +312,150 @@ class Search:
         self._consider_rounded(built, outcome)
         return outcome
 
-    def _near(self, share: float, reach: float, built: Built, relaxed: Outcome) -> Outcome:
-        """A candidate in which nothing is changed that is dear to change.
+    def _neighborhood(self, share: float, reach: float, built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        """Look for a candidate in which nothing is changed that is dear to change.
 
-        With the slack as the distance from the bound to what is asked for: `share` of it is what a change
-        may cost, and the candidate may be `reach` times as far from the bound.
+        With the slack as the distance from the relaxation to what is asked for (of the peak: to the best): a
+        change may cost `share` of it, and the candidate may be `reach` times as far away.
         """
-        target = self._target_us / built.cost_scale
-        slack = max(target - relaxed.bound, 0.0)
-        outcome = self.allowance.solve(
-            priced_out(built.program.costing_at_most(relaxed.bound + reach * slack), relaxed, share * slack),
-            built.cost_scale,
-            target=target,
-            options={"mip_max_nodes": FEW_NODES},
-        )
-        self._consider(built, outcome)
-        return outcome
+        if self.budget is None:
+            assert self.best is not None
+            cutoff = self.best[0] / built.cost_scale
+            slack = max(cutoff - relaxed.bound, 0.0)
+            target = relaxed.bound + slack / 4
+        else:
+            target = self._target / built.cost_scale
+            slack = max(target - relaxed.bound, 0.0)
+            cutoff = relaxed.bound + reach * slack
+        return self._solve_few_nodes(built, relaxed, cutoff, share * slack, target)
 
-    def _among_all(self, built: Built, relaxed: Outcome) -> Outcome:
-        """A candidate from the whole program up to a cutoff, or the proof that there is none.
+    def _full_program(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        """Look for a candidate in the whole program up to a cutoff, or prove that there is none.
 
-        The cutoff starts at what is asked for and moves away twice as far each time.
+        The cutoff starts at what is asked for and moves away twice as far each time, up to the best; of the
+        peak it is the best from the start.
         """
-        best = self.best[0] if self.best is not None else math.inf
-        cutoff_us = self.bound_us + self.slack
-        if cutoff_us >= self.dearest_us:
-            cutoff_us = math.inf
-        self.cutoff_us = cutoff_us = min(cutoff_us, best)
-        self.slack *= 2
-        cutoff = cutoff_us / built.cost_scale
+        best = cutoff_cost = self.best[0] if self.best is not None else math.inf
+        if self.budget is not None and self.bound + self._slack < self._dearest_us:
+            cutoff_cost = min(self.bound + self._slack, best)
+        self._slack *= 2
+        self._up_to_best = cutoff_cost >= best
+        cutoff = cutoff_cost / built.cost_scale
         program = built.program
         if math.isfinite(cutoff):
             program = program.costing_at_most(cutoff)
-            if self.options.prices:
+            if self.options.fix_by_price:
                 program = priced_out(program, relaxed, cutoff - relaxed.bound)
-        start = assignment(self.f, built, self.best[1]) if self.best and cutoff_us >= best else None
         outcome = self.allowance.solve(
             program,
             built.cost_scale,
             gap=self.gap * SHARE,
-            target=self._target_us / built.cost_scale,
-            start=start,
+            target=None if self.budget is None else self._target / built.cost_scale,
+            start=assignment(self.windows, built, self.best[1]) if self.best and self._up_to_best else None,
         )
-        self._learn(min(outcome.bound * built.cost_scale, cutoff_us))
+        self._raise_bound(min(outcome.bound * built.cost_scale, cutoff_cost))
+        self._consider(built, outcome)
+        return outcome
+
+    def _solve_few_nodes(
+        self, built: BuiltProgram, relaxed: Outcome, cutoff: float, slack: float, target: float
+    ) -> Outcome:
+        """Solve up to `cutoff` with columns fixed that cost more than `slack` to change."""
+        program = priced_out(built.program.costing_at_most(cutoff), relaxed, slack)
+        outcome = self.allowance.solve(
+            program, built.cost_scale, target=target, options={"mip_max_nodes": FEW_NODES}
+        )
         self._consider(built, outcome)
         return outcome
 
     @property
-    def _target_us(self) -> float:
-        """A plan that takes no longer is proven to be good enough."""
-        return self.bound_us / max(1 - self.gap * SHARE, 0.01)
+    def _target(self) -> float:
+        """Return the cost up to which a plan is proven to be good enough."""
+        return self.bound / max(1 - self.gap * SHARE, 0.01)
 
-    # What comes of it
+    # Bounds and candidates
 
-    def _learn(self, bound_us: float) -> None:
-        if math.isfinite(bound_us):
-            self.bound_us = max(self.bound_us, bound_us)
-        self.allowance.tell(self.best[0] if self.best else None, self.bound_us)
+    def _raise_bound(self, bound: float) -> None:
+        if math.isfinite(bound):
+            if self.budget is None:  # peaks are whole, and the best one is known to exist
+                assert self.best is not None
+                bound = min(math.ceil(bound * (1 - 1e-9)), self.best[0])
+            self.bound = max(self.bound, bound)
+        self.allowance.report(self.best[0] if self.best else None, self.bound)
 
-    def _consider(self, built: Built, outcome: Outcome) -> None:
-        """Simulate what an assignment saves; whether it fits and what it lacks is remembered."""
-        self.missing = None
-        if outcome.values is None:
+    def _consider(self, built: BuiltProgram, outcome: Outcome) -> None:
+        """Simulate the save set of an assignment: keep it if it is better, and note where it is too large.
+
+        If the limit on work has cut the search for a small peak short, the candidate is not used: so
+        what is found with less work is found with more as well.
+        """
+        self._missing = None
+        if outcome.values is None or (self.budget is None and self.allowance.out_of_work):
             return
         found = built.save_set(outcome.values)
         tidy = without_cost_free_recomputes(self.graph, found)
-        if peak_bytes(self.graph, tidy) <= self.budget:
-            self._keep(tidy)
+        tidy_peak = peak_bytes(self.graph, tidy)
+        if self.budget is not None and tidy_peak <= self.budget:
+            self._keep(recompute_us(self.graph, tidy), tidy)
             return
-        timeline = simulate(self.graph, found)  # rarely takes less than with what nothing needs saved as well
-        if timeline.peak.live_bytes <= self.budget:
-            self._keep(found)
+        timeline = simulate(self.graph, found)  # seldom less than with what nothing needs saved as well
+        peak = timeline.peak.live_bytes
+        if self.budget is None:
+            self._keep(tidy_peak, tidy)
+            self._keep(peak, found)
+            limit = math.ceil((outcome.objective or 0.0) * built.cost_scale)
+            over = moments_over_budget(self.windows, limit, found, timeline, self.problem.blocks)
+            self._missing = [moment for moment in over if moment not in self.moments] or None
+        elif peak <= self.budget:
+            self._keep(recompute_us(self.graph, found), found)
         else:
-            self.missing = too_large(self.f, self.budget, found, timeline, self.problem.likeness)
+            blocks = self.problem.blocks
+            self._missing = moments_over_budget(self.windows, self.budget, found, timeline, blocks)
 
-    def _consider_rounded(self, built: Built, outcome: Outcome) -> None:
+    def _consider_rounded(self, built: BuiltProgram, outcome: Outcome) -> None:
         self._consider(built, outcome)
-        if self.missing is not None and outcome.values is not None:
+        if self.budget is not None and self._missing is not None and outcome.values is not None:
             # Without what it saves only in part: takes less memory, and in a large model hardly more time.
-            self._accept(
-                without_cost_free_recomputes(self.graph, built.save_set(np.floor(outcome.values + UNDECIDED)))
-            )
+            whole = built.save_set(np.floor(outcome.values + UNDECIDED))
+            self._keep_if_better(without_cost_free_recomputes(self.graph, whole))
 
-    def _accept(self, save_set: SaveSet) -> None:
-        """Keep `save_set` if it fits and is faster than the best so far."""
-        faster = self.best is None or recompute_us(self.graph, save_set) < self.best[0]
-        if faster and fits(self.graph, save_set, self.budget):
-            self._keep(save_set)
-
-    def _keep(self, save_set: SaveSet) -> None:
+    def _keep_if_better(self, save_set: SaveSet) -> None:
+        """Make `save_set` the best if it fits and costs less than the best so far."""
+        if self.budget is None:
+            self._keep(peak_bytes(self.graph, save_set), save_set)
+            return
         spent = recompute_us(self.graph, save_set)
-        if self.best is None or spent < self.best[0]:
-            self.best = spent, save_set
-        self.allowance.reserved_s = 0.0  # nobody has to look for a first one
+        if (self.best is None or spent < self.best[0]) and fits(self.graph, save_set, self.budget):
+            self._keep(spent, save_set)
 
-    def _more_points(self) -> bool:
-        """Add the points at which the last candidate is too large; whether there were any new ones."""
-        new = [point for point in self.missing or () if point not in self.points]
-        self.points.update(new)
+    def _keep(self, cost: float, save_set: SaveSet) -> None:
+        if self.best is None or cost < self.best[0]:
+            self.best = cost, save_set
+        self.allowance.reserved_s = 0.0  # no other search is needed to find a first one
+
+    def _add_missing_moments(self) -> bool:
+        """Add the moments at which the last candidate is too large; return True if any of them is new."""
+        new = [moment for moment in self._missing or () if moment not in self.moments]
+        self.moments.update(new)
         return bool(new)
 
 
-def _undecided(built: Built, relaxed: Outcome) -> int:
+def _undecided(built: BuiltProgram, relaxed: Outcome) -> int:
     assert relaxed.values is not None
-    saved = relaxed.values[built.saves]
+    saved = relaxed.values[built.s_columns]
     return int(((saved > UNDECIDED) & (saved < 1 - UNDECIDED)).sum())
 
 
-def tilted(built: Built, n_ops: int) -> Program:
-    """The program with costs that rise by `TILT` from the first op to the last."""
+def tilted(built: BuiltProgram, n_ops: int) -> Program:
+    """Return the program with costs that rise by `TILT` from the first op to the last."""
     costs = built.program.costs.copy()
-    costs[built.saves] *= 1 + TILT * np.array(built.ops) / n_ops
-    costs[built.runs] *= 1 + TILT * built.run_ops / n_ops
+    costs[built.s_columns] *= 1 + TILT * np.array(built.ops) / n_ops
+    costs[built.x_columns] *= 1 + TILT * built.x_ops / n_ops
     return replace(built.program, costs=costs)
 
 
 def priced_out(program: Program, relaxed: Outcome, slack: float) -> Program:
-    """`program` without the columns that cost more than `slack` to move from where the relaxation has them.
+    """Return `program` with the columns fixed that cost more than `slack` to move from the relaxation.
 
     (15) A solution that costs at most `slack` more than the relaxation has none of them moved (reduced
     cost fixing; L. Wolsey, "Integer Programming", section 7.3).
@@ -400,5 +465,5 @@ def priced_out(program: Program, relaxed: Outcome, slack: float) -> Program:
     dear = slack * (1 + 1e-6) + 1e-9
     low = (relaxed.reduced_costs > dear) & (relaxed.values <= program.lower + 1e-9)
     high = (relaxed.reduced_costs < -dear) & (relaxed.values >= program.upper - 1e-9)
-    columns_ = np.flatnonzero(low | high)
-    return program.fixed(columns_, np.where(low, program.lower, program.upper)[columns_])
+    columns = np.flatnonzero(low | high)
+    return program.fixed(columns, np.where(low, program.lower, program.upper)[columns])

@@ -1,4 +1,4 @@
-"""Linear rows over decisions, collected as arrays.
+"""Collect linear rows over decisions as arrays.
 
 A *code* stands for a number between 0 and 1: `ZERO`; `c + 1` for column `c`; `-(c + 1)` for one minus
 column `c`. Column 0 is fixed at 1, so `ONE` is a code like any other.
@@ -6,6 +6,7 @@ column `c`. Column 0 is fixed at 1, so `ONE` is a code like any other.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,29 +19,70 @@ Codes = npt.NDArray[np.int64]
 ZERO, ONE = 0, 1
 
 
+@dataclass(slots=True)
+class LinearSum:
+    """Terms of one row: codes with coefficients, and a constant."""
+
+    codes: list[Codes]
+    coefficients: list[Floats]
+    constant: float = 0.0
+
+    def add(self, codes: Codes, coefficients: npt.ArrayLike) -> None:
+        """Add terms: one code and one coefficient each."""
+        self.codes.append(codes)
+        self.coefficients.append(np.asarray(coefficients, np.float64))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Largest:
-    """Columns that are the largest of some expressions and 0: how to give them a value."""
+class MaximumColumns:
+    """Columns that are the maximum of 0 and some expressions, so that their values follow from the others."""
 
     columns: Codes  # by expression; the same column may come more than once
-    of: Codes  # by term: the expression it belongs to
+    expression: Codes  # by term: the expression it belongs to
     codes: Codes  # by term
     coefficients: Floats
     constants: Floats  # by expression
-    in_turn: bool = False  # an expression may be of columns that come before its own
+    sequential: bool = False  # an expression may be of columns that come before its own
 
     def assign(self, values: Floats) -> None:
         """Give the columns their values, in `values`, from those of the others."""
-        if not self.in_turn:
-            terms = self.coefficients * value_of(self.codes, values)
-            reached = np.bincount(self.of, terms, len(self.constants)) + self.constants
-            np.maximum.at(values, self.columns, reached)
+        if not self.sequential:
+            terms = self.coefficients * values_of(self.codes, values)
+            sums = np.bincount(self.expression, terms, len(self.constants)) + self.constants
+            np.maximum.at(values, self.columns, sums)
             return
-        begins = np.searchsorted(self.of, np.arange(len(self.columns) + 1))
+        begins = np.searchsorted(self.expression, np.arange(len(self.columns) + 1))
         for i, column in enumerate(self.columns):
             mine = slice(begins[i], begins[i + 1])
-            reached = self.coefficients[mine] @ value_of(self.codes[mine], values) + self.constants[i]
-            values[column] = max(values[column], reached)
+            total = self.coefficients[mine] @ values_of(self.codes[mine], values) + self.constants[i]
+            values[column] = max(values[column], total)
+
+
+class SequentialMaxima:
+    """Rows `column >= expression` that come one at a time, each perhaps of the columns before it."""
+
+    def __init__(self) -> None:
+        self.columns: list[int] = []
+        self._terms: list[tuple[int, int, float]] = []  # expression, code, coefficient
+        self._constants: list[float] = []
+
+    def add(self, column: int, expression: Iterable[tuple[int, float]], constant: float) -> None:
+        """Add `column >= expression + constant`."""
+        self._terms += [(len(self.columns), code, a) for code, a in expression if code != ZERO]
+        self.columns.append(column)
+        self._constants.append(constant)
+
+    def finish(self, table: RowTable) -> MaximumColumns:
+        """Add the rows to `table` and return the columns."""
+        expression, codes, coefficients = (np.array(t) for t in zip(*self._terms, strict=True))
+        columns, constants = np.array(self.columns), np.array(self._constants)
+        table.add(
+            np.concatenate([expression, np.arange(len(columns))]),
+            np.concatenate([codes, columns + 1]),
+            np.concatenate([coefficients, np.full(len(columns), -1.0)]),
+            -constants,
+        )
+        return MaximumColumns(columns, expression, codes, coefficients, constants, sequential=True)
 
 
 class RowTable:
@@ -83,12 +125,10 @@ class RowTable:
         self.add(of, np.concatenate(codes), np.repeat(coefficients, m), np.full(m, bound))
 
     def finish(self) -> Rows:
-        """All rows, terms of the same column added up, without those that every assignment satisfies."""
+        """Return all rows, terms of one column added up, without rows that every assignment satisfies."""
         if not self._count:
-            nothing = np.empty(0)
-            return Rows(
-                np.zeros(1, np.int32), np.empty(0, np.int32), nothing.copy(), nothing.copy(), nothing.copy()
-            )
+            empty = np.empty(0)
+            return Rows(np.zeros(1, np.int32), np.empty(0, np.int32), empty, empty, empty)
         of, codes = np.concatenate(self._of), np.concatenate(self._codes)
         coefficients, bounds = np.concatenate(self._coefficients), np.concatenate(self._bounds)
         count = len(bounds)
@@ -122,7 +162,7 @@ class RowTable:
         )
 
 
-def value_of(codes: Codes, values: Floats) -> Floats:
-    """What `codes` stand for under an assignment of the columns."""
+def values_of(codes: Codes, values: Floats) -> Floats:
+    """Return the numbers that `codes` stand for when the columns have `values`."""
     plain = np.where(codes == ZERO, 0.0, values[np.maximum(np.abs(codes) - 1, 0)])
     return np.where(codes < 0, 1.0 - plain, plain)

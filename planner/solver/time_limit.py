@@ -101,7 +101,7 @@ class Allowance:
         start: Floats | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Outcome:
-        """As `highs.solve`. Progress is told in the units of the objective times `scale`."""
+        """Solve `program` as `highs.solve` does; progress has the objective's units times `scale`."""
         outcome = solve(
             program,
             time_limit_s=max(self._stopwatch.left_s - self.reserved_s, 0.0),
@@ -119,8 +119,8 @@ class Allowance:
         self.out_of_time |= outcome.stopped is Stopped.TIME_LIMIT
         return outcome
 
-    def tell(self, best: float | None, bound: float) -> None:
-        """Say how far the search is: the best so far, and what is proven."""
+    def report(self, best: float | None, bound: float) -> None:
+        """Call `progress` with the best cost so far and the proven bound."""
         if self._progress is not None:
             primal = math.inf if best is None else best
             gap = math.inf if best is None else relative_gap(best, bound)
@@ -130,8 +130,8 @@ class Allowance:
     def _scaled(self, scale: float) -> OnProgress | None:
         if self._progress is None:
             return None
-        told = self._progress
-        return lambda now: told(Progress(now.primal * scale, now.dual * scale, now.gap, now.seconds))
+        report = self._progress
+        return lambda now: report(Progress(now.primal * scale, now.dual * scale, now.gap, now.seconds))
 
 
 def relative_gap(best: float, bound: float) -> float:

@@ -40,8 +40,8 @@ from autoac.planner.memory.simulate import fits, peak_bytes, peak_of, simulate
 from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.solver import search as search_module
-from autoac.planner.solver.heuristics import candidates, filled
-from autoac.planner.solver.program import Options
+from autoac.planner.solver.heuristics import filled, simple_save_sets
+from autoac.planner.solver.variables import Options
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
@@ -84,14 +84,22 @@ def test_what_replaying_an_op_takes_is_part_of_its_cost(seed: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        Options(merge=False),
-        Options(lazy=True),
-        Options(wanted=False),
-        Options(near=0.0),
-        Options(apart=1),
-        Options(prices=False),
-        Options(likeness=False),
-        Options(merge=False, lazy=True, wanted=False, near=1.0, apart=1, prices=False, likeness=False),
+        Options(merge_followers=False),
+        Options(lazy_rows=True),
+        Options(canonical_rows=False),
+        Options(dense_share=0.0),
+        Options(sparse_stride=1),
+        Options(fix_by_price=False),
+        Options(repeat_in_blocks=False),
+        Options(
+            merge_followers=False,
+            lazy_rows=True,
+            canonical_rows=False,
+            dense_share=1.0,
+            sparse_stride=1,
+            fix_by_price=False,
+            repeat_in_blocks=False,
+        ),
     ],
     ids=[
         "no merging",
@@ -377,7 +385,7 @@ def test_a_save_set_that_is_known_is_a_start() -> None:
 @given(seeds)
 def test_what_is_filled_fits_and_recomputes_no_more(seed: int) -> None:
     graph, budget, _ = problem(seed)
-    for save_set in candidates(graph):
+    for save_set in simple_save_sets(graph):
         if fits(graph, save_set, budget):
             more = filled(graph, save_set, budget)
             assert fits(graph, more, budget)

@@ -47,10 +47,11 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.pipeline.plan_stages import stage_graph
 from autoac.planner.problem.graph import SaveSet, chain
 from autoac.planner.problem.save_sets import with_forced_saves
-from autoac.planner.solver.arrays import columns
-from autoac.planner.solver.heuristics import candidates
-from autoac.planner.solver.program import Burst, Forward, Point, Work, assignment, build_program
-from autoac.planner.solver.recompute_windows import facts
+from autoac.planner.solver.arrays import as_arrays
+from autoac.planner.solver.heuristics import simple_save_sets
+from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
+from autoac.planner.solver.program import assignment, build_program
+from autoac.planner.solver.recompute_windows import find_windows
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)
@@ -266,11 +267,11 @@ def test_save_sets_that_obey_satisfy_every_row(seed: int) -> None:
         return
     graph = held_back(graph, 20, rng.randint(1, 25))
     again = {op.id for op in graph.ops if op.must_recompute}
-    f = facts(graph)
-    points: list[Point] = [Forward(op.id) for op in graph.ops]
-    points += [Work(step.id) for step in graph.steps]
-    points += [Burst(t, op.id) for t in range(1, f.n_states + 1) for op in graph.ops]
-    built = build_program(columns(f), None, points)
+    f = find_windows(graph)
+    points: list[ConstrainedMoment] = [DuringForward(op.id) for op in graph.ops]
+    points += [DuringStep(step.id) for step in graph.steps]
+    points += [DuringBurst(t, op.id) for t in range(1, f.n_states + 1) for op in graph.ops]
+    built = build_program(as_arrays(f), None, points)
     rows = built.program.rows
     of_row = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
     for save_set in oracles.every_save_set(graph):
@@ -496,7 +497,7 @@ def test_only_constraints_that_matter_are_blamed(seed: int) -> None:
     except InfeasibleConstraints:
         assert any(peak <= budget for peak, _ in oracles.peaks_and_times(graph).values())
     except InfeasibleBudget:
-        assert all(peak_bytes(graph, s) > budget for s in candidates(graph))
+        assert all(peak_bytes(graph, s) > budget for s in simple_save_sets(graph))
 
 
 # --- bytes ----------------------------------------------------------------------------------------------

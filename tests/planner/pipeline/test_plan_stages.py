@@ -19,9 +19,10 @@ from autoac.planner.memory.simulate import peak_bytes, waiting_bytes
 from autoac.planner.pipeline.plan_stages import plan_stage, plan_stages, stage_graph
 from autoac.planner.pipeline.schedules import Kind, Schedule, actions, in_flight
 from autoac.planner.problem.graph import SaveSet, chain
-from autoac.planner.solver.arrays import columns
-from autoac.planner.solver.program import Burst, Forward, Work, assignment, build_program
-from autoac.planner.solver.recompute_windows import facts
+from autoac.planner.solver.arrays import as_arrays
+from autoac.planner.solver.moments import DuringBurst, DuringForward, DuringStep
+from autoac.planner.solver.program import assignment, build_program
+from autoac.planner.solver.recompute_windows import find_windows
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=40, derandomize=True, deadline=None)
@@ -111,15 +112,16 @@ def test_plan_stage_is_the_fastest_save_set_whose_pipeline_fits(seed: int, p: in
 def test_every_save_set_satisfies_the_rows_and_no_bound_exceeds_its_peak(seed: int, others: int) -> None:
     graph, _ = small(seed, 5)
     graph = replace(graph, waiting_microbatches=others)
-    f = facts(graph)
-    points = [Forward(op.id) for op in graph.ops] + [Work(step.id) for step in graph.steps]
-    points += [Burst(t, op.id) for t in range(1, f.n_states + 1) for op in graph.ops]
-    built = build_program(columns(f), None, points)
+    windows = find_windows(graph)
+    moments = [DuringForward(op.id) for op in graph.ops] + [DuringStep(step.id) for step in graph.steps]
+    moments += [DuringBurst(t, op.id) for t in range(1, windows.n_states + 1) for op in graph.ops]
+    built = build_program(as_arrays(windows), None, moments)
     for save_set in oracles.every_save_set(graph):
-        values = assignment(f, built, save_set)
-        assert built.program.allows(values)
-        assert built.peak is not None
-        assert values[built.peak] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
+        values = assignment(windows, built, save_set)
+        rows = built.program.rows
+        assert (rows.activity(values) <= rows.upper + 1e-6).all()
+        assert built.peak_column is not None
+        assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
         assert bounds(graph).floor <= peak_bytes(graph, save_set)
 
 

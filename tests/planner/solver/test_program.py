@@ -13,32 +13,20 @@ import pytest
 from autoac.planner import Graph, Stopped, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import chain
-from autoac.planner.solver.arrays import columns
-from autoac.planner.solver.highs import Floats, Program, Rows, solve
-from autoac.planner.solver.program import (
-    Burst,
-    Forward,
-    Options,
-    Point,
-    Work,
-    assignment,
-    build_program,
-)
-from autoac.planner.solver.recompute_windows import Facts, facts
+from autoac.planner.solver.arrays import as_arrays
+from autoac.planner.solver.highs import Program, Rows, solve
+from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
+from autoac.planner.solver.program import assignment, build_program
+from autoac.planner.solver.recompute_windows import NEVER, Windows, find_windows
+from autoac.planner.solver.variables import Options
 
 
-def every_point(f: Facts) -> list[Point]:
-    graph = f.graph
-    points: list[Point] = [Forward(op.id) for op in graph.ops]
-    points += [Work(step.id) for step in graph.steps]
-    points += [Burst(t, op.id) for t in range(1, f.n_states + 1) for op in graph.ops]
-    return points
-
-
-def activity(program: Program, values: Floats) -> Floats:
-    rows = program.rows
-    of_row = np.repeat(np.arange(len(rows)), np.diff(rows.starts))
-    return np.bincount(of_row, rows.coefficients * values[rows.columns], len(rows))
+def every_moment(windows: Windows) -> list[ConstrainedMoment]:
+    graph = windows.graph
+    moments: list[ConstrainedMoment] = [DuringForward(op.id) for op in graph.ops]
+    moments += [DuringStep(step.id) for step in graph.steps]
+    moments += [DuringBurst(t, op.id) for t in range(1, windows.n_states + 1) for op in graph.ops]
+    return moments
 
 
 def small(seed: int) -> Graph:
@@ -46,32 +34,34 @@ def small(seed: int) -> Graph:
 
 
 @pytest.mark.parametrize("options", [Options(), Options(False, True, False)], ids=["default", "switched"])
-@pytest.mark.parametrize("everywhere", [False, True], ids=["few points", "all points"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["few moments", "all moments"])
 def test_every_save_set_satisfies_every_row_with_no_more_than_its_peak(
     options: Options, everywhere: bool
 ) -> None:
     # This is what makes the solver's bound a bound on every plan.
     for seed in range(60):
         graph = small(seed)
-        f = facts(graph, merge=options.merge)
-        points = every_point(f)
+        windows = find_windows(graph, merge_followers=options.merge_followers)
+        moments = every_moment(windows)
         if not everywhere:
-            points = random.Random(seed).sample(points, min(3, len(points)))
-        built = build_program(columns(f), None, points, options=options)
-        assert built.peak is not None
+            moments = random.Random(seed).sample(moments, min(3, len(moments)))
+        built = build_program(as_arrays(windows), None, moments, options=options)
+        assert built.peak_column is not None
         for save_set in oracles.every_save_set(graph):
-            values = assignment(f, built, save_set)
-            assert (activity(built.program, values) <= built.program.rows.upper + 1e-9).all()
-            assert values[built.peak] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
+            values, rows = assignment(windows, built, save_set), built.program.rows
+            assert (rows.activity(values) <= rows.upper + 1e-9).all()
+            assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
 
 
-def test_with_all_points_the_least_peak_of_most_graphs_is_exact() -> None:
+def test_with_all_moments_the_least_peak_of_most_graphs_is_exact() -> None:
     # Not of all: uses that only saved tensors that are never unpacked hold back are left to the simulator.
     exact = 0
     for seed in range(40):
         graph = small(seed)
-        f = facts(graph)
-        outcome = solve(build_program(columns(f), None, every_point(f)).program, time_limit_s=30, gap=0.0)
+        windows = find_windows(graph)
+        outcome = solve(
+            build_program(as_arrays(windows), None, every_moment(windows)).program, time_limit_s=30, gap=0.0
+        )
         smallest = oracles.smallest_peak(oracles.peaks_and_times(graph))
         assert outcome.bound <= smallest + 1e-6
         exact += max(outcome.bound, graph.static_bytes + graph.closing_bytes) >= smallest - 1e-6
@@ -81,8 +71,8 @@ def test_with_all_points_the_least_peak_of_most_graphs_is_exact() -> None:
 def test_the_order_of_columns_and_rows_changes_no_objective() -> None:
     for seed in range(15):
         graph = small(seed)
-        f = facts(graph)
-        built = build_program(columns(f), None, every_point(f))
+        windows = find_windows(graph)
+        built = build_program(as_arrays(windows), None, every_moment(windows))
         as_is = solve(built.program, time_limit_s=30, gap=0.0)
         mixed = solve(shuffled(built.program, random.Random(seed)), time_limit_s=30, gap=0.0)
         assert mixed.objective == pytest.approx(as_is.objective)
@@ -111,33 +101,101 @@ def shuffled(program: Program, rng: random.Random) -> Program:
 
 def test_pulp_with_its_own_rows_finds_the_same_optimum() -> None:
     graph = build(graphs.dropout())
-    f = facts(graph)
-    built = build_program(columns(f), 30, every_point(f))
+    windows = find_windows(graph)
+    built = build_program(as_arrays(windows), 30, every_moment(windows))
     ours = solve(built.program, time_limit_s=30, gap=0.0)
-    problem = built.program.as_pulp()
+    problem = as_pulp(built.program)
     problem.solve(pulp.HiGHS(msg=False, threads=1))
     assert ours.stopped is Stopped.OPTIMAL
     assert pulp.value(problem.objective) == pytest.approx(ours.objective)
 
 
+def as_pulp(program: Program) -> pulp.LpProblem:
+    """Return the program with PuLP's own variables and rows, added one by one."""
+    problem, rows = pulp.LpProblem("plan", pulp.LpMinimize), program.rows
+    variables = [
+        problem.add_variable(
+            f"c{j}",
+            float(program.lower[j]),
+            float(program.upper[j]) if np.isfinite(program.upper[j]) else None,
+            cat=pulp.LpInteger if program.integer[j] else pulp.LpContinuous,
+        )
+        for j in range(program.n_columns)
+    ]
+    problem.setObjective(pulp.LpAffineExpression(zip(variables, program.costs.tolist(), strict=True)))
+    for i in range(len(rows)):
+        span = slice(rows.starts[i], rows.starts[i + 1])
+        row = [variables[j] for j in rows.columns[span]]
+        problem += pulp.LpAffineExpression(zip(row, rows.coefficients[span].tolist(), strict=True)) <= float(
+            rows.upper[i]
+        )
+    return problem
+
+
 def test_an_infeasible_program_has_no_candidate_and_an_infinite_bound() -> None:
-    f = facts(chain(8, 8))
-    outcome = solve(build_program(columns(f), 3, every_point(f)).program, time_limit_s=30, gap=0.0)
+    windows = find_windows(chain(8, 8))
+    outcome = solve(
+        build_program(as_arrays(windows), 3, every_moment(windows)).program, time_limit_s=30, gap=0.0
+    )
     assert (outcome.stopped, outcome.values, outcome.bound) == (Stopped.INFEASIBLE, None, np.inf)
 
 
 def test_without_time_there_is_no_candidate_and_no_claim() -> None:
     graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
-    f = facts(graph)
-    program = build_program(columns(f), None, [Work(step.id) for step in graph.steps[::4]]).program
+    windows = find_windows(graph)
+    program = build_program(
+        as_arrays(windows), None, [DuringStep(step.id) for step in graph.steps[::4]]
+    ).program
     outcome = solve(program, time_limit_s=1e-3, gap=0.0)
     assert outcome.stopped is Stopped.TIME_LIMIT
     assert outcome.values is None
 
 
+def test_worked_example_of_the_documentation() -> None:
+    # recompute_windows.py, arrays.py, variables.py, memory_constraints.py and program.py show these numbers.
+    tape = graphs.Tape()
+    (a,) = tape.op("a", [], 4, us=4)
+    (b,) = tape.op("b", [a], 6, us=1)
+    (c,) = tape.op("c", [b], 2, us=4)
+    (d,) = tape.op("d", [c], 3, us=1)
+    saved = [tape.save(v) for v in (a, c, d)]
+    for step, saved_tensor in zip("dca", reversed(saved), strict=True):
+        tape.step(step, [saved_tensor])
+    windows = find_windows(build(tape.profile()))
+    assert windows.earliest == (1, 1, 1, 1)
+    assert windows.latest == (3, 2, 2, 1)
+    assert windows.first_needed == (3, NEVER, 2, 1)
+    assert windows.leader == (0, 2, 2, 3)
+    assert windows.cost_us == (4, 0, 5, 1)
+    arrays = as_arrays(windows)
+    assert arrays.row.tolist() == [0, 1, 1, 2]
+    assert list(zip(arrays.edge_op, arrays.edge_source, strict=True)) == [(1, 0), (2, 1)]
+    moments = [DuringStep(0), DuringStep(1), DuringBurst(1, 1)]
+    built = build_program(arrays, 9, moments, options=Options(dense_share=1.0, sparse_stride=1))
+    names = ["1", "s_a", "s_c", "s_d", "x_a1", "x_a2", "x_c1"]
+    assert built.program.n_columns == len(names)
+    assert built.program.costs[1:4].tolist() == [-4, -5, -1]
+    rows = built.program.rows
+    lines = [
+        dict(zip(np.array(names)[rows.columns[s]].tolist(), rows.coefficients[s].tolist(), strict=True))
+        for s in (slice(i, j) for i, j in zip(rows.starts, rows.starts[1:], strict=False))
+    ]
+    assert list(zip(lines, rows.upper.tolist(), strict=True)) == [
+        ({"s_a": 4, "s_c": 2, "x_a1": 4, "x_c1": 2}, 9 - 3),
+        ({"s_a": 4, "x_a2": 4}, 9 - 2),
+        ({"s_a": 4, "s_c": 2, "s_d": 3, "x_a1": 4, "x_c1": 6}, 9),
+        ({"x_a1": 1, "x_a2": -1}, 0),
+        ({"s_a": 1, "x_a2": 1}, 1),
+        ({"s_c": 1, "x_c1": 1}, 1),
+        ({"s_a": -1, "x_a1": -1, "x_c1": 1}, 0),
+        ({"s_a": -1, "s_c": -1, "x_a2": -1}, -1),
+        ({"s_c": -1, "s_d": -1, "x_c1": -1}, -1),
+    ]
+
+
 def test_dropout_in_place_and_the_value_that_it_alone_rereads_are_one_decision() -> None:
     graph = build(graphs.dropout())
-    f = facts(graph)
-    assert f.leader[:4] == (3, 3, 3, 3)
-    assert f.cost_us[3] == 9
-    assert facts(graph, merge=False).leader[:4] == (0, 1, 2, 3)
+    windows = find_windows(graph)
+    assert windows.leader[:4] == (3, 3, 3, 3)
+    assert windows.cost_us[3] == 9
+    assert find_windows(graph, merge_followers=False).leader[:4] == (0, 1, 2, 3)

@@ -9,22 +9,23 @@ import pytest
 from autoac.planner import build
 from autoac.planner.problem.graph import chain
 from autoac.planner.solver import search
-from autoac.planner.solver.constrained_moments import CELLS, FIRST_WINDOWS, first_points
+from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
 from autoac.planner.solver.highs import Outcome
-from autoac.planner.solver.program import Built, Work, build_program
-from autoac.planner.solver.recompute_windows import facts
+from autoac.planner.solver.moments import DuringStep
+from autoac.planner.solver.program import BuiltProgram, build_program
+from autoac.planner.solver.recompute_windows import find_windows
 from autoac.planner.solver.search import TILT, Problem, Search, tilted
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 
 
 def of_backward(n_ops: int) -> int:
     graph = chain(*[1] * n_ops)
-    points = first_points(facts(graph), [graph.everything])
-    return sum(isinstance(point, Work) for point in points)
+    points = first_moments(find_windows(graph), [graph.everything])
+    return sum(isinstance(point, DuringStep) for point in points)
 
 
 def test_the_first_program_of_a_large_graph_has_fewer_moments() -> None:
-    few, many = FIRST_WINDOWS
+    few, many = FIRST_STRETCHES
     large = CELLS // (few + 1)
     assert of_backward(100) in range(many // 2, many + 1)
     assert of_backward(large) in range(1, few + 2)
@@ -34,7 +35,7 @@ def test_costs_that_rise_along_the_model_keep_every_row_and_change_no_cost_by_mo
     graph = build(graphs.gpt2(2))
     problem = Problem(graph)
     built = build_program(
-        problem.columns, problem.bounds.ceiling, first_points(problem.facts, [graph.everything])
+        problem.arrays, problem.bounds.ceiling, first_moments(problem.windows, [graph.everything])
     )
     risen = tilted(built, len(graph.ops))
     before, after = built.program.costs, risen.costs
@@ -43,17 +44,19 @@ def test_costs_that_rise_along_the_model_keep_every_row_and_change_no_cost_by_mo
     assert (after != before).sum() > len(built.ops) / 2
 
 
-def test_many_open_decisions_are_taken_in_turn_and_few_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relaxation_is_perturbed_only_if_many_decisions_are_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     problem = Problem(build(graphs.gpt2(4)))
     budget = (problem.bounds.floor + 4 * problem.bounds.ceiling) // 5
-    in_turn = Search._in_turn
-    told: list[Outcome] = []
+    original = Search._perturbed_relaxation
+    outcomes: list[Outcome] = []
 
-    def noted(self: Search, built: Built, relaxed: Outcome) -> Outcome:
-        told.append(in_turn(self, built, relaxed))
-        return told[-1]
+    def record(self: Search, built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        outcomes.append(original(self, built, relaxed))
+        return outcomes[-1]
 
-    monkeypatch.setattr(Search, "_in_turn", noted)
+    monkeypatch.setattr(Search, "_perturbed_relaxation", record)
     plans = []
     for many in (10_000, 1):
         monkeypatch.setattr(search, "MANY_UNDECIDED", many)
@@ -61,10 +64,10 @@ def test_many_open_decisions_are_taken_in_turn_and_few_are_not(monkeypatch: pyte
         found = Search(problem, budget, gap=0.01, allowance=allowance)
         found.run()
         plans.append(found)
-    assert [outcome.values is None for outcome in told] == [True, False]
+    assert [outcome.values is None for outcome in outcomes] == [True, False]
     first, second = plans
     assert first.best is not None
     assert second.best is not None
     rounding = 1 + 1e-9
-    assert second.bound_us <= first.best[0] * rounding  # the tilted costs are no bound
-    assert first.bound_us <= second.best[0] * rounding
+    assert second.bound <= first.best[0] * rounding  # the tilted costs are no bound
+    assert first.bound <= second.best[0] * rounding
