@@ -54,7 +54,7 @@ bench-peak: $(READY)
 
 # What profiles cost, and whether recompute takes as long as predicted -> docs/profile-cost.md, docs/recompute-time.md: three quarters of an hour.
 bench-profile: $(READY)
-	$(BIN)/python -m benchmarks.hollow
+	$(BIN)/python -m benchmarks.profile_cost
 	$(BIN)/python -m benchmarks.recompute_time
 
 clean:

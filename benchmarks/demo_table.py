@@ -1,4 +1,4 @@
-"""The demo's table with more pairs of steps: `python -m benchmarks.demo_table [--pairs N] [--out FOLDER]`."""
+"""Measure the full table of the demo: `python -m benchmarks.demo_table [--pairs N] [--out FOLDER]`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ac_client.files import write_whole
 
 
 def main() -> int:
-    """Measure, print Markdown, write JSON and the page; 1 if the demo failed."""
+    """Measure, print Markdown, and write JSON and the page; return 1 if the demo failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=21, help="timed pairs of steps in each row")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the results")

@@ -1,4 +1,4 @@
-"""What recording costs: `python -m benchmarks.overhead [--rounds N] [--out FOLDER]`.
+"""Measure what recording costs: `python -m benchmarks.overhead [--rounds N] [--out FOLDER]`.
 
 Tiny ops (worst case: the cost is all overhead), views, a GPT-2 block, and a training step of a whole GPT-2
 under a plan that saves everything. All ways of running are measured in turn within each round, in one
@@ -8,7 +8,6 @@ process; the least of the rounds is quoted for tiny ops, the paired median for s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import statistics
@@ -26,26 +25,26 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import ac_client
 from ac_client.demo.baselines import SAVED_BY_SELECTIVE, overload
 from ac_client.demo.setting import Setting, build_model, make_batch
-from ac_client.files import write_whole
 from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner import Policy, plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.profiler import profile
+from benchmarks.results import markdown_table, write_result
 
 OPS = 400
 Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
 class Empty(TorchDispatchMode):
-    """A mode that does nothing: what any runtime in Python pays at least."""
+    """A mode that does nothing: the least that any runtime in Python costs."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def under(context: Callable[[], Any]) -> Run:
-    """Run inside a context."""
+    """Return a way to run inside a context."""
 
     def run(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         with context():
@@ -55,12 +54,12 @@ def under(context: Callable[[], Any]) -> Run:
 
 
 def selective(policy: CheckpointPolicy) -> Run:
-    """Run under torch's selective checkpoint."""
+    """Return a way to run under torch's selective checkpoint."""
 
-    def says(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return policy
 
-    contexts = partial(create_selective_checkpoint_contexts, says)
+    contexts = partial(create_selective_checkpoint_contexts, decide)
     return lambda function, x: checkpoint(function, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -76,7 +75,7 @@ WAYS: dict[str, Run] = {
 
 
 def products(x: Tensor) -> Tensor:
-    """Ops of which autograd packs both inputs."""
+    """Run ops of which autograd packs both inputs."""
     y = x
     for _ in range(OPS):
         y = y * x
@@ -84,7 +83,7 @@ def products(x: Tensor) -> Tensor:
 
 
 def views(x: Tensor) -> Tensor:
-    """Ops that only make views."""
+    """Run ops that only make views."""
     y = x
     for _ in range(OPS):
         y = y.view(-1)
@@ -92,7 +91,7 @@ def views(x: Tensor) -> Tensor:
 
 
 def seconds(run: Run, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
-    """Of forward and of backward."""
+    """Return the seconds of forward and of backward."""
     x.grad = None
     begin = time.perf_counter()
     y = run(function, x)
@@ -102,7 +101,7 @@ def seconds(run: Run, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[
 
 
 def per_op(function: Callable[[Tensor], Tensor], rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds of an op, forward and backward, by way of running."""
+    """Return the microseconds of an op, forward and backward, for each way of running."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, run in WAYS.items():
@@ -117,7 +116,7 @@ def per_op(function: Callable[[Tensor], Tensor], rounds: int) -> dict[str, dict[
 
 
 def block_steps(rounds: int) -> dict[str, float]:
-    """Time of a GPT-2 block's forward and backward against plain, and under a real plan for it."""
+    """Return the time of a GPT-2 block's forward and backward, divided by the plain one's."""
     x = torch.randn(1, 256, 768, requires_grad=True)
     block = build_model(Setting(layers=1)).get_submodule("transformer.h.0")
     planned = copy.deepcopy(block)
@@ -125,13 +124,13 @@ def block_steps(rounds: int) -> dict[str, float]:
     graph = build(found)
     budget = int(peak_bytes(graph, graph.everything) * 0.97)
     ac_client.apply(planned, policy=plan(found, budget_bytes=budget).policy())
-    ways = WAYS | {"torch selective, matmuls": _selective_as_in_the_demo()}
+    ways = WAYS | {"torch selective, matmuls": _selective_matmuls()}
     del ways["torch selective, save"], ways["torch selective, recompute"]  # the first raises on dropout
     runs = {way: partial(_block_step, run, block, x) for way, run in ways.items()}
     return paired({**runs, "ours, a plan": partial(_block_step, WAYS["plain"], planned, x)}, rounds)
 
 
-def _selective_as_in_the_demo() -> Run:
+def _selective_matmuls() -> Run:
     saved = [overload(torch.ops, name) for name in SAVED_BY_SELECTIVE]
     contexts = partial(create_selective_checkpoint_contexts, saved)
     return lambda function, x: checkpoint(function, x, use_reentrant=False, context_fn=contexts)
@@ -148,7 +147,7 @@ def _block_step(run: Run, block: nn.Module, x: Tensor) -> None:
 
 
 def gpt2_steps(setting: Setting, rounds: int) -> dict[str, float]:
-    """Time of a training step of a GPT-2 against plain: a plan that saves all, and one that must not."""
+    """Return the time of a GPT-2 training step under several plans, divided by the plain step's."""
     ids = make_batch(setting)
 
     def made() -> nn.Module:
@@ -184,7 +183,7 @@ def gpt2_steps(setting: Setting, rounds: int) -> dict[str, float]:
 
 
 def paired(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median over rounds of each run's time over that of the first, in the same round."""
+    """Return, for each run, the median over rounds of its time divided by the first run's."""
     first = next(iter(runs))
     ratios: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -202,40 +201,29 @@ def paired(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]
 
 
 def main() -> int:
-    """Measure, print Markdown, write JSON."""
+    """Measure, print Markdown, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the results")
-    given = parser.parse_args()
-    result: dict[str, Any] = {}
-    with _one_thread():
-        for name, function in (("product", products), ("view", views)):
-            result[name] = per_op(function, given.rounds)
-            print(f"\n| a tiny {name} | forward us | above plain | backward us |\n| --- | --- | --- | --- |")
-            plain = result[name]["plain"]["forward_us"]
-            for way, us in result[name].items():
-                above = us["forward_us"] - plain
-                print(f"| {way} | {us['forward_us']:.1f} | {above:.1f} | {us['backward_us']:.1f} |")
-    result["block"] = block_steps(given.rounds)
-    setting = Setting(layers=4)
-    result["gpt2"] = gpt2_steps(setting, max(7, given.rounds // 2))
-    for title, name in (("a GPT-2 block, width 768, 256 tokens", "block"), (setting.describe(), "gpt2")):
-        print(f"\n| {title} | time / plain |\n| --- | --- |")
-        for way, ratio in result[name].items():
-            print(f"| {way} | {ratio:.3f} |")
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_whole(given.out / "overhead.json", json.dumps(result, indent=1) + "\n")
-    return 0
-
-
-@contextlib.contextmanager
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    result: dict[str, Any] = {}
+    for name, function in (("product", products), ("view", views)):
+        result[name] = per_op(function, options.rounds)
+        plain = result[name]["plain"]["forward_us"]
+        rows = [
+            [way, f"{us['forward_us']:.1f}", f"{us['forward_us'] - plain:.1f}", f"{us['backward_us']:.1f}"]
+            for way, us in result[name].items()
+        ]
+        print(f"\n{markdown_table([f'a tiny {name}', 'forward us', 'above plain', 'backward us'], rows)}")
+    result["block"] = block_steps(options.rounds)
+    setting = Setting(layers=4)
+    result["gpt2"] = gpt2_steps(setting, max(7, options.rounds // 2))
+    for title, name in (("a GPT-2 block, width 768, 256 tokens", "block"), (setting.describe(), "gpt2")):
+        rows = [[way, f"{ratio:.3f}"] for way, ratio in result[name].items()]
+        print(f"\n{markdown_table([title, 'time / plain'], rows)}")
+    write_result(json.dumps(result, indent=1), options.out / "overhead.json")
+    return 0
 
 
 if __name__ == "__main__":

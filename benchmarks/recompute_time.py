@@ -1,58 +1,52 @@
-"""Predicted recompute time beside the extra time that planned steps really take -> docs/recompute-time.md.
+"""Compare predicted recompute time with the extra time that planned steps take.
 
-    python -m benchmarks.recompute_time [--only GPT-2] [--rounds 60]
+    python -m benchmarks.recompute_time [--only GPT-2] [--rounds 60] [--out FILE]
 
-Models of medium.py whose step takes a second or more, each planned at several budgets from one profile.
-Rounds go on until what is measured is known to 5 % (`CLOSE_ENOUGH`), or there were as many as asked for. In
-each round there is a profile, a plain step and a planned one for each budget, in an order that changes: a
-shared machine's speed moves by a quarter within minutes, and the profile's times move with it. So what is
-predicted is the median of what the rounds' profiles say of the one plan, and what is measured the median of
-the differences within rounds. What recording adds is predicted too, as the model's report does, from its
-cost for an op in each round (ac_client/measure/recording_overhead.py). Steps run on one thread and are
-timed by that thread's own CPU time, which other processes on the machine do not add to; so is the profile.
-Each model runs in a process of its own, which gives no memory back to the kernel (`keep_memory`).
+Each model, of models/medium.py with a step of a second or more, is planned at several budgets from one
+profile. Each round takes a profile, a plain step, and a planned step for each budget, in an order that
+rotates, because the speed of a shared machine drifts by a quarter within minutes, and the profile's times
+drift with it. The prediction is the median over the rounds' profiles of the same plan's recompute time; the
+measurement is the median of the differences within rounds. Rounds end when the standard error is below
+`PRECISION`, or at `--rounds`. The cost of recording is predicted too, as `report()` predicts it
+(measure/recording_overhead.py).
+
+Steps and profiles run on one thread and are timed by that thread's own CPU time, which other processes do not
+add to. Each model runs in a process of its own, which returns no memory to the kernel (step_timing.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import ac_client
-from ac_client.files import write_whole
 from ac_client.measure.recording_overhead import recording_us
 from autoac.planner import Plan, Profile, bounds, build, find_minimum_peak, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
+from benchmarks.child_process import run_in_child
 from benchmarks.models import medium
-from benchmarks.peak import alone
-
-TABLE = Path(__file__).parents[1] / "docs" / "recompute-time.md"
+from benchmarks.results import add_out_argument, markdown_table, write_result
+from benchmarks.step_timing import forward_backward_s, keep_freed_memory, rotated, standard_error
 
 MODELS = ("GPT-2", "BERT", "T5", "U-Net")
-BUDGETS = (0.05, 0.3)
-"""Where budgets are between the smallest peak that was found and the plain step's."""
-
-CLOSE = 0.15
+BUDGETS = (0.05, 0.3)  # positions between the minimum peak and the plain step's peak
+TOLERANCE = 0.15
 FEWEST_ROUNDS, MOST_ROUNDS = 15, 60
-CLOSE_ENOUGH = 0.05
-"""The standard error of what is measured, as a part of it, from which on no more rounds are wanted."""
+PRECISION = 0.05  # standard error, as a fraction of the measurement, at which rounds end
 
 
 @dataclass(slots=True)
 class Row:
-    """A model at a budget, and what each round adds. Times in seconds."""
+    """A model at a budget, with one entry per round. Times in seconds."""
 
     model: str
     budget: int  # bytes
@@ -60,190 +54,159 @@ class Row:
     plain_s: list[float] = field(default_factory=list)  # a plain step
     predicted_s: list[float] = field(default_factory=list)  # to recompute
     recording_s: list[float] = field(default_factory=list)  # predicted, in forward
-    forward_s: list[float] = field(default_factory=list)  # that a planned forward took beside a plain one
-    backward_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)  # measured: planned minus plain forward
+    backward_s: list[float] = field(default_factory=list)  # measured: planned minus plain backward
 
     @property
-    def both_s(self) -> list[float]:
-        """Predicted, recording and recompute."""
+    def predicted_extra_s(self) -> list[float]:
         return [sum(both) for both in zip(self.predicted_s, self.recording_s, strict=True)]
 
     @property
     def extra_s(self) -> list[float]:
-        """What the whole step took beside a plain one."""
+        """Return the planned step's time minus the plain step's, by round."""
         return [sum(both) for both in zip(self.forward_s, self.backward_s, strict=True)]
 
     @property
-    def known(self) -> bool:
-        """Whether more rounds would tell little more."""
+    def is_precise(self) -> bool:
+        """Return True if more rounds would change the measurement little."""
         return all(
-            error(values) <= CLOSE_ENOUGH * statistics.median(values)
+            standard_error(values) <= PRECISION * statistics.median(values)
             for values in (self.extra_s, self.backward_s)
         )
 
     @property
-    def off_backward(self) -> float:
-        """How far predicted recompute is above the extra time of backward, as a part of that."""
-        return _off(self.predicted_s, self.backward_s)
+    def backward_error(self) -> float:
+        """Return the error of predicted recompute time, as a fraction of the extra time of backward."""
+        return _error(self.predicted_s, self.backward_s)
 
     @property
-    def off(self) -> float:
-        """The same of recompute and recording, and the whole step."""
-        return _off(self.both_s, self.extra_s)
+    def step_error(self) -> float:
+        """Return the error of predicted recompute and recording time, as a fraction of the extra time."""
+        return _error(self.predicted_extra_s, self.extra_s)
 
 
-def _off(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float:
+def _error(predicted_s: Sequence[float], measured_s: Sequence[float]) -> float:
     measured = statistics.median(measured_s)
     return statistics.median(predicted_s) / measured - 1 if measured else float("inf")
 
 
-def error(values: Sequence[float]) -> float:
-    """How far the median may be off by chance: its standard error, from the spread about it."""
-    middle = statistics.median(values)
-    spread = statistics.median(abs(value - middle) for value in values)
-    return float(1.858 * spread / len(values) ** 0.5)
-
-
-def rows(model: str, most: int) -> list[Row]:
-    """Profile, plan and measure; run it in a process of its own."""
-    keep_memory()
+def measure_model(model: str, most_rounds: int) -> list[Row]:
+    """Profile, plan and measure one model. Runs in a process of its own."""
+    keep_freed_memory()
     torch.set_num_threads(1)
     plain, batch = medium.build(model)
-    halves(plain, batch)
-    found = profile(plain, **batch)
-    plans = planned(found)
+    forward_backward_s(plain, batch)
+    plans = plan_budgets(profile(plain, **batch))
     models = []
-    for decided in plans:
-        one, _ = medium.build(model)
-        ac_client.apply(one, policy=decided.policy())
-        models.append(one)
-    return rounds(model, plain, models, batch, plans, most)
+    for one_plan in plans:
+        planned, _ = medium.build(model)
+        ac_client.apply(planned, policy=one_plan.policy())
+        models.append(planned)
+    return measure_rounds(model, plain, models, batch, plans, most_rounds)
 
 
-def keep_memory() -> None:
-    """Let the C library keep what is freed, as the caching allocator of a GPU does; glibc alone can be told.
-
-    Else it gives the end of the heap back when a step ends, and the kernel hands it out again page by page,
-    emptied: up to a tenth of a plain step. Which steps it hits depends on what happens to lie at the end of
-    the heap. A planned step has less to give back, so recomputing would seem to take less than it does.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, -1)
-        mallopt(_M_MMAP_MAX, 0)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
-
-
-def planned(found: Profile) -> list[Plan]:
-    """A plan for each of `BUDGETS`."""
-    smallest, ceiling = find_minimum_peak(found, gap=0.3, time_limit_s=15).found, bounds(build(found)).ceiling
+def plan_budgets(taken: Profile) -> list[Plan]:
+    """Return a plan for each of `BUDGETS`."""
+    smallest = find_minimum_peak(taken, gap=0.3, time_limit_s=15).found
+    largest = bounds(build(taken)).ceiling
     return [
-        plan(found, budget_bytes=int(smallest + (ceiling - smallest) * part), time_limit_s=15)
+        plan(taken, budget_bytes=int(smallest + (largest - smallest) * part), time_limit_s=15)
         for part in BUDGETS
     ]
 
 
-def rounds(
+def measure_rounds(
     name: str,
     plain: nn.Module,
     models: Sequence[nn.Module],
     batch: Mapping[str, Any],
     plans: Sequence[Plan],
-    most: int,
+    most_rounds: int,
 ) -> list[Row]:
-    """What each plan was said to take, and what it took, in up to `most` rounds."""
+    """Return the predicted and the measured times of each plan, from up to `most_rounds` rounds."""
     for model in [*models, *models, plain]:
-        halves(model, batch)
+        forward_backward_s(model, batch)
     recorded = [ac_client.applied(model).report().recorded for model in models]
-    found = [Row(name, p.budget, len(p.recompute_set)) for p in plans]
-    turns = [plain, *models]
-    for i in range(most):
-        if i >= FEWEST_ROUNDS and all(row.known for row in found):
+    rows = [Row(name, p.budget, len(p.recompute_set)) for p in plans]
+    for i in range(most_rounds):
+        if i >= FEWEST_ROUNDS and all(row.is_precise for row in rows):
             break
         graph = build(profile(plain, **batch))
         recording_s = recording_us() / 1e6
-        first = i % len(turns)
-        taken = {model: halves(model, batch) for model in turns[first:] + turns[:first]}
-        forward_s, backward_s = taken[plain]
-        for row, decided, ops, model in zip(found, plans, recorded, models, strict=True):
+        times = {model: forward_backward_s(model, batch) for model in rotated([plain, *models], i)}
+        forward_s, backward_s = times[plain]
+        for row, one_plan, ops, model in zip(rows, plans, recorded, models, strict=True):
             row.plain_s.append(forward_s + backward_s)
-            row.predicted_s.append(recompute_us(graph, decided.save_set) / 1e6)
+            row.predicted_s.append(recompute_us(graph, one_plan.save_set) / 1e6)
             row.recording_s.append(recording_s * ops)
-            row.forward_s.append(taken[model][0] - forward_s)
-            row.backward_s.append(taken[model][1] - backward_s)
-    return found
+            row.forward_s.append(times[model][0] - forward_s)
+            row.backward_s.append(times[model][1] - backward_s)
+    return rows
 
 
-def seconds(model: nn.Module, batch: Mapping[str, Any]) -> float:
-    """What a step takes, of this thread's time."""
-    return sum(halves(model, batch))
+HEAD = (
+    "model",
+    "budget",
+    "rounds",
+    "recomputed ops",
+    "plain step, ms",
+    "predicted: recompute, ms",
+    "recording, ms",
+    "measured: backward, ms",
+    "forward, ms",
+    "step, ms",
+    "step error",
+    "backward error",
+)
 
 
-def halves(model: nn.Module, batch: Mapping[str, Any]) -> tuple[float, float]:
-    """What forward and backward of a step take, of this thread's time."""
-    torch.manual_seed(0)
-    began = time.thread_time()
-    out = model(**batch)
-    between = time.thread_time()
-    (out["loss"] if isinstance(out, dict) else out.loss).backward()
-    del out
-    return between - began, time.thread_time() - between
-
-
-def render(found: Sequence[Row]) -> str:
-    """The page."""
-    in_backward = sum(abs(row.off_backward) <= CLOSE for row in found)
-    whole = sum(abs(row.off) <= CLOSE for row in found)
+def render(rows: Sequence[Row]) -> str:
+    """Return the table as Markdown, under a summary."""
+    step = sum(abs(row.step_error) <= TOLERANCE for row in rows)
+    backward = sum(abs(row.backward_error) <= TOLERANCE for row in rows)
     lines = [
-        "# Predicted and measured recompute time",
-        "",
-        "Made by `make bench-profile`, not by hand; docs/profiling.md says how ops are timed and what the "
-        "figures mean.",
-        "",
-        f"torch {torch.__version__}, one thread, in its CPU time; medians over rounds of a profile, a plain "
-        f"step and a planned one; ± is the standard error. Within {CLOSE:.0%} of the extra time of the step, "
-        f"with recording: {whole} of {len(found)}. Recompute alone within {CLOSE:.0%} of the extra time "
-        f"of backward, where ops run again: {in_backward}.",
-        "",
-        "| model | budget | rounds | recomputed ops | plain step, ms | predicted: recompute, ms "
-        "| recording, ms | measured: backward, ms | forward, ms | step, ms | step off by | backward off by |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        [
+            row.model,
+            format_bytes(row.budget),
+            len(row.plain_s),
+            row.recomputed,
+            _ms(row.plain_s),
+            _ms(row.predicted_s),
+            _ms(row.recording_s),
+            *(
+                f"{_ms(s)} ± {standard_error(s) * 1e3:.0f}"
+                for s in (row.backward_s, row.forward_s, row.extra_s)
+            ),
+            f"{row.step_error:+.0%}",
+            f"{row.backward_error:+.0%}",
+        ]
+        for row in rows
     ]
-    for row in found:
-        lines.append(
-            f"| {row.model} | {format_bytes(row.budget)} | {len(row.plain_s)} | {row.recomputed} "
-            f"| {_ms(row.plain_s)} "
-            f"| {_ms(row.predicted_s)} | {_ms(row.recording_s)} | {_told(row.backward_s)} "
-            f"| {_told(row.forward_s)} | {_told(row.extra_s)} | {row.off:+.0%} | {row.off_backward:+.0%} |"
-        )
-    return "\n".join(lines) + "\n"
+    return (
+        f"torch {torch.__version__}, one thread, in its CPU time; medians over rounds of a profile, a plain "
+        f"step and a planned one; ± is the standard error. Predicted recompute and recording time is within "
+        f"{TOLERANCE:.0%} of the extra time of the step in {step} of {len(rows)} rows, and predicted "
+        f"recompute time alone is within {TOLERANCE:.0%} of the extra time of backward in {backward}.\n\n"
+        + markdown_table(HEAD, lines)
+    )
 
 
 def _ms(values_s: Sequence[float]) -> str:
     return f"{statistics.median(values_s) * 1e3:.0f}"
 
 
-def _told(values_s: Sequence[float]) -> str:
-    return f"{_ms(values_s)} ± {error(values_s) * 1e3:.0f}"
-
-
 def main() -> None:
-    """Measure, write the table."""
+    """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", choices=MODELS, help="may be given again")
+    parser.add_argument("--only", action="append", choices=MODELS, help="a model; may be repeated")
     parser.add_argument("--rounds", type=int, default=MOST_ROUNDS, help="at most, for each model")
-    parser.add_argument("--out", type=Path, default=TABLE, help="the page, written if all models were run")
-    given = parser.parse_args()
-    found: list[Row] = []
-    for model in given.only or MODELS:
-        found += alone(rows, model, given.rounds)
-        print(*render(found).splitlines()[-len(BUDGETS) :], sep="\n", file=sys.stderr, flush=True)
-    if given.only:
-        print(render(found))
-    else:
-        write_whole(given.out, render(found))
+    add_out_argument(parser)
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for model in options.only or MODELS:
+        rows += run_in_child(measure_model, model, options.rounds)
+        print(*render(rows).splitlines()[-len(BUDGETS) :], sep="\n", file=sys.stderr, flush=True)
+    write_result(render(rows), options.out)
 
 
 if __name__ == "__main__":

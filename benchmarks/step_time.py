@@ -1,16 +1,15 @@
-"""Step time at equal peak: our plans beside torch's checkpoints, whole and selective.
+"""Compare the step time of our plans with torch's checkpoints at equal peak.
 
-    python -m benchmarks.step_time [--only GPT-2] [--rounds 15] [--samples 2] [--clock wall]
+    python -m benchmarks.step_time [--only GPT-2] [--rounds 15] [--samples 2] [--clock wall] [--out FILE]
 
-For each of six models of medium.py: blocks are wrapped in `torch.utils.checkpoint`, whole and selective
-(matmuls, convolutions and attention saved), and the peak of a whole step is measured by the allocator's own
-record. The plain model is planned with each of these peaks as its budget, and its peak is measured likewise.
-Then all four and the plain model take steps in turn, in an order that changes, and each round gives one
-ratio ours / theirs for each baseline; the median of the rounds is printed with its standard error. Gradients
-are compared with the baseline's bit for bit. Each model runs in a process of its own, on one thread, which
-gives no memory back to the kernel (`recompute_time.keep_memory`).
+For each of six models of models/medium.py, wrap the blocks in `torch.utils.checkpoint`, whole and selective
+(matmuls, convolutions and attention saved), and measure the peak of a whole step by the allocator's record.
+Plan the plain model with each of these peaks as its budget, and measure its peak likewise. Then the plain
+model and the four others take steps in an order that rotates; each round gives one ratio ours / theirs for
+each baseline, and the median is printed with its standard error. Gradients are compared with the baseline's
+bit for bit. Each model runs in a process of its own, on one thread.
 
-The exit status is 1 if a ratio is above `MOST`, a peak is above its budget, or a gradient differs.
+Exit with 1 if a ratio is above `LIMIT`, a peak is above its budget, or a gradient differs.
 """
 
 from __future__ import annotations
@@ -41,11 +40,13 @@ from ac_client.measure.recording_overhead import replay_us
 from autoac.planner import Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
+from benchmarks.child_process import run_in_child
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
-from benchmarks.peak import alone
-from benchmarks.recompute_time import error, keep_memory
+from benchmarks.results import add_out_argument, markdown_table, write_result
+from benchmarks.step_timing import keep_freed_memory, loss_of, rotated, standard_error
 
+# The paths of each model's blocks.
 BLOCKS = {
     "GPT-2": r"transformer\.h\.\d+",
     "Llama": r"model\.layers\.\d+",
@@ -54,34 +55,32 @@ BLOCKS = {
     "ResNet": r"resnet\.encoder\.stages\.\d+\.layers\.\d+",
     "Mamba": r"backbone\.layers\.\d+",
 }
-"""The six models, and what the paths of their blocks look like."""
 
 SAVED = (*SAVED_BY_SELECTIVE, "aten.convolution.default")
 
-MOST: dict[Baseline, float] = {"checkpoint": 0.93, "selective": 0.80}
-"""The largest part of the baseline's time that a step of ours may take."""
+LIMIT: dict[Baseline, float] = {"checkpoint": 0.93, "selective": 0.80}  # of ours / theirs
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 @dataclass(slots=True)
 class Row:
-    """A model beside one baseline. Times in seconds."""
+    """A model compared with one baseline. Times in seconds."""
 
     model: str
     baseline: Baseline
     peak: int  # of the baseline, measured, in bytes
     ours: int  # of our step under that budget, measured
     recomputed: int  # ops of ours
-    recompute_part: float  # our predicted recompute time, as a part of the baseline's
+    recompute_ratio: float  # our predicted recompute time, as a fraction of the baseline's
     equal: bool  # gradients, bit for bit
     plain_s: list[float] = field(default_factory=list)
     theirs_s: list[float] = field(default_factory=list)
     ours_s: list[float] = field(default_factory=list)
 
     @property
-    def least(self) -> float:
-        """Return the plain step's time as a part of the baseline's: no plan takes less."""
+    def plain_ratio(self) -> float:
+        """Return the plain step's time as a fraction of the baseline's; no plan can be faster."""
         pairs = zip(self.plain_s, self.theirs_s, strict=True)
         return statistics.median(plain / theirs for plain, theirs in pairs)
 
@@ -95,11 +94,11 @@ class Row:
 
     @property
     def holds(self) -> bool:
-        return self.equal and self.ours <= self.peak and self.ratio <= MOST[self.baseline]
+        return self.equal and self.ours <= self.peak and self.ratio <= LIMIT[self.baseline]
 
 
-def made(name: str, samples: int) -> ModelAndBatch:
-    """The model of models/medium.py, and the first `samples` of its batch; 0: all of them."""
+def build(name: str, samples: int) -> ModelAndBatch:
+    """Return a model of models/medium.py and the first `samples` of its batch, or all if `samples` is 0."""
     model, batch = medium.build(name)
     return model, {key: value[:samples] if samples else value for key, value in batch.items()}
 
@@ -108,17 +107,17 @@ class Trainee:
     """A model in training."""
 
     def __init__(self, name: str, samples: int, prepare: Callable[[nn.Module], object]) -> None:
-        self.model, self._batch = made(name, samples)
+        self.model, self._batch = build(name, samples)
         prepare(self.model)
 
     def step(self) -> None:
-        """Forward and backward; gradients are made anew in each."""
+        """Run forward and backward."""
         torch.manual_seed(0)
-        out = self.model(**self._batch)
-        (out["loss"] if isinstance(out, dict) else out.loss).backward()
+        out = self.model(**self._batch)  # lives through backward, as in most training loops
+        loss_of(out).backward()
 
     def timed(self, clock: Callable[[], float]) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step that begins without gradients."""
         self.model.zero_grad()
         began = clock()
         self.step()
@@ -129,7 +128,7 @@ class Trainee:
 
 
 def peak_of(name: str, samples: int, prepare: Callable[[nn.Module], object]) -> int:
-    """The most bytes live in the second step, all that is there before it included."""
+    """Return the peak of the second step, including everything allocated before it."""
     with AllocatorTimeline() as timeline:
         trainee = Trainee(name, samples, prepare)
         trainee.step()
@@ -141,23 +140,23 @@ def peak_of(name: str, samples: int, prepare: Callable[[nn.Module], object]) -> 
 
 
 def block_paths(name: str, model: nn.Module) -> list[str]:
-    """The paths of the model's blocks."""
+    """Return the module paths of the model's blocks."""
     return [path for path, _ in model.named_modules() if re.fullmatch(BLOCKS[name], path)]
 
 
-def checkpointed(name: str, baseline: Baseline, model: nn.Module) -> None:
-    """Wrap the blocks of `model`."""
+def wrap_in_checkpoint(name: str, baseline: Baseline, model: nn.Module) -> None:
+    """Wrap the blocks of `model` as the baseline does."""
     paths = block_paths(name, model)
     assert paths
     wrap_blocks([model.get_submodule(path) for path in paths], baseline, SAVED)
 
 
-def rows(name: str, samples: int, rounds: int, clock: str) -> list[Row]:
-    """Measure one model; run it in a process of its own."""
-    keep_memory()
+def measure_model(name: str, samples: int, rounds: int, clock: str) -> list[Row]:
+    """Measure one model. Runs in a process of its own."""
+    keep_freed_memory()
     torch.set_num_threads(1)
-    model, batch = made(name, samples)
-    found = profile(model, **batch).model_copy(update={"replay_us": replay_us()})
+    model, batch = build(name, samples)
+    taken = profile(model, **batch).model_copy(update={"replay_us": replay_us()})
     paths = block_paths(name, model)
     del model
     result: list[Row] = []
@@ -165,17 +164,17 @@ def rows(name: str, samples: int, rounds: int, clock: str) -> list[Row]:
     plain.timed(time.perf_counter)
     turns = [(plain_s, plain)]
     for baseline in BASELINES:
-        wrap = partial(checkpointed, name, baseline)
+        wrap = partial(wrap_in_checkpoint, name, baseline)
         peak = peak_of(name, samples, wrap)
-        policy: Policy = (decided := plan(found, budget_bytes=peak)).policy()
+        policy: Policy = (one_plan := plan(taken, budget_bytes=peak)).policy()
         apply = partial(ac_client.apply, policy=policy)
         row = Row(
             name,
             baseline,
             peak,
             peak_of(name, samples, apply),
-            len(decided.recompute_set),
-            decided.recompute_us / replayed_us(found, paths, baseline, SAVED),
+            len(one_plan.recompute_set),
+            one_plan.recompute_us / replayed_us(taken, paths, baseline, SAVED),
             equal=True,
         )
         theirs, ours = Trainee(name, samples, wrap), Trainee(name, samples, apply)
@@ -185,59 +184,73 @@ def rows(name: str, samples: int, rounds: int, clock: str) -> list[Row]:
         turns += [(row.theirs_s, theirs), (row.ours_s, ours)]
         result.append(row)
     for i in range(rounds):
-        first = i % len(turns)
-        for times, trainee in turns[first:] + turns[:first]:
+        for times, trainee in rotated(turns, i):
             times.append(trainee.timed(CLOCKS[clock]))
     for row in result:
         row.plain_s = plain_s
     return result
 
 
-def render(found: list[Row], clock: str) -> str:
-    """The table."""
+HEAD = (
+    "model",
+    "baseline",
+    "its peak",
+    "our peak",
+    "recomputed ops",
+    "recompute, ours / theirs, predicted",
+    "their step, ms",
+    "our step, ms",
+    "plain / theirs",
+    "ours / theirs",
+    "limit",
+    "holds",
+)
+
+
+def render(rows: list[Row], clock: str) -> str:
+    """Return the table as Markdown."""
     lines = [
-        f"torch {torch.__version__}, one thread, {clock} time, medians over {len(found[0].ours_s)} rounds; "
-        "± is the standard error.",
-        "",
-        "| model | beside | its peak | our peak | recomputed ops | our recompute / theirs, predicted "
-        "| their step, ms | our step, ms | plain / theirs | ours / theirs | at most | holds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in found:
-        cells = [
+        [
             row.model,
             row.baseline,
             format_bytes(row.peak),
             format_bytes(row.ours),
-            str(row.recomputed),
-            f"{row.recompute_part:.2f}",
+            row.recomputed,
+            f"{row.recompute_ratio:.2f}",
             f"{statistics.median(row.theirs_s) * 1e3:.0f}",
             f"{statistics.median(row.ours_s) * 1e3:.0f}",
-            f"{row.least:.3f}",
-            f"{row.ratio:.3f} ± {error(row.ratios):.3f}",
-            f"{MOST[row.baseline]:.2f}",
+            f"{row.plain_ratio:.3f}",
+            f"{row.ratio:.3f} ± {standard_error(row.ratios):.3f}",
+            f"{LIMIT[row.baseline]:.2f}",
             "yes" if row.holds else "gradients differ" if not row.equal else "no",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        for row in rows
+    ]
+    return (
+        f"torch {torch.__version__}, one thread, {clock} time, medians over {len(rows[0].ours_s)} rounds; "
+        f"± is the standard error.\n\n{markdown_table(HEAD, lines)}"
+    )
 
 
 def main() -> int:
-    """Measure and print; 1 if something does not hold."""
+    """Measure, and write the table; return 1 if a row does not hold."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", choices=list(BLOCKS), help="may be given again")
+    parser.add_argument("--only", action="append", choices=list(BLOCKS), help="a model; may be repeated")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--samples", type=int, default=2, help="of the batch; 0: all, a step of a second")
+    parser.add_argument(
+        "--samples", type=int, default=2, help="of the batch; 0: all of them, a step of a second"
+    )
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu on a busy machine")
-    given = parser.parse_args()
+    add_out_argument(parser)
+    options = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    found: list[Row] = []
-    for name in given.only or BLOCKS:
+    rows: list[Row] = []
+    for name in options.only or BLOCKS:
         began = time.monotonic()
-        found += alone(rows, name, given.samples, given.rounds, given.clock)
+        rows += run_in_child(measure_model, name, options.samples, options.rounds, options.clock)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    print(render(found, given.clock))
-    return int(not all(row.holds for row in found))
+    write_result(render(rows, options.clock), options.out)
+    return int(not all(row.holds for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""A few rows of `make bench-peak`, and its page."""
+"""Check a few rows of `make bench-peak`, and its summary."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import ac_client
 from benchmarks import peak
-from benchmarks.peak import Case, Row
+from benchmarks.peak import Case, PlannedCase, Row
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """oneDNN takes more workspace with more threads."""
+    """Use one thread: oneDNN takes more workspace with more threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,36 +33,45 @@ def one_thread() -> Iterator[None]:
     ],
     ids=lambda case: case.name,
 )
-def test_the_whole_step_peaks_where_it_was_predicted(case: Case) -> None:
-    decided = peak.planned(case)
-    assert decided.recomputed
-    assert decided.smallest < decided.budget < decided.ceiling
-    assert peak.measured(case, decided.policy) == decided.predicted <= decided.budget
+def test_a_planned_step_peaks_where_it_was_predicted(case: Case) -> None:
+    planned, policy = peak.plan_case(case)
+    assert planned.recomputed
+    assert planned.minimum_peak < planned.budget < planned.save_all_peak
+    assert peak.measure_peak(case, policy) == planned.predicted <= planned.budget
 
 
-def test_the_page_counts_rows_that_are_off_and_over() -> None:
+def test_the_summary_counts_rows_that_are_wrong_or_over_budget() -> None:
     case = Case("LSTM", "fp32", "SGD", 1)
-    rows = [Row(case, 50, 200, 125, 100, 100, 3), Row(case, 50, 200, 125, 100, 130, 3)]
-    page = peak.render(rows)
+    planned = PlannedCase(50, 200, 125, 100, 3)
+    page = peak.render([Row(case, planned, 100), Row(case, planned, 130)])
     assert "1 as predicted to the byte, 1 within 1 %, 1 over budget" in page
     assert "the worst +30.00% (LSTM, fp32, SGD, 1 x)" in page
     assert "| 100 | 130 | +30.000% |" in page
 
 
-def test_there_is_a_row_for_every_model_precision_optimizer_and_number_of_microbatches() -> None:
+def test_a_kept_row_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row(Case("LSTM", "fp32", "SGD", 1), PlannedCase(50, 200, 125, 100, 3), 100)
+    monkeypatch.setattr(peak, "CACHE", tmp_path)
+    monkeypatch.setattr(peak, "measure_row", lambda _case: row)
+    assert peak.load_or_measure(row.case, again=False) == row
+    monkeypatch.delattr(peak, "measure_row")
+    assert peak.load_or_measure(row.case, again=False) == row
+
+
+def test_every_model_has_a_row_for_each_precision_optimizer_and_number_of_microbatches() -> None:
     assert len(list(peak.cases())) == 14 * 2 * 3 * 2
 
 
 @pytest.mark.parametrize("optimizer", peak.OPTIMIZERS)
-def test_a_step_that_apply_planned_by_itself_peaks_where_it_was_predicted(optimizer: str) -> None:
-    """Planned in its first forward, before the optimizer has any state; measured in its second step."""
+def test_a_step_planned_by_apply_peaks_where_it_was_predicted(optimizer: str) -> None:
+    """Plan in the first forward, before the optimizer has any state; measure the second step."""
     case = Case("LSTM", "fp32", optimizer, 1)
-    decided = peak.planned(case)
-    model, made, batch = peak.made(case)
-    ac_client.apply(model, decided.budget / 2**30, optimizer=made)
-    peak.train(case, model, made, batch)
+    planned, _ = peak.plan_case(case)
+    model, made, batch = peak.build_training(case)
+    ac_client.apply(model, planned.budget / 2**30, optimizer=made)
+    peak.train_step(case, model, made, batch)
     with ac_client.applied(model).measure():
-        peak.train(case, model, made, batch)
+        peak.train_step(case, model, made, batch)
     report = ac_client.applied(model).report()
     assert report.recomputed
     assert report.measured_peak_bytes == report.predicted_peak_bytes

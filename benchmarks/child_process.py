@@ -1,0 +1,36 @@
+"""Run a function in a process of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def run_in_child(function: Callable[..., T], *args: object) -> T:
+    """Return the result of a call in a child process, which starts with nothing allocated.
+
+    The child is forked, so that nothing is imported again: the parent must not have run a kernel on several
+    threads.
+
+    Raises:
+        RuntimeError: the child failed; its traceback is on stderr.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def run() -> None:
+        sender.send(function(*args))
+
+    child = context.Process(target=run)
+    child.start()
+    sender.close()
+    try:
+        result: T = receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"{function.__name__}{args[:1]} failed; see the traceback above") from None
+    finally:
+        child.join()
+    return result
