@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ac_client.errors import AlreadyApplied, CheckpointingActive, CompiledModel, NotApplied
 from ac_client.files import write_whole
-from ac_client.measure.measured_steps import Measuring
+from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.measure.recording_overhead import recording_us_of_process
 from ac_client.measure.report import Report
 from ac_client.planning.loop_watch import LoopWatch
@@ -127,7 +127,7 @@ class Applied:
         self._off_path = ""
         self._reading: Reading | None = None  # of the step that runs, if it is watched
         self._retries = 0
-        self._measuring = Measuring()
+        self._measured = MeasuredSteps()
         self._steps = 0
         self._optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
         self._written_at_first = self._written(model)
@@ -262,7 +262,7 @@ class Applied:
             RuntimeError: with `html`, nothing is planned yet, or the policy was given without a profile.
         """
         if html is not None:
-            write_whole(Path(html), self._measuring.page(self._latest))
+            write_whole(Path(html), self._page())
         loaded = self._latest
         policy = loaded.policy if loaded is not None else None
         recording_us = self._recording_us(loaded)
@@ -303,6 +303,12 @@ class Applied:
             ),
         )
 
+    def _page(self) -> str:
+        loaded = self._latest
+        if loaded is None:
+            raise RuntimeError("nothing is planned yet: run one training step first, then ask for the page")
+        return self._measured.page(loaded, loaded.policy, loaded.plan, loaded.profile)
+
     def _recording_us(self, loaded: Loaded | None) -> float | None:
         """What recording is expected to add to a forward; None where that is not to be told.
 
@@ -314,7 +320,7 @@ class Applied:
             return None
         if loaded.recorded == 0:
             return 0.0
-        if self._measuring.marks is not None or active.region is not None:
+        if self._measured.marks is not None or active.region is not None:
             return None
         return loaded.recorded * recording_us_of_process()
 
@@ -341,10 +347,10 @@ class Applied:
         written = self._written(model)
         policies = [loaded.policy for loaded in self._choosing.all]
         base = self._standing_bytes(model) + sum(n.standing_nbytes for n in self._neighbors.active())
-        with self._measuring.block(model, base, policies) as timeline:
+        with self._measured.record(model, base, policies) as timeline:
             yield
         if self._current is not None:
-            self._measuring.keep(timeline, self._current)
+            self._measured.remember(timeline, self._current, self._current.policy, self._current.plan)
         self._reading = None
         ran = [loaded for loaded in self._choosing.all if loaded.steps > steps.get(loaded, 0)]
         if ran:
@@ -422,11 +428,11 @@ class Applied:
 
     def _peak(self) -> int | None:
         model = self._model()
-        if self._measuring.peak_bytes is None and model is not None and self._steps:
+        if self._measured.peak_bytes is None and model is not None and self._steps:
             device = device_of(model)
             if device.type == "cuda":
                 return torch.cuda.max_memory_allocated(device)
-        return self._measuring.peak_bytes
+        return self._measured.peak_bytes
 
     def _allocated_and_reserved(self) -> tuple[int | None, int | None]:
         allocator = self._choosing.allocator
@@ -470,8 +476,8 @@ class Applied:
         self._neighbors.took_turn()
         for neighbor in self._neighbors.active():
             neighbor.meet()
-        if self._measuring.marks is not None and not waiting:
-            self._measuring.marks.forward()
+        if self._measured.marks is not None and not waiting:
+            self._measured.marks.begin_forward()
         loaded.steps += 1
         allocator = self._choosing.allocator
         watched = allocator is not None and not waiting and loaded.watched < WATCHED_STEPS
@@ -479,8 +485,8 @@ class Applied:
             assert allocator is not None
             self._reading = Reading(loaded, [allocator.allocated_peak()], self._written(model))
         self._steps += 1
-        if self._measuring.marks is not None:
-            self._measuring.meets(batch_tensors((*args, *kwargs.values())))
+        if self._measured.marks is not None:
+            self._measured.note_batch(batch_tensors((*args, *kwargs.values())))
         if len(self._began) < MOST_STEP_TIMES:
             self._began.append(time.perf_counter())
         self._forward.begin(
@@ -503,13 +509,13 @@ class Applied:
             self._note(error, f"{what} ran out of memory.")
 
     def _enter(self, path: str) -> None:
-        if self._measuring.marks is not None:
-            self._measuring.marks.enter(path)
+        if self._measured.marks is not None:
+            self._measured.marks.enter_module(path)
         self._forward.enter(path)
 
     def _leave(self, path: str) -> None:
-        if self._measuring.marks is not None:
-            self._measuring.marks.leave(path)
+        if self._measured.marks is not None:
+            self._measured.marks.leave_module(path)
         self._forward.leave(path)
 
     def _off(self, off: OffPath) -> None:

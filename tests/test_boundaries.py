@@ -132,7 +132,6 @@ KNOWN_ARROWS: dict[str, set[str]] = {
     "ac_client/applied_model.py": {"profiler/restore", "profiler/steps"},
     "ac_client/apply.py": {"profiler/steps"},
     "ac_client/arguments.py": {"ac_client/planning", "profiler"},
-    "ac_client/measure/measured_steps.py": {"ac_client/planning"},
     "ac_client/planning/forwards_in_flight.py": {"profiler/restore", "profiler/steps"},
     "ac_client/planning/loop_watch.py": {"profiler/steps"},
     "ac_client/planning/oom_retry.py": {"profiler/restore"},
@@ -144,7 +143,7 @@ KNOWN_LATE_IMPORTS = {
     "ac_client/demo/child.py",
     "ac_client/integrations/transformers.py",
 }
-KNOWN_FILE_NAMES = {"page.py", "arguments.py", "pins.py", "demo.py"}
+KNOWN_FILE_NAMES = {"page.py", "arguments.py", "demo.py"}
 KNOWN_CLASS_NAMES = {"Outcome"}
 
 

@@ -1,4 +1,4 @@
-"""What was measured of a planned model's steps, and the page that draws it over the plan."""
+"""Measure steps of a planned model, and draw the last one over its plan."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.step_marks import StepMarks, last_step
-from ac_client.planning.shape_buckets import Loaded
-from autoac.planner import Plan, Policy, as_planned, picture
+from autoac.planner import Plan, Policy, Profile, as_planned, picture
 from autoac.planner.report.align_measured import MeasuredStep, op_names
 from autoac.planner.report.page import timeline_page
 from autoac.planner.units import format_bytes
@@ -26,39 +25,41 @@ from autoac.profiler.torch_facts.storage_table import has_storage
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """A step that was measured, as it was planned then."""
+class PlannedStep:
+    """A measured step, and the plan under which it ran."""
 
-    loaded: Loaded
+    owner: object  # what the plan belongs to; compared by identity
     policy: Policy
     plan: Plan | None
     step: MeasuredStep
 
 
-class Measuring:
-    """Measures steps by the allocator's own record.
+class MeasuredSteps:
+    """Measure steps of a planned model by the record of the allocator.
 
     Attributes:
-        marks: where forwards and modules are marked, while a step is measured; else None.
-        peak_bytes: of what was measured last.
+        marks: the marks of the step that is being measured; None if none is.
+        peak_bytes: the peak of the last measured block; None if there was none.
     """
 
     def __init__(self) -> None:
         self.marks: StepMarks | None = None
         self.peak_bytes: int | None = None
-        self._drawn: Drawn | None = None
+        self._last: PlannedStep | None = None
         self._timeline: AllocatorTimeline | None = None
-        self._counted: Set[int] = frozenset()  # storages that are part of a block's base
-        self._watched: dict[int, weakref.ref[Any]] = {}  # by storage: what may be from before the block
+        self._counted: Set[int] = frozenset()  # storages that are part of the block's base
+        self._batches: dict[
+            int, weakref.ref[Any]
+        ] = {}  # by storage, of batches that may be older than the block
 
     @contextmanager
-    def block(self, model: nn.Module, base: int, policies: Iterable[Policy]) -> Iterator[AllocatorTimeline]:
-        """Record what runs inside; the timeline is filled when it ends.
+    def record(self, model: nn.Module, base: int, policies: Iterable[Policy]) -> Iterator[AllocatorTimeline]:
+        """Record the body; the timeline is complete when the with-block ends.
 
         Args:
-            model: whose steps run.
-            base: bytes that are live at the beginning, batches not counted; see `AllocatorTimeline`.
-            policies: that may be carried out.
+            model: the model whose steps run.
+            base: bytes live at the beginning, batches not included; see `AllocatorTimeline`.
+            policies: the policies under which the steps may run.
 
         Raises:
             RuntimeError: torch.profiler is running.
@@ -75,76 +76,73 @@ class Measuring:
                 self._counted = {
                     storage._cdata for storage in _storages(chain(model.parameters(), model.buffers()))
                 }
-                gradients = _told_when_they_go(model, timeline)
+                gradients = _watch_gradients(model, timeline)
                 yield timeline
                 del gradients
         finally:
             self.marks = self._timeline = None
-            self._watched.clear()
+            self._batches.clear()
         self.peak_bytes = timeline.peak_bytes
 
-    def meets(self, batch: Iterable[Tensor]) -> None:
-        """A step of the block runs on `batch`, which was made before the block or in it.
+    def note_batch(self, batch: Iterable[Tensor]) -> None:
+        """Note that a step of the block runs on `batch`.
 
-        One from before is in no record, neither where it came nor where it goes.
+        A batch that was made before the block is in no record: neither its allocation nor its release.
         """
         timeline = self._timeline
         if timeline is None:
             return
         for storage in _storages(batch):
             key, nbytes, address = storage._cdata, storage.nbytes(), storage.data_ptr()
-            if not nbytes or key in self._counted or key in self._watched:
+            if not nbytes or key in self._counted or key in self._batches:
                 continue
-            timeline.found(storage)
+            timeline.note_existing(storage)
 
-            def gone(_: object, key: int = key, nbytes: int = nbytes, address: int = address) -> None:
-                self._watched.pop(key, None)
-                timeline.released(nbytes, address)
+            def note_release(_: object, key: int = key, nbytes: int = nbytes, address: int = address) -> None:
+                self._batches.pop(key, None)
+                timeline.note_release(nbytes, address)
 
-            self._watched[key] = weakref.ref(storage, gone)
+            self._batches[key] = weakref.ref(storage, note_release)
 
-    def keep(self, timeline: AllocatorTimeline, loaded: Loaded) -> None:
-        """Draw the last step in `timeline`, which ran under `loaded`, from now on."""
+    def remember(self, timeline: AllocatorTimeline, owner: object, policy: Policy, plan: Plan | None) -> None:
+        """Keep the last step in `timeline`, which ran under `policy` of `owner`, for `page`."""
         if (step := last_step(timeline)) is not None:
-            self._drawn = Drawn(loaded, loaded.policy, loaded.plan, step)
+            self._last = PlannedStep(owner, policy, plan, step)
 
-    def page(self, loaded: Loaded | None) -> str:
-        """What was measured last under `loaded`, as it was planned then; else the plan as it is.
+    def page(self, owner: object, policy: Policy, plan: Plan | None, profile: Profile | None) -> str:
+        """Return an HTML page: the step last measured under `owner`, as planned then, or else the plan alone.
 
         Raises:
-            RuntimeError: nothing is planned yet, or the policy was given without a profile.
+            RuntimeError: there is neither a plan nor a profile, which has the bytes.
         """
-        if loaded is None:
-            raise RuntimeError("nothing is planned yet: run one training step first, then ask for the page")
-        policy, plan, step, notes = loaded.policy, loaded.plan, None, []
-        if self._drawn is not None and self._drawn.loaded is loaded:
-            policy, plan, step = self._drawn.policy, self._drawn.plan, self._drawn.step
-            if policy is not loaded.policy:
+        step, notes = None, []
+        if self._last is not None and self._last.owner is owner:
+            if self._last.policy is not policy:
                 notes.append(
                     "The model was planned again since this step was measured; its predicted peak is now "
-                    f"{format_bytes(loaded.policy.predicted.peak_bytes)}."
+                    f"{format_bytes(policy.predicted.peak_bytes)}."
                 )
+            policy, plan, step = self._last.policy, self._last.plan, self._last.step
         if plan is None:
-            if loaded.profile is None:
+            if profile is None:
                 raise RuntimeError(
                     "the policy was given without its profile, which has the bytes: draw it with "
                     "`autoac explain POLICY --profile PROFILE --html PAGE`"
                 )
-            plan = as_planned(policy, loaded.profile)
-        drawn = picture(plan, step, policy=policy, notes=notes)
-        return timeline_page(drawn.data())
+            plan = as_planned(policy, profile)
+        return timeline_page(picture(plan, step, policy=policy, notes=notes).data())
 
 
-def _told_when_they_go(model: nn.Module, timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
-    """While the list lives, tell `timeline` of gradients that are there now and are dropped (`zero_grad`)."""
+def _watch_gradients(model: nn.Module, timeline: AllocatorTimeline) -> list[weakref.ref[Any]]:
+    """Note in `timeline` when existing gradients are released (`zero_grad`), while the result lives."""
     gradients = (g for p in parameters_of(model) if (g := gradient_of(p)) is not None)
     storages = {storage._cdata: storage for storage in _storages(gradients)}
 
-    def watched(storage: torch.UntypedStorage) -> weakref.ref[Any]:
+    def watch(storage: torch.UntypedStorage) -> weakref.ref[Any]:
         nbytes = storage.nbytes()
-        return weakref.ref(storage, lambda _: timeline.released(nbytes))
+        return weakref.ref(storage, lambda _: timeline.note_release(nbytes))
 
-    return [watched(storage) for storage in storages.values()]
+    return [watch(storage) for storage in storages.values()]
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:

@@ -1,4 +1,4 @@
-"""What PyTorch's allocator itself says about memory: bytes live on a device over a with-block.
+"""Measure the bytes live on a device during a with-block, as PyTorch's allocator reports them.
 
     with AllocatorTimeline() as timeline:
         step()
@@ -6,8 +6,8 @@
         step()
     timeline.peak_bytes, timeline.peak_since("second step")
 
-The numbers are the allocator's own: every allocation and every free of every kernel, as
-`torch.profiler` reports them, workspaces and temporaries included. Nothing of autoac is asked.
+The numbers are those of the allocator: every allocation and free of every kernel as `torch.profiler` reports
+them, workspaces and temporaries included. No part of the planner or the runtime takes part in them.
 """
 
 from __future__ import annotations
@@ -22,35 +22,40 @@ import torch
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
 
-_RELEASED, _FOUND = "released ", "found "
+_RELEASED, _EXISTING = "released ", "existing "
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The allocator gave out memory or took it back."""
+class LiveBytes:
+    """Bytes live just after an allocation or a free."""
 
     time_ns: int  # on the profiler's clock
-    live_bytes: int  # after the change
+    live_bytes: int
 
 
 class AllocatorTimeline:
-    """Bytes live on `device` during a with-block, after every allocation and free.
+    """Record the bytes live on `device` after each allocation and free during a with-block.
 
-    `events` and the peaks are there once the block has ended. On CUDA `peak_bytes` is
+    `events` and the peaks are available after the block. On CUDA `peak_bytes` is
     `torch.cuda.max_memory_allocated`, so the block resets that counter.
 
-    At most one torch profiler runs at a time, so a block cannot span `autoac.profiler.profile` or the step
-    that `ac_client.apply` profiles.
+    At most one torch profiler runs at a time, so a block must not contain `autoac.profiler.profile` or the
+    step that `ac_client.apply` profiles.
 
-    On CPU the counts start at `base`, and frees of memory that was allocated before the block do not
-    count (torch reports some of them and not others). The counts are absolute if the block begins before
-    the first tensor is made; or if all that is there at its beginning is in `base`, or told as `found` when
-    the block comes to it, and outlives the block or is told as `released`.
+    On a CPU the counts start at `base`. Frees of memory that was allocated before the block do not count,
+    because torch reports only some of them. The counts are absolute if no tensor exists when the block
+    begins. They are also absolute if each existing tensor is counted in `base` or passed to `note_existing`,
+    and its release, if it is released in the block, to `note_release`.
 
     Args:
-        device: whose memory.
-        base: bytes live at the beginning; on CUDA this is known and the argument is not read.
-        ops: names of ops, `aten::mm`, whose runs are noted in `ran`, with the marks and what backward ran.
+        device: the device to measure.
+        base: bytes live at the beginning; ignored on CUDA, whose allocator knows them.
+        ops: names of ops, such as `aten::mm`, whose runs are recorded in `entries`.
+
+    Attributes:
+        events: live bytes after each allocation and free.
+        marks: live bytes at each mark.
+        entries: marks and runs of `ops`, ordered by time; empty without `ops`.
 
     Raises:
         RuntimeError: another torch profiler is running.
@@ -61,49 +66,50 @@ class AllocatorTimeline:
         self, device: torch.device | str = "cpu", *, base: int = 0, ops: Collection[str] = ()
     ) -> None:
         self.device = torch.device(device)
-        self.events: tuple[Change, ...] = ()
-        self.marks: dict[str, Change] = {}
-        self.ran: tuple[MarkEvent | OpEvent, ...] = ()  # in order of time; nothing without `ops`
+        self.events: tuple[LiveBytes, ...] = ()
+        self.marks: dict[str, LiveBytes] = {}
+        self.entries: tuple[MarkEvent | OpEvent, ...] = ()
         self._ops = frozenset(ops)
         self._base = base
         self._counted_peak: int | None = None
-        self._recording: TorchTrace | None = None
+        self._trace: TorchTrace | None = None
 
     def __enter__(self) -> Self:
-        recording = TorchTrace(self.device, ops=self._ops)
+        trace = TorchTrace(self.device, ops=self._ops)
         try:
-            recording.__enter__()
+            trace.__enter__()
         except ProfilerBusy:
             raise RuntimeError(
                 "another torch profiler is running on this thread; end it before measuring"
             ) from None
         if self.device.type == "cuda":
-            if self.device.index is None:  # whose counter torch means
+            if self.device.index is None:  # the device whose counter torch reads
                 self.device = torch.device("cuda", torch.cuda.current_device())
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._base = torch.cuda.memory_allocated(self.device)
-        self._recording = recording
+        self._trace = trace
         return self
 
     def mark(self, name: str) -> None:
-        """Name this moment, for `marks` and `peak_since`. A name used again moves."""
-        assert self._recording is not None
-        self._recording.mark(name)
+        """Mark this moment for `marks` and `peak_since`. A repeated name moves its mark."""
+        assert self._trace is not None
+        self._trace.mark(name)
 
-    def found(self, storage: torch.UntypedStorage) -> None:
-        """The block has come to `storage`: unless it was made in here, it was there before. Once for each."""
-        if self._recording is not None and self.device.type == storage.device.type == "cpu":
-            self._recording.mark(f"{_FOUND}{storage.data_ptr()} {storage.nbytes()}")
+    def note_existing(self, storage: torch.UntypedStorage) -> None:
+        """Count `storage` as live before the block, unless the block made it. Call once for each storage."""
+        if self._trace is not None and self.device.type == storage.device.type == "cpu":
+            self._trace.mark(f"{_EXISTING}{storage.data_ptr()} {storage.nbytes()}")
 
-    def released(self, nbytes: int, address: int = 0) -> None:
-        """So many bytes that were there before are given back at this moment. On CUDA this is known.
+    def note_release(self, nbytes: int, address: int = 0) -> None:
+        """Count `nbytes` that were live before the block as released now. Does nothing on CUDA.
 
         Args:
-            nbytes: of `base`; or, with its `address`, of a storage that was `found`.
+            nbytes: a part of `base`; or, with `address`, the size of a storage passed to `note_existing`.
+            address: of that storage.
         """
-        if self._recording is not None and self.device.type == "cpu":
-            self._recording.mark(f"{_RELEASED}{nbytes} {address}")
+        if self._trace is not None and self.device.type == "cpu":
+            self._trace.mark(f"{_RELEASED}{nbytes} {address}")
 
     def __exit__(
         self,
@@ -111,69 +117,69 @@ class AllocatorTimeline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        recording, self._recording = self._recording, None
-        assert recording is not None
+        trace, self._trace = self._trace, None
+        assert trace is not None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             self._counted_peak = torch.cuda.max_memory_allocated(self.device)
-        recording.__exit__(kind, error, traceback)
+        trace.__exit__(kind, error, traceback)
         if kind is None:
-            recording.check_complete("this block")
-            self._read(recording)
+            trace.check_complete("this block")
+            self._read(trace)
 
-    def _read(self, recording: TorchTrace) -> None:
+    def _read(self, trace: TorchTrace) -> None:
         live, events = self._base, []
-        ran: list[MarkEvent | OpEvent] = []
+        entries: list[MarkEvent | OpEvent] = []
         of_device = (self.device.type, self.device.index or 0)
-        ours: set[int] = set()  # addresses given out in this block
-        found: set[int] = set()  # and not in this block
+        allocated: set[int] = set()  # addresses of live memory that was allocated in the block
+        existing: set[int] = set()  # addresses of noted storages that are older than the block
         before = 0  # bytes of these
-        for entry in recording.events():
+        for entry in trace.events():
             match entry:
                 case AllocationEvent(time_ns, address, nbytes, device):
                     if (device.type, device.index or 0) != of_device:
                         continue
                     if nbytes > 0:
-                        ours.add(address)
-                    elif self.device.type == "cpu" and address not in ours:
-                        continue  # of an earlier profiler's time: it was not counted when it came
+                        allocated.add(address)
+                    elif self.device.type == "cpu" and address not in allocated:
+                        continue  # older than the block, and not counted at its allocation
                     else:
-                        ours.discard(address)
+                        allocated.discard(address)
                     live += nbytes
-                    events.append(Change(time_ns, live))
-                case MarkEvent(_, name) if name.startswith(_FOUND):
-                    address, nbytes = map(int, name.removeprefix(_FOUND).split())
-                    if address not in ours:
-                        found.add(address)
+                    events.append(LiveBytes(time_ns, live))
+                case MarkEvent(_, name) if name.startswith(_EXISTING):
+                    address, nbytes = map(int, name.removeprefix(_EXISTING).split())
+                    if address not in allocated:
+                        existing.add(address)
                         before += nbytes
                 case MarkEvent(time_ns, name) if name.startswith(_RELEASED):
                     nbytes, address = map(int, name.removeprefix(_RELEASED).split())
-                    if address and address not in found:
-                        continue  # made in here: its end is in the record
-                    found.discard(address)
+                    if address and address not in existing:
+                        continue  # made in the block: the record has its release
+                    existing.discard(address)
                     live -= nbytes
-                    events.append(Change(time_ns, live))
+                    events.append(LiveBytes(time_ns, live))
                 case MarkEvent(time_ns, name):
-                    self.marks[name] = Change(time_ns, live)
+                    self.marks[name] = LiveBytes(time_ns, live)
                     if self._ops:
-                        ran.append(entry)
+                        entries.append(entry)
                 case OpEvent():
-                    ran.append(entry)
+                    entries.append(entry)
         self._base += before
-        self.events = tuple(Change(event.time_ns, event.live_bytes + before) for event in events)
+        self.events = tuple(LiveBytes(event.time_ns, event.live_bytes + before) for event in events)
         self.marks = {
-            name: Change(mark.time_ns, mark.live_bytes + before) for name, mark in self.marks.items()
+            name: LiveBytes(mark.time_ns, mark.live_bytes + before) for name, mark in self.marks.items()
         }
-        self.ran = tuple(ran)
+        self.entries = tuple(entries)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes live at once in the whole block."""
+        """Return the most bytes live at once in the whole block."""
         if self._counted_peak is not None:
             return self._counted_peak
         return max([self._base, *(event.live_bytes for event in self.events)])
 
     def peak_since(self, mark: str) -> int:
-        """The most bytes live at once from `mark` to the end of the block."""
+        """Return the most bytes live at once from `mark` to the end of the block."""
         start = self.marks[mark]
         return max([start.live_bytes, *(e.live_bytes for e in self.events if e.time_ns >= start.time_ns)])

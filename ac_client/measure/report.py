@@ -1,4 +1,4 @@
-"""What was predicted of a planned model's step, and what was measured."""
+"""Define the report on a planned model: its predicted and measured peak and step time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from autoac.planner.units import format_bytes, format_us, gb_from_bytes
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Predicted and measured. Prints as text. Bytes and microseconds; None: not known yet."""
+    """Compare the predicted step of a planned model with the measured one. Prints as text.
+
+    Sizes are bytes and times are microseconds; None means not known yet.
+    """
 
     model: str
     budget_bytes: int | None
@@ -19,29 +22,32 @@ class Report:
     measured_peak_bytes: int | None
     save_all_peak_bytes: int | None  # predicted, with nothing recomputed
     predicted_step_us: float | None  # forward and backward, recompute and recording included
-    measured_step_us: float | None  # median from one forward to the next: the optimizer and the loader too
+    measured_step_us: float | None  # median time between forwards, so optimizer and data loader are included
     recompute_us: float | None  # predicted, in backward
-    recording_us: float | None  # predicted, in forward; on the CPU, where the host's time counts
+    recording_us: float | None  # predicted, in forward; only on a CPU, where Python's time adds to the step
     gap: float | None
     ops: int  # in the policy
-    recomputed: int  # of them
-    recorded: int  # of them, by the last forward
+    recomputed: int  # ops that the policy recomputes
+    recorded: int  # ops that the last forward recorded
     steps: int  # planned steps so far
-    off_path: str  # the first op that the policy did not have; "" if there was none
-    peak_at: str = ""  # where the predicted peak is
-    live_at_peak: tuple[Holding, ...] = ()  # there, largest first; nothing where the plan was made elsewhere
-    buckets: int = 1  # policies, by the shape of the batch; the numbers above are of the last one that ran
-    corrections: int = 0  # how often a plan was made again, since the allocator said otherwise
-    corrected_by_bytes: int = 0  # what the policy was planned with less than the budget
-    retries: int = 0  # steps that ran out of memory and were run again
-    allocated_peak_bytes: int | None = None  # by the allocator's counter, since it was last reset (CUDA)
-    reserved_peak_bytes: int | None = None  # what the allocator took from the device for that
-    proposed_headroom_bytes: int | None = None  # headroom that keeps also what is reserved within the budget
+    off_path: str  # the first op at which a forward left the policy; "" if none did
+    peak_at: str = ""  # the moment of the predicted peak
+    live_at_peak: tuple[
+        Holding, ...
+    ] = ()  # at that moment, largest first; empty if the plan was loaded from a file
+    buckets: int = 1  # policies for different batch shapes; the numbers above are of the last that ran
+    corrections: int = 0  # how often the model was planned again because a measured peak differed
+    corrected_by_bytes: int = 0  # by how much the policy's budget was lowered for that
+    retries: int = 0  # steps that ran out of memory and ran again
+    allocated_peak_bytes: int | None = None  # of the allocator's counter since its last reset (CUDA)
+    reserved_peak_bytes: int | None = None  # memory that the allocator then held on the device (CUDA)
+    proposed_headroom_bytes: int | None = None  # headroom that keeps reserved memory within the budget
 
     def metrics(self) -> dict[str, float]:
-        """What a training loop's logger plots, by name: `autoac/predicted_peak_gb`, ... in GiB, milliseconds
-        and, for `autoac/recompute_overhead`, as a part of the step without recompute and recording. What is
-        not known is left out.
+        """Return values for a training loop's logger, by name, such as `autoac/predicted_peak_gb`.
+
+        Sizes are in GiB and times in milliseconds. `autoac/recompute_overhead` is a fraction of the step
+        without recompute and recording. Unknown values are left out.
         """
         step_us = None
         if self.predicted_step_us is not None and self.recompute_us is not None:
@@ -52,62 +58,70 @@ class Report:
             "measured_peak_gb": self.measured_peak_bytes,
             "save_all_peak_gb": self.save_all_peak_bytes,
         }
-        found = {f"autoac/{name}": gb_from_bytes(size) for name, size in sizes.items() if size is not None}
+        metrics = {f"autoac/{name}": gb_from_bytes(size) for name, size in sizes.items() if size is not None}
         if self.recording_us is not None:
-            found["autoac/recording_ms"] = self.recording_us / 1000
+            metrics["autoac/recording_ms"] = self.recording_us / 1000
         if self.recompute_us is not None:
-            found["autoac/recompute_ms"] = self.recompute_us / 1000
+            metrics["autoac/recompute_ms"] = self.recompute_us / 1000
             if step_us:
-                found["autoac/recompute_overhead"] = self.recompute_us / step_us
-        return found
+                metrics["autoac/recompute_overhead"] = self.recompute_us / step_us
+        return metrics
 
     def __str__(self) -> str:
         def size(nbytes: int | None) -> str:
-            return format_bytes(nbytes) if nbytes is not None else "not measured"
+            return format_bytes(nbytes) if nbytes is not None else "unknown"
 
         def time(us: float | None) -> str:
-            return format_us(us) if us is not None else "not measured"
+            return format_us(us) if us is not None else "unknown"
 
         budget = "a policy and no budget"
         if self.budget_bytes is not None:
             budget = f"budget {format_bytes(self.budget_bytes)}"
         if self.predicted_peak_bytes is None:
-            return f"{self.model}: {budget}; planned at the first training step"
+            return f"{self.model}: {budget}; the first training step will plan it"
         recompute = f"{time(self.recompute_us)} of recompute for {self.recomputed} of {self.ops} ops"
         gap = f", within {self.gap:.1%} of the best plan" if self.gap is not None else ""
         recording = f", {time(self.recording_us)} of recording in forward" if self.recording_us else ""
+        measured_step = "not measured yet"
+        if self.measured_step_us is not None:
+            measured_step = f"measured {format_us(self.measured_step_us)}"
         lines = [
             f"{self.model}: {budget}, {self.steps} planned steps",
-            f"  peak   predicted {size(self.predicted_peak_bytes)}, "
-            f"measured {size(self.measured_peak_bytes)}{self._off_by()}, "
-            f"save-all {size(self.save_all_peak_bytes)}",
-            f"  step   predicted {time(self.predicted_step_us)}, measured {time(self.measured_step_us)}",
-            f"  plan   {recompute}{recording}{gap}",
+            f"  peak: predicted {size(self.predicted_peak_bytes)}, {self._measured_peak()}; "
+            f"{size(self.save_all_peak_bytes)} with nothing recomputed",
+            f"  step: predicted {time(self.predicted_step_us)}, {measured_step}",
+            f"  plan: {recompute}{recording}{gap}",
         ]
         if self.buckets > 1:
-            lines.append(f"  shapes {self.buckets} buckets; the above is of the last one")
+            lines.append(f"  shapes: {self.buckets} buckets; the numbers above are of the last one")
         if self.corrections or self.retries:
             lines.append(
-                f"  loop   planned again {self.corrections} times, corrected by "
+                f"  corrections: planned again {self.corrections} times, budget lowered by "
                 f"{format_bytes(self.corrected_by_bytes)}; {self.retries} steps run again"
             )
         if self.reserved_peak_bytes is not None and self.allocated_peak_bytes is not None:
             headroom = ""
             if self.proposed_headroom_bytes:
                 gb = math.ceil(gb_from_bytes(self.proposed_headroom_bytes) * 1000) / 1000
-                headroom = f"; headroom_gb={gb:.3f} would keep it within the budget"
+                headroom = f"; headroom_gb={gb:.3f} would keep that within the budget"
             lines.append(
-                f"  device reserved {size(self.reserved_peak_bytes)} for "
+                f"  device: reserved {size(self.reserved_peak_bytes)} for "
                 f"{size(self.allocated_peak_bytes)} allocated{headroom}"
             )
         if self.off_path:
             lines.append(f"  off the path: {self.off_path}")
         if self.live_at_peak:
-            lines.append(f"  the peak is at {self.peak_at}, while these are live:")
+            lines.append(f"  live at the peak, {self.peak_at}:")
             lines += [f"  {line}" for line in holdings_in_lines(self.live_at_peak)]
         return "\n".join(lines)
 
-    def _off_by(self) -> str:
-        if not self.measured_peak_bytes or not self.predicted_peak_bytes:
-            return ""
-        return f" ({self.measured_peak_bytes / self.predicted_peak_bytes - 1:+.2%})"
+    def _measured_peak(self) -> str:
+        measured = self.measured_peak_bytes
+        if measured is None:
+            if not self.steps:
+                return "not measured yet"
+            return "not measured yet (run a step in `with ac_client.applied(model).measure():`)"
+        off_by = ""
+        if measured and self.predicted_peak_bytes:
+            off_by = f" ({measured / self.predicted_peak_bytes - 1:+.2%})"
+        return f"measured {format_bytes(measured)}{off_by}"

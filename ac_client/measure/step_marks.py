@@ -1,7 +1,4 @@
-"""One step out of what the allocator reported: where it began, and what ran in which module.
-
-Marks in the record say when a forward of the planned model begins, and when each of its modules does.
-"""
+"""Mark forwards and module calls in a recorded timeline, and cut the last step out of it."""
 
 from __future__ import annotations
 
@@ -14,33 +11,33 @@ _FORWARD, _ENTER, _LEAVE = "forward", "enter ", "leave "
 
 
 class StepMarks:
-    """Marks the forwards of a planned model in a timeline that is being recorded."""
+    """Write marks for one planned model into a timeline that is being recorded."""
 
     def __init__(self, timeline: AllocatorTimeline) -> None:
         self._timeline = timeline
 
-    def forward(self) -> None:
-        """A forward of the model begins."""
+    def begin_forward(self) -> None:
+        """Mark the start of a forward of the model."""
         self._timeline.mark(_FORWARD)
 
-    def enter(self, path: str) -> None:
-        """So does one of its modules."""
+    def enter_module(self, path: str) -> None:
+        """Mark the start of a submodule's forward."""
         self._timeline.mark(_ENTER + path)
 
-    def leave(self, path: str) -> None:
-        """And ends."""
+    def leave_module(self, path: str) -> None:
+        """Mark the end of a submodule's forward."""
         self._timeline.mark(_LEAVE + path)
 
 
 def last_step(timeline: AllocatorTimeline) -> MeasuredStep | None:
-    """The last step that was marked in `timeline`, up to the end of the record; None if there is none."""
+    """Return the last marked step, from its forward to the end of `timeline`; None if none is marked."""
     if _FORWARD not in timeline.marks:
         return None
     start = timeline.marks[_FORWARD]
     after = [event for event in timeline.events if event.time_ns >= start.time_ns]
     path, ran = [ROOT], []
     last_ns = after[-1].time_ns if after else start.time_ns
-    for entry in timeline.ran:
+    for entry in timeline.entries:
         if entry.time_ns < start.time_ns:
             continue
         if isinstance(entry, MarkEvent):

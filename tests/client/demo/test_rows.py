@@ -6,7 +6,7 @@ import torch
 from ac_client.demo import child, rows
 from ac_client.demo.rows import ChildFailed, Children, Row, policy_path, profile_path
 from ac_client.demo.setting import TINY
-from ac_client.measure.memory_timeline import Change
+from ac_client.measure.memory_timeline import LiveBytes
 from autoac.planner import Policy, Profile
 
 
@@ -85,7 +85,7 @@ def test_a_child_that_is_late_is_stopped(tmp_path, monkeypatch):
 
 
 def test_a_thinned_timeline_keeps_the_peak_and_the_end():
-    changes = [Change(1000 * i, live) for i, live in enumerate([1, 5, 2, 9, 3, 4, 0, 7, 6, 2])]
+    changes = [LiveBytes(1000 * i, live) for i, live in enumerate([1, 5, 2, 9, 3, 4, 0, 7, 6, 2])]
     thin = child.since(changes, changes[1], points=4)
     assert thin[0] == (0.0, 5)
     assert max(live for _, live in thin) == 9

@@ -101,7 +101,7 @@ def test_the_text_says_what_is_live_at_the_peak(budget: int) -> None:
     assert sum(holding.nbytes for holding in report.live_at_peak) == report.predicted_peak_bytes
     text = str(report)
     assert f"measured {format_bytes(report.measured_peak_bytes)} (" in text
-    assert f"the peak is at {report.peak_at}, while these are live:" in text
+    assert f"live at the peak, {report.peak_at}:" in text
     assert "parameters, buffers, gradients, optimizer state, batch  (not planned)" in text
 
 
@@ -173,3 +173,16 @@ def test_measuring_changes_no_gradient(budget: int) -> None:
         assert a.grad is not None
         assert b.grad is not None
         assert torch.equal(a.grad, b.grad)
+
+
+def test_report_on_a_cpu_says_how_to_measure_the_peak(budget: int) -> None:
+    model = ac_client.apply(made(), budget / GIB)
+    at = ac_client.applied(model)
+    assert "peak" not in str(at.report())
+    step(model)
+    text = str(at.report())
+    assert "not measured yet (run a step in `with ac_client.applied(model).measure():`)" in text
+    assert "measured not" not in text
+    with at.measure():
+        step(model)
+    assert "not measured yet" not in str(at.report()).partition("step:")[0]
