@@ -11,6 +11,7 @@ import gzip
 import json
 from typing import Any
 
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.frontier import Frontier
@@ -70,20 +71,19 @@ def outline(found: Frontier) -> bytes:
     `live_bytes` of a point keeps the highest and the last of each stretch, so its highest is the peak.
     """
     graph = found.plans[0].graph
-    names = [op.name.rpartition("/") for op in graph.ops]
-    modules, labels = (
-        list(dict.fromkeys(column)) for column in ([n[0] for n in names], [n[2] for n in names])
-    )
+    keys = [OpKey.parse(op.name) for op in graph.ops]
+    modules = list(dict.fromkeys(key.module for key in keys))
+    labels = list(dict.fromkeys(key.label for key in keys))
     at_module = {name: i for i, name in enumerate(modules)}
     at_label = {name: i for i, name in enumerate(labels)}
     return _compressed(
         {
             "version": 1,
             "modules": modules,
-            "labels": [label.removeprefix("aten.") for label in labels],
+            "labels": labels,
             "ops": {
-                "module": [at_module[name[0]] for name in names],
-                "label": [at_label[name[2]] for name in names],
+                "module": [at_module[key.module] for key in keys],
+                "label": [at_label[key.label] for key in keys],
                 "nbytes": [sum(graph.nbytes(w) for w in op.writes) for op in graph.ops],
                 "runtime_us": [op.runtime_us for op in graph.ops],
             },

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ac_client.regenerate.lock import Lock, OpSummary
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import Environment, StaticBytes
 from autoac.planner.report.by_module import folded
 from autoac.planner.units import format_bytes
@@ -71,7 +72,7 @@ def _changed(
     modules: dict[str, _ModuleChanges] = {}
 
     def changes_at(key: str) -> _ModuleChanges:
-        return modules.setdefault(key.rpartition("/")[0], _ModuleChanges())
+        return modules.setdefault(OpKey.parse(key).module, _ModuleChanges())
 
     for key in after:
         if key not in before:
@@ -99,7 +100,7 @@ def _changed(
 
 
 def _op_name(key: str) -> str:
-    return key.rpartition("/")[2].removeprefix("aten.").removesuffix("#0")
+    return OpKey.parse(key).label.removesuffix("#0")
 
 
 def _bytes(now: int, was: int) -> str:

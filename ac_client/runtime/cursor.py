@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Decision
 
 ROOT = "."
@@ -58,8 +59,9 @@ class Route:
 
     def __init__(self, decisions: Mapping[str, Decision]) -> None:
         self.keys = list(decisions)
-        self.modules = [key.rpartition("/")[0] for key in self.keys]
-        self.ops = [key.rpartition("/")[2].rpartition("#")[0] for key in self.keys]
+        parsed = [OpKey.parse(key) for key in self.keys]
+        self.modules = [key.module for key in parsed]
+        self.ops = [key.op for key in parsed]
         self.decisions = list(decisions.values())
         self._spans = self._spans_by_module()
         # Ops after the last module may be those of the loss that the profile was taken with.

@@ -13,13 +13,13 @@ asks for costs nothing.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from unittest import mock
 
 import pulp
 
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.problem.graph import Graph, Moment, OpId, SavedTensor, SavedTensorId, SaveSet, StepId
 from autoac.planner.problem.save_sets import may_be_recomputed, without_cost_free_recomputes
 
@@ -33,29 +33,9 @@ MOST_DEPTHS = 2  # of blocks within blocks
 FRACTIONS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 """Of memory, for the baselines that are given one."""
 MANY_ITEMS = 5_000  # from here on torch's dp_knapsack would need a table of more than 200 MB
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # standing alone in a module path
 
 
 # Names of ops.
-
-
-def module_of(name: str) -> str:
-    """`h.3.attn` of `h.3.attn/aten.mm.default#1`. "" where there is none."""
-    return name.split("/", 1)[0] if "/" in name else ""
-
-
-def overload_of(name: str) -> str:
-    """`aten.mm.default` of `h.3.attn/aten.mm.default#1`."""
-    return name.rsplit("/", 1)[-1].rsplit("#", 1)[0]
-
-
-def block_of(name: str, depth: int) -> str:
-    """The module path up to its `depth`-th number: `h.3` of `h.3.attn/...`. "" outside all blocks."""
-    module = module_of(name)
-    for i, match in enumerate(_NUMBER.finditer(module), start=1):
-        if i == depth:
-            return module[: match.end()]
-    return ""
 
 
 def is_attention(overload: str) -> bool:
@@ -91,7 +71,7 @@ def is_random(overload: str) -> bool:
 
 def depths(graph: Graph) -> list[int]:
     """How many numbers deep blocks are nested, outermost first; no more than MOST_DEPTHS."""
-    found = max((len(_NUMBER.findall(module_of(op.name))) for op in graph.ops), default=0)
+    found = max((OpKey.parse(op.name).block_depth for op in graph.ops), default=0)
     return list(range(1, min(found, MOST_DEPTHS) + 1))
 
 
@@ -132,12 +112,12 @@ def attention_and_blocks(graph: Graph) -> Family:
 
 def attention_outputs(graph: Graph) -> SaveSet:
     """Fused attention kernels, else the first batched matmul after each softmax."""
-    fused = frozenset(op.id for op in graph.ops if is_attention(overload_of(op.name)))
+    fused = frozenset(op.id for op in graph.ops if is_attention(OpKey.parse(op.name).op))
     if fused:
         return fused
     found, after_softmax = set(), False
     for op in graph.ops:
-        overload = overload_of(op.name)
+        overload = OpKey.parse(op.name).op
         if "softmax" in overload:
             after_softmax = True
         elif after_softmax and overload.split(".")[1:2] in (["bmm"], ["baddbmm"]):
@@ -169,7 +149,7 @@ def listed(graph: Graph, setting: str) -> SaveSet:
     seen: dict[str, int] = {}
     found = set()
     for op in graph.ops:
-        overload, block = overload_of(op.name), blocks[op.id]
+        overload, block = OpKey.parse(op.name).op, blocks[op.id]
         if is_matmul(overload):
             seen[block] = seen.get(block, 0) + 1
             if seen[block] % every == 1 % every:
@@ -332,7 +312,7 @@ def uniform_blocks(graph: Graph, fractions: Iterable[float] = FRACTIONS) -> Fami
             chosen = set(outputs)
             for ops in inside.values():
                 kind = tuple(
-                    (overload_of(graph.ops[o].name), nbytes_of(graph, o), graph.ops[o].runtime_us)
+                    (OpKey.parse(graph.ops[o].name).op, nbytes_of(graph, o), graph.ops[o].runtime_us)
                     for o in ops
                 )
                 if kind not in solved:
@@ -356,7 +336,7 @@ def _sac_stats(graph: Graph, ops: Sequence[OpId]):  # type: ignore[no-untyped-de
     from torch.distributed._tools.sac_estimator import SACStats
 
     at = {op: i for i, op in enumerate(ops)}
-    names = [overload_of(graph.ops[o].name) for o in ops]
+    names = [OpKey.parse(graph.ops[o].name).op for o in ops]
     inplace = []
     for o in ops:
         previous = [p for w in graph.ops[o].writes if (p := graph.versions[w].previous) is not None]
@@ -405,7 +385,8 @@ def module_tree(graph: Graph) -> list[Module]:
     inside: dict[str, list[OpId]] = {}
     own: set[str] = set()
     for op in graph.ops:
-        parts = module_of(op.name).split(".") if module_of(op.name) else []
+        module = OpKey.parse(op.name).module
+        parts = module.split(".") if module else []
         own.add(".".join(parts))
         for i in range(len(parts) + 1):
             inside.setdefault(".".join(parts[:i]), []).append(op.id)
@@ -571,10 +552,9 @@ def minimum_cut(graph: Graph) -> Family:
     cut is empty but for what must be saved. Bans as in `torch._functorch.partitioners`: expensive ops
     (matmuls, convolutions, attention), random ones, and ops that shrink what they read to a quarter.
     """
-    expensive = {
-        op.id for op in graph.ops if is_matmul(overload_of(op.name)) or is_attention(overload_of(op.name))
-    }
-    random = {op.id for op in graph.ops if is_random(overload_of(op.name))}
+    overloads = [OpKey.parse(op.name).op for op in graph.ops]
+    expensive = {OpId(i) for i, name in enumerate(overloads) if is_matmul(name) or is_attention(name)}
+    random = {OpId(i) for i, name in enumerate(overloads) if is_random(name)}
     shrinking = {
         op.id
         for op in graph.ops
@@ -617,7 +597,7 @@ def cut(graph: Graph, banned: set[OpId]) -> SaveSet:
 
 
 def _blocks(graph: Graph, depth: int) -> list[str]:
-    return [block_of(op.name, depth) for op in graph.ops]
+    return [OpKey.parse(op.name).block(depth) for op in graph.ops]
 
 
 BASELINES: dict[str, Baseline] = {

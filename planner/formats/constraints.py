@@ -37,6 +37,7 @@ from autoac.planner.errors import (
     InvalidConstraints,
     UnmatchedPattern,
 )
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import DECIDES, PINNED, Count, Profile
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
@@ -151,7 +152,11 @@ class _Names:
 
     @cached_property
     def modules(self) -> list[tuple[str, ...]]:
-        return [_parts(key.rpartition("/")[0]) for key in self.keys]
+        return [_parts(key.module) for key in self.parsed]
+
+    @cached_property
+    def parsed(self) -> list[OpKey]:
+        return [OpKey.parse(key) for key in self.keys]
 
     @cached_property
     def position(self) -> dict[str, int]:
@@ -166,16 +171,20 @@ class _Names:
         if pattern in self.position:
             return [OpId(self.position[pattern])]
         module, slash, name = pattern.rpartition("/")
-        module, name = (module, name) if slash else (pattern, "*")
-        inside = {parts: _inside(parts, module) for parts in dict.fromkeys(self.modules)}
-        found = [
-            OpId(op)
-            for op, key in enumerate(self.keys)
-            if inside[self.modules[op]] and _is_called(key.rpartition("/")[2], name)
-        ]
+        found = self._called(module, name) if slash else []
+        found = found or self._called(pattern, "*")  # a module's name may contain "/"
         if not found:
             raise UnmatchedPattern(field, pattern, self._near(pattern), len(self.keys))
         return found
+
+    def _called(self, module: str, name: str) -> list[OpId]:
+        """Return the ops in modules that `module` stands for that answer to `name`."""
+        inside = {parts: _inside(parts, module) for parts in dict.fromkeys(self.modules)}
+        return [
+            OpId(op)
+            for op, key in enumerate(self.parsed)
+            if inside[self.modules[op]] and _is_called(key, name)
+        ]
 
     def unit_of(self, patterns: Sequence[str]) -> list[tuple[str, ...]]:
         """By op: the innermost module around it that one of `patterns` stands for; () for the rest.
@@ -221,10 +230,12 @@ def _ends(module: tuple[str, ...], pattern: tuple[str, ...]) -> set[int]:
     return ends
 
 
-def _is_called(name: str, pattern: str) -> bool:
-    """Whether an op `aten.mm.default#1` answers to `pattern`: whole, without its number, without overload."""
-    overload = name.partition("#")[0]
-    return any(fnmatchcase(n, pattern) for n in (name, overload, overload.rpartition(".")[0]))
+def _is_called(key: OpKey, pattern: str) -> bool:
+    """Return True if `pattern` is the op's name: with its occurrence, without it, or without overload."""
+    return any(
+        fnmatchcase(name, pattern)
+        for name in (f"{key.op}#{key.occurrence}", key.op, key.op.rpartition(".")[0])
+    )
 
 
 # --- pins -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from autoac.planner.errors import MalformedProfile, UnknownVersion
+from autoac.planner.formats.op_key import OpKey
 
 FORMAT: Final = "autoac.profile"
 VERSION: Final = 1
@@ -280,7 +281,7 @@ class Profile(BaseModel):
         for pair in zip(self.ops.module, self.ops.overload, strict=True):
             ordinal = seen.get(pair, 0)
             seen[pair] = ordinal + 1
-            names.append(f"{self.modules[pair[0]]}/{self.overloads[pair[1]]}#{ordinal}")
+            names.append(str(OpKey(self.modules[pair[0]], self.overloads[pair[1]], ordinal)))
         return names
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoac.planner.errors import ConflictingPins
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import PINNED, OpFlag, Profile
 from autoac.planner.problem.graph import (
     BackwardStep,
@@ -137,7 +138,7 @@ def _run_again(graph: Graph, pinned: Sequence[OpId]) -> Graph:
     blocked: dict[str, ConflictingPins] = {}  # by module
     for op in pinned:
         name = graph.ops[op].name
-        module = name.rpartition("/")[0]
+        module = OpKey.parse(name).module
         together = unsaved_with(graph, op)
         saved = [other for other in together if graph.ops[other].must_save]
         if not saved:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute
 from autoac.planner.memory.simulate import Timeline
 from autoac.planner.problem.graph import Graph
@@ -122,7 +123,7 @@ def op_names(keys: Sequence[str]) -> frozenset[str]:
 
 
 def _op_name(key: str) -> str:
-    namespace, _, rest = key.partition("/")[2].partition(".")
+    namespace, _, rest = OpKey.parse(key).op.partition(".")
     return f"{namespace}::{rest.partition('.')[0]}"
 
 
@@ -132,7 +133,7 @@ def _forward(graph: Graph, kernels: Sequence[Event], ran: Sequence[Ran]) -> Iter
     for event in kernels:
         assert isinstance(event, Compute)
         key = graph.ops[event.op].name
-        wanted.append((key.partition("/")[0], _op_name(key)))
+        wanted.append((OpKey.parse(key).module, _op_name(key)))
     for k, i in in_common(wanted, [(seen.module, seen.name) for seen in ran]):
         yield k, ran[i].begin_us
 

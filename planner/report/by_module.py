@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.memory.schedule import held_until, readers_until
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
@@ -97,8 +98,10 @@ def by_module(ops: Iterable[OpDecision]) -> tuple[Row, ...]:
     """The rows of a table by module, in the order in which modules first ran. Idle modules have none."""
     modules: dict[str, list[OpDecision]] = {}
     for op in ops:
-        modules.setdefault(op.key.partition("/")[0], []).append(op)
-    groups = folded(modules, lambda module: tuple((_op(op.key), op.decision) for op in modules[module]))
+        modules.setdefault(OpKey.parse(op.key).module, []).append(op)
+    groups = folded(
+        modules, lambda module: tuple((OpKey.parse(op.key).label, op.decision) for op in modules[module])
+    )
     rows = []
     for name, paths in groups:
         of_one = modules[paths[0]]
@@ -218,15 +221,11 @@ def ranges(values: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
-def _op(key: str) -> str:
-    return key.partition("/")[2].removeprefix("aten.")
-
-
 def _names(ops: Sequence[OpDecision], decision: Decision) -> tuple[str, ...]:
-    names = [_op(op.key) for op in ops]
-    several = {name.rpartition("#")[0] for name in names if not name.endswith("#0")}
+    keys = [OpKey.parse(op.key) for op in ops]
+    several = {key.op for key in keys if key.occurrence}
     return tuple(
-        name if name.rpartition("#")[0] in several or "#" not in name else name.rpartition("#")[0]
-        for name, op in zip(names, ops, strict=True)
+        key.label if key.op in several else key.short_op
+        for key, op in zip(keys, ops, strict=True)
         if op.decision is decision
     )

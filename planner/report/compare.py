@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
 from autoac.planner.plan import Plan
 from autoac.planner.report.by_module import Decision, OpDecision, folded, op_decisions
@@ -73,18 +74,19 @@ def difference(
     decided_after = _decided(after) if became[1] is None else became[1]
     of_before = {op.key: op for op in decided_before}
     of_after = {op.key: op for op in decided_after}
-    numbered = {key.rpartition("#")[0] for key in (*of_before, *of_after) if not key.endswith("#0")}
+    parsed = {text: OpKey.parse(text) for text in (*of_before, *of_after)}
+    numbered = {(key.module, key.op) for key in parsed.values() if key.occurrence}
 
-    def op_name(key: str) -> str:
-        shown = key if key.rpartition("#")[0] in numbered or "#" not in key else key.rpartition("#")[0]
-        return shown.partition("/")[2].removeprefix("aten.")
+    def op_name(text: str) -> str:
+        key = parsed[text]
+        return key.label if (key.module, key.op) in numbered else key.short_op
 
     modules: dict[str, list[tuple[OpDecision, OpDecision]]] = {}
     for key, old in of_before.items():
         new = of_after.get(key)
         kept = old.decision is Decision.SAVED and key not in unknown
         if new is not None and kept != (new.decision is Decision.SAVED):
-            modules.setdefault(key.partition("/")[0], []).append((old, new))
+            modules.setdefault(parsed[key].module, []).append((old, new))
 
     def signature(module: str) -> object:
         return tuple((op_name(old.key), new.decision is Decision.SAVED) for old, new in modules[module])

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
 from autoac.planner.memory.lifetimes import beside, lives
 from autoac.planner.memory.schedule import Backward, Compute, Recompute, recompute_us
@@ -20,7 +21,7 @@ from autoac.planner.problem.graph import BackwardStep, Graph, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.report.align_measured import Clock, MeasuredStep, align, thinned
 from autoac.planner.report.by_module import Decision, OpDecision, by_module, folded, op_decisions
-from autoac.planner.solver.heuristics import block_of, every_block_recomputed
+from autoac.planner.solver.heuristics import every_block_recomputed
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
 """Kinds of event. After OPTIMIZER nothing comes."""
@@ -153,7 +154,7 @@ def picture(
     graph, profile = plan.graph, plan.profile
     names = _Table()
     labels, reasons = _Table(), _Table()
-    ops = [_split(op.name) for op in graph.ops]
+    ops = [(key.module, key.label) for key in (OpKey.parse(op.name) for op in graph.ops)]
     op_names = Names(
         tuple(names.at(module) for module, _ in ops), tuple(labels.at(label) for _, label in ops)
     )
@@ -304,14 +305,14 @@ def _module_of(graph: Graph, step: BackwardStep, modules: Sequence[str]) -> str:
             for op in graph.ops[max(handle.packed - 1, 0) : handle.packed + 1][::-1]
             if handle.version in op.reads or handle.version in op.writes
         ]
-        alike = [op for op in around if _squashed(op.name.rpartition("/")[2]) == _squashed(step.name)]
+        alike = [op for op in around if _squashed(OpKey.parse(op.name).op) == _squashed(step.name)]
         for op in alike or around:
             return modules[op.id]
     return modules[graph.versions[graph.saved_tensors[step.unpacks[0]].version].op] if step.unpacks else ""
 
 
 def _squashed(name: str) -> str:
-    """What `aten._log_softmax.default#0` and `LogSoftmaxBackward0` have in common: `logsoftmax`."""
+    """What `aten._log_softmax.default` and `LogSoftmaxBackward0` have in common: `logsoftmax`."""
     name = name.removeprefix("aten.").partition(".")[0].partition("Backward")[0]
     return name.replace("_", "").lower()
 
@@ -319,7 +320,7 @@ def _squashed(name: str) -> str:
 def _layers(ops: Sequence[OpDecision]) -> tuple[Layer, ...]:
     layers: dict[str, list[OpDecision]] = {}
     for op in ops:
-        layers.setdefault(block_of(op.key), []).append(op)
+        layers.setdefault(OpKey.parse(op.key).block(), []).append(op)
 
     def within(layer: str) -> object:
         return tuple((op.key.removeprefix(layer), op.decision) for op in layers[layer])
@@ -360,12 +361,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value and is_dataclass(value[0]):
         return [_plain(one) for one in value]
     return value
-
-
-def _split(key: str) -> tuple[str, str]:
-    """An op's key as (module, name of the op in it)."""
-    module, slash, label = key.rpartition("/")
-    return (module, label.removeprefix("aten.")) if slash else ("", key)
 
 
 class _Table(list[str]):

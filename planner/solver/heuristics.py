@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from itertools import chain
 
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward, without_cost_free_recomputes
 
 FILL_TRIES = 60  # each a simulation
-_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 
 
 def simple_save_sets(graph: Graph) -> Iterator[SaveSet]:
@@ -72,15 +71,10 @@ def every_block_recomputed(graph: Graph) -> SaveSet | None:
 
     Blocks are the outermost modules with a number for a name. None if there are fewer than two.
     """
-    blocks = [block_of(op.name) for op in graph.ops]
+    blocks = [OpKey.parse(op.name).block() for op in graph.ops]
     if len(set(blocks) - {""}) < 2:
         return None
     return without_cost_free_recomputes(graph, _crossing(graph, blocks) | _outside(graph, blocks))
-
-
-def block_of(key: str) -> str:
-    """Return the outermost block that an op is in: "h.3" for "h.3.attn/aten.mm.default#0"; "" for none."""
-    return _block(key, 1)
 
 
 def _simple(graph: Graph) -> Iterator[SaveSet]:
@@ -98,29 +92,16 @@ def _simple(graph: Graph) -> Iterator[SaveSet]:
 
 
 def _blocks(graph: Graph) -> Iterator[list[str]]:
-    """Yield by op the block it is in: by depth of nesting, then with 1, 2, 4, ... neighbors as one block."""
-    depths = sorted({len(_LAYER.findall(_module(op.name))) for op in graph.ops} - {0})
-    for depth in depths:
-        blocks = [_block(op.name, depth) for op in graph.ops]
+    """By op, which block it is in: by depth, then with every 1, 2, 4, ... neighbouring blocks as one."""
+    keys = [OpKey.parse(op.name) for op in graph.ops]
+    for depth in sorted({key.block_depth for key in keys} - {0}):
+        blocks = [key.block(depth) for key in keys]
         names = [name for name in dict.fromkeys(blocks) if name]
         together = 1
         while together <= max(len(names) // 2, 1):
             group = {name: names[i // together * together] for i, name in enumerate(names)}
             yield [group.get(name, "") for name in blocks]
             together *= 2
-
-
-def _module(name: str) -> str:
-    return name.split("/", 1)[0]
-
-
-def _block(name: str, depth: int) -> str:
-    """Return the module path up to its `depth`-th number: "h.3" for "h.3.attn"; "" outside all blocks."""
-    module = _module(name)
-    for i, match in enumerate(_LAYER.finditer(module), start=1):
-        if i == depth:
-            return module[: match.end()]
-    return ""
 
 
 def _crossing(graph: Graph, blocks: list[str]) -> SaveSet:

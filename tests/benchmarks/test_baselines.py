@@ -20,7 +20,7 @@ from autoac.planner.problem.save_sets import with_forced_saves, without_cost_fre
 from autoac.profiler import profile
 from benchmarks.models import gpt2 as zoo_gpt2
 from benchmarks.plans import baselines
-from benchmarks.plans.baselines import BASELINES, block_of, module_of, overload_of
+from benchmarks.plans.baselines import BASELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")  # torch's own calls
 GPT2 = build(gpt2(2, batch=2, length=64, width=48, vocabulary=64))
@@ -48,23 +48,6 @@ def two_blocks():
 
 def names(graph, save_set):
     return [graph.ops[op].name for op in sorted(save_set)]
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "overload"),
-    [
-        ("h.3.attn/aten.mm.default#1", "h.3.attn", "aten.mm.default"),
-        ("/aten.mm.default#0", "", "aten.mm.default"),
-        ("op1", "", "op1"),
-    ],
-)
-def test_a_name_says_module_and_overload(name, module, overload):
-    assert (module_of(name), overload_of(name)) == (module, overload)
-
-
-def test_a_block_is_a_path_up_to_a_number_that_stands_alone():
-    name = "layer1.2.conv2.experts.5.w1/aten.mm.default#0"
-    assert [block_of(name, depth) for depth in (1, 2, 3)] == ["layer1.2", "layer1.2.conv2.experts.5", ""]
 
 
 @pytest.mark.parametrize("graph", SMALL, ids=range(len(SMALL)))

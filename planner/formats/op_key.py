@@ -1,0 +1,67 @@
+"""Read the key that names an op in profiles, policies and reports.
+
+    layers.3.mlp/aten.mm.default#1
+    ------------ --------------- -
+    module       op              occurrence: the second `aten.mm.default` in that module
+
+A module's path may contain "/" and "#": `nn.ModuleDict({"a/b": ...})`. The name of an op contains neither.
+So a key is split at its last "/". No other file takes keys apart.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
+
+
+@dataclass(frozen=True, slots=True)
+class OpKey:
+    """The parts of an op's key.
+
+    >>> OpKey.parse("layers.3.mlp/aten.mm.default#1")
+    OpKey(module='layers.3.mlp', op='aten.mm.default', occurrence=1)
+    """
+
+    module: str  # "layers.3.mlp"; "." is the model itself
+    op: str  # "aten.mm.default"
+    occurrence: int | None = 0  # how often the op ran in the module before; None in a name without "#"
+
+    @classmethod
+    def parse(cls, key: str) -> OpKey:
+        """Return the parts of `key`. A text without "/" is the name of an op outside of all modules."""
+        module, _, name = key.rpartition("/")
+        op, mark, occurrence = name.rpartition("#")
+        return (
+            cls(module, op, int(occurrence)) if mark and occurrence.isdecimal() else cls(module, name, None)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.module}/{self.op}" + ("" if self.occurrence is None else f"#{self.occurrence}")
+
+    @property
+    def short_op(self) -> str:
+        """The op as reports show it: `mm.default`."""
+        return self.op.removeprefix("aten.")
+
+    @property
+    def label(self) -> str:
+        """The op with its occurrence as reports show it: `mm.default#1`."""
+        return self.short_op + ("" if self.occurrence is None else f"#{self.occurrence}")
+
+    def block(self, depth: int = 1) -> str:
+        """Return the path of the block around the op, `depth` blocks deep; "" if there is none.
+
+        >>> OpKey.parse("encoder.layers.3.experts.0.up/aten.mm.default#1").block()
+        'encoder.layers.3'
+        >>> OpKey.parse("encoder.layers.3.experts.0.up/aten.mm.default#1").block(2)
+        'encoder.layers.3.experts.0'
+        """
+        ends = [match.end() for match in _NUMBER.finditer(self.module)]
+        return self.module[: ends[depth - 1]] if depth <= len(ends) else ""
+
+    @property
+    def block_depth(self) -> int:
+        """The number of blocks, one inside the other, that the op is in."""
+        return len(_NUMBER.findall(self.module))
