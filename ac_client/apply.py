@@ -109,7 +109,7 @@ def apply(
             nothing inside of them is recomputed.
         CannotProfile: the model lies on several devices, or partly on the CPU. Else from a training forward:
             it runs inside of torch.compile or is traced, or for one of the reasons in docs/profiling.md.
-        InvalidConstraints: a pattern stands for nothing, or constraints contradict each other. From the first
+        InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the first
             training forward, which leaves the model as it was; from `apply` if a policy is given as well.
         InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
             training forward, which leaves the model as it was.

@@ -1,54 +1,103 @@
-"""What can go wrong in the planner.
+"""Errors of the planner.
 
     PlannerError
-    +-- MalformedProfile      the data is no Profile
-    +-- MalformedPolicy       the data is no Policy
-    +-- UnknownVersion        it is one, of a version that this release does not read
+    +-- MalformedProfile      the data is not a Profile
+    +-- MalformedPolicy       the data is not a Policy
+    +-- UnknownVersion        a format of ours, in a version that this release does not read
     +-- InvalidBudget         not a positive number of bytes
-    +-- InvalidLimit          a gap or a time limit that no search can keep to
+    +-- InvalidLimit          a gap, or a limit on time or work, that no search can keep to
     +-- UnknownOp             a save set names an op that the graph does not have
-    +-- UnknownKey            no op has this key; says which come near
-    +-- OtherProfile          a policy was not made for this profile
-    +-- InvalidPipeline       no such schedule, or numbers that it does not take
-    +-- InvalidConstraints    they cannot be met, whatever the budget
-    |   +-- UnmatchedPattern      a pattern stands for nothing; says what comes near
-    |   +-- ConflictingPins       an op would have to be saved and run again
+    +-- UnknownKey            a name matches no op, or several
+    +-- OtherProfile          a policy was made for another profile
+    +-- InvalidPipeline       a schedule that does not exist, or numbers that it does not take
+    +-- InvalidConstraints    constraints that no plan can meet, whatever the budget
+    |   +-- UnmatchedPattern      a pattern matches no op or module
+    |   +-- ConflictingPins       an op would have to be saved and recomputed
     +-- InfeasibleBudget      no plan fits; says what would
-    |   +-- InfeasibleConstraints   and constraints have to do with it
-    +-- SolverOutOfTime       the work or the time was over before any plan was found
+    |   +-- InfeasibleConstraints   and names the constraints to blame
+    +-- SolverOutOfTime       a limit on work or time was reached before any plan was found
 
-Each error carries its numbers as fields and pickles, since it crosses a process boundary.
+An error keeps its arguments as fields of the same names. Errors cross ranks, processes and the network as the
+dict that `to_dict` returns, and pickle. No other file encodes them.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from autoac.planner.units import GIB, exact_bytes, format_bytes, gb_from_bytes
 
-if TYPE_CHECKING:
-    from autoac.planner.problem.graph import SaveSet
+_PUBLISHED = {  # names in `to_dict`, where they differ from the argument's
+    "message": "detail",
+    "budget": "budget_bytes",
+    "proven_floor": "proven_floor_bytes",
+    "smallest_found": "smallest_found_bytes",
+}
 
 
 class PlannerError(Exception):
     """Base of all errors of the planner."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.args, self.__dict__))
+        return (_unpickled, (type(self), self.args, self.__dict__))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error as JSON data: `kind`, `detail` (its text), and its arguments."""
+        data: dict[str, Any] = {"kind": _kind(type(self)), "detail": str(self)}
+        for name in _arguments(type(self)) - {"message"}:
+            value = getattr(self, name)
+            if isinstance(value, tuple):
+                value = [asdict(item) if isinstance(item, Holding) else item for item in value]
+            data[_PUBLISHED.get(name, name)] = value
+        return data
 
 
-def _rebuild(kind: type[PlannerError], args: tuple[Any, ...], fields: dict[str, Any]) -> PlannerError:
-    error = kind.__new__(kind, *args)
+def from_dict(data: Mapping[str, Any]) -> PlannerError | None:
+    """Return the error that `to_dict` wrote as `data`; None if `data` is not one. Other keys are ignored."""
+    for cls in _subclasses(PlannerError):
+        if _kind(cls) == data.get("kind"):
+            published = {name: _PUBLISHED.get(name, name) for name in _arguments(cls)}
+            given = {name: data[key] for name, key in published.items() if key in data}
+            try:
+                if "live" in given:
+                    given["live"] = [Holding(**holding) for holding in given["live"]]
+                error: PlannerError = cls(**given)
+            except (TypeError, ValueError, ArithmeticError):  # an argument is missing, or of another type
+                return None
+            return error
+    return None
+
+
+def _arguments(cls: type) -> set[str]:
+    """Return the names of what is published of an error. A save set means nothing without its graph."""
+    return set(inspect.signature(cls).parameters) - {"save_set"}
+
+
+def _kind(cls: type) -> str:
+    """Return the published name of an error class: `infeasible-budget` for InfeasibleBudget."""
+    return re.sub("(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
+
+
+def _subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)
+
+
+def _unpickled(cls: type[PlannerError], args: tuple[Any, ...], state: dict[str, Any]) -> PlannerError:
+    error = cls.__new__(cls)
     error.args = args
-    error.__dict__.update(fields)
+    error.__dict__.update(state)
     return error
 
 
 class MalformedProfile(PlannerError):
-    """The data is no Profile. `problems` has a line for each thing found, the first few."""
+    """The data is not a Profile. `problems` are the first few, a line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -56,7 +105,7 @@ class MalformedProfile(PlannerError):
 
 
 class MalformedPolicy(PlannerError):
-    """The data is no Policy. `problems` has a line for each thing found, the first few."""
+    """The data is not a Policy. `problems` are the first few, a line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -64,7 +113,7 @@ class MalformedPolicy(PlannerError):
 
 
 class UnknownVersion(PlannerError):
-    """The format is known and the version is not."""
+    """The data is in a format of ours, in a version that this release does not read."""
 
     def __init__(self, format: str, version: object, known: int) -> None:
         self.format, self.version, self.known = format, version, known
@@ -75,18 +124,18 @@ class UnknownVersion(PlannerError):
 
 
 class InvalidBudget(PlannerError):
-    """A budget that is not a positive, finite number."""
+    """A budget is not a positive, finite number."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
 
 
 class InvalidLimit(PlannerError):
-    """A gap that is no fraction, or a time limit that is no number of seconds. `name` is the argument."""
+    """A gap is not a fraction, or a limit is not a number. `name` is the argument."""
 
     def __init__(self, name: str, value: object, bound: str) -> None:
         self.name, self.value, self.bound = name, value, bound
-        super().__init__(f"{name} must be {bound}, not {value!r}")
+        super().__init__(f"{name} must be {bound}, got {value!r}")
 
 
 class UnknownOp(PlannerError):
@@ -98,12 +147,12 @@ class UnknownOp(PlannerError):
 
 
 class UnknownKey(PlannerError):
-    """No op, or more than one, answers to a name that a person gave. `near` are keys to try instead."""
+    """A name that a person gave matches no op, or several. `near` are keys to try instead."""
 
     def __init__(self, key: str, near: Sequence[str], n_ops: int) -> None:
         self.key, self.near, self.n_ops = key, tuple(near), n_ops
         advice = "pass a whole key: " + ", ".join(self.near) if self.near else "a policy lists all keys"
-        super().__init__(f"{key!r} names none or several of the {n_ops} ops; {advice}")
+        super().__init__(f"{key!r} must match one of the {n_ops} ops, got none or several; {advice}")
 
 
 class OtherProfile(PlannerError):
@@ -118,34 +167,34 @@ class OtherProfile(PlannerError):
 
 
 class InvalidPipeline(PlannerError):
-    """No such schedule, or numbers of stages, microbatches or chunks that it does not take."""
+    """A schedule does not exist, or does not take these numbers of stages, microbatches or chunks."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
 
 
 class InvalidConstraints(PlannerError):
-    """Constraints that no plan of this profile can meet, whatever the budget."""
+    """No plan of this profile can meet the constraints, whatever the budget."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
 
 
 class UnmatchedPattern(InvalidConstraints):
-    """A pattern stands for no op or module. `near` are names to try instead."""
+    """A pattern matches no op or module. `near` are names to try instead."""
 
     def __init__(self, field: str, pattern: str, near: Sequence[str], n_ops: int) -> None:
         self.field, self.pattern, self.near, self.n_ops = field, pattern, tuple(near), n_ops
         advice = f"did you mean {' or '.join(self.near)}?" if self.near else "a policy lists all keys"
-        super().__init__(f"{field} {pattern!r} stands for nothing among {n_ops} ops; {advice}")
+        super().__init__(f"{field} {pattern!r} matches none of the {n_ops} ops; {advice}")
 
 
 class ConflictingPins(InvalidConstraints):
-    """An op, or a pattern, would have to be saved and run again. `first` and `second` say who asks."""
+    """An op, or a pattern, would have to be saved and recomputed. `first` and `second` say who asks."""
 
     def __init__(self, key: str, first: str, second: str) -> None:
         self.key, self.first, self.second = key, first, second
-        super().__init__(f"{key} cannot obey both: {first}; {second}. Take one of them off")
+        super().__init__(f"{key} cannot obey both: {first}; {second}. Remove one of the two")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +206,11 @@ class Holding:
     why: str  # "saved", "recomputed", "not planned", ...
 
 
-MOST_HOLDINGS = 8  # that a text names
+MOST_HOLDINGS = 8  # lines of a text
 
 
 def holdings_in_lines(live: Sequence[Holding]) -> list[str]:
-    """Return a line for each of the first few, and one for the rest."""
+    """Return a line for each of the largest, and one for the rest."""
     few, rest = live[:MOST_HOLDINGS], live[MOST_HOLDINGS:]
     lines = [f"  {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})" for h in few]
     if rest:
@@ -172,10 +221,14 @@ def holdings_in_lines(live: Sequence[Holding]) -> list[str]:
 class InfeasibleBudget(PlannerError):
     """No plan fits in the budget.
 
-    Fields, all in bytes: `budget`; `proven_floor`, which no save set beats; `smallest_found`, the
-    smallest peak of any plan that was found, or None. `peak_at` names the place of that peak and
-    `live` what is live there, largest first. `save_set`, the ops that are saved for that peak, is a start for
-    a plan within a larger budget of the same profile; None where a service planned.
+    Args:
+        budget: in bytes.
+        proven_floor: no save set has a smaller peak, in bytes.
+        smallest_found: the smallest peak of any plan that was found, in bytes, or None.
+        peak_at: the moment of that peak.
+        live: what is live there, largest first.
+        save_set: the SaveSet with that peak, from which planning within a larger budget of the same profile
+            can start. None where another process planned.
     """
 
     def __init__(
@@ -185,7 +238,7 @@ class InfeasibleBudget(PlannerError):
         smallest_found: int | None,
         peak_at: str,
         live: Sequence[Holding],
-        save_set: SaveSet | None = None,
+        save_set: frozenset[Any] | None = None,
     ) -> None:
         self.budget, self.proven_floor, self.smallest_found = budget, proven_floor, smallest_found
         self.save_set = save_set
@@ -204,11 +257,12 @@ class InfeasibleBudget(PlannerError):
 
 
 class InfeasibleConstraints(InfeasibleBudget):
-    """No plan fits in the budget under the constraints, and these have to do with it.
+    """No plan fits in the budget under the constraints, which are to blame.
 
-    Fields as of InfeasibleBudget. Where forward has a limit of its own, `proven_floor` and
-    `smallest_found` are budgets at which that limit is raised by as much. `culprits` has a line for each
-    constraint to blame and what it takes.
+    Args:
+        budget, proven_floor, smallest_found, peak_at, live, save_set: as of InfeasibleBudget. Where forward
+            has a limit of its own, the sizes are budgets at which that limit is raised by as much.
+        culprits: a line for each constraint to blame, with the bytes that it takes.
     """
 
     def __init__(
@@ -219,7 +273,7 @@ class InfeasibleConstraints(InfeasibleBudget):
         peak_at: str,
         live: Sequence[Holding],
         culprits: Sequence[str],
-        save_set: SaveSet | None = None,
+        save_set: frozenset[Any] | None = None,
     ) -> None:
         super().__init__(budget, proven_floor, smallest_found, peak_at, live, save_set)
         self.culprits = tuple(culprits)
@@ -227,10 +281,12 @@ class InfeasibleConstraints(InfeasibleBudget):
 
 
 class SolverOutOfTime(PlannerError):
-    """The limits on work and time were reached before any plan within the budget was found.
+    """A limit on work or time was reached before any plan within the budget was found.
 
-    Fields as of InfeasibleBudget, in bytes: `budget`, `proven_floor`, `smallest_found`; the last two are
-    None where a service that does not say them planned. `time_limit_s` is the limit that was asked for.
+    Args:
+        budget: in bytes.
+        time_limit_s: the limit that the caller set.
+        proven_floor, smallest_found: as of InfeasibleBudget; None where a service planned that does not say.
     """
 
     def __init__(
@@ -256,7 +312,7 @@ class SolverOutOfTime(PlannerError):
 
 
 def _ceil_gb(nbytes: int) -> str:
-    """Return a number of GiB that is at least `nbytes`, in as few digits as come within 0.1 %."""
+    """Return the fewest digits of GiB that are at least `nbytes`, and within 0.1 % of it."""
     digits = max(3, 3 - math.floor(math.log10(gb_from_bytes(max(nbytes, 1)))))
     scale: int = 10**digits
     return f"{-(-nbytes * scale // GIB) / scale:.{digits}f}"

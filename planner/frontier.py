@@ -82,7 +82,7 @@ def find_frontier(
     Raises:
         InvalidBudget: fewer than 2 points.
         InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
-        InvalidConstraints: a pattern stands for nothing, pins contradict each other, or forward has a budget.
+        InvalidConstraints: a pattern matches nothing, pins contradict each other, or forward has a budget.
     """
     if points < 2:
         raise InvalidBudget(f"a frontier has at least 2 points, not {points}")

@@ -50,7 +50,7 @@ def find_minimum_peak(
 
     Raises:
         InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
-        InvalidConstraints: a pattern stands for nothing, pins contradict each other, or forward has a budget.
+        InvalidConstraints: a pattern matches nothing, pins contradict each other, or forward has a budget.
     """
     check_limits(gap, time_limit_s, work_limit)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)

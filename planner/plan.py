@@ -141,7 +141,7 @@ def plan(
     Raises:
         InvalidBudget: not exactly one budget, or one that is not positive and finite.
         InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
-        InvalidConstraints: a pattern stands for nothing, pins contradict each other, or the like.
+        InvalidConstraints: a pattern matches nothing, pins contradict each other, or the like.
         InfeasibleBudget: no save set fits. InfeasibleConstraints: because of the constraints.
         SolverOutOfTime: neither a plan nor a proof that there is none was found with that work and time.
             Never within a budget that `floor` finds a save set for with its defaults.

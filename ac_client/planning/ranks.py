@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ac_client.errors import RankFailed
-from autoac.planner import InfeasibleBudget, InvalidBudget, InvalidConstraints, Policy, SolverOutOfTime
-from autoac.planner.errors import ConflictingPins, Holding, InfeasibleConstraints, UnmatchedPattern
+from autoac.planner import Policy
+from autoac.planner.errors import PlannerError, from_dict
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, ShardsInUse, device_of
 
@@ -207,21 +207,12 @@ def _words_of(said: Need | Exception) -> str:
         return json.dumps({"shape": dict(said.shape), "limit": said.limit, "static": said.static})
     data: dict[str, Any] = {_FAILED: type(said).__name__, "words": str(said)}
     match said:
-        case InfeasibleBudget():
-            data["sizes"] = [said.budget, said.proven_floor, said.smallest_found]
-            data["peak_at"] = said.peak_at
-            data["live"] = [[held.nbytes, held.name, held.why] for held in said.live]
-            data["culprits"] = list(getattr(said, "culprits", ()))
-        case SolverOutOfTime():
-            data["arguments"] = [said.budget, said.time_limit_s, said.proven_floor, said.smallest_found]
+        case PlannerError():
+            data["error"] = said.to_dict()
         case CannotProfile():
             data["arguments"] = [said.where, said.why, said.instead]
         case ShardsInUse():
             data["arguments"] = [said.where]
-        case UnmatchedPattern():
-            data["arguments"] = [said.field, said.pattern, said.near, said.n_ops]
-        case ConflictingPins():
-            data["arguments"] = [said.key, said.first, said.second]
     return json.dumps(data)
 
 
@@ -243,25 +234,11 @@ def _raise_first(ranks: Ranks, told: Sequence[tuple[int, str]], mine: Any) -> No
 
 def _error(rank: int, data: dict[str, Any]) -> Exception:
     """The error that another rank tells of: of the same type and in the same words, if it is one of ours."""
+    if (error := from_dict(data.get("error", {}))) is not None:
+        return error
     match data[_FAILED]:
-        case "InfeasibleBudget" | "InfeasibleConstraints":
-            budget, floor, found = data["sizes"]
-            held = [Holding(*one) for one in data["live"]]
-            if data[_FAILED] == "InfeasibleBudget":
-                return InfeasibleBudget(budget, floor, found, data["peak_at"], held)
-            return InfeasibleConstraints(budget, floor, found, data["peak_at"], held, data["culprits"])
-        case "SolverOutOfTime":
-            return SolverOutOfTime(*data["arguments"])
         case "CannotProfile":
             return CannotProfile(*data["arguments"])
-        case "InvalidBudget":
-            return InvalidBudget(data["words"])
-        case "InvalidConstraints":
-            return InvalidConstraints(data["words"])
-        case "UnmatchedPattern":
-            return UnmatchedPattern(*data["arguments"])
-        case "ConflictingPins":
-            return ConflictingPins(*data["arguments"])
         case "NothingToProfile":
             return NothingToProfile(data["words"])
         case "ProfilerBusy":

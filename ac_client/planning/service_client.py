@@ -26,15 +26,10 @@ import httpx2
 import zstandard
 
 from autoac.planner.errors import (
-    Holding,
-    InfeasibleBudget,
-    InfeasibleConstraints,
-    InvalidBudget,
-    InvalidConstraints,
     MalformedPolicy,
     PlannerError,
-    SolverOutOfTime,
     UnknownVersion,
+    from_dict,
 )
 from autoac.planner.formats.constraints import Constraints, constrained, held_back
 from autoac.planner.formats.policy import Policy
@@ -486,33 +481,7 @@ def _problem(response: httpx2.Response) -> dict[str, Any]:
     return problem if isinstance(problem, dict) else {}
 
 
-def _sizes(problem: dict[str, Any]) -> tuple[int, int, int | None, str, list[Holding]]:
-    """The arguments of an InfeasibleBudget."""
-    return (
-        problem["budget_bytes"],
-        problem["proven_floor_bytes"],
-        problem["smallest_found_bytes"],
-        problem["peak_at"],
-        [Holding(h["nbytes"], h["name"], h["why"]) for h in problem["live"]],
-    )
-
-
 def planner_error(problem: dict[str, Any], budget: int) -> PlannerError | None:
-    """The planner's error that a problem document tells of; None if it tells of none."""
-    try:
-        match problem.get("type", "").removeprefix(URN):
-            case "invalid-budget":
-                return InvalidBudget(problem["detail"])
-            case "invalid-constraints":
-                return InvalidConstraints(problem["detail"])
-            case "solver-out-of-time":
-                known = problem.get("proven_floor_bytes"), problem.get("smallest_found_bytes")
-                return SolverOutOfTime(budget, float(problem["time_limit_s"]), *known)
-            case "infeasible-budget":
-                return InfeasibleBudget(*_sizes(problem))
-            case "infeasible-constraints":
-                return InfeasibleConstraints(*_sizes(problem), problem["culprits"])
-            case _:
-                return None
-    except (KeyError, TypeError, ValueError, AttributeError):  # not as our service writes it
-        return None
+    """Return the planner's error that a problem document describes; None if it describes another."""
+    kind = str(problem.get("type")).removeprefix(URN)
+    return from_dict({"budget_bytes": budget} | problem | {"kind": kind})

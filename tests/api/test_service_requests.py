@@ -92,7 +92,7 @@ def test_constraints_that_cannot_be_met_are_the_planners_own_errors(
     in_app: Transport, profile: Profile
 ) -> None:
     transport = in_app(InProcess(plan))
-    with pytest.raises(InvalidConstraints, match=r"'chian' stands for nothing .* did you mean chain"):
+    with pytest.raises(InvalidConstraints, match=r"'chian' matches none .* did you mean chain"):
         ask(profile, transport, constraints=Constraints(pin_save=("chian",)))
     rules = Constraints(forward_budget_bytes=1)
     with pytest.raises(InfeasibleConstraints) as caught:

@@ -136,7 +136,7 @@ def test_plan_obeys_constraint_options(profiled, capsys):
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--pin-save", "10.mlp"], ERROR, "pin_save '10.mlp' stands for nothing among"),
+        (["--pin-save", "10.mlp"], ERROR, "pin_save '10.mlp' matches none of"),
         (["--pin-save", "1", "--pin-recompute", "1/*"], ERROR, "1/aten.gelu.default#0 cannot obey both"),
         (["--pin-save", ""], USAGE, "pin_save"),
         (["--forward-budget-gb", "0"], USAGE, "must be a positive number of GiB, got 0.0"),

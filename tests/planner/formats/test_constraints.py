@@ -402,7 +402,7 @@ def test_what_a_pattern_stands_for(pattern: str, found: str) -> None:
 
 def test_a_pattern_that_stands_for_nothing_names_what_is_near() -> None:
     profile = graphs.gpt2(2)
-    with pytest.raises(UnmatchedPattern, match=r"'transformer\.h\.0\.mpl' stands for nothing .*h\.0\.mlp"):
+    with pytest.raises(UnmatchedPattern, match=r"'transformer\.h\.0\.mpl' matches none .*h\.0\.mlp"):
         constrained(profile, Constraints(pin_save=("transformer.h.0.mpl",)))
     with pytest.raises(UnmatchedPattern, match=r"recompute_only .*aten\.addmm\.default#0") as caught:
         constrained(profile, Constraints(recompute_only=("transformer.h.0.attn.c_attn/aten.admm.default",)))
@@ -422,7 +422,7 @@ def test_pins_that_contradict_each_other_are_an_error_that_names_both() -> None:
     error = conflict(profile, pin_save=["transformer.h.*"], pin_recompute=["*/aten.addmm"])
     assert error.key.endswith("attn.c_attn/aten.addmm.default#0")
     assert (error.first, error.second) == ("pin_recompute '*/aten.addmm'", "pin_save 'transformer.h.*'")
-    assert str(error).endswith("Take one of them off")
+    assert str(error).endswith("Remove one of the two")
     error = conflict(profile, pin_save=["lm_head"], pin_recompute=["lm_head"])
     assert (error.first, error.second) == ("pin_recompute 'lm_head'", "pin_save 'lm_head'")
     error = conflict(profile, recompute_only=["transformer.h.*.mlp"], pin_recompute=["transformer.h.*.attn"])

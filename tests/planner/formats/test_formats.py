@@ -25,7 +25,17 @@ from autoac.planner import (
     explain,
     plan,
 )
-from autoac.planner.errors import Holding, PlannerError
+from autoac.planner.errors import (
+    ConflictingPins,
+    Holding,
+    InfeasibleConstraints,
+    InvalidLimit,
+    OtherProfile,
+    PlannerError,
+    UnknownKey,
+    UnmatchedPattern,
+    from_dict,
+)
 from autoac.planner.units import bytes_from_gb, exact_bytes, format_bytes, format_us
 
 
@@ -173,7 +183,13 @@ def test_a_version_of_the_future_is_told_apart_from_nonsense() -> None:
         InfeasibleBudget(10, 20, 30, "here", [Holding(5, "x", "saved")]),
         InfeasibleBudget(10, 20, None, "here", []),
         SolverOutOfTime(10, 2.0),
+        InfeasibleConstraints(10, 20, 30, "here", [Holding(5, "x", "saved")], ["pins"]),
         SolverOutOfTime(10, 2.0, 5, 20),
+        InvalidLimit("gap", -1, "from 0 to 1"),
+        UnknownKey("x", ["y"], 3),
+        OtherProfile("a", "b", "key"),
+        UnmatchedPattern("pin_save", "x", ("y",), 3),
+        ConflictingPins("op", "one", "other"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -182,6 +198,29 @@ def test_errors_cross_a_process_boundary(error: PlannerError) -> None:
     assert type(again) is type(error)
     assert str(again) == str(error) == explain(again)
     assert vars(again) == vars(error)
+    decoded = from_dict(json.loads(json.dumps(error.to_dict())))
+    assert type(decoded) is type(error)
+    assert str(decoded) == str(error)
+    assert vars(decoded) == vars(error)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"kind": "no-such-error"},
+        {"kind": "unknown-op"},
+        {"kind": "infeasible-budget", "budget_bytes": "10", "proven_floor_bytes": None},
+        {"kind": "infeasible-budget", "live": [{"name": "x"}]},
+    ],
+)
+def test_data_that_is_not_an_error_decodes_to_none(data: dict[str, object]) -> None:
+    assert from_dict(data) is None
+
+
+def test_a_save_set_stays_in_its_process() -> None:
+    error = InfeasibleBudget(10, 20, 30, "here", [], frozenset({0}))
+    assert "save_set" not in error.to_dict()
 
 
 def test_an_infeasible_budget_says_what_would_do() -> None:
