@@ -1,12 +1,12 @@
-"""Plans for the stages of a pipeline: a stage holds several microbatches, and the slowest stage decides.
+"""Plan the stages of a pipeline: a stage holds several microbatches, and the slowest stage decides.
 
 NOTE [ Other microbatches ]
 
 While a stage works on one microbatch, the n - 1 others in flight wait between their forward and their
-backward, each holding what the save set has it hold there. So what a save set keeps past forward counts n
-times: `Graph.waiting_microbatches = n - 1`, which the simulator and the rows of the program read. Every
-schedule of `pipelines` goes from its fullest forward straight to a backward, so both meet n - 1 others, and
-the largest peak over all microbatches is the simulator's for one with n - 1 others beside it.
+backward. Each holds what the save set keeps past forward, so these bytes count n times:
+`Graph.waiting_microbatches` is n - 1, which the simulator and the rows of the program read. Every schedule
+goes from its fullest forward straight to a backward, so both meet n - 1 others, and the largest peak over
+all microbatches is the simulator's for one of them while n - 1 wait.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from autoac.planner.errors import InfeasibleBudget, InvalidConstraints, InvalidPipeline
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
-from autoac.planner.pipeline.schedules import Cost, Kind, Schedule, Times, held, times
-from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, Plan, plan
+from autoac.planner.pipeline.schedules import Cost, Kind, Schedule, Times, stage_loads, times
+from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S, Plan, plan
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
@@ -30,7 +30,7 @@ class Stage:
     """One stage of a planned pipeline."""
 
     in_flight: int  # microbatches of one chunk's size, the one at work included
-    waiting_bytes: int  # that those waiting for their weight half hold beside the plan's own count
+    waiting_bytes: int  # of microbatches that wait for their weight half; not in the plan
     plan: Plan
     cost: Cost  # of one microbatch of one chunk, with what the plan recomputes
 
@@ -47,12 +47,12 @@ class Stages:
 
     @property
     def slowdown(self) -> float:
-        """How much longer a step takes than with nothing recomputed: 0.1 is a tenth."""
+        """Return the extra time of a step as a fraction of the step with nothing recomputed."""
         return self.times.step_us / self.plain.step_us - 1 if self.plain.step_us > 0 else 0.0
 
 
 def stage_graph(profile: Profile | Graph, in_flight: int, *, beside_bytes: int = 0) -> Graph:
-    """The step of one microbatch on a stage that holds `in_flight` of them.
+    """Return the Graph of one microbatch's step on a stage that holds `in_flight` of them.
 
     Each of the others also holds its own batch, the stage's input. Where the profiled step made the
     gradients, they exist beforehand for every microbatch but the first: counted as static, and again
@@ -60,9 +60,9 @@ def stage_graph(profile: Profile | Graph, in_flight: int, *, beside_bytes: int =
     gradients exist (`zero_grad(set_to_none=False)`) is exact.
     """
     if in_flight < 1:
-        raise InvalidPipeline(f"a stage holds at least the microbatch that it works on, not {in_flight}")
+        raise InvalidPipeline(f"in_flight must be at least 1, got {in_flight}")
     if beside_bytes < 0:
-        raise InvalidPipeline(f"beside_bytes must not be negative, not {beside_bytes}")
+        raise InvalidPipeline(f"beside_bytes must be at least 0, got {beside_bytes}")
     if isinstance(profile, Graph):
         return replace(
             profile, waiting_microbatches=in_flight - 1, static_bytes=profile.static_bytes + beside_bytes
@@ -86,17 +86,17 @@ def plan_stage(
     beside_bytes: int = 0,
     headroom_bytes: int = 0,
     constraints: Constraints | None = None,
-    gap: float = 0.01,
+    gap: float = DEFAULT_GAP,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     clock: Clock | None = None,
     progress: OnProgress | None = None,
 ) -> Plan:
-    """`plan()` for a stage that holds `in_flight` microbatches at its fullest.
+    """Plan a stage that holds `in_flight` microbatches at its fullest, as `plan` does.
 
     Args:
         profile: one microbatch's step on the stage, or the Graph of one (whose own batch is not known).
-        in_flight: the microbatch at work and those that wait; `pipelines.in_flight` knows the number.
-        beside_bytes: what the device holds beside that, such as the parameters of its other chunks.
+        in_flight: the microbatch at work and those that wait: see `schedules.in_flight`.
+        beside_bytes: other bytes on the device, such as the parameters of its other chunks.
         constraints: as for `plan`, except that the gradients of a stage exist for all microbatches but
             the first, as `stage_graph` has it.
         budget_gb, budget_bytes, headroom_bytes, gap, time_limit_s, clock, progress: as for `plan`.
@@ -110,8 +110,8 @@ def plan_stage(
     if rules is not None and rules.gradients != "as profiled":
         if rules.gradients == "absent":
             raise InvalidConstraints(
-                "gradients='absent' does not go with a pipeline, whose microbatches add to the same "
-                "gradients; leave it out"
+                "gradients must not be 'absent' in a pipeline, whose microbatches add to the same gradients; "
+                "leave it out"
             )
         rules = rules.model_copy(update={"gradients": "as profiled"})
     made = plan(
@@ -140,11 +140,11 @@ def plan_stages(
     weight_share: float = 0.5,
     headroom_bytes: int = 0,
     constraints: Constraints | Sequence[Constraints | None] | None = None,
-    gap: float = 0.01,
+    gap: float = DEFAULT_GAP,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     clock: Clock | None = None,
 ) -> Stages:
-    """A plan for each stage within its device's budget, and what a step then takes.
+    """Plan each stage within its device's budget, and replay the time of a step.
 
     Args:
         profiles: for each stage, the step of one microbatch on one of its chunks; the stage's other
@@ -163,7 +163,7 @@ def plan_stages(
         gap, time_limit_s, clock: as for `plan`, each stage by itself.
 
     Raises:
-        InvalidPipeline: as `pipelines.in_flight`; or a list has not one entry for each stage.
+        InvalidPipeline: as `schedules.in_flight`; or a list has not one entry for each stage.
         InvalidConstraints, InfeasibleBudget: as `plan_stage`; a note says for which stage.
     """
     p = len(profiles)
@@ -173,36 +173,31 @@ def plan_stages(
         if constraints is None or isinstance(constraints, Constraints)
         else list(constraints)
     )
-    for name, given in (
-        ("budget_gb", budgets),
-        ("weight_half_bytes", weight_half_bytes),
-        ("constraints", rules),
-    ):
-        if given is not None and len(given) != p:
-            raise InvalidPipeline(f"{name} has {len(given)} entries for {p} stages; pass one for each")
+    lists = {"budget_gb": budgets, "weight_half_bytes": weight_half_bytes, "constraints": rules}
+    for name, entries in lists.items():
+        if entries is not None and len(entries) != p:
+            raise InvalidPipeline(
+                f"{name} must have one entry for each of the {p} stages, got {len(entries)}"
+            )
     if not 0 <= weight_share <= 1:
-        raise InvalidPipeline(f"weight_share must be between 0 and 1, not {weight_share!r}")
+        raise InvalidPipeline(f"weight_share must be from 0 to 1, got {weight_share!r}")
     stages = []
     plain = []
     n_chunks = 1
     for s, profile in enumerate(profiles):
-        during = held(schedule, s, p, n_microbatches, chunks=chunks)
-        n_chunks = len(during[0].backward)
-        splits = any(now.action.kind is Kind.WEIGHT for now in during)
-        fullest = max(
-            (now for now in during if now.action.kind is Kind.FORWARD),
-            key=lambda now: (now.total, sum(now.backward)),
-        )
-        n, waiting = max(now.total for now in during), 0
-        if splits and weight_half_bytes is not None:
-            n, waiting = sum(fullest.backward), sum(fullest.weights) * weight_half_bytes[s]
-        beside = waiting + (n_chunks - 1) * _own_bytes(profile)
+        loads = stage_loads(schedule, s, p, n_microbatches, chunks=chunks)
+        n_chunks = len(loads[0].backward)
+        n, waiting_bytes = max(load.total for load in loads), 0
+        if weight_half_bytes is not None and any(load.action.kind is Kind.WEIGHT for load in loads):
+            forwards = (load for load in loads if load.action.kind is Kind.FORWARD)
+            fullest = max(forwards, key=lambda load: (load.total, sum(load.backward)))
+            n, waiting_bytes = sum(fullest.backward), sum(fullest.weights) * weight_half_bytes[s]
         try:
             made = plan_stage(
                 profile,
                 in_flight=n,
                 budget_gb=budgets[s],
-                beside_bytes=beside,
+                beside_bytes=waiting_bytes + (n_chunks - 1) * _chunk_bytes(profile),
                 headroom_bytes=headroom_bytes,
                 constraints=rules[s],
                 gap=gap,
@@ -212,7 +207,7 @@ def plan_stages(
         except (InfeasibleBudget, InvalidConstraints) as error:
             error.add_note(f"This is stage {s} of {p}, which holds {n} microbatches under {schedule}.")
             raise
-        stages.append(Stage(n, waiting, made, _cost(made.graph, made.recompute_us, weight_share)))
+        stages.append(Stage(n, waiting_bytes, made, _cost(made.graph, made.recompute_us, weight_share)))
         plain.append(_cost(made.graph, 0.0, weight_share))
     return Stages(
         schedule=Schedule(schedule),
@@ -223,15 +218,15 @@ def plan_stages(
     )
 
 
-def _own_bytes(profile: Profile | Graph) -> int:
-    """What another chunk holds whatever happens: parameters, buffers, gradients, optimizer state."""
+def _chunk_bytes(profile: Profile | Graph) -> int:
+    """Return what another chunk always holds: parameters, buffers, gradients, optimizer state."""
     if isinstance(profile, Graph):
         return profile.static_bytes
     return profile.static.total - profile.static.inputs + profile.gradient_nbytes
 
 
 def _cost(graph: Graph, recompute_us: float, weight_share: float) -> Cost:
-    """What is recomputed runs in the input half, which comes first."""
+    """Return the cost of a microbatch; recompute runs in the input half of backward, which comes first."""
     backward = sum(step.runtime_us for step in graph.steps)
     return Cost(
         forward_us=sum(op.runtime_us for op in graph.ops),

@@ -1,10 +1,10 @@
-"""Pipeline schedules: in which order a stage works, how many microbatches it holds, how long a step takes.
+"""Replay pipeline schedules: the order of work, the microbatches that a stage holds, the time of a step.
 
 NOTE [ What is counted ]
 
 A microbatch is *in flight* on a stage from the beginning of its forward there to the end of its backward.
 Where a schedule splits backward into an input half (gradients that the stage before waits for) and a
-weight half, it is in flight until the weight half has ended, since that half still reads activations. The
+weight half, it is in flight until the weight half has ended, since that half still reads saved tensors. The
 numbers here come from replaying each stage's order of actions; the closed forms of the papers are in the
 tests and in docs/pipelines.md.
 
@@ -19,8 +19,7 @@ for halves that take equally long.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
@@ -39,7 +38,7 @@ class Schedule(StrEnum):
 
 
 class Kind(Enum):
-    """What a stage does with a microbatch."""
+    """A kind of work that a stage does for a microbatch."""
 
     FORWARD = auto()
     BACKWARD = auto()  # both halves in one
@@ -49,7 +48,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a stage does."""
+    """One piece of work of a stage, for one microbatch of one chunk."""
 
     kind: Kind
     chunk: int
@@ -57,8 +56,8 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a stage has in flight while it does something, by chunk."""
+class StageLoad:
+    """The microbatches that a stage has in flight during one action, by chunk."""
 
     action: Action
     backward: tuple[int, ...]  # microbatches whose forward has begun and whose backward has not ended
@@ -66,13 +65,13 @@ class Held:
 
     @property
     def total(self) -> int:
-        """All that is in flight."""
+        """Return the number of (chunk, microbatch) pairs in flight."""
         return sum(self.backward) + sum(self.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """How long a stage takes with one microbatch of one chunk, in microseconds."""
+    """The time that a stage takes for one microbatch of one chunk, in microseconds."""
 
     forward_us: float
     input_us: float  # of backward; without a split the halves run one after the other
@@ -81,7 +80,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long a step of the pipeline takes, in microseconds. By stage, where there are several."""
+    """The time of one step of the pipeline, in microseconds; tuples are by stage."""
 
     step_us: float  # from the first action to the end of the last
     busy_us: tuple[float, ...]
@@ -89,14 +88,14 @@ class Times:
 
     @property
     def bottleneck(self) -> int:
-        """The stage that has most to do."""
+        """Return the stage that works longest."""
         return max(range(len(self.busy_us)), key=lambda stage: (self.busy_us[stage], -stage))
 
 
 def in_flight(
     schedule: Schedule | str, stage: int, n_stages: int, n_microbatches: int, *, chunks: int | None = None
 ) -> int:
-    """The most (chunk, microbatch) pairs that `stage` holds at once. See NOTE [ What is counted ].
+    """Return the most (chunk, microbatch) pairs that `stage` holds at once. See NOTE [ What is counted ].
 
     Args:
         schedule: a Schedule, or its name.
@@ -111,21 +110,21 @@ def in_flight(
     >>> [in_flight("1f1b", stage, 4, 8) for stage in range(4)], in_flight("gpipe", 0, 4, 8)
     ([4, 3, 2, 1], 8)
     """
-    return max(now.total for now in held(schedule, stage, n_stages, n_microbatches, chunks=chunks))
+    return max(now.total for now in stage_loads(schedule, stage, n_stages, n_microbatches, chunks=chunks))
 
 
-def held(
+def stage_loads(
     schedule: Schedule | str, stage: int, n_stages: int, n_microbatches: int, *, chunks: int | None = None
-) -> tuple[Held, ...]:
-    """What `stage` has in flight during each of its actions. Arguments and errors as for `in_flight`."""
+) -> tuple[StageLoad, ...]:
+    """Return what `stage` has in flight during each of its actions. Arguments and errors: see `in_flight`."""
     order = actions(schedule, stage, n_stages, n_microbatches, chunks=chunks)
     n_chunks = 1 + max(action.chunk for action in order)
     backward, weights = [0] * n_chunks, [0] * n_chunks
-    found = []
+    loads = []
     for action in order:
         if action.kind is Kind.FORWARD:
             backward[action.chunk] += 1
-        found.append(Held(action, tuple(backward), tuple(weights)))
+        loads.append(StageLoad(action, tuple(backward), tuple(weights)))
         match action.kind:
             case Kind.BACKWARD:
                 backward[action.chunk] -= 1
@@ -136,13 +135,13 @@ def held(
                 weights[action.chunk] -= 1
             case Kind.FORWARD:
                 pass
-    return tuple(found)
+    return tuple(loads)
 
 
 def actions(
     schedule: Schedule | str, stage: int, n_stages: int, n_microbatches: int, *, chunks: int | None = None
 ) -> tuple[Action, ...]:
-    """What `stage` does in one step, in order. Arguments and errors as for `in_flight`."""
+    """Return the actions of `stage` in one step, in order. Arguments and errors: see `in_flight`."""
     kind, v = _checked(schedule, stage, n_stages, n_microbatches, chunks)
     p, m = n_stages, n_microbatches
     match kind:
@@ -157,11 +156,11 @@ def actions(
         case Schedule.ZB_H2:
             return _split(m, warmup=2 * (p - stage) - 1, waiting=2 * stage)
         case Schedule.ZB_V:
-            return _v(stage, p, m)
+            return _zb_v(stage, p, m)
 
 
 def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatches: int) -> Times:
-    """How long a step takes when sending costs nothing.
+    """Replay the schedule on all stages and return how long a step takes when sending costs nothing.
 
     Args:
         schedule: a Schedule, or its name.
@@ -173,10 +172,10 @@ def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatc
     """
     p, v = len(costs), len(costs[0]) if costs else 0
     if any(len(of_stage) != v for of_stage in costs):
-        raise InvalidPipeline(f"each stage must have {v} chunks, as the first one has")
+        raise InvalidPipeline(f"each stage must have {v} chunks, like the first one")
     orders = [actions(schedule, stage, p, n_microbatches, chunks=v) for stage in range(p)]
     folded = Schedule(schedule) is Schedule.ZB_V
-    done: dict[tuple[bool, int, int], float] = {}  # (is forward, place in the model, microbatch) -> when
+    done: dict[tuple[bool, int, int], float] = {}  # (is forward, position in the model, microbatch) -> end
     clock, begin, busy, at = [0.0] * p, [-1.0] * p, [0.0] * p, [0] * p
     moved = True
     while moved:
@@ -185,17 +184,17 @@ def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatc
             while at[stage] < len(orders[stage]):
                 action = orders[stage][at[stage]]
                 chunk, microbatch = action.chunk, action.microbatch
-                place = (2 * p - 1 - stage) if folded and chunk else chunk * p + stage
+                position = (2 * p - 1 - stage) if folded and chunk else chunk * p + stage
                 cost = costs[stage][chunk]
                 needs: list[tuple[bool, int, int]] = []
                 match action.kind:
                     case Kind.FORWARD:
-                        needs, us = [(True, place - 1, microbatch)] if place else [], cost.forward_us
+                        needs, us = [(True, position - 1, microbatch)] if position else [], cost.forward_us
                     case Kind.WEIGHT:
                         us = cost.weight_us
                     case Kind.INPUT | Kind.BACKWARD:
-                        last = place == p * v - 1
-                        needs = [(True, place, microbatch) if last else (False, place + 1, microbatch)]
+                        last = position == p * v - 1
+                        needs = [(True, position, microbatch) if last else (False, position + 1, microbatch)]
                         us = cost.input_us + (cost.weight_us if action.kind is Kind.BACKWARD else 0.0)
                 if any(need not in done for need in needs):
                     break
@@ -205,62 +204,12 @@ def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatc
                 clock[stage] = start + us
                 busy[stage] += us
                 if action.kind is not Kind.WEIGHT:
-                    done[action.kind is Kind.FORWARD, place, microbatch] = clock[stage]
+                    done[action.kind is Kind.FORWARD, position, microbatch] = clock[stage]
                 at[stage] += 1
                 moved = True
     assert all(at[stage] == len(orders[stage]) for stage in range(p)), "the orders wait for one another"
     idle = [clock[stage] - begin[stage] - busy[stage] for stage in range(p)]
     return Times(max(clock), tuple(busy), tuple(idle))
-
-
-def balance(
-    n_blocks: int, n_stages: int, stage_us: Callable[[int, int, int], float]
-) -> tuple[tuple[int, int], ...]:
-    """Which blocks each stage gets, as half-open ranges, so that the slowest stage is as fast as can be.
-
-    Every stage gets at least one block. Dynamic programming: asks `stage_us` about a range at most once for
-    each stage, and leaves out those that cannot be better.
-
-    Args:
-        n_blocks: of the model, in order.
-        n_stages: among which to divide them.
-        stage_us: (stage, begin, end) -> microseconds that the stage takes with one microbatch if it gets the
-            blocks from `begin` up to but not including `end`, recompute included; infinite where no plan
-            fits. One more block must never make it less.
-
-    Raises:
-        InvalidPipeline: fewer blocks than stages, or no division has a plan on every stage.
-
-    >>> balance(5, 2, lambda stage, begin, end: float(end - begin) * (1 + (stage == 0)))
-    ((0, 2), (2, 5))
-    """
-    if not 1 <= n_stages <= n_blocks:
-        raise InvalidPipeline(
-            f"{n_blocks} blocks cannot be divided among {n_stages} stages; pass at most as many stages"
-        )
-    slowest = [math.inf, *(stage_us(0, 0, end) for end in range(1, n_blocks + 1))]  # so far, by end
-    begins: list[list[int]] = [[0] * (n_blocks + 1)]
-    for stage in range(1, n_stages):
-        before, slowest, chosen = slowest, [math.inf] * (n_blocks + 1), [0] * (n_blocks + 1)
-        for end in range(stage + 1, n_blocks + 1):
-            for begin in range(end - 1, stage - 1, -1):
-                if before[begin] >= slowest[end]:
-                    continue
-                this = stage_us(stage, begin, end)
-                if this >= slowest[end]:
-                    break  # with still more blocks it takes no less
-                slowest[end], chosen[end] = max(before[begin], this), begin
-        begins.append(chosen)
-    if math.isinf(slowest[n_blocks]):
-        raise InvalidPipeline(
-            f"no division of {n_blocks} blocks among {n_stages} stages has a plan on every stage; "
-            "allow a larger budget or use more stages"
-        )
-    ends = [n_blocks]
-    for chosen in reversed(begins[1:]):
-        ends.append(chosen[ends[-1]])
-    ends.reverse()
-    return tuple(zip([0, *ends], ends, strict=False))
 
 
 def _checked(
@@ -270,27 +219,27 @@ def _checked(
         kind = Schedule(schedule)
     except ValueError:
         raise InvalidPipeline(
-            f"{schedule!r} is no schedule; pass one of {', '.join(kind.value for kind in Schedule)}"
+            f"schedule must be one of {', '.join(kind.value for kind in Schedule)}, got {schedule!r}"
         ) from None
     if n_stages < 1 or n_microbatches < 1:
         raise InvalidPipeline(
-            f"a pipeline has at least one stage and one microbatch, not {n_stages} and {n_microbatches}"
+            f"n_stages and n_microbatches must be at least 1, got {n_stages} and {n_microbatches}"
         )
     if not 0 <= stage < n_stages:
-        raise InvalidPipeline(f"stage {stage} is not among the {n_stages} stages 0 to {n_stages - 1}")
+        raise InvalidPipeline(f"stage must be from 0 to {n_stages - 1}, got {stage}")
     takes = {Schedule.ZB_V: 2, Schedule.INTERLEAVED: chunks or 2}.get(kind, 1)
     if chunks is not None and chunks != takes:
-        raise InvalidPipeline(f"{kind.value} has {takes} chunks for each stage, not {chunks}")
+        raise InvalidPipeline(f"chunks must be {takes} for {kind.value}, got {chunks}")
     if kind is Schedule.INTERLEAVED and n_microbatches % n_stages:
         raise InvalidPipeline(
-            f"{kind.value} takes a multiple of {n_stages} microbatches, one for each stage in turn, not"
+            f"n_microbatches must be a multiple of the {n_stages} stages for {kind.value}, got"
             f" {n_microbatches}"
         )
     return kind, takes
 
 
 def _one_by_one(m: int, warmup: int) -> tuple[Action, ...]:
-    """`warmup` forwards, then a backward for each forward."""
+    """Return `warmup` forwards, then a backward for each forward."""
     order: list[Action] = []
     forward = min(warmup, m)
     order += [Action(Kind.FORWARD, 0, k) for k in range(forward)]
@@ -303,7 +252,7 @@ def _one_by_one(m: int, warmup: int) -> tuple[Action, ...]:
 
 
 def _split(m: int, warmup: int, waiting: int) -> tuple[Action, ...]:
-    """As `_one_by_one`; up to `waiting` weight halves wait before the next forward begins."""
+    """Return the order of `_one_by_one` with up to `waiting` weight halves that wait for the next forward."""
     order: list[Action] = []
     forward, weight = min(warmup, m), 0
     order += [Action(Kind.FORWARD, 0, k) for k in range(forward)]
@@ -319,7 +268,7 @@ def _split(m: int, warmup: int, waiting: int) -> tuple[Action, ...]:
 
 
 def _interleaved(stage: int, p: int, m: int, v: int) -> tuple[Action, ...]:
-    """Groups of `p` microbatches go through one chunk after another; on the way back, last chunk first."""
+    """Return groups of `p` microbatches, chunk after chunk; in backward the last chunk comes first."""
 
     def pair(i: int) -> tuple[int, int]:
         group, within = divmod(i, p * v)
@@ -338,8 +287,8 @@ def _interleaved(stage: int, p: int, m: int, v: int) -> tuple[Action, ...]:
     return tuple(order + backwards[total - warmup :])
 
 
-def _v(stage: int, p: int, m: int) -> tuple[Action, ...]:
-    """ZB-V for halves that take equally long. It is laid out for 2p - 1 microbatches or more."""
+def _zb_v(stage: int, p: int, m: int) -> tuple[Action, ...]:
+    """Return ZB-V for halves that take equally long, laid out for 2p - 1 microbatches or more."""
     laid_out = max(2 * p - 1, m)
     order: list[Action] = []
     done = {(kind, chunk): 0 for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) for chunk in (0, 1)}

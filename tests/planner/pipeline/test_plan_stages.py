@@ -29,7 +29,7 @@ laws = settings(max_examples=40, derandomize=True, deadline=None)
 
 
 class Microbatch:
-    """One microbatch on a stage: its own events, replayed half by half. Knows nothing of others."""
+    """Replay the events of one microbatch half by half, without knowing of others."""
 
     def __init__(self, graph: Graph, save_set: SaveSet) -> None:
         self.graph, self.live = graph, 0
@@ -37,8 +37,8 @@ class Microbatch:
         begins = next((i for i, e in enumerate(events) if isinstance(e, (Backward, Recompute))), len(events))
         self.halves = {Kind.FORWARD: events[:begins], Kind.BACKWARD: events[begins:]}
 
-    def run(self, kind: Kind, beside: int) -> int:
-        """The most bytes live during a half, with `beside` held by the others."""
+    def run(self, kind: Kind, held_by_others: int) -> int:
+        """Return the most bytes live during a half."""
         graph, most = self.graph, 0
         for event in self.halves[kind]:
             extra = 0
@@ -53,17 +53,17 @@ class Microbatch:
                     extra = graph.steps[step].extra_bytes_peak
                 case Free(_, nbytes):
                     self.live -= nbytes
-            most = max(most, beside + self.live + extra)
+            most = max(most, held_by_others + self.live + extra)
         return most
 
 
 def replayed(graph: Graph, save_set: SaveSet, order: Schedule, stage: int, p: int, m: int) -> int:
-    """The peak of a stage over a whole step of the pipeline, optimizer left out."""
+    """Return the peak of a stage over a whole step of the pipeline, without the optimizer."""
     batches = [Microbatch(graph, save_set) for _ in range(m)]
     most = 0
     for action in actions(order, stage, p, m):
-        beside = sum(b.live for k, b in enumerate(batches) if k != action.microbatch)
-        most = max(most, batches[action.microbatch].run(action.kind, graph.static_bytes + beside))
+        others = sum(b.live for k, b in enumerate(batches) if k != action.microbatch)
+        most = max(most, batches[action.microbatch].run(action.kind, graph.static_bytes + others))
     assert all(batch.live == 0 for batch in batches)
     return most
 
@@ -163,7 +163,7 @@ def test_each_waiting_microbatch_holds_its_own_batch_and_gradients_exist() -> No
     graph = stage_graph(profile, 4)
     assert graph.static_bytes == profile.static.total + 3000 + profile.gradient_nbytes
     assert graph.closing_bytes == profile.optimizer_workspace_nbytes
-    with pytest.raises(InvalidPipeline, match="not 0"):
+    with pytest.raises(InvalidPipeline, match="got 0"):
         stage_graph(profile, 0)
 
 
@@ -186,7 +186,7 @@ def test_an_infeasible_stage_is_named() -> None:
     with pytest.raises(InfeasibleBudget) as caught:
         plan_stages(profiles, "gpipe", n_microbatches=64, budget_gb=[0.2, 0.2])
     assert caught.value.__notes__ == ["This is stage 0 of 2, which holds 64 microbatches under gpipe."]
-    with pytest.raises(InvalidPipeline, match="budget_gb has 1 entries for 2 stages"):
+    with pytest.raises(InvalidPipeline, match="budget_gb must have one entry .* 2 stages, got 1"):
         plan_stages(profiles, "gpipe", n_microbatches=4, budget_gb=[1.0])
 
 
