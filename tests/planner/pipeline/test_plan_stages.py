@@ -186,7 +186,7 @@ def test_an_infeasible_stage_is_named() -> None:
     with pytest.raises(InfeasibleBudget) as caught:
         plan_stages(profiles, "gpipe", n_microbatches=64, budget_gb=[0.2, 0.2])
     assert caught.value.__notes__ == ["This is stage 0 of 2, which holds 64 microbatches under gpipe."]
-    with pytest.raises(InvalidPipeline, match="budget_gb must have one entry .* 2 stages, got 1"):
+    with pytest.raises(InvalidPipeline, match=r"budget_gb must have one entry .* 2 stages, got 1"):
         plan_stages(profiles, "gpipe", n_microbatches=4, budget_gb=[1.0])
 
 
