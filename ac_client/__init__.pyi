@@ -15,7 +15,6 @@ from .errors import (
     SolverOutOfTime,
 )
 from .measure.report import Report
-from .planning.service_client import RemoteError, ServiceRefused, ServiceUnavailable
 from .runtime.checkpoint import checkpoint, checkpoint_sequential
 from .runtime.cursor import LeftThePath
 from .runtime.nested_policies import PolicyConflict
@@ -23,6 +22,7 @@ from .runtime.pins import Pin, pin
 from .runtime.policy_context import save_recompute_policy, tag
 from .runtime.split_backward import split_backward
 from .runtime.write_guard import StaleError
+from .service_client.errors import RemoteError, ServiceRefused, ServiceUnavailable
 
 __all__ = [
     "AlreadyApplied",

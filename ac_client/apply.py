@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ac_client.applied_model import Applied, check_untouched
+from ac_client.applied_model import Applied
 from ac_client.arguments import (
     check_budget,
     check_constraints,
@@ -19,17 +19,19 @@ from ac_client.arguments import (
     check_optimizer,
     check_source,
     check_switches,
+    check_unplanned,
 )
 from ac_client.files import named
 from ac_client.planning.policy_store import Shapes
 from ac_client.planning.ranks import AUTO, Group
-from ac_client.planning.service_client import ServiceUnavailable, named_policy
+from ac_client.service_client.errors import ServiceUnavailable
+from ac_client.service_client.policy_requests import named_policy
 from autoac.planner import Constraints as Constraints
 from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
+from autoac.profiler import Loss
 from autoac.profiler.model_device import check_one_device
-from autoac.profiler.steps.training_loop import Loss
 
 log = logging.getLogger("ac_client")
 
@@ -123,7 +125,7 @@ def apply(
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
     check_loop(loss, forwards_in_flight)
-    check_untouched(model)
+    check_unplanned(model)
     if policy is None and alias is None:
         check_one_device(model)
     loaded = _read(policy)

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ac_client.applied_model import planned_models
+from ac_client.errors import AlreadyApplied, CheckpointingActive, CompiledModel
 from ac_client.planning.ranks import AUTO
-from ac_client.planning.service_client import policies_url
+from ac_client.service_client.connection import policies_url
 from autoac.planner import Constraints, InvalidBudget, InvalidConstraints, Policy, PolicySet
 from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
+from autoac.profiler.torch_facts.inductor import is_compiled, is_optimized
 
 log = logging.getLogger("ac_client")
 
@@ -23,6 +26,55 @@ def check_model(model: Any) -> None:
     """Raise TypeError if `model` is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply plans an nn.Module, got {type(model).__name__}")
+
+
+def check_not_compiled(model: nn.Module, how: str = "compile its blocks instead") -> None:
+    """Refuse a model that torch.compile was called on.
+
+    Args:
+        how: what to do instead.
+
+    Raises:
+        CompiledModel: the model is compiled as a whole.
+    """
+    if is_compiled(model):
+        name = type(getattr(model, "_orig_mod", model)).__name__
+        raise CompiledModel(f"torch.compile({name})" if is_optimized(model) else f"{name}.compile()", how)
+
+
+CHECKPOINTING_SWITCHES = (
+    "activation_checkpointing",
+    "gradient_checkpointing",
+)  # since transformers 5.23; before
+
+
+def check_unplanned(model: nn.Module) -> None:
+    """Refuse a model that cannot be planned as it is.
+
+    Raises:
+        CompiledModel: the model is compiled as a whole.
+        AlreadyApplied: the model, a part of it, or a model that it is part of, is planned already.
+        CheckpointingActive: the model checkpoints itself.
+    """
+    check_not_compiled(model)
+    planned = planned_models()
+    for whole in planned:
+        for path, module in whole.named_modules():
+            if module is model and path:
+                raise AlreadyApplied(f"{type(whole).__name__}, of which this is {path},")
+    for path, module in model.named_modules():
+        where = f"{type(module).__name__}{f' at {path}' if path else ''}"
+        if any(module is one for one in planned):
+            raise AlreadyApplied(where)
+        for attribute in CHECKPOINTING_SWITCHES:
+            if vars(module).get(attribute) is True:
+                methods = (f"{switch}_disable" for switch in CHECKPOINTING_SWITCHES)
+                method = next((method for method in methods if hasattr(model, method)), None)
+                raise CheckpointingActive(
+                    where, f"model.{method}()" if method else f"{where}.{attribute} = False"
+                )
+        if type(module).__name__ == "CheckpointWrapper":
+            raise CheckpointingActive(where, "your own code without checkpoint_wrapper")
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from ac_client.planning.batch_shape import key_of, shape_of
-from ac_client.planning.loop_watch import LoopWatch
-from ac_client.planning.optimizer_steps import ModelOptimizers
-from ac_client.planning.policy_store import Choosing
-from ac_client.planning.replan import Planning
-from ac_client.planning.shape_buckets import MOST_BUCKETS, Buckets, Loaded
+from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
+from ac_client.planning.shape_buckets import MOST_BUCKETS, Buckets
+from ac_client.planning.trained_parameters import TrainedParameters
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
 
@@ -46,7 +44,7 @@ def filled(policy: Policy, of: Callable[[int], tuple[tuple[Any, ...], dict[str, 
     buckets = Buckets()
     for i in range(MOST_BUCKETS):
         args, kwargs = of(8 * (i + 1))
-        buckets.add(Loaded(shape_of(args, kwargs), policy))
+        buckets.add(PlannedBucket(shape_of(args, kwargs), LoadedPolicy(policy)))
     return buckets
 
 
@@ -84,21 +82,8 @@ def main() -> None:
         buckets.remember(key, buckets.all[-1])
         print(f"| {name} | {median_us(again):.1f} | {new:.1f} |")
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(500)])
-    optimizers = ModelOptimizers(model, None)
-    planning = Planning("model", None, 0, None, optimizers, None)
-    choosing = Choosing(
-        model,
-        planning,
-        LoopWatch(planning, None, has_loss=False),
-        optimizers=optimizers,
-        loss=None,
-        loss_takes_all=False,
-        policy=policy,
-        strict=False,
-        shapes="bucket",
-        group=None,
-    )
-    print(f"\nWhether others of 1,000 parameters train: {median_us(choosing.others_train):.1f} us")
+    parameters = TrainedParameters(model)
+    print(f"\nLook for changes among 1,000 parameters: {median_us(parameters.sample_changed):.1f} us")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from .errors import (
 )
 from .model_device import device_of
 from .observe import device_name, observe, profile
+from .steps.training_loop import Loop, Loss
 from .timing.cache import Times
 from .timing.on_device import datasheet_of_this_cpu
 from .timing.roofline import DATASHEETS, Device
@@ -18,6 +19,8 @@ __all__ = [
     "CannotFake",
     "CannotProfile",
     "Device",
+    "Loop",
+    "Loss",
     "NothingToProfile",
     "ProfilerBusy",
     "ProfilerError",

@@ -39,8 +39,8 @@ GROUP_OF_FILE = {
         "app": ("app",),
     },
     "ac_client": {
-        "base": ("errors", "files", "arguments", "model_loader"),
-        "entry": ("apply", "applied_model"),
+        "base": ("errors", "files", "model_loader"),
+        "entry": ("apply", "applied_model", "arguments"),
     },
 }
 
@@ -71,10 +71,11 @@ ac_client/base:         planner planner/base planner/formats profiler/base
 ac_client/runtime:      base planner/formats profiler/torch_facts profiler/distributed
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed profiler/static profiler/capture
-ac_client/planning:     base runtime measure planner planner/base planner/formats planner/problem
-                        planner/memory profiler profiler/base profiler/torch_facts profiler/distributed
-                        profiler/static
-ac_client/entry:        base runtime measure planning planner planner/base planner/formats planner/memory
+ac_client/service_client: planner/base planner/formats planner/problem planner/memory planner/plans
+ac_client/planning:     base service_client runtime measure planner planner/base planner/formats
+                        planner/problem planner/memory profiler profiler/base profiler/torch_facts
+                        profiler/distributed profiler/static
+ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/distributed profiler/static
 ac_client:              base entry
 ac_client/integrations: base planning entry planner ac_client
@@ -128,15 +129,8 @@ KNOWN_ARROWS: dict[str, set[str]] = {
     "profiler/restore/batch.py": {"profiler/steps"},
     "api/requests.py": {"planner/solver"},
     "api/solving/child_main.py": {"planner/solver"},
-    "ac_client/applied_model.py": {"profiler/restore", "profiler/steps"},
-    "ac_client/apply.py": {"profiler/steps"},
-    "ac_client/arguments.py": {"ac_client/planning", "profiler"},
-    "ac_client/planning/forwards_in_flight.py": {"profiler/restore", "profiler/steps"},
-    "ac_client/planning/loop_watch.py": {"profiler/steps"},
+    "ac_client/planning/forwards_in_flight.py": {"profiler/steps"},
     "ac_client/planning/oom_retry.py": {"profiler/restore"},
-    "ac_client/planning/policy_store.py": {"profiler/capture", "profiler/steps"},
-    "ac_client/planning/service_client.py": {"planner/plans"},
-    "ac_client/planning/shape_buckets.py": {"profiler/steps"},
 }
 KNOWN_LATE_IMPORTS = {
     "ac_client/demo/child.py",

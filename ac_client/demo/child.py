@@ -169,7 +169,7 @@ def measure(row: Row, setting: Setting, folder: Path) -> Measured:
 @contextmanager
 def _timed_planning() -> Iterator[list[float]]:
     """The seconds of each call of the planner inside; the client itself keeps no such clock."""
-    module: Any = sys.modules["ac_client.planning.replan"]
+    module: Any = sys.modules["ac_client.planning.plan_batch"]
     plan, seconds = module.plan, []
 
     def timed(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ac_client import Applied, CompiledModel
-from ac_client.applied_model import check_not_compiled
+from ac_client.arguments import check_not_compiled
 from ac_client.integrations import loop
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options

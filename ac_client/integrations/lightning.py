@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from ac_client import Applied, ApplyError, CompiledModel, NotApplied, Report, applied
-from ac_client.applied_model import check_not_compiled
+from ac_client.arguments import check_not_compiled
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ac_client import Applied, ApplyError, CheckpointingActive, CompiledModel, NotApplied, Report
-from ac_client.applied_model import check_not_compiled
+from ac_client.arguments import CHECKPOINTING_SWITCHES, check_not_compiled
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session
@@ -33,9 +33,6 @@ except ModuleNotFoundError as error:
     raise MissingLibrary("transformers", "transformers accelerate") from None
 
 log = logging.getLogger("ac_client")
-
-# transformers 5.23 renamed the second to the first.
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 class AutoACCallback(TrainerCallback):
@@ -180,7 +177,7 @@ def _check(args: TrainingArguments) -> None:
     Raises:
         CheckpointingActive, CompiledModel, ApplyError.
     """
-    for name in _CHECKPOINTING:
+    for name in CHECKPOINTING_SWITCHES:
         if getattr(args, name, False):
             raise CheckpointingActive("TrainingArguments", f"{name}=False")
     if args.torch_compile:

@@ -1,15 +1,15 @@
-"""The shape of a batch: as a key that is made in microseconds at each forward, and in words.
+"""The shape of a batch: as a key that each forward makes in microseconds, and in words.
 
-Two batches of one key have one shape. What is in a container that neither Python nor torch's pytree
-knows is not looked at: such an argument counts by its type.
+Two batches with the same key have the same shape. An argument in a container that neither Python nor torch's
+pytree knows counts by its type alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from autoac.planner.formats.policy_set import Leaf, Shape
@@ -19,11 +19,24 @@ _PLAIN = frozenset({int, float, complex, str, bytes})
 
 
 Key = tuple[tuple[Any, ...], tuple[int, ...]]
-"""What a batch is built of, and the dimensions of its tensors one behind the other, as its leaves come."""
+"""What a batch is built of, and the dimensions of all its tensors in the order of its leaves."""
+
+
+class ModelCall(NamedTuple):
+    """One call of a model."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape of the batch, in words."""
+        return shape_of(self.args, self.kwargs)
 
 
 def key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Key:
-    """What tells the shapes of batches apart. Equal for equal shapes, and cheap."""
+    """Return the key of a batch: equal for equal shapes, and cheap."""
     structure: list[Any] = [len(args)]
     dims: list[int] = []
     if args:
@@ -66,14 +79,14 @@ def _add(items: Iterable[Any], structure: list[Any], dims: list[int]) -> None:
 
 
 def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape:
-    """The shape of a batch as a bucket names it: `{"0": "int64[4, 128]", "scale['by']": "float32[64]"}`."""
+    """Return the shape of a batch in words: `{"0": "int64[4, 128]", "scale['by']": "float32[64]"}`."""
     return {
         leaf: kind if dims is None else f"{kind}{list(dims)}" for leaf, kind, dims in leaves_of(args, kwargs)
     }
 
 
 def leaves_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
-    """The same before it is in words."""
+    """Return name, type, and dimensions of each leaf of a batch."""
     leaves: list[Leaf] = []
     for i, arg in enumerate(args):
         _leaves(str(i), arg, leaves)

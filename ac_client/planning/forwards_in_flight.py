@@ -2,13 +2,13 @@
 
 A plan is made for one form of loop (`autoac.profiler.steps.hollow.Loop`): so many forwards, then one backward
 through all of them, which frees what it has used; and outputs that are held or dropped. A loop of another
-form needs more memory or less. Its form is seen from the outputs of the model alone, at no cost to speak of:
+form needs more memory or less. The outputs of the model show the form, at almost no cost:
 
 - The autograd node of an output holds a prehook of ours. While the hook lives and has not been called, the
-  forward is in flight: autograd holds what it saved. This is so with a plan that recomputes nothing, too.
-- When the hook is called, a backward has come to the model: for the first time, or over a graph that an
-  earlier one retained; with gradients of gradients to come where grad mode is on. Which outputs are still
-  held is seen from weak references to their storages.
+  forward is in flight: autograd holds what it saved, even under a plan that recomputes nothing.
+- When the hook is called, a backward has reached the model: for the first time, or over a graph that an
+  earlier one retained; with gradients of gradients to come if grad mode is on. Weak references to the
+  storages of the outputs show which of them are still held.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ac_client.planning.shape_buckets import Loaded
+from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.runtime.split_backward import current_split
 from autoac.profiler.steps.training_loop import roots_of
 from autoac.profiler.torch_facts import private
@@ -30,23 +30,23 @@ from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.storage_table import has_storage
 
 
-class SeenBackward(NamedTuple):
-    """A backward that has come to a forward of the model, as far as it is seen."""
+class BackwardEvent(NamedTuple):
+    """A backward that has reached a forward of the model."""
 
-    loaded: Loaded  # that the forward ran under
-    first: bool  # False: an earlier backward has been there, and retained what it used
+    bucket: PlannedBucket  # that the forward ran under
+    first: bool  # False: an earlier backward was there, and retained what it used
     creates_graph: bool
-    retains_graph: bool  # as far as it is seen: where backward runs on the caller's thread
+    retains_graph: bool  # known only if backward runs on the caller's thread
     dropped: frozenset[int]  # outputs that the loop has let go of, by position among all of them
     dropped_nbytes: int  # of these, without what backward starts from
-    made_outside: int  # bytes of tensors that differentiable ops made between the model and the loss
+    nbytes_outside: int  # of tensors that differentiable ops made between the model and the loss
 
 
 class Listener(Protocol):
-    """Receives the backwards that come to a forward."""
+    """Receives the backwards that reach a forward."""
 
-    def backward_begins(self, seen: SeenBackward) -> None:
-        """A backward comes to a forward that was `added`."""
+    def backward_begins(self, event: BackwardEvent) -> None:
+        """Receive a backward that reaches a forward given to `ForwardsInFlight.add`."""
 
 
 class ForwardsInFlight:
@@ -62,27 +62,27 @@ class ForwardsInFlight:
         ]
         return len(self._forwards)
 
-    def add(self, loaded: Loaded, out: Any, listener: Listener, *, has_loss: bool) -> None:
+    def add(self, bucket: PlannedBucket, out: Any, listener: Listener, *, has_loss: bool) -> None:
         """Watch a forward that has just ended with `out`, until it is differentiated or dropped.
 
         Args:
-            loaded: what it ran under.
-            out: what it returned.
-            listener: receives its backwards.
-            has_loss: backward starts from a loss that is computed of `out`, and known to the plan.
+            bucket: under which the forward ran.
+            out: what the forward returned.
+            listener: receives the backwards that reach the forward.
+            has_loss: backward starts from a loss that is computed from `out`, and known to the plan.
         """
         tensors = list(batch_tensors([out]))
         nodes = {t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None}
         if not nodes or torch.compiler.is_compiling():
             return
-        forward = _InFlight(loaded, tensors, [] if has_loss else roots_of(out), listener)
+        forward = _InFlight(bucket, tensors, [] if has_loss else roots_of(out), listener)
         for node in nodes:
             node.register_prehook(forward)
             node.metadata[_MODEL] = True  # type: ignore[index]  # torch's stub takes the property for a method
         self._forwards.append(weakref.ref(forward))
 
     def forget(self) -> None:
-        """Watch none of them any longer."""
+        """Stop to watch all forwards."""
         for ref in self._forwards:
             if (forward := ref()) is not None:
                 forward.listener = None
@@ -93,17 +93,17 @@ _MODEL = "autoac: made by a planned model"  # in the metadata of autograd nodes
 
 
 class _InFlight:
-    """One forward. Held by the autograd nodes of its outputs alone, as a hook of theirs."""
+    """One forward. Only the autograd nodes of its outputs hold it, as their hook."""
 
-    __slots__ = ("__weakref__", "_loaded", "_outputs", "_tasks", "begun", "listener")
+    __slots__ = ("__weakref__", "_bucket", "_outputs", "_tasks", "begun", "listener")
 
     def __init__(
-        self, loaded: Loaded, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener
+        self, bucket: PlannedBucket, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener
     ) -> None:
-        self._loaded = loaded
+        self._bucket = bucket
         self.listener: Listener | None = listener
         self.begun = False
-        self._tasks: set[int] = set()  # graph tasks that came by
+        self._tasks: set[int] = set()  # graph tasks that have reached the forward
         started_from = {_key(root) for root in roots if has_storage(root)}
         self._outputs = [
             (weakref.ref(t.untyped_storage()), 0 if _key(t) in started_from else t.untyped_storage().nbytes())
@@ -127,8 +127,8 @@ class _InFlight:
         nbytes = sum({id(self._outputs[i][0]): self._outputs[i][1] for i in gone}.values())
         retains, outside = _of_caller() if first else (True, 0)
         self.listener.backward_begins(
-            SeenBackward(
-                self._loaded, first, torch.is_grad_enabled(), retains, frozenset(gone), nbytes, outside
+            BackwardEvent(
+                self._bucket, first, torch.is_grad_enabled(), retains, frozenset(gone), nbytes, outside
             )
         )
 
@@ -140,7 +140,7 @@ def _key(tensor: Tensor) -> int:
 def _of_caller() -> tuple[bool, int]:
     """Return whether the running backward retains its graph, and the bytes made between it and the model.
 
-    Both are read off the frame that called the engine, if it is on this thread, as on a CPU.
+    Both are read from the frame that called the engine, if it is on this thread, as on a CPU.
     """
     frame = _frame_of(private.engine_run_backward.__code__)
     if frame is None:

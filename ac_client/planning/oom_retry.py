@@ -1,24 +1,36 @@
-"""A step that ran out of memory: whether it did, and what has to be put back before it can run again."""
+"""A step that ran out of memory: undo it, plan it again for less memory, and run it once more."""
 
 from __future__ import annotations
 
+import gc
+import traceback
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ac_client.planning.optimizer_steps import steps_begun
+from ac_client.planning.plan_batch import BudgetPlanner
+from ac_client.planning.planned_forward import PlannedForward
+from ac_client.planning.policy_store import PolicyStore
+from ac_client.planning.replan import PeakWatch, Replanner
 from ac_client.runtime.write_guard import version_counter
+from ac_client.service_client.errors import RemoteError
+from autoac.planner import PlannerError
+from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.restore.module_state import ModuleState
 from autoac.profiler.torch_facts.rng import DefaultGenerators
 
-_IN_WORDS_ONLY = (
+Result = TypeVar("Result")
+
+_OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
-    # Where CUDA and its libraries take memory themselves, beside the caching allocator that has the rest.
+    # CUDA and its libraries take memory themselves, while the caching allocator holds the rest.
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",  # a handle, as at the first product on backward's thread
     "CUDNN_STATUS_ALLOC_FAILED",
@@ -26,15 +38,119 @@ _IN_WORDS_ONLY = (
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocator had nothing left: that of CUDA's tensors, or one that says so in words only."""
+    """Return True if an allocator had nothing left; not all of them raise torch.OutOfMemoryError."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _IN_WORDS_ONLY)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY_MESSAGES)
+
+
+class OomRetry:
+    """Runs steps of one model, and runs a step again that ran out of memory.
+
+    Attributes:
+        retries: steps that were planned again and run a second time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planner: BudgetPlanner,
+        replanner: Replanner,
+        store: PolicyStore,
+        peaks: PeakWatch,
+        forward: PlannedForward,
+    ) -> None:
+        self.retries = 0
+        self._model = weakref.ref(model)
+        self._planner = planner
+        self._replanner = replanner
+        self._store = store
+        self._peaks = peaks
+        self._forward = forward
+
+    def run(self, fn: Callable[[], Result], *, retry_oom: bool, keep_gradients: bool) -> Result:
+        """Run `fn` as `Applied.step` does."""
+        model = self._model()
+        snapshot = (
+            StepSnapshot(model, keep_gradients=keep_gradients) if retry_oom and model is not None else None
+        )
+        allocator = self._peaks.allocator
+        peak = allocator.allocated_peak() if allocator is not None else 0
+        try:
+            with snapshot.watched() if snapshot is not None else nullcontext():
+                return fn()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._abandon()
+            bucket = self._store.current
+            if reason := self._why_not(snapshot):
+                self.note(error, f"The step was not run again: {reason}.")
+                raise
+            origin = "".join(traceback.format_tb(error.__traceback__, limit=-4))
+            # What its frames hold must be gone before the second run.
+            failed = error.with_traceback(None)
+            failed.__context__ = failed.__cause__ = None
+        assert snapshot is not None
+        assert bucket is not None
+        gc.collect()
+        if allocator is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what was freed may be fragmented
+        snapshot.restore()
+        try:
+            self._replanner.tighten(bucket, allocator, peak)
+        except (PlannerError, RemoteError) as error:
+            failed.add_note(f"It came from:\n{origin}")
+            self.note(failed, f"The step was not run again, for there is no tighter plan: {error}")
+            raise failed from None
+        self.retries += 1
+        try:
+            return fn()
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._abandon()
+                self.note(error, "The step was planned again for less memory, and ran out again.")
+            raise
+
+    def note(self, error: BaseException, what: str) -> None:
+        """Add to `error` what was done about it, and, once, what the user can do."""
+        noted = any(note.startswith("autoac:") for note in getattr(error, "__notes__", ()))
+        error.add_note(f"autoac: {what}")
+        if noted:
+            return
+        budget = self._planner.budget_bytes
+        if (bucket := self._store.latest) is not None:
+            of = f" of a budget of {format_bytes(budget)}" if budget is not None else ""
+            error.add_note(f"The planned peak was {format_bytes(bucket.policy.predicted.peak_bytes)}{of}.")
+        error.add_note(
+            "Pass a smaller budget_gb or more headroom_gb to ac_client.apply, use a smaller batch, or run "
+            "the step as ac_client.applied(model).step(fn, retry_oom=True)."
+        )
+
+    def _why_not(self, snapshot: StepSnapshot | None) -> str:
+        """Return why the step cannot run again; "" if it can."""
+        bucket = self._store.current
+        if bucket is None:
+            return "it was not planned yet: the profiled step itself did not fit"
+        if snapshot is None:
+            return "retry_oom=True was not passed to step()"
+        if (ranks := self._store.ranks) is not None:
+            return f"the other {ranks.size - 1} ranks, which it talks to, would not run it again"
+        if reason := snapshot.why_not():
+            return reason
+        if bucket.profile is None or self._planner.budget_bytes is None:
+            return "its policy was given, and cannot be planned again without budget_gb and a profile"
+        return ""
+
+    def _abandon(self) -> None:
+        """Give up the step that is running: it will not end."""
+        self._peaks.discard()
+        self._forward.end()
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A parameter before a step. What it does not hold is free to go in the step."""
+    """A parameter before a step. The gradient is held weakly, so that the step can free it."""
 
     parameter: nn.Parameter
     version: int
@@ -46,7 +162,7 @@ class _Leaf:
         return _version(self.parameter) != self.version
 
     def kept(self) -> bool:
-        """Whether the gradient that was there is there still, as it was."""
+        """Return True if the gradient from before the step exists unchanged, or can be put back."""
         gradient = self.parameter.grad
         return (
             self.gradient is None
@@ -65,14 +181,14 @@ class _Leaf:
                 self.parameter.grad = self.copy.to(self.parameter.device)
 
 
-class Before:
-    """What a step may change that it must find again: gradients, buffers, what modules keep, generators.
+class StepSnapshot:
+    """What a step may change and must find again: gradients, buffers, attributes of modules, generators.
 
-    Copies are in the host's memory. On a CPU that is the memory of the budget.
+    Copies are in the host's memory; on a CPU that is the memory of the budget.
 
     Args:
-        keep_gradients: copy the gradients that are there, so that a step that has added to them can be
-            undone. Else only those that are not there yet are dropped again.
+        keep_gradients: copy the gradients that exist, so that a step that has added to them can be undone.
+            Otherwise only gradients that the step made are dropped.
     """
 
     def __init__(self, model: nn.Module, *, keep_gradients: bool) -> None:
@@ -96,12 +212,12 @@ class Before:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """The step runs inside."""
+        """Watch the step, which runs inside the block."""
         with steps_begun(self._model) as self._optimizers:
             yield
 
     def why_not(self) -> str:
-        """What keeps the step from running again as if it had not run; "" if nothing does."""
+        """Return what prevents the step from being undone; "" if nothing does."""
         if self._optimizers or any(leaf.written() for leaf in self._leaves):
             return "it has written to parameters (an optimizer in backward?)"
         if not all(leaf.kept() for leaf in self._leaves):

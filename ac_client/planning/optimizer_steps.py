@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from autoac.planner import Profile
+from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import parameters_of
 from autoac.profiler.static_memory import innermost, optimizer_state_nbytes
 
@@ -51,8 +53,12 @@ class ModelOptimizers:
         """Return the bytes of their state on `device` as it is now."""
         return sum(optimizer_state_nbytes(optimizer, device) for optimizer in self.all)
 
+    def has_state_of(self, model: nn.Module, profile: Profile) -> bool:
+        """Return True if all the optimizer state that `profile` counts exists by now."""
+        return self.state_nbytes(device_of(model)) >= profile.static.optimizer_state
+
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop to watch."""
         _watched.discard(self)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:

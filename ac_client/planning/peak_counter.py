@@ -1,4 +1,4 @@
-"""The loop: what the allocator says of a planned step, beside what was predicted of it.
+"""The allocator's counter, and what its readings show of the peak of a step.
 
 NOTE [ The counter is the user's ] CUDA's allocator counts the most bytes that it has handed out since its
 counter was last reset, and only a reset could tell one step from those before. But the counter belongs to
@@ -7,7 +7,7 @@ after the optimizer has stepped, and when the next forward begins. If it rose, t
 exactly. If it stayed the same, the step stayed below, which is enough to say that it keeps its budget. If it
 fell from one reading to the next, the user has reset it, and what came between that reading and the reset is
 unknown: the step had at least the most that was read. Many loops reset the counter at the head of each step.
-Before a step and after it such a loop shows the bytes at rest, twice; only the readings inside the step show
+Such a loop shows the bytes at rest before a step and again after it; only the readings inside the step show
 that the counter fell.
 """
 
@@ -28,17 +28,17 @@ FAR_UNDER = 0.03  # of the budget: less is not worth planning again
 
 
 class AllocatorPeak(Protocol):
-    """A device's allocator. Bytes."""
+    """The allocator of a device."""
 
     def allocated_peak(self) -> int:
-        """The most that was handed out at once, since the counter was last reset."""
+        """Return the most bytes handed out at once since the counter was last reset."""
 
     def reserved_peak(self) -> int:
-        """The most that was taken from the device, since that counter was last reset."""
+        """Return the most bytes taken from the device since that counter was last reset."""
 
 
 class CudaPeak:
-    """torch's caching allocator on one device."""
+    """PyTorch's caching allocator on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,24 +51,28 @@ class CudaPeak:
 
 
 def allocator_peak(device: torch.device) -> AllocatorPeak | None:
-    """What counts on `device`, if it counts by itself: on a CPU only torch.profiler does."""
+    """Return the allocator of `device` if it counts; on a CPU only torch.profiler does, so None."""
     return CudaPeak(device) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What is known of a step's peak: it is at least and at most so many bytes."""
+class PeakBounds:
+    """What is known of the peak of a step, in bytes.
+
+    Invariant: `at_least <= at_most` if `at_most` is known.
+    """
 
     at_least: int
     at_most: int | None  # None: not known
 
     @classmethod
-    def exactly(cls, nbytes: int) -> Seen:
+    def exactly(cls, nbytes: int) -> PeakBounds:
+        """Return the bounds of a peak that was measured."""
         return cls(nbytes, nbytes)
 
     @classmethod
-    def of(cls, readings: Sequence[int]) -> Seen:
-        """From readings of the counter, from before a step to after it.
+    def of(cls, readings: Sequence[int]) -> PeakBounds:
+        """Return the bounds that readings of the counter show, from before a step to after it.
 
         See NOTE [ The counter is the user's ].
         """
@@ -77,29 +81,29 @@ class Seen:
         at_least = max((after for before, after in pairs if after != before), default=0)
         return cls(at_least, None if was_reset else readings[-1])
 
-    def joined(self, other: Seen) -> Seen:
-        """Of two steps, the larger peak."""
+    def joined(self, other: PeakBounds) -> PeakBounds:
+        """Return the bounds of the larger peak of two steps."""
         unknown = self.at_most is None or other.at_most is None
         at_most = None if unknown else max(self.at_most or 0, other.at_most or 0)
-        return Seen(max(self.at_least, other.at_least), at_most)
+        return PeakBounds(max(self.at_least, other.at_least), at_most)
 
 
-def too_much(seen: Seen, predicted: int, limit: int) -> int:
-    """By how many bytes the prediction has to rise, 0 if what was seen is within `limit`."""
-    return max(0, seen.at_least - predicted) if seen.at_least > limit else 0
+def excess_bytes(peak: PeakBounds, predicted: int, limit: int) -> int:
+    """Return by how many bytes a prediction must rise; 0 if the peak may be within `limit`."""
+    return max(0, peak.at_least - predicted) if peak.at_least > limit else 0
 
 
-def too_little(seen: Seen, predicted: int, limit: int) -> int:
-    """By how many bytes the prediction may fall, 0 if it is not worth it."""
-    if seen.at_most is None or predicted - seen.at_most <= FAR_UNDER * limit:
+def unused_bytes(peak: PeakBounds, predicted: int, limit: int) -> int:
+    """Return by how many bytes a prediction may fall; 0 if that is not worth another plan."""
+    if peak.at_most is None or predicted - peak.at_most <= FAR_UNDER * limit:
         return 0
-    return predicted - seen.at_most
+    return predicted - peak.at_most
 
 
 def proposed_headroom(allocated_peak: int, reserved_peak: int, budget: int) -> int:
-    """What to leave free of the budget so that what the allocator reserves stays within it, in bytes.
+    """Return the headroom in bytes that keeps what the allocator reserves within `budget`.
 
-    Fragments are what was reserved beyond what was handed out. With room for both nothing is to be left.
+    Fragments are what was reserved and not handed out. If the budget has room for both, the headroom is 0.
     """
     if reserved_peak <= budget:
         return 0

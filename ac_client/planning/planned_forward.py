@@ -10,118 +10,124 @@ from functools import partial
 
 from torch import nn
 
-from ac_client.planning.shape_buckets import Loaded, Quiet
+from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
 from ac_client.runtime.cursor import Cursor, OffPath
 from ac_client.runtime.policy_context import active, save_recompute_policy
 
 
-class Forward(threading.local):
+class PlannedForward(threading.local):
     """The planned forward that is running; each thread has its own."""
 
     def __init__(self) -> None:
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
-        self._loaded: Loaded | None = None
-        self._index = 0  # of the forward, among those that wait for one backward
+        self._bucket: PlannedBucket | None = None
+        self._route: ForwardRoute | None = None
         self._unrecorded = 0  # ops that ran while the mode was off
         self._strict = False
-        self._quiet: Quiet = {}  # of the policy that the cursor walks
-        self._unseen = 0  # modules that are being called while the mode is off
-        self._watched: list[int] = []  # writes before, by module that is being called
+        self._unrecorded_depth = 0  # of nested module calls in which the mode is off
+        self._writes_before: list[int] = []  # one for each module call that is recorded
 
     def begin(
         self,
-        loaded: Loaded,
+        bucket: PlannedBucket,
         model: nn.Module,
         *,
         waiting: int = 0,
         strict: bool,
         report: Callable[[OffPath], None],
-        beside: Set[str],
+        wrappers: Set[str],
     ) -> None:
-        """Carry `loaded` out from here on; call `report` where the forward of `model` leaves its path.
+        """Carry out the policy of `bucket` from here on.
 
-        So many others are `waiting` for their backward.
-
-        What the modules `beside` run themselves is no part of it.
+        Args:
+            model: whose forward begins.
+            waiting: how many earlier forwards wait for their backward.
+            strict: raise if the forward leaves its policy.
+            report: called if the forward leaves its policy.
+            wrappers: paths of modules whose own ops are in no policy.
         """
-        self._index = loaded.forward_at(waiting)
-        self._loaded, self._unrecorded = loaded, 0
+        loaded = bucket.loaded
+        self._bucket, self._unrecorded = bucket, 0
         if not loaded.recomputes:
             return
-        route, self._quiet = loaded.ways[self._index]
+        self._route = loaded.forwards[min(waiting, len(loaded.forwards) - 1)]
         self._cursor = Cursor(
-            route,
+            self._route.route,
             strict=strict,
             report=report,
             in_forward=partial(_is_called, weakref.ref(model)),
-            side_modules=beside,
+            side_modules=wrappers,
         )
         self._strict = strict
-        self._unseen = 0
-        self._watched = []
+        self._unrecorded_depth = 0
+        self._writes_before = []
         region = save_recompute_policy(self._cursor)
         region.__enter__()
         self._region = region
 
-    def end(self, *, whole: bool = False) -> Loaded | None:
-        """It is over, or was left open. May be called when none is running. Returns what it ran under.
+    def end(self, *, whole: bool = False) -> PlannedBucket | None:
+        """End the forward, if one is running, and return the bucket it ran under.
+
+        Args:
+            whole: the forward has run to its end.
 
         Raises:
-            LeftThePath: it is over as a `whole`, some ops of its policy did not run, and it is strict.
+            LeftThePath: `whole`, strict, and some ops of the policy did not run.
         """
         region, self._region = self._region, None
         cursor, self._cursor = self._cursor, None
+        route, self._route = self._route, None
         if region is not None:
-            if active.region is not None and active.region.storages.orphans:
-                self._quiet.clear()
+            if active.region is not None and active.region.storages.orphans and route is not None:
+                route.quiet_calls.clear()
             region.__exit__(None, None, None)
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None and self._index < len(loaded.unrecorded):  # else planned again meanwhile
-            loaded.unrecorded[self._index] = self._unrecorded
+        bucket, self._bucket = self._bucket, None
+        if route is not None:
+            route.unrecorded = self._unrecorded
         if whole and cursor is not None:
             cursor.finish()
-        return loaded
+        return bucket
 
     def enter(self, path: str) -> None:
-        """The module at `path` is called. Stretches that are saved whole run without the mode."""
-        if self._loaded is not None and path in self._loaded.skipped:
-            self._loaded.met.add(path)
+        """Mark the call of the module at `path`. Calls that are saved whole run without the mode."""
+        if self._bucket is not None and path in self._bucket.step.skipped:
+            self._bucket.ran_skipped.add(path)
         region = active.region
-        if self._cursor is None or region is None:
+        if self._cursor is None or self._route is None or region is None:
             return
         if self._cursor.interrupted:
             self.end()
             return
-        if self._unseen:
-            self._unseen += 1  # inside a module that runs without the mode
+        if self._unrecorded_depth:
+            self._unrecorded_depth += 1
             return
         begin = self._cursor.enter(path)
         if begin is not None and not self._strict:
-            end = self._quiet.get((path, begin))
+            end = self._route.quiet_calls.get((path, begin))
             if end is None:
                 if self._cursor.saves_all((begin, begin + 1)):
                     region.storages.note_counters()  # for `orphans` to count from the first step on
             elif region.pause():
-                self._unseen = 1
+                self._unrecorded_depth = 1
                 self._unrecorded += end - begin
                 self._cursor.jump_to(end)
-        self._watched.append(region.storages.writes)
+        self._writes_before.append(region.storages.writes)
 
     def leave(self, path: str) -> None:
-        """And returns."""
+        """Mark the return of the module at `path`."""
         region = active.region
-        if self._cursor is None or region is None:
+        if self._cursor is None or self._route is None or region is None:
             return
-        if self._unseen:
-            self._unseen -= 1
-            if self._unseen:
+        if self._unrecorded_depth:
+            self._unrecorded_depth -= 1
+            if self._unrecorded_depth:
                 return
             region.resume()
         called = self._cursor.leave(path)
-        writes = self._watched.pop() if self._watched else -1
+        writes = self._writes_before.pop() if self._writes_before else -1
         if called is not None and writes == region.storages.writes and self._cursor.saves_all(called):
-            self._quiet[path, called[0]] = called[1]
+            self._route.quiet_calls[path, called[0]] = called[1]
 
 
 def _is_called(model: weakref.ref[nn.Module]) -> bool:

@@ -1,349 +1,438 @@
-"""Makes policies for one budget, and makes them again where the allocator says otherwise.
+"""When a plan is made again: the loop, the optimizers, the neighbors, or the allocator show something else.
 
-docs/budget.md is the page. See NOTE [ The counter is the user's ] in peaks.py for what is compared.
+docs/budget.md is the page. NOTE [ The counter is the user's ] in peak_counter.py says what is compared.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable
+import weakref
+from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.loaded_policy import Correction, PlannedBucket
+from ac_client.planning.models_on_device import of_others
 from ac_client.planning.optimizer_steps import ModelOptimizers
-from ac_client.planning.peak_counter import MOST_CORRECTIONS, AllocatorPeak, too_little, too_much
-from ac_client.planning.ranks import Terms
-from ac_client.planning.service_client import RemoteError, ServiceUnavailable, request_policy
-from ac_client.planning.shape_buckets import Loaded
-from autoac.planner import Constraints, InfeasibleBudget, Plan, PlannerError, Policy, Profile, plan
-from autoac.planner.problem.graph import SaveSet
+from ac_client.planning.peak_counter import (
+    MOST_CORRECTIONS,
+    WATCHED_STEPS,
+    AllocatorPeak,
+    PeakBounds,
+    excess_bytes,
+    unused_bytes,
+)
+from ac_client.planning.plan_batch import BucketPlanner, first_line, loop_in_words
+from ac_client.runtime.write_guard import version_counter
+from ac_client.service_client.errors import RemoteError
+from autoac.planner import PlannerError
 from autoac.planner.units import format_bytes
-from autoac.profiler import device_of
+from autoac.profiler import Loop, ProfilerBusy, device_of
+from autoac.profiler.distributed.fsdp import parameters_of
+from autoac.profiler.errors import ProfilerError
+from autoac.profiler.static_memory import optimizer_bytes
 
 log = logging.getLogger("ac_client")
 
 TIGHTER = 0.9  # of a planned peak that the device did not have room for
+MOST_MODULE_TRIES = 8  # batches that are profiled to find one that runs more modules
 
 
-def _nothing(_nbytes: int) -> None:
-    return None
+class Replanner:
+    """Plans the buckets of one model again.
 
+    The methods `for_...` return the bucket that takes the place of the old one, or the old one if it stays.
+    The others load another policy into the same bucket.
+    """
 
-def _of_others(nbytes: int) -> str:
-    return f"{format_bytes(nbytes)} of it held by other planned models on the device"
-
-
-class Planning:
-    """Plans and corrects for one model."""
-
-    def __init__(
-        self,
-        name: str,
-        budget_bytes: int | None,
-        headroom_bytes: int,
-        constraints: Constraints | None,
-        optimizers: ModelOptimizers,
-        service: str | None,
-        require_service: bool = False,
-    ) -> None:
-        self.name = name
-        self.budget_bytes = budget_bytes
-        self.headroom_bytes = headroom_bytes
-        self.constraints = constraints
+    def __init__(self, buckets: BucketPlanner, optimizers: ModelOptimizers) -> None:
+        self._buckets = buckets
+        self._planner = buckets.planner
+        self._name = buckets.planner.name
+        self._on_device = buckets.on_device
+        self._lock = buckets.lock
         self._optimizers = optimizers
-        self._service = service
-        self._require_service = require_service
-        self._lock = threading.Lock()  # of corrections
-        self.held_beside: Callable[[], int] = int  # bytes that other planned models hold on the device
-        self.ask_for_room: Callable[[int], None] = _nothing  # have them hold so many bytes less
 
-    @property
-    def limit(self) -> int:
-        """The most bytes that a planned peak may have."""
-        assert self.budget_bytes is not None
-        return self.budget_bytes - self.headroom_bytes
+    def for_gradients(self, call: ModelCall, bucket: PlannedBucket, loop: Loop) -> PlannedBucket:
+        """Plan again if gradients exist before a step that was planned as one that makes them.
 
-    def first(self, profile: Profile, terms: Terms | None = None) -> tuple[Policy, Plan | None]:
-        """A policy within the budget; within all ranks' budgets, if there are terms."""
-        if terms is None:
-            if beside := self.held_beside():
-                policy, made = self.tightest(profile, _of_others(beside), beside)
-                self._ask_for_room(policy.predicted.peak_bytes)
-                return policy, made
-            return self.planned(profile, self.limit)
-        return self.planned(profile, terms.limit, terms.extra_static)
-
-    def planned(
-        self, profile: Profile, within: int, extra_static: int = 0, start: SaveSet | None = None
-    ) -> tuple[Policy, Plan | None]:
-        """A policy whose peak is within so many bytes, by the service if there is one.
-
-        `extra_static` bytes of the peak are not in the profile. `start` is a save set that may fit already.
-
-        Raises:
-            PlannerError: there is none.
-            ServiceUnavailable: the service is away, and is required.
-            ServiceRefused: the service said no.
+        So it is with microbatches after the first, and with `zero_grad(set_to_none=False)`. The new plan
+        then serves first microbatches too, which need less.
         """
-        budget = within + self.headroom_bytes
-        constraints = self.constraints
-        if extra_static:
-            constraints = constraints or Constraints()
-            more = constraints.extra_static_bytes + extra_static
-            constraints = constraints.model_copy(update={"extra_static_bytes": more})
-        if self._service is not None:
-            try:
-                return (
-                    request_policy(
-                        self._service,
-                        profile,
-                        budget,
-                        headroom_bytes=self.headroom_bytes,
-                        constraints=constraints,
-                    ),
-                    None,
-                )
-            except ServiceUnavailable as error:
-                if self._require_service:
-                    raise ServiceUnavailable(
-                        f"{error}. require_service=True forbids planning in this process: start the service, "
-                        "or leave require_service out"
-                    ) from error
-                log.warning("planning in-process, because %s", error)
-        made = plan(
-            profile,
-            budget_bytes=budget,
-            headroom_bytes=self.headroom_bytes,
-            constraints=constraints,
-            clock=time.monotonic,
-            start=() if start is None else (start,),
-        )
-        return made.policy(), made
-
-    def tightest(self, profile: Profile, why: str, extra_static: int = 0) -> tuple[Policy, Plan | None]:
-        """Plan within the limit, or return the tightest plan with a warning if none is.
-
-        For a loop that is running, which an error would break off.
-
-        Args:
-            profile, extra_static: as for `planned`.
-            why: what the step needs so much for, in words.
-
-        Raises:
-            PlannerError, RemoteError: as `planned`, if no plan at all was found.
-        """
-        try:
-            return self.planned(profile, self.limit, extra_static)
-        except InfeasibleBudget as error:
-            if error.smallest_found is None:
-                raise
-            policy, made = self.planned(profile, error.smallest_found, extra_static, error.save_set)
-        self.warn_not_kept(policy.predicted.peak_bytes, why)
-        return policy, made
-
-    def count_beside(self, loaded: Loaded) -> None:
-        """Plan again with what other planned models hold by now.
-
-        That is if the plan leaves no room for it, if no plan did and they hold less now, or if they asked for
-        room themselves.
-        """
-        more = self.held_beside() - loaded.beside
-        over = loaded.policy.predicted.peak_bytes > self.limit
-        makes_room, loaded.makes_room = loaded.makes_room, False
-        if loaded.profile is None or not (
-            makes_room or self.lacks_room(loaded, more) or (over and loaded.beside and more < 0)
-        ):
-            return
-        loaded.beside += more
-        loaded.extra_static += more
+        if call.shape != bucket.step.shape:
+            return bucket  # wait for a batch like the one that was profiled
+        bucket.may_lack_gradients = False
         with self._lock:
             try:
-                needs = self._plan_again(loaded)
+                again = self._buckets.plan(call, loop)
+            except ProfilerBusy:
+                bucket.may_lack_gradients = True
+                return bucket
+            except (PlannerError, RemoteError) as error:
+                self._planner.warn_once(
+                    "gradients",
+                    "%s: gradients exist before the step, and no plan leaves room for them (%s): it stays",
+                    self._name,
+                    first_line(error),
+                )
+                return bucket
+        bucket.hand_over(again)
+        log.info("%s: planned again, since gradients exist before the step", self._name)
+        return again
+
+    def for_loop(self, call: ModelCall, bucket: PlannedBucket, loop: Loop) -> PlannedBucket:
+        """Plan again for a loop of another form than the one that `bucket` was planned for."""
+        if call.shape != bucket.step.shape:
+            return bucket  # wait for a batch like the one that was profiled
+        with self._lock:
+            try:
+                again = self._buckets.plan(call, loop, running=True)
+            except ProfilerBusy:
+                return bucket
+            except (ProfilerError, PlannerError, RemoteError) as error:
+                bucket.step = replace(bucket.step, loop=loop)  # try once
+                bucket.observed.loop = loop
+                self._planner.warn_once(
+                    "loop",
+                    "%s: its loop has %s, and it could not be planned for that (%s): its plan stays",
+                    self._name,
+                    loop_in_words(loop),
+                    first_line(error),
+                )
+                return bucket
+        bucket.hand_over(again)
+        log.info("%s: planned again, for a loop with %s", self._name, loop_in_words(loop))
+        return again
+
+    def for_more_modules(self, call: ModelCall, bucket: PlannedBucket) -> PlannedBucket:
+        """Plan this batch if its forward runs more modules than the one that `bucket` was planned for.
+
+        Which modules a forward runs may be drawn (stochastic depth), so only its own profile tells.
+        """
+        profile, loop = bucket.profile, bucket.step.loop
+        if call.shape != bucket.step.shape or bucket.module_tries >= MOST_MODULE_TRIES or profile is None:
+            return bucket
+        with self._lock:
+            bucket.module_tries += 1
+            try:
+                found = self._buckets.profiler.profile(call, loop)
+                if len(found.ops) <= len(profile.ops):
+                    return bucket
+                others = self._on_device.others_nbytes()
+                reason = "in a forward that runs more modules than the one before"
+                made = self._planner.plan_running(found, reason, others)
+            except ProfilerBusy:
+                return bucket
+            except (ProfilerError, PlannerError, RemoteError):
+                bucket.module_tries = MOST_MODULE_TRIES
+                return bucket
+            again = self._buckets.bucket(call, found, loop, made, others_nbytes=others)
+            again.module_tries = bucket.module_tries
+        bucket.hand_over(again)
+        log.info("%s: planned again, for a forward that runs more modules", self._name)
+        return again
+
+    def count_optimizers(self, model: nn.Module, bucket: PlannedBucket) -> None:
+        """Plan again with the state of optimizers that were not passed to `apply` and have stepped."""
+        adopted, profile = self._optimizers.adopted, bucket.profile
+        if profile is None or bucket.step.n_adopted == adopted:
+            return
+        with self._lock:
+            needs = optimizer_bytes(self._optimizers.all, device_of(model))
+            bucket.step = replace(bucket.step, n_adopted=adopted)
+            if needs.state <= profile.static.optimizer_state and (
+                needs.workspace <= profile.optimizer_workspace_nbytes
+            ):
+                return
+            more = needs.state - profile.static.optimizer_state
+            static = profile.static.model_copy(update={"optimizer_state": needs.state})
+            profile = profile.model_copy(
+                update={"static": static, "optimizer_workspace_nbytes": needs.workspace}
+            )
+            bucket.step = replace(bucket.step, profile=profile)
+            names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers.all))
+            reason = f"{format_bytes(needs.state)} of it the state of {names}"
+            try:
+                bucket.load(*self._planner.plan_running(profile, reason, bucket.step.extra_static))
+            except (PlannerError, RemoteError) as error:
+                log.warning(
+                    "%s: %s steps it, and no plan leaves room for its state (%s): its plan stays",
+                    self._name,
+                    names,
+                    first_line(error),
+                )
+                return
+        self._planner.warn_once(
+            "optimizer",
+            "%s: %s steps it and was not passed to ac_client.apply: planned again with %s of state. Pass "
+            "optimizer=... to have it counted from the first step on",
+            self._name,
+            names,
+            format_bytes(more),
+        )
+
+    def count_other_models(self, bucket: PlannedBucket) -> None:
+        """Plan again with what other planned models on the device hold by now.
+
+        That is done if the plan leaves no room for it, if no plan did and they hold less now, or if they
+        asked for room themselves.
+        """
+        held = self._on_device.others_nbytes()
+        more = held - bucket.step.others_nbytes
+        over = bucket.policy.predicted.peak_bytes > self._planner.limit
+        requested, bucket.room_requested = bucket.room_requested, False
+        if bucket.profile is None or not (
+            requested
+            or self._on_device.lacks_room(bucket, more)
+            or (over and bucket.step.others_nbytes and more < 0)
+        ):
+            return
+        with self._lock:
+            bucket.step = replace(bucket.step, others_nbytes=held)
+            try:
+                needs = self._plan_again(bucket, bucket.correction)
             except (PlannerError, RemoteError) as error:
                 log.warning(
                     "%s: no plan leaves room for %s (%s): its plan stays",
-                    self.name,
-                    _of_others(loaded.beside),
-                    str(error).partition("\n")[0],
+                    self._name,
+                    of_others(held),
+                    first_line(error),
                 )
                 return
-        if needs is None or loaded.withheld:
-            log.info("%s: planned again, %s", self.name, _of_others(loaded.beside))
+        if needs is None or bucket.correction.withheld:
+            log.info("%s: planned again, %s", self._name, of_others(held))
         else:
-            self.warn_not_kept(needs, _of_others(loaded.beside))
-            self._ask_for_room(needs)
+            self._planner.warn_over_budget(needs, of_others(held))
+            self._on_device.ask_others_for_room(needs)
 
-    def _ask_for_room(self, needs: int) -> None:
-        if needs > self.limit:
-            self.ask_for_room(needs - self.limit)
+    def replan_if_mispredicted(self, model: nn.Module, bucket: PlannedBucket, *, whole: bool) -> None:
+        """Plan again if the compared steps were over the budget.
 
-    def lacks_room(self, loaded: Loaded, more: int) -> bool:
-        """Return True if the step goes over the budget with so many bytes more."""
-        return self.budget_bytes is not None and (
-            more > 0 and loaded.policy.predicted.peak_bytes + more > self.limit
-        )
-
-    def warn_not_kept(self, needs: int, why: str) -> None:
-        """Warn that no plan keeps the budget."""
-        log.warning(
-            "%s: the budget of %s cannot be kept: the step needs at least %s, %s. It runs under its tightest "
-            "plan",
-            self.name,
-            format_bytes(self.budget_bytes or 0),
-            format_bytes(needs),
-            why,
-        )
-
-    def judge(self, model: nn.Module, loaded: Loaded, *, whole: bool) -> None:
-        """Plan again if the steps seen were over the budget; or, `whole` ones, far from using it."""
-        if self.budget_bytes is None or loaded.seen is None or loaded.replaced:
+        Args:
+            whole: the steps had the optimizer's step in them: plan again, too, if they were far below.
+        """
+        peak, profile, correction = bucket.statistics.peak, bucket.profile, bucket.correction
+        if self._planner.budget_bytes is None or peak is None or bucket.replaced:
             return
-        limit = self.limit
-        predicted = loaded.policy.predicted.peak_bytes
-        if rise := too_much(loaded.seen, predicted, limit):
-            if loaded.profile is None or loaded.corrections >= MOST_CORRECTIONS:
-                if not loaded.told:
-                    loaded.told = True
-                    log.warning(
-                        "%s: measured %s where %s is the limit; %s, so its plan stays",
-                        self.name,
-                        format_bytes(loaded.seen.at_least),
-                        format_bytes(limit),
-                        "it was planned elsewhere"
-                        if loaded.profile is None
-                        else f"it was corrected {loaded.corrections} times",
-                    )
-                return
-            self._correct(loaded, rise)
+        limit = self._planner.limit
+        predicted = bucket.policy.predicted.peak_bytes
+        if excess := excess_bytes(peak, predicted, limit):
+            if profile is not None and correction.times < MOST_CORRECTIONS:
+                self._correct(bucket, excess, measured=peak.at_least)
+            elif not bucket.warned_over_budget:
+                bucket.warned_over_budget = True
+                log.warning(
+                    "%s: measured %s where %s is the limit; %s, so its plan stays",
+                    self._name,
+                    format_bytes(peak.at_least),
+                    format_bytes(limit),
+                    "it was planned elsewhere"
+                    if profile is None
+                    else f"it was corrected {correction.times} times",
+                )
         elif (
             whole
-            and loaded.profile is not None
-            and loaded.recomputes
+            and profile is not None
+            and bucket.loaded.recomputes
             # Only at first: what turns out too loose can then still be tightened.
-            and not loaded.corrections
-            and not loaded.withheld
-            and self.state_exists(model, loaded.profile)
-            and (fall := too_little(loaded.seen, predicted, limit))
+            and correction == Correction()
+            and self._optimizers.has_state_of(model, profile)
+            and (unused := unused_bytes(peak, predicted, limit))
         ):
-            self._correct(loaded, -fall)
+            self._correct(bucket, -unused, measured=peak.at_most or 0)
 
-    def state_exists(self, model: nn.Module, profile: Profile) -> bool:
-        """Return True if the optimizer has all the state that the profile counts."""
-        return self._optimizers.state_nbytes(device_of(model)) >= profile.static.optimizer_state
-
-    def _correct(self, loaded: Loaded, change: int) -> None:
-        """Add what the prediction missed to it, and plan again."""
-        assert loaded.seen is not None
-        seen = loaded.seen.at_least if change > 0 else loaded.seen.at_most
-        predicted = loaded.policy.predicted.peak_bytes
+    def _correct(self, bucket: PlannedBucket, change: int, *, measured: int) -> None:
+        """Add to the prediction what it missed, and plan again."""
+        predicted = bucket.policy.predicted.peak_bytes
+        before = bucket.correction
+        tried = replace(before, times=before.times + 1)
         with self._lock:
-            loaded.corrections += 1
-            loaded.correction += change
             try:
-                needs = self._plan_again(loaded)
+                needs = self._plan_again(bucket, replace(tried, nbytes=before.nbytes + change))
             except (PlannerError, RemoteError) as error:
-                loaded.correction -= change
+                bucket.correction = tried
                 log.warning(
                     "%s: measured %s where %s was predicted, and planning again failed (%s): its plan stays",
-                    self.name,
-                    format_bytes(seen or 0),
+                    self._name,
+                    format_bytes(measured),
                     format_bytes(predicted),
-                    str(error).partition("\n")[0],
+                    first_line(error),
                 )
                 return
         if needs is not None:
-            loaded.told = True
-            self.warn_not_kept(
+            bucket.warned_over_budget = True
+            self._planner.warn_over_budget(
                 needs,
-                f"measured {format_bytes(seen or 0)} where {format_bytes(predicted)} was predicted, of which "
+                f"measured {format_bytes(measured)} where {format_bytes(predicted)} was predicted, of which "
                 f"{format_bytes(change)} are in no plan",
             )
             return
         log.warning(
             "%s: measured %s where %s was predicted and %s is the budget: planned again, corrected by %s; "
             "%d of %d ops recomputed, predicted %s",
-            self.name,
-            format_bytes(seen or 0),
+            self._name,
+            format_bytes(measured),
             format_bytes(predicted),
-            format_bytes(self.budget_bytes or 0),
+            format_bytes(self._planner.budget_bytes or 0),
             format_bytes(change),
-            sum(decision == "recompute" for decision in loaded.policy.decisions.values()),
-            len(loaded.policy.decisions),
-            format_bytes(loaded.policy.predicted.peak_bytes),
+            sum(decision == "recompute" for decision in bucket.policy.decisions.values()),
+            len(bucket.policy.decisions),
+            format_bytes(bucket.policy.predicted.peak_bytes),
         )
 
-    def tighten(self, loaded: Loaded, allocator: AllocatorPeak | None, before: int) -> None:
-        """Plan again for less than the device turned out not to have.
+    def tighten(self, bucket: PlannedBucket, allocator: AllocatorPeak | None, before: int) -> None:
+        """Plan again for less memory than the device turned out to have.
 
         Args:
-            loaded: whose step ran out of memory.
+            bucket: whose step ran out of memory.
             allocator: of the device, if it counts by itself.
             before: what it counted before the step.
 
         Raises:
             PlannerError: there is no tighter plan.
-            RemoteError: the service would not make one.
+            RemoteError: the service did not make one.
         """
-        limit = self.limit
-        had = loaded.policy.predicted.peak_bytes
+        had = bucket.policy.predicted.peak_bytes
         aim = int(had * TIGHTER)
-        if allocator is not None and (seen := allocator.allocated_peak()) > before:
-            aim = min(aim, seen)  # so much the device had
-        withheld = loaded.withheld
+        if allocator is not None and (counted := allocator.allocated_peak()) > before:
+            aim = min(aim, counted)  # so much the device had
+        withheld = max(0, self._planner.limit - aim)
         with self._lock:
-            loaded.withheld = max(0, limit - aim)
-            try:
-                self._plan_again(loaded, tighter=True)
-            except (PlannerError, RemoteError):
-                loaded.withheld = withheld
-                raise
+            self._plan_again(bucket, replace(bucket.correction, withheld=withheld), tighter=True)
         log.warning(
             "%s ran out of memory under a plan for %s: planned again for %s, and the step runs again",
-            self.name,
+            self._name,
             format_bytes(had),
-            format_bytes(loaded.policy.predicted.peak_bytes),
+            format_bytes(bucket.policy.predicted.peak_bytes),
         )
 
-    def _plan_again(self, loaded: Loaded, *, tighter: bool = False) -> int | None:
-        """As first, with `loaded`'s corrections; where that is too tight, the tightest plan there is.
+    def _plan_again(
+        self, bucket: PlannedBucket, correction: Correction, *, tighter: bool = False
+    ) -> int | None:
+        """Load the plan for `correction` into `bucket`, or the tightest plan if none fits.
 
-        Returns the bytes that the step then needs, corrections included; None if they are within the limit.
+        Returns:
+            The bytes that the step then needs, corrections included; None if they are within the limit.
 
         Args:
             tighter: raise if the tightest plan has no smaller peak than the present one.
 
         Raises:
-            PlannerError: no plan was found.
-            RemoteError: the service would not make one.
+            PlannerError, RemoteError: no plan was found; the bucket is as it was.
         """
-        assert loaded.profile is not None
-        within = max(1, self.limit - loaded.correction - loaded.withheld)
+        assert bucket.profile is not None
+        within = max(1, self._planner.limit - correction.total)
+        policy, made, infeasible = self._planner.plan_or_tightest(
+            bucket.profile, within, bucket.step.extra_static
+        )
         needs = None
-        try:
-            policy, made = self.planned(loaded.profile, within, loaded.extra_static)
-        except InfeasibleBudget as error:
-            if error.smallest_found is None:
-                raise
-            policy, made = self.planned(
-                loaded.profile, error.smallest_found, loaded.extra_static, error.save_set
-            )
-            had = loaded.policy.predicted.peak_bytes - loaded.correction
-            if tighter and policy.predicted.peak_bytes >= had:
-                raise
-            needs = policy.predicted.peak_bytes + loaded.correction + loaded.withheld
+        if infeasible is not None:
+            if (
+                tighter
+                and policy.predicted.peak_bytes >= bucket.policy.predicted.peak_bytes - correction.nbytes
+            ):
+                raise infeasible
+            needs = policy.predicted.peak_bytes + correction.total
         predicted = policy.predicted
         moved = {
-            name: max(0, getattr(predicted, name) + loaded.correction)
+            name: max(0, getattr(predicted, name) + correction.nbytes)
             for name in ("peak_bytes", "save_all_peak_bytes", "static_bytes")
         }
         policy = policy.model_copy(
             update={
-                "budget_bytes": self.budget_bytes,
-                "corrected_by_bytes": loaded.correction + loaded.withheld,
+                "budget_bytes": self._planner.budget_bytes,
+                "corrected_by_bytes": correction.total,
                 "predicted": predicted.model_copy(update=moved),
             }
         )
-        loaded.load(policy, made)
+        bucket.correction = correction
+        bucket.load(policy, made)
         return needs
+
+
+@dataclass(slots=True)
+class _Readings:
+    """Readings of the allocator's counter in one step."""
+
+    bucket: PlannedBucket
+    counts: list[int]  # from before forward on
+    written: int  # `PeakWatch.written` before forward
+
+
+class PeakWatch:
+    """Compares the first steps of each plan with the allocator's counter, where the device has one.
+
+    Attributes:
+        allocator: of the model's device, once a step was planned here.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: ModelOptimizers, replanner: Replanner) -> None:
+        self.allocator: AllocatorPeak | None = None
+        self._model = weakref.ref(model)
+        self._optimizers = optimizers
+        self._replanner = replanner
+        self._readings: _Readings | None = None  # of the step that runs, if it is compared
+        self._written_at_first = self.written()
+
+    @property
+    def reading(self) -> bool:
+        """Return True if the step that runs is compared."""
+        return self._readings is not None
+
+    def begin_step(self, bucket: PlannedBucket) -> None:
+        """Take the first reading of a step under `bucket`, if it is one to compare."""
+        compared = bucket.statistics.compared
+        if self.allocator is not None and compared < WATCHED_STEPS and self.is_complete(bucket):
+            self._readings = _Readings(bucket, [self.allocator.allocated_peak()], self.written())
+
+    def read(self) -> None:
+        """Take one more reading of the step that runs."""
+        if self._readings is not None and self.allocator is not None:
+            self._readings.counts.append(self.allocator.allocated_peak())
+
+    def discard(self) -> None:
+        """Drop the readings of the step that runs: it will not end, or the counter is about to be reset."""
+        self._readings = None
+
+    def end_step(self) -> None:
+        """Compare the step that is over with its prediction."""
+        self.read()
+        readings, self._readings = self._readings, None
+        if readings is None:
+            return
+        bucket = readings.bucket
+        bucket.statistics.add(PeakBounds.of(readings.counts))
+        last = bucket.statistics.compared == WATCHED_STEPS
+        self._judge(bucket, whole=last and self.written() != readings.written)
+
+    def judge_exact(self, bucket: PlannedBucket, nbytes: int, *, written: int) -> None:
+        """Compare a peak that was measured exactly, in a block before which `written` was counted."""
+        bucket.statistics.peak = PeakBounds.exactly(nbytes)
+        self._judge(bucket, whole=self.written() != written)
+
+    def _judge(self, bucket: PlannedBucket, *, whole: bool) -> None:
+        if (model := self._model()) is not None:
+            self._replanner.replan_if_mispredicted(model, bucket, whole=whole)
+
+    def is_complete(self, bucket: PlannedBucket) -> bool:
+        """Return True if a step that begins now has all the state that later steps have.
+
+        Before the optimizer's first step its state is missing, so a correction would be too small, and one
+        of few would be used up.
+        """
+        model = self._model()
+        return (
+            bucket.profile is None
+            or self.written() != self._written_at_first
+            or (model is not None and self._optimizers.has_state_of(model, bucket.profile))
+        )
+
+    def written(self) -> int:
+        """Return a number that rises with every step of the optimizer.
+
+        Version counters count what an unknown optimizer writes.
+        """
+        model = self._model()
+        parameters = parameters_of(model) if model is not None else ()
+        return sum(version_counter(p) for p in parameters if p.requires_grad) + self._optimizers.steps

@@ -1,4 +1,4 @@
-"""`ac_client.planning.service_client` against the app itself, and against what may stand in its place."""
+"""`ac_client.service_client` against the app itself, and against what may stand in its place."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from conftest import Transport
 from service_fakes import Held, InProcess, Raising, infeasible, out_of_time, save_all
 from waiting import until
 
-import ac_client.planning.service_client
-from ac_client.planning.service_client import ServiceRefused, ServiceUnavailable, request_policy
+import ac_client.service_client.connection
+from ac_client.service_client.errors import ServiceRefused, ServiceUnavailable
+from ac_client.service_client.policy_requests import request_policy
 from autoac.api.errors import SolverDied
 from autoac.planner.errors import (
     InfeasibleBudget,
@@ -57,7 +58,7 @@ def answering(status: int, content: bytes = b"", **headers: str) -> httpx2.MockT
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ac_client.planning.service_client, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(ac_client.service_client.connection, "FIRST_PAUSE_S", 0.0)
 
 
 def test_the_policy_is_the_embedded_planners(in_app: Transport, profile: Profile) -> None:
@@ -200,7 +201,7 @@ def test_a_service_that_dribbles_is_given_up_in_time(profile: Profile, head: byt
 def test_an_answer_without_end_is_refused_at_a_cap(
     profile: Profile, coding: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ac_client.planning.service_client, "MOST_ANSWER", 1 << 20)
+    monkeypatch.setattr(ac_client.service_client.connection, "MOST_ANSWER", 1 << 20)
     content = bytes(1 << 24) if coding == b"identity" else gzip.compress(bytes(1 << 24))
 
     def endless(connection: socket.socket) -> None:
@@ -277,7 +278,7 @@ def test_a_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, pro
     [
         (answering(502, b"<html>"), ServiceUnavailable, "502: Bad Gateway"),
         (answering(504, b"<html>"), ServiceUnavailable, "504"),
-        (answering(201, b"<html>welcome to the hotel"), ServiceUnavailable, "no policy"),
+        (answering(201, b"<html>welcome to the hotel"), ServiceUnavailable, "other than a policy"),
         (answering(200, b"{}"), ServiceUnavailable, "200"),
         (answering(202, location="http://elsewhere/v1/jobs/1"), ServiceUnavailable, "did not say which"),
         (answering(302, location="http://elsewhere"), ServiceUnavailable, "302"),
@@ -333,11 +334,5 @@ def test_a_service_may_live_below_a_path(profile: Profile) -> None:
 
 
 def test_asking_needs_no_torch() -> None:
-    # By its file: what the package around it imports is the package's own affair.
-    code = (
-        "import importlib.util as u, sys;"
-        f"spec = u.spec_from_file_location('remote', {ac_client.planning.service_client.__file__!r});"
-        "module = sys.modules['remote'] = u.module_from_spec(spec); spec.loader.exec_module(module);"
-        "sys.exit('torch' in sys.modules)"
-    )
+    code = "import ac_client.service_client.policy_requests, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

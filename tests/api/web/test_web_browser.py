@@ -302,7 +302,7 @@ def bytes_of(line: str) -> int:
 
 
 def newest_for(live: Live, profile: Profile, budget_bytes: int) -> list[str]:
-    """The policy that the client takes for a budget (`ac_client.planning.service_client`)."""
+    """The policy that the client takes for a budget (`ac_client.service_client`)."""
     asked = {
         "fingerprint": profile.fingerprint,
         "device": profile.environment.device_name,

@@ -149,7 +149,7 @@ def test_what_replay_takes_is_measured_out_of_sight_of_the_callers_hooks() -> No
 
 
 def test_what_apply_plans_counts_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["ac_client.planning.policy_store"], "replay_us_of_process", lambda: 7.0)
+    monkeypatch.setattr(sys.modules["ac_client.planning.plan_batch"], "replay_us_of_process", lambda: 7.0)
     model = ac_client.apply(Transformer(), 10.0)
     step(model)
     made = ac_client.applied(model).plan

@@ -17,7 +17,7 @@ from stepping import nothing_left, scalar
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.planning import replan as planning
+from ac_client.planning import plan_batch
 from ac_client.planning.oom_retry import is_out_of_memory
 from ac_client.runtime.policy_context import active
 from autoac.planner import build, find_minimum_peak, plan, simulate
@@ -242,7 +242,7 @@ def test_each_time_the_plan_is_tighter_until_there_is_none(
     budget_gb: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The last plans before the floor take long, and how good they are is not the question.
-    monkeypatch.setattr(planning, "plan", partial(plan, time_limit_s=3))
+    monkeypatch.setattr(plan_batch, "plan", partial(plan, time_limit_s=3))
     model, step = planned(budget_gb)
     at = ac_client.applied(model)
     peaks = [at.policy.predicted.peak_bytes]

@@ -11,14 +11,14 @@ from stepping import scalar
 from torch import nn
 
 import ac_client
-from ac_client.planning import policy_store as choosing
+from ac_client.planning import policy_store
 from ac_client.planning.peak_counter import (
     MOST_CORRECTIONS,
     WATCHED_STEPS,
-    Seen,
+    PeakBounds,
+    excess_bytes,
     proposed_headroom,
-    too_little,
-    too_much,
+    unused_bytes,
 )
 from autoac.planner import build, find_minimum_peak, simulate
 from autoac.planner.units import GIB
@@ -65,7 +65,7 @@ class Fake:
 def planned(
     budget: int, fake: Fake, monkeypatch: pytest.MonkeyPatch, *, optimizer: bool = True, fused: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    monkeypatch.setattr(choosing, "allocator_peak", lambda _device: fake)
+    monkeypatch.setattr(policy_store, "allocator_peak", lambda _device: fake)
     model = made()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused) if optimizer else None
     return ac_client.apply(model, budget / GIB, optimizer=sgd), sgd
@@ -291,40 +291,40 @@ def test_what_was_planned_elsewhere_is_not_planned_again_but_said(
 @pytest.mark.parametrize(
     ("readings", "seen"),
     [
-        ((5, 9), Seen(9, 9)),
-        ((9, 9), Seen(0, 9)),
-        ((9, 5), Seen(5, None)),
-        ((5, 7, 9, 9), Seen(9, 9)),
-        ((9, 9, 9, 9), Seen(0, 9)),
-        ((3, 7, 9, 3), Seen(9, None)),  # reset at the head of each step
-        ((9, 9, 4, 6), Seen(6, None)),  # reset after forward
+        ((5, 9), PeakBounds(9, 9)),
+        ((9, 9), PeakBounds(0, 9)),
+        ((9, 5), PeakBounds(5, None)),
+        ((5, 7, 9, 9), PeakBounds(9, 9)),
+        ((9, 9, 9, 9), PeakBounds(0, 9)),
+        ((3, 7, 9, 3), PeakBounds(9, None)),  # reset at the head of each step
+        ((9, 9, 4, 6), PeakBounds(6, None)),  # reset after forward
     ],
 )
-def test_what_a_counter_tells_of_a_step(readings: tuple[int, ...], seen: Seen) -> None:
-    assert Seen.of(readings) == seen
+def test_what_a_counter_tells_of_a_step(readings: tuple[int, ...], seen: PeakBounds) -> None:
+    assert PeakBounds.of(readings) == seen
 
 
 def test_two_steps_have_the_larger_peak_of_both() -> None:
-    assert Seen(9, 9).joined(Seen(0, 10)) == Seen(9, 10)
-    assert Seen(9, 9).joined(Seen(12, None)) == Seen(12, None)
+    assert PeakBounds(9, 9).joined(PeakBounds(0, 10)) == PeakBounds(9, 10)
+    assert PeakBounds(9, 9).joined(PeakBounds(12, None)) == PeakBounds(12, None)
 
 
 @pytest.mark.parametrize(
     ("seen", "rise", "fall"),
     [
-        (Seen.exactly(100), 0, 0),
-        (Seen.exactly(101), 11, 0),
-        (Seen(0, 200), 0, 0),
-        (Seen(101, None), 11, 0),
-        (Seen.exactly(88), 0, 0),
-        (Seen.exactly(80), 0, 10),
-        (Seen(0, 80), 0, 10),
-        (Seen(80, None), 0, 0),
+        (PeakBounds.exactly(100), 0, 0),
+        (PeakBounds.exactly(101), 11, 0),
+        (PeakBounds(0, 200), 0, 0),
+        (PeakBounds(101, None), 11, 0),
+        (PeakBounds.exactly(88), 0, 0),
+        (PeakBounds.exactly(80), 0, 10),
+        (PeakBounds(0, 80), 0, 10),
+        (PeakBounds(80, None), 0, 0),
     ],
 )
-def test_what_is_worth_a_correction(seen: Seen, rise: int, fall: int) -> None:
-    assert too_much(seen, predicted=90, limit=100) == rise
-    assert too_little(seen, predicted=90, limit=100) == fall
+def test_what_is_worth_a_correction(seen: PeakBounds, rise: int, fall: int) -> None:
+    assert excess_bytes(seen, predicted=90, limit=100) == rise
+    assert unused_bytes(seen, predicted=90, limit=100) == fall
 
 
 def test_a_headroom_is_proposed_where_fragments_go_over_the_budget(

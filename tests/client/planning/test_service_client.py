@@ -14,7 +14,7 @@ from stepping import scalar
 from torch import nn
 
 import ac_client
-import ac_client.planning.service_client
+import ac_client.service_client.connection
 from ac_client import ServiceRefused, ServiceUnavailable
 from autoac.api import Settings, create_app
 from autoac.planner import InfeasibleBudget, Policy
@@ -66,7 +66,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AUTOAC_TOKEN", raising=False)
-    monkeypatch.setattr(ac_client.planning.service_client, "PAUSES_S", ())
+    monkeypatch.setattr(ac_client.service_client.connection, "TRIES", 1)
 
 
 def profiles(url: str) -> int:
@@ -124,5 +124,5 @@ def test_arguments_that_mean_nothing_are_refused() -> None:
         ac_client.apply(made(), 1, require_service=True)
     with pytest.raises(ValueError, match="not both"):
         ac_client.apply(made(), 1, alias=NAME, policy="policy.json", service=NOBODY)
-    with pytest.raises(ValueError, match="is no alias"):
+    with pytest.raises(ValueError, match="alias must be a name"):
         ac_client.apply(made(), 1, alias="not a name", service=NOBODY)

@@ -13,9 +13,11 @@ from stepping import scalar
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.planning import policy_store as choosing
+from ac_client.planning import plan_batch, policy_store
 from ac_client.planning.batch_shape import key_of, shape_of
-from ac_client.planning.shape_buckets import Buckets, Loaded
+from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
+from ac_client.planning.shape_buckets import Buckets
+from ac_client.planning.trained_parameters import SAMPLED_PER_FORWARD
 from autoac.planner import bounds, build, find_minimum_peak, plan, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
@@ -93,7 +95,7 @@ def test_the_short_last_batch_is_planned_by_nobody(budget_gb: float, monkeypatch
     plain, planned = made(), ac_client.apply(made(), budget_gb)
     assert_as_plain(planned, plain, LARGE)
     policy = ac_client.applied(planned).policy
-    monkeypatch.setattr(choosing, "observe", None)  # whoever profiles now fails
+    monkeypatch.setattr(plan_batch, "observe", None)  # whoever profiles now fails
     assert_as_plain(planned, plain, (5, 48))
     assert ac_client.applied(planned).policy is policy
 
@@ -208,7 +210,7 @@ def test_a_set_is_carried_out_from_a_file(
 def test_a_loop_with_ever_larger_batches_does_not_plan_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choosing, "MOST_BUCKETS", 2)
+    monkeypatch.setattr(policy_store, "MOST_BUCKETS", 2)
     plain, planned = made(), ac_client.apply(made(), 1.0)
     with caplog.at_level(logging.WARNING):
         for length in (1, 2, 3, 4):
@@ -294,7 +296,8 @@ def test_a_bucket_covers_a_batch_whose_arguments_come_in_another_order(first: in
     policy = plan(profile(nn.Linear(4, 4), torch.randn(2, 4)), budget_gb=1.0).policy()
     long, wide = torch.empty(2, 48), torch.empty(48, 2)
     buckets = Buckets()
-    bucket = Loaded(shape_of((), {"long": long, "wide": wide, "boxes": [{"b": wide, "a": long}]}), policy)
+    shape = shape_of((), {"long": long, "wide": wide, "boxes": [{"b": wide, "a": long}]})
+    bucket = PlannedBucket(shape, LoadedPolicy(policy))
     buckets.add(bucket)
     met = {"boxes": [{"a": long[:, :9], "b": wide[:9]}], "wide": wide[:9], "long": long[:, :9]}
     batches = [met, {**met, "wide": long[:, :9]}]
@@ -326,16 +329,16 @@ def train_only(model: Transformer, count: int) -> None:
 
 @pytest.mark.parametrize("shapes", ["bucket", "first"])
 def test_other_parameters_that_train_have_a_plan_of_their_own(
-    shapes: choosing.Shapes, monkeypatch: pytest.MonkeyPatch
+    shapes: policy_store.Shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiled = collections.Counter[str]()
 
     def observe(*args: Any, **kwargs: Any) -> Any:
         profiled["times"] += 1
-        return choosing_observe(*args, **kwargs)
+        return unwatched(*args, **kwargs)
 
-    choosing_observe = choosing.observe
-    monkeypatch.setattr(choosing, "observe", observe)
+    unwatched = plan_batch.observe
+    monkeypatch.setattr(plan_batch, "observe", observe)
     plain, planned = made(), made()
     most = len(list(plain.parameters()))
     peaks: dict[int, float] = {}
@@ -367,10 +370,10 @@ def test_one_parameter_that_is_frozen_is_seen_within_a_few_forwards(budget_gb: f
     ac_client.apply(planned, 2 * budget_gb)
     assert_as_plain(planned, plain, LARGE)
     before = ac_client.applied(planned).policy
-    assert len(list(planned.parameters())) > choosing.ASKED
+    assert len(list(planned.parameters())) > SAMPLED_PER_FORWARD
     for model in (planned, plain):
         list(model.parameters())[5].requires_grad_(False)
-    for _ in range(len(list(planned.parameters())) // choosing.ASKED + 1):
+    for _ in range(len(list(planned.parameters())) // SAMPLED_PER_FORWARD + 1):
         assert_as_plain(planned, plain, LARGE)
     assert ac_client.applied(planned).policy is not before
 

@@ -1,0 +1,217 @@
+"""A policy as forwards carry it out, the step it was planned for, and what its steps have shown.
+
+    PlannedBucket            one bucket of batches; the only part that changes
+    +-- LoadedPolicy         the policy and its routes
+    +-- ProfiledStep          batch, loop, and bytes that the policy was planned for
+    +-- Correction           bytes by which the prediction was wrong
+    +-- StepStatistics       peaks that the allocator reported
+    +-- ObservedLoop         what the training loop was seen to do
+
+Who may change what: `replan.py` loads another policy, step, and correction; its `PeakWatch` adds to the
+statistics; `loop_watch.py` keeps the observed loop; `planned_forward.py` keeps what a route has learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import nn
+
+from ac_client.planning.peak_counter import PeakBounds
+from ac_client.runtime.cursor import Route
+from autoac.planner import Plan, Policy, Profile
+from autoac.planner.errors import Holding
+from autoac.planner.formats.policy_set import Shape
+from autoac.planner.memory.lifetimes import live_at_peak
+from autoac.profiler import Loop
+from autoac.profiler.torch_facts.inductor import compiled_parts
+
+
+@dataclass(slots=True, eq=False)
+class ForwardRoute:
+    """The decisions for one forward, and what earlier walks along them have learned."""
+
+    route: Route
+    # Module calls that wrote to nothing tracked: (path, first position) -> position after the call.
+    quiet_calls: dict[tuple[str, int], int] = field(default_factory=dict)
+    unrecorded: int = 0  # ops that the last walk ran without the dispatch mode
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedPolicy:
+    """A policy with its routes.
+
+    Invariant: `forwards[i]` walks `policy.forwards[i]`, the i-th forward before a backward. Planning again
+    makes another LoadedPolicy; only what a route has learned changes in this one.
+    """
+
+    policy: Policy
+    plan: Plan | None = None  # None: the policy was made elsewhere
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """Return True if the policy recomputes at least one op."""
+        return "recompute" in self.policy.decisions.values()
+
+    @cached_property
+    def forwards(self) -> tuple[ForwardRoute, ...]:
+        """Return one route for each forward before a backward."""
+        return tuple(ForwardRoute(Route(decisions)) for decisions in self.policy.forwards)
+
+    @property
+    def n_recorded(self) -> int:
+        """Return the number of forward ops that the runtime records: none if nothing is recomputed."""
+        skipped = sum(forward.unrecorded for forward in self.forwards)
+        return len(self.policy.decisions) - skipped if self.recomputes else 0
+
+    @cached_property
+    def live_at_peak(self) -> tuple[Holding, ...]:
+        """Return what is live at the planned peak, largest first; () if the policy was made elsewhere."""
+        return tuple(live_at_peak(self.plan.graph, self.plan.save_set)) if self.plan is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledStep:
+    """The step that a policy was planned for."""
+
+    shape: Shape | None  # of the profiled batch
+    profile: Profile | None = None  # None: planned elsewhere, so it cannot be planned again here
+    loop: Loop = field(default_factory=Loop)
+    rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
+    others_nbytes: int = 0  # held by other planned models on the device
+    n_adopted: int = 0  # optimizers that were seen to step the model, and are counted
+    skipped: frozenset[str] = frozenset()  # modules with parameters that the profiled forward did not run
+
+    @property
+    def extra_static(self) -> int:
+        """Return the static bytes that are not in the profile."""
+        return self.rank_nbytes + self.others_nbytes
+
+
+def skipped_modules(model: nn.Module, profile: Profile) -> frozenset[str]:
+    """Return the paths of modules with their own parameters that `profile` did not run.
+
+    Compiled parts hide their modules, so a model with such parts has none.
+    """
+    if compiled_parts(model):
+        return frozenset()
+    ran = set(profile.modules)
+    return frozenset(
+        path
+        for path, module in model.named_modules()
+        if path and path not in ran and any(True for _ in module.parameters(recurse=False))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Bytes that planning again adds to every simulated peak.
+
+    Invariant: a plan keeps the limit, as far as its steps have shown, if its simulated peak is at most the
+    limit less `total`.
+    """
+
+    times: int = 0  # how often a measured peak changed `nbytes`
+    nbytes: int = 0  # needed beyond what the simulator counts; negative if less is needed
+    withheld: int = 0  # of the budget, which the device did not have or another model asked for
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of the limit that a simulated peak may not use."""
+        return self.nbytes + self.withheld
+
+
+@dataclass(slots=True)
+class StepStatistics:
+    """What the steps of one bucket have shown. The peaks are those of the policy that is loaded now."""
+
+    steps: int = 0
+    compared: int = 0  # steps whose peak was compared with the prediction
+    peak: PeakBounds | None = None
+
+    def add(self, peak: PeakBounds) -> None:
+        """Add the peak of one more step."""
+        self.peak = peak if self.peak is None else self.peak.joined(peak)
+        self.compared += 1
+
+    def forget_peaks(self) -> None:
+        """Start to compare again, since another policy was loaded."""
+        self.compared, self.peak = 0, None
+
+
+@dataclass(slots=True)
+class ObservedLoop:
+    """What the training loop around a bucket was seen to do."""
+
+    loop: Loop  # planned for as soon as it differs from the step's own
+    holds_outputs: bool = False  # a step held outputs again that earlier steps had dropped
+    warned_of_graph: bool = False  # that a backward creates a graph
+    warned_of_loss: bool = False  # that a loss outside of the model is large
+
+
+class PlannedBucket:
+    """The policy for one bucket of batches, and everything that planning it again starts from.
+
+    Attributes:
+        shape: of the largest batch that the bucket serves; None if it serves every batch.
+        ran_skipped: skipped modules of the step that a forward has run since.
+        module_tries: further batches that were profiled because modules were skipped, and ran no more.
+        may_lack_gradients: the profile has no gradients before the step, and later steps may have.
+        room_requests: how often other models on the device asked for room.
+        room_requested: they asked since the policy was planned.
+        replaced: another bucket serves the same batches now.
+        warned_over_budget: the user knows that this bucket goes over the budget and stays so.
+    """
+
+    def __init__(self, shape: Shape | None, loaded: LoadedPolicy, step: ProfiledStep | None = None) -> None:
+        self.shape = shape
+        self.loaded = loaded
+        self.step = step or ProfiledStep(shape)
+        self.correction = Correction()
+        self.statistics = StepStatistics()
+        self.observed = ObservedLoop(self.step.loop)
+        self.ran_skipped: set[str] = set()
+        self.module_tries = 0
+        self.may_lack_gradients = self.profile is not None and not self.profile.static.gradients
+        self.room_requests = 0
+        self.room_requested = False
+        self.replaced = False
+        self.warned_over_budget = False
+
+    @property
+    def policy(self) -> Policy:
+        """Return the policy that is loaded now."""
+        return self.loaded.policy
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan behind the policy; None if it was made elsewhere."""
+        return self.loaded.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """Return the profile that the policy was planned from; None if it was planned elsewhere."""
+        return self.step.profile
+
+    def load(self, policy: Policy, plan: Plan | None) -> None:
+        """Carry `policy` out from the next forward on."""
+        self.loaded = LoadedPolicy(policy, plan)
+        self.statistics.forget_peaks()
+
+    def withhold(self, nbytes: int) -> None:
+        """Plan again at the next step for so many bytes less, which another model on the device lacks."""
+        self.room_requests += 1
+        self.room_requested = True
+        self.correction = replace(self.correction, withheld=self.correction.withheld + nbytes)
+
+    def hand_over(self, to: PlannedBucket) -> None:
+        """Mark the bucket as replaced by `to`, which was planned for the same batch in another situation."""
+        self.replaced = True
+        to.observed = replace(self.observed, loop=to.step.loop)
+
+
+def largest(buckets: Iterable[PlannedBucket]) -> PlannedBucket:
+    """Return the bucket with the largest save-all peak: it keeps the most room for everything else."""
+    return max(buckets, key=lambda bucket: bucket.policy.predicted.save_all_peak_bytes)

@@ -1,0 +1,160 @@
+"""Two planned models on one device: each is planned with the bytes that the others hold.
+
+A budget is the device's, so what other planned models hold is static to a plan: parameters, buffers,
+gradients and optimizer state all the time, and what their forwards in flight have saved. Another model counts
+once it has run a planned forward after `apply` was called for this one: until then it may never train.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from ac_client.planning.loaded_policy import PlannedBucket
+from ac_client.planning.optimizer_steps import ModelOptimizers
+from autoac.planner import as_planned
+from autoac.planner.memory.simulate import waiting_bytes
+from autoac.planner.units import format_bytes
+from autoac.profiler import device_of
+from autoac.profiler.distributed.fsdp import gathered_nbytes
+from autoac.profiler.static_memory import static_bytes
+
+log = logging.getLogger("ac_client")
+
+MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
+
+_turns = itertools.count(1)
+
+
+class ModelOnDevice:
+    """One planned model and its neighbors on the device.
+
+    Args:
+        model: the planned model; not kept alive.
+        name: of the model, in messages.
+        optimizers: whose state counts.
+        budget_bytes: of the device; None if there is no budget.
+        limit: the most bytes that a planned peak may have.
+        waiting: returns how many of the model's forwards wait for their backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        optimizers: ModelOptimizers,
+        *,
+        budget_bytes: int | None,
+        limit: int,
+        waiting: Callable[[], int],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._name = name
+        self._optimizers = optimizers
+        self._budget_bytes = budget_bytes
+        self._limit = limit
+        self._waiting = waiting
+        self._bucket: PlannedBucket | None = None  # of the last forward
+        self._warned = False
+        self._planned_at = next(_turns)
+        self._forward_at = 0  # turn at which the last planned forward began
+        _all.add(self)
+
+    def close(self) -> None:
+        """Count for others no longer."""
+        _all.discard(self)
+
+    def forward_begins(self, bucket: PlannedBucket) -> None:
+        """Note that a forward under `bucket` begins. Neighbors without room for the model warn."""
+        self._bucket = bucket
+        self._forward_at = next(_turns)
+        for other in self._others():
+            other._warn_if_lacking_room()
+
+    def device(self) -> torch.device | None:
+        """Return the device on which the model trains; None if the model is gone."""
+        model = self._model()
+        return device_of(model) if model is not None else None
+
+    def standing_nbytes(self) -> int:
+        """Return the bytes that the model and its optimizers hold now, forwards in flight not counted."""
+        model = self._model()
+        if model is None:
+            return 0
+        device = device_of(model)
+        state = self._optimizers.state_nbytes(device)
+        return static_bytes(model, (), {}, state, device).total + gathered_nbytes(model)
+
+    def others_standing_nbytes(self) -> int:
+        """Return the bytes that the neighbors and their optimizers hold now."""
+        return sum(other.standing_nbytes() for other in self._others())
+
+    def others_nbytes(self) -> int:
+        """Return the bytes that the neighbors hold between steps, and for their forwards in flight now."""
+        return sum(other._held_nbytes() for other in self._others())
+
+    def lacks_room(self, bucket: PlannedBucket, nbytes: int) -> bool:
+        """Return True if a step under `bucket` goes over the budget with so many bytes more."""
+        return self._budget_bytes is not None and (
+            nbytes > 0 and bucket.policy.predicted.peak_bytes + nbytes > self._limit
+        )
+
+    def ask_others_for_room(self, needs: int) -> None:
+        """Have the neighbors plan for less if a step that needs so many bytes is over the limit."""
+        if needs <= self._limit:
+            return
+        for other in self._others():
+            bucket = other._bucket
+            if (
+                bucket is not None
+                and bucket.profile is not None
+                and bucket.room_requests < MOST_ROOM_REQUESTS
+            ):
+                bucket.withhold(needs - self._limit)
+
+    def _others(self) -> Iterator[ModelOnDevice]:
+        """Yield the models on the same device that have trained since this one was planned."""
+        for other in list(_all):
+            if other is self or other._forward_at <= self._planned_at:
+                continue
+            device = other.device()
+            if device is not None and device == self.device():
+                yield other
+
+    def _held_nbytes(self) -> int:
+        bucket = self._bucket
+        if bucket is None or bucket.profile is None or self._model() is None:
+            return self.standing_nbytes()
+        static = bucket.profile.static
+        held = static.total - static.inputs + (0 if static.gradients else bucket.profile.gradient_nbytes)
+        if waiting := self._waiting():
+            plan = bucket.plan or as_planned(bucket.policy, bucket.profile)
+            held += waiting * waiting_bytes(plan.graph, plan.save_set) // len(bucket.loaded.forwards)
+        return held
+
+    def _warn_if_lacking_room(self) -> None:
+        """Warn if what the neighbors hold takes the step that is running over the budget."""
+        bucket = self._bucket
+        if bucket is None or self._warned or not self._waiting():
+            return  # between steps: the next forward counts it
+        if self.lacks_room(bucket, self.others_nbytes() - bucket.step.others_nbytes):
+            self._warned = True
+            log.warning(
+                "%s: another planned model trains on the same device, and what it holds is not in this plan: "
+                "this step may go over the budget of %s. The plan is made again at the next step",
+                self._name,
+                format_bytes(self._budget_bytes or 0),
+            )
+
+
+def of_others(nbytes: int) -> str:
+    """Return words for so many bytes that other planned models hold."""
+    return f"{format_bytes(nbytes)} of it held by other planned models on the device"
+
+
+_all: weakref.WeakSet[ModelOnDevice] = weakref.WeakSet()

@@ -1,0 +1,353 @@
+"""From a batch to a policy: profile the step on it, and plan the profile within the budget.
+
+The planner of this process makes the plan, or a planning service if there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ac_client.measure.recording_overhead import replay_us_of_process
+from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, skipped_modules
+from ac_client.planning.models_on_device import ModelOnDevice, of_others
+from ac_client.planning.optimizer_steps import ModelOptimizers
+from ac_client.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
+from ac_client.service_client.errors import ServiceUnavailable
+from ac_client.service_client.policy_requests import request_policy
+from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile, plan
+from autoac.planner.problem.graph import SaveSet
+from autoac.planner.units import format_bytes
+from autoac.profiler import Loop, Loss, device_of, observe
+from autoac.profiler.static_memory import static_bytes
+from autoac.profiler.torch_facts.inductor import compiled_parts
+
+log = logging.getLogger("ac_client")
+
+
+class BudgetPlanner:
+    """Plans one model's steps within its budget.
+
+    Attributes:
+        name: of the model, in messages.
+        budget_bytes: of the device; None if a policy was given without a budget.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        budget_bytes: int | None,
+        headroom_bytes: int = 0,
+        constraints: Constraints | None = None,
+        service: str | None = None,
+        require_service: bool = False,
+    ) -> None:
+        self.name = name
+        self.budget_bytes = budget_bytes
+        self._headroom_bytes = headroom_bytes
+        self._constraints = constraints
+        self._service = service
+        self._require_service = require_service
+        self._warned: set[str] = set()
+
+    @property
+    def limit(self) -> int:
+        """Return the most bytes that a planned peak may have."""
+        assert self.budget_bytes is not None
+        return self.budget_bytes - self._headroom_bytes
+
+    def plan_within(
+        self, profile: Profile, limit: int, extra_static: int = 0, start: SaveSet | None = None
+    ) -> tuple[Policy, Plan | None]:
+        """Plan `profile` for a peak of at most `limit` bytes, by the service if there is one.
+
+        Args:
+            extra_static: static bytes that are not in the profile.
+            start: a save set that may fit already.
+
+        Raises:
+            PlannerError: no plan was found.
+            ServiceUnavailable: the service is away, and is required.
+            ServiceRefused: the service refused the request.
+        """
+        log.info("%s: planning %d ops for %s", self.name, len(profile.ops), format_bytes(limit))
+        budget = limit + self._headroom_bytes
+        constraints = self._constraints
+        if extra_static:
+            constraints = constraints or Constraints()
+            total = constraints.extra_static_bytes + extra_static
+            constraints = constraints.model_copy(update={"extra_static_bytes": total})
+        if self._service is not None:
+            try:
+                policy = request_policy(
+                    self._service,
+                    profile,
+                    budget,
+                    headroom_bytes=self._headroom_bytes,
+                    constraints=constraints,
+                )
+            except ServiceUnavailable as error:
+                if self._require_service:
+                    raise ServiceUnavailable(
+                        f"{error}. require_service=True forbids planning in this process: start the service, "
+                        "or leave require_service out"
+                    ) from error
+                log.warning("planning in-process, because %s", error)
+            else:
+                return policy, None
+        made = plan(
+            profile,
+            budget_bytes=budget,
+            headroom_bytes=self._headroom_bytes,
+            constraints=constraints,
+            clock=time.monotonic,
+            start=() if start is None else (start,),
+        )
+        return made.policy(), made
+
+    def plan_or_tightest(
+        self, profile: Profile, limit: int, extra_static: int = 0
+    ) -> tuple[Policy, Plan | None, InfeasibleBudget | None]:
+        """Plan `profile` for a peak of at most `limit` bytes, or as tightly as possible if no plan keeps it.
+
+        Args:
+            extra_static: static bytes that are not in the profile.
+
+        Returns:
+            Policy, plan, and why the limit is not kept; None if it is.
+
+        Raises:
+            PlannerError, RemoteError: as `plan_within`, if no plan at all was found.
+        """
+        try:
+            return *self.plan_within(profile, limit, extra_static), None
+        except InfeasibleBudget as error:
+            if error.smallest_found is None:
+                raise
+            tightest = self.plan_within(profile, error.smallest_found, extra_static, error.save_set)
+            return *tightest, error
+
+    def plan_running(
+        self, profile: Profile, reason: str, extra_static: int = 0
+    ) -> tuple[Policy, Plan | None]:
+        """Plan for a loop that runs, which an error would stop: warn and go over the budget instead.
+
+        Args:
+            reason: for what the step needs so much, in words.
+            extra_static: static bytes that are not in the profile.
+
+        Raises:
+            PlannerError, RemoteError: as `plan_within`, if no plan at all was found.
+        """
+        policy, made, infeasible = self.plan_or_tightest(profile, self.limit, extra_static)
+        if infeasible is not None:
+            self.warn_over_budget(policy.predicted.peak_bytes, reason)
+        return policy, made
+
+    def warn_over_budget(self, needs: int, reason: str) -> None:
+        """Warn that no plan keeps the budget."""
+        log.warning(
+            "%s: the budget of %s cannot be kept: the step needs at least %s, %s. It runs under its tightest "
+            "plan",
+            self.name,
+            format_bytes(self.budget_bytes or 0),
+            format_bytes(needs),
+            reason,
+        )
+
+    def warn_once(self, subject: str, message: str, *args: Any) -> None:
+        """Log a warning for this model, unless there was one on `subject` before."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            log.warning(message, *args)
+
+
+class _ThreadState(threading.local):
+    profiling = False
+
+
+class BatchProfiler:
+    """Profiles the step of one model on a batch.
+
+    Args:
+        optimizers: whose state the profile counts.
+        loss: as passed to `apply`.
+        loss_takes_all: `loss` takes the outputs of all forwards in flight, in a list.
+    """
+
+    def __init__(
+        self, planner: BudgetPlanner, optimizers: ModelOptimizers, loss: Loss | None, *, loss_takes_all: bool
+    ) -> None:
+        self._planner = planner
+        self.optimizers = optimizers
+        self._loss = loss
+        self._loss_takes_all = loss_takes_all
+        self._thread = _ThreadState()
+
+    @property
+    def profiling(self) -> bool:
+        """Return True if the forward that runs on this thread is only profiled."""
+        return self._thread.profiling
+
+    def profile(self, call: ModelCall, loop: Loop) -> Profile:
+        """Profile the step of `call` in a loop of this form.
+
+        Raises:
+            ProfilerError: the step cannot be profiled.
+        """
+        log.info("%s: profiling one step", self._planner.name)
+        check_hooks()
+        self._warn_of_copies(call)
+        self._thread.profiling = True
+        loss = self._loss
+        if loss is not None and loop.forwards > 1 and not self._loss_takes_all:
+            loss = _summed(loss)
+        try:
+            profile = observe(
+                call.model,
+                call.args,
+                call.kwargs,
+                loss=loss,
+                optimizer=self.optimizers.all,
+                accumulates=True if loop.retains else None,  # the second backward finds the first's gradients
+                loop=loop,
+            )
+            if profile.environment.device_type != "cpu":
+                return profile  # the device runs behind its host, whose time does not count
+            return profile.model_copy(update={"replay_us": replay_us_of_process()})
+        finally:
+            self._thread.profiling = False
+
+    def _warn_of_copies(self, call: ModelCall) -> None:
+        """Warn if the model fits the budget, but not with the copies of its buffers that profiling makes."""
+        model, planner = call.model, self._planner
+        if planner.budget_bytes is None or any(map(is_lazy, model.parameters())):
+            return
+        device = device_of(model, call.args, call.kwargs)
+        static = static_bytes(model, call.args, call.kwargs, self.optimizers.state_nbytes(device), device)
+        needs = static.total + static.buffers
+        if static.total <= planner.limit < needs:
+            planner.warn_once(
+                "copies",
+                "%s: profiling a step copies the model's buffers (%s) and so holds at least %s, which is "
+                "over the budget of %s; to profile without memory, plan for a datasheet and pass policy=...",
+                planner.name,
+                format_bytes(static.buffers),
+                format_bytes(needs),
+                format_bytes(planner.limit),
+            )
+
+
+class BucketPlanner:
+    """Makes the bucket for a batch of one model.
+
+    Attributes:
+        lock: held while this model is planned; a forward on another thread waits for the plan.
+    """
+
+    def __init__(self, planner: BudgetPlanner, profiler: BatchProfiler, on_device: ModelOnDevice) -> None:
+        self.lock = threading.RLock()
+        self.planner = planner
+        self.profiler = profiler
+        self.on_device = on_device
+
+    def plan(self, call: ModelCall, loop: Loop, *, running: bool = False) -> PlannedBucket:
+        """Profile the step of `call` and plan it.
+
+        Args:
+            running: the model has a plan already, so take the tightest plan if none fits.
+
+        Raises:
+            ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
+        """
+        profile = self.profiler.profile(call, loop)
+        others = self.on_device.others_nbytes()
+        try:
+            if running:
+                made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)
+            elif others:
+                made = self.planner.plan_running(profile, of_others(others), others)
+                self.on_device.ask_others_for_room(made[0].predicted.peak_bytes)
+            else:
+                made = self.planner.plan_within(profile, self.planner.limit)
+        except InfeasibleBudget as error:
+            note_compiled_parts(error, call.model)
+            raise
+        return self.bucket(call, profile, loop, made, others_nbytes=others)
+
+    def bucket(
+        self,
+        call: ModelCall,
+        profile: Profile,
+        loop: Loop,
+        made: tuple[Policy, Plan | None],
+        *,
+        rank_nbytes: int = 0,
+        others_nbytes: int = 0,
+    ) -> PlannedBucket:
+        """Return the bucket for the batch of `call`, whose step was profiled and planned."""
+        shape = call.shape
+        step = ProfiledStep(
+            shape,
+            profile,
+            loop,
+            rank_nbytes=rank_nbytes,
+            others_nbytes=others_nbytes,
+            n_adopted=self.profiler.optimizers.adopted,
+            skipped=skipped_modules(call.model, profile),
+        )
+        return PlannedBucket(shape, LoadedPolicy(*made), step)
+
+
+def _summed(loss: Loss) -> Loss:
+    """Return the sum of `loss` over a list of outputs, as a function."""
+
+    def of_all(outs: Sequence[Any]) -> Tensor:
+        total = loss(outs[0])
+        for out in outs[1:]:
+            total = total + loss(out)
+        return total
+
+    return of_all
+
+
+def note_compiled_parts(error: InfeasibleBudget, model: nn.Module) -> None:
+    """Add to `error` which compiled parts of `model` are saved whole, if it has any."""
+    if parts := compiled_parts(model):
+        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+        error.add_note(
+            f"Compiled parts are saved whole, and Inductor's cannot be recomputed: "
+            f"{', '.join(parts[:3])}{more}. With fewer of them the step needs less."
+        )
+
+
+def loop_in_words(loop: Loop) -> str:
+    """Return what a training loop does, in words."""
+    n = loop.forwards
+    words = f"{n} forward{'s' if n > 1 else ''} before one backward"
+    if loop.retains:
+        words += " that retains its graph"
+    return words + (", and outputs that are dropped before it" if loop.drops else "")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return str(error).partition("\n")[0]
+
+
+def check_hooks() -> None:
+    """Raise what forbids saved-tensor hooks, before anything has run."""
+    enter_saved_tensor_hooks(hooks := torch.autograd.graph.saved_tensors_hooks(_same, _same))
+    hooks.__exit__()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,67 @@
+"""Which parameters train, and in which dtype: both decide what is saved, and so which buckets serve."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from autoac.profiler.distributed.fsdp import parameters_of
+from autoac.profiler.torch_facts.gradients import gradient_of
+
+SAMPLED_PER_FORWARD = 16  # parameters that each forward looks at
+GRADIENT_PROBES = 8  # parameters at which a forward looks for gradients
+
+TrainedKey = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
+"""Training mode, and by parameter: does it train, and in which dtype."""
+
+
+class TrainedParameters:
+    """A model's parameters as they were when `look` was called last.
+
+    Attributes:
+        key: equal for equal states of training; batches share policies only under one key.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._turn = 0
+        self.look(model)
+
+    def look(self, model: nn.Module) -> None:
+        """Take note of the mode of `model` and of its parameters as they are now."""
+        parameters = list(parameters_of(model))
+        self._parameters = [weakref.ref(p) for p in parameters]
+        self.key: TrainedKey = model.training, tuple((p.requires_grad, p.dtype) for p in parameters)
+        trainable = [weakref.ref(p) for p in parameters if p.requires_grad]
+        self._probes = trainable[:: max(1, len(trainable) // GRADIENT_PROBES)]
+
+    def sample_changed(self) -> bool:
+        """Return True if `requires_grad` or the dtype changed on a sample of the parameters.
+
+        To look at all of them would take longer than everything else in the hook. Each call takes an evenly
+        spread sample, and the next call their neighbors. So layers that are frozen or thawed are noticed at
+        once, a single parameter within a few forwards.
+        """
+        stride = -(-len(self._parameters) // SAMPLED_PER_FORWARD) or 1
+        self._turn = (self._turn + 1) % stride
+        return self._changed(slice(self._turn, None, stride))
+
+    def changed(self) -> bool:
+        """Return True if `requires_grad` or the dtype changed on any parameter that still exists.
+
+        A layer that was taken out is not one that was frozen: the forward leaves its policy, and reports it.
+        """
+        return self._changed(slice(None))
+
+    def gradients_exist(self) -> bool:
+        """Return True if a sample of the trainable parameters has gradients."""
+        return any((p := ref()) is not None and gradient_of(p) is not None for ref in self._probes)
+
+    def _changed(self, sample: slice) -> bool:
+        known: Sequence[tuple[bool, torch.dtype]] = self.key[1]
+        return any(
+            (p := ref()) is not None and (p.requires_grad != kind[0] or p.dtype is not kind[1])
+            for ref, kind in zip(self._parameters[sample], known[sample], strict=True)
+        )

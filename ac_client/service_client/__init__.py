@@ -1,0 +1,1 @@
+"""Ask a planning service for a policy. Imports no torch."""

@@ -1,0 +1,289 @@
+"""Ask a planning service for the policy of a step, or for the policy that an alias stands for."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+import zstandard
+
+from ac_client.service_client.connection import ServiceConnection, problem_of, refusal
+from ac_client.service_client.errors import ServiceUnavailable
+from autoac.planner.errors import (
+    MalformedPolicy,
+    PlannerError,
+    UnknownVersion,
+    from_dict,
+)
+from autoac.planner.formats.constraints import Constraints, constrained, held_back
+from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from autoac.planner.problem.graph import OpId
+
+URN = "urn:autoac:problem:"
+POLL_S = 0.5  # between two looks at a job
+MOST_CANDIDATES = 3  # stored policies to fetch, the newest first
+ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*(/[A-Za-z0-9][A-Za-z0-9._@+-]*){0,3}")
+MOST_ALIAS_LENGTH = 200
+
+
+def request_policy(
+    url: str,
+    profile: Profile,
+    budget_bytes: int,
+    *,
+    headroom_bytes: int = 0,
+    constraints: Constraints | None = None,
+    gap: float | None = None,
+    time_limit_s: float | None = None,
+    token: str | None = None,
+    transport: httpx2.BaseTransport | None = None,
+    timeout_s: float = 200.0,
+) -> Policy:
+    """Return the policy that the service at `url` has for this step, or have the service make one.
+
+    A stored policy is taken if it was made for the same fingerprint, device, budget, headroom,
+    constraints and gap, and if the simulator finds that it fits on `profile` too: run times and temporaries
+    are not part of the fingerprint. The profile is sent only if there is no such policy. A service that is
+    busy or does not answer is asked again a few times, within `timeout_s`.
+
+    Args:
+        url: address of the service, such as "http://127.0.0.1:8421".
+        profile: the step to plan.
+        budget_bytes: the most bytes live on the device over the whole step.
+        headroom_bytes: kept free below the budget.
+        constraints: what must hold in addition to the budget.
+        gap, time_limit_s: as for `plan`.
+        token: the service's key; by default the environment's AUTOAC_TOKEN. White space around it is dropped.
+        transport: what carries the requests; by default the network.
+        timeout_s: for everything, the service's queue included. Connecting may take 5 s of it.
+
+    Raises:
+        ServiceUnavailable: there was no usable answer; also if the service is of another release and cannot
+            read the profile, or the job was cancelled twice.
+        ServiceRefused: the service refused the request, or the key cannot be sent.
+        InfeasibleBudget, SolverOutOfTime, InvalidBudget, InvalidConstraints: as `plan` does.
+        ValueError: `url` is not an http or https URL.
+    """
+    request = _Request(
+        profile,
+        budget_bytes,
+        headroom_bytes,
+        None if constraints == Constraints() else constraints,
+        DEFAULT_GAP if gap is None else gap,
+        DEFAULT_TIME_LIMIT_S if time_limit_s is None else time_limit_s,
+    )
+    with ServiceConnection(url, token, transport, timeout_s) as connection:
+        return _stored_policy(connection, request) or _new_policy(connection, request)
+
+
+def named_policy(
+    url: str,
+    alias: str,
+    *,
+    token: str | None = None,
+    transport: httpx2.BaseTransport | None = None,
+    timeout_s: float = 30.0,
+) -> Policy:
+    """Return the policy that `alias` stands for now, such as "llama-8b@h100/production".
+
+    Args:
+        url, token, transport, timeout_s: as for `request_policy`.
+        alias: name of the policy in the service at `url`.
+
+    Raises:
+        ServiceUnavailable: there was no usable answer.
+        ServiceRefused: the service refused the request, or has no such alias.
+        ValueError: `url` is not an http or https URL, or `alias` cannot be a name.
+    """
+    if not ALIAS.fullmatch(alias) or len(alias) > MOST_ALIAS_LENGTH:
+        raise ValueError(f"alias must be a name such as llama-8b@h100/production, got {alias!r}")
+    with ServiceConnection(url, token, transport, timeout_s) as connection:
+        response = connection.send("GET", f"/v1/named-policies/{quote(alias)}")
+        if response.status_code != 200:
+            raise refusal(url, response)
+        return _policy_of(url, response)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The step, the budget, and the rules for which to get a policy."""
+
+    profile: Profile
+    budget_bytes: int
+    headroom_bytes: int
+    constraints: Constraints | None
+    gap: float
+    time_limit_s: float
+
+    def accepts(self, policy: Policy) -> bool:
+        """Return True if `policy` was made for this request, and fits on its profile."""
+        if (policy.fingerprint, policy.device, policy.budget_bytes, policy.constraints) != (
+            self.profile.fingerprint,
+            self.profile.environment.device_name,
+            self.budget_bytes,
+            self.constraints,
+        ):
+            return False
+        return fits(policy, self.profile, self.budget_bytes, self.headroom_bytes)
+
+
+def _stored_policy(connection: ServiceConnection, request: _Request) -> Policy | None:
+    """Return a stored policy for the request; None if the service has none that fits."""
+    rules = request.constraints
+    response = connection.send(
+        "GET",
+        "/v1/policies",
+        params={
+            "fingerprint": request.profile.fingerprint,
+            "device": request.profile.environment.device_name,
+            "budget_bytes": str(request.budget_bytes),
+            "headroom_bytes": str(request.headroom_bytes),
+            "gap": repr(request.gap),
+            "time_limit_s": repr(request.time_limit_s),
+            "constraints_digest": "" if rules is None else rules.digest,
+            "limit": str(MOST_CANDIDATES),
+        },
+    )
+    if response.status_code == 422:  # a refusal to plan explains better what is wrong
+        return None
+    if response.status_code != 200:
+        raise refusal(connection.url, response)
+    for id in _ids(connection.url, response):
+        response = connection.send("GET", f"/v1/policies/{id}")
+        if response.status_code == 404:  # deleted in the meantime
+            continue
+        if response.status_code != 200:
+            raise refusal(connection.url, response)
+        policy = _policy_of(connection.url, response)
+        if request.accepts(policy):
+            return policy
+    return None
+
+
+def _ids(url: str, response: httpx2.Response) -> list[str]:
+    """Return the ids in a page of policies.
+
+    Raises:
+        ServiceUnavailable: the answer is not a list of policies.
+    """
+    try:
+        ids = [item["id"] for item in json.loads(response.content)["items"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServiceUnavailable(f"{url} gave something other than a list of policies") from error
+    if not all(isinstance(id, str) and re.fullmatch("[0-9a-f]{64}", id) for id in ids):
+        raise ServiceUnavailable(f"{url} gave something other than a list of policies")
+    return ids[:MOST_CANDIDATES]
+
+
+def _new_policy(connection: ServiceConnection, request: _Request) -> Policy:
+    """Return the policy that the service makes from the profile."""
+    profile = request.profile
+    options: dict[str, Any] = {
+        "budget_bytes": request.budget_bytes,
+        "headroom_bytes": request.headroom_bytes,
+        "gap": request.gap,
+        "time_limit_s": request.time_limit_s,
+    }
+    if request.constraints is not None:
+        options["constraints"] = request.constraints.model_dump(mode="json")
+    body = json.dumps(options)[:-1] + ', "profile": ' + profile.to_json() + "}"
+    headers = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
+    headers["Prefer"] = f"wait={max(1, int(connection.left_s * 0.9))}"
+    content = zstandard.compress(body.encode())
+    for _ in range(2):  # again if somebody cancelled the job, which clients may share
+        response, done = connection.send("POST", "/v1/policies", content=content, headers=headers), 201
+        if response.status_code == 202:
+            response, done = _job_result(connection, response), 200
+        if problem_of(response).get("type") != URN + "job-cancelled":
+            break
+    else:
+        raise ServiceUnavailable(f"{connection.url}: the job was cancelled, twice")
+    if response.status_code != done:
+        problem = problem_of(response)
+        _refuse_other_release(connection.url, problem, profile)
+        known = planner_error(problem, request.budget_bytes)
+        raise known if known is not None else refusal(connection.url, response)
+    policy = _policy_of(connection.url, response)
+    if policy.fingerprint != profile.fingerprint:
+        raise ServiceUnavailable(f"{connection.url} gave a policy for another profile, of {policy.model}")
+    return policy
+
+
+def _job_result(connection: ServiceConnection, response: httpx2.Response) -> httpx2.Response:
+    """Wait for a job that the service has accepted, and return its answer.
+
+    Raises:
+        ServiceUnavailable: the job was not finished in time, or the answer named no job.
+    """
+    job = response.headers.get("location", "")
+    if not re.fullmatch("/v1/jobs/[0-9a-f]+", job):
+        raise ServiceUnavailable(f"{connection.url} accepted a job and did not say which")
+    while response.status_code == 202:
+        if connection.left_s <= 0:
+            raise ServiceUnavailable(f"{connection.url} has not finished {job} yet")
+        time.sleep(POLL_S)
+        response = connection.send("GET", f"{job}/result")
+    return response
+
+
+def _refuse_other_release(url: str, problem: dict[str, Any], profile: Profile) -> None:
+    """Raise ServiceUnavailable if the service cannot read `profile`, which this release can plan."""
+    match problem.get("type"):
+        case "urn:autoac:problem:unknown-version":
+            known = problem.get("known")
+            newer = isinstance(known, int) and known > profile.version
+            raise ServiceUnavailable(
+                f"{url} reads version {known} of {profile.format}, and this release writes version "
+                f"{profile.version}: upgrade autoac {'here' if newer else 'on the service'}"
+            )
+        case "urn:autoac:problem:malformed-profile":
+            raise ServiceUnavailable(
+                f"{url} does not read this release's profiles ({problem.get('detail')}): "
+                "run the same release of autoac there"
+            )
+
+
+def fits(policy: Policy, profile: Profile, budget_bytes: int, headroom_bytes: int) -> bool:
+    """Return True if a step of `profile` under `policy` stays within the budget, by the simulator.
+
+    Args:
+        policy: the policy, with its constraints.
+        profile: a step with the same ops.
+        budget_bytes, headroom_bytes: as for `plan`.
+    """
+    if list(policy.decisions) != profile.keys():
+        return False
+    rules = policy.constraints or Constraints()
+    within = budget_bytes - headroom_bytes
+    forward = rules.forward_budget_bytes
+    graph = held_back(
+        constrained(profile, rules), within, None if forward is None else forward - headroom_bytes
+    )
+    saved = frozenset(OpId(i) for i, decision in enumerate(policy.decisions.values()) if decision == "save")
+    return peak_bytes(graph, saved) <= within
+
+
+def _policy_of(url: str, response: httpx2.Response) -> Policy:
+    """Return the policy in an answer.
+
+    Raises:
+        ServiceUnavailable: the answer is not a policy.
+    """
+    try:
+        return Policy.from_json(response.content)
+    except (MalformedPolicy, UnknownVersion) as error:
+        raise ServiceUnavailable(f"{url} gave something other than a policy: {error}") from error
+
+
+def planner_error(problem: dict[str, Any], budget: int) -> PlannerError | None:
+    """Return the planner's error that a problem document describes; None if it describes another."""
+    kind = str(problem.get("type")).removeprefix(URN)
+    return from_dict({"budget_bytes": budget} | problem | {"kind": kind})
