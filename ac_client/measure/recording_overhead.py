@@ -1,4 +1,4 @@
-"""Measure the time that recording an op and running it again take in addition to its run time."""
+"""Measure the time that the runtime adds to an op: to record it in forward, and to replay it in backward."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from ac_client.runtime.policy_context import active, save_recompute_policy
 from autoac.profiler.torch_facts import private
 
 REPEATS = 24
-EMPTIES = 4 << 20  # numbers that are read, and written, between two ops: more than a core's own caches hold
+EVICTED_BY = 4 << 20  # numbers read and written between two ops: more than the caches of a core hold
 
 
 def recording_us(repeats: int = REPEATS) -> float:
-    """What recording adds to an op on the CPU, in microseconds of this thread's time; 0 if nothing.
+    """Return the time that recording adds to an op on the CPU, in microseconds of this thread's CPU time.
 
-    Measured on the spot, in half a second, with 32 MiB: an op that does nearly nothing, and whose output
-    autograd saves, is run in a region and outside of one, and let go. Before each, another kernel goes
-    through more memory than caches hold, as the kernels of a training step do. What Python and torch touch on
-    the way through a dispatch mode then comes from far, and takes some ten times as long as in a tight loop.
+    The measurement takes half a second and 32 MiB: a tiny op whose output autograd saves runs inside a region
+    and outside of one. Before each run, another kernel touches more memory than the caches hold, as the
+    kernels of a training step do. The code and data of a dispatch mode then come from main memory, which
+    takes about ten times as long as in a tight loop.
 
-    Ops that a region saves take a little less. Those of module calls that run without the mode take nothing.
+    Saved ops take a little less than recorded ones. Ops of modules that run without the mode take nothing.
 
     Raises:
         RuntimeError: a region is open on this thread.
     """
     if active.region is not None:
-        raise RuntimeError("recording cannot be measured within a region: measure outside of forward")
-    numbers = torch.ones(EMPTIES)
+        raise RuntimeError(
+            "recording must be measured outside of any region, got an open region: measure outside of forward"
+        )
+    numbers = torch.ones(EVICTED_BY)
     target = torch.empty_like(numbers)
     tiny = torch.ones(8, requires_grad=True)
 
-    def taken_us() -> float:
+    def tiny_op_us() -> float:
         unseen = private.DisableTorchDispatch()
         torch.mul(numbers, 2.0, out=target)
         del unseen
@@ -46,29 +48,29 @@ def recording_us(repeats: int = REPEATS) -> float:
 
     plain, recorded = [], []
     for _ in range(repeats):
-        plain.append(taken_us())
+        plain.append(tiny_op_us())
         with save_recompute_policy("recompute_all"):
-            tiny.tanh()  # the first op of a region is no op like others
-            recorded.append(taken_us())
+            tiny.tanh()  # the first op of a region takes longer
+            recorded.append(tiny_op_us())
     return max(0.0, statistics.median(recorded) - statistics.median(plain))
 
 
 @functools.cache
 def recording_us_of_process() -> float:
-    """`recording_us`, measured when it is first asked for and remembered."""
+    """Return `recording_us`, measured at the first call and cached."""
     return recording_us()
 
 
-CHAIN = 64  # ops that run again in one burst
+CHAIN = 64  # ops in one recompute burst
 ROUNDS = 5
 
 
 def replay_us(rounds: int = ROUNDS) -> float:
-    """Return what running an op again adds to its run time on the CPU, in whole microseconds.
+    """Return the time that recomputing an op adds to its run time on the CPU, in whole microseconds.
 
-    That is what the runtime does to record the op, to hold it, and to run it again. Plans count it, so that
-    they leave alone what costs more to run again than it saves. A chain of tiny ops is run in a region and
-    outside of one, in some ten milliseconds, with caches warm: in a training step it takes longer.
+    It covers recording the op, holding the record, and replaying it. Plans include it, so that they do not
+    recompute ops for which it outweighs the memory. The measurement runs a chain of tiny ops, recomputed and
+    saved, for about ten milliseconds with warm caches; in a training step the time is longer.
     """
 
     def step_us(policy: str | None) -> float:
@@ -89,9 +91,9 @@ def replay_us(rounds: int = ROUNDS) -> float:
 
 @functools.cache
 def replay_us_of_process() -> float:
-    """`replay_us`, measured when it is first asked for and remembered.
+    """Return `replay_us`, measured at the first call and cached.
 
-    On a thread of its own, where no mode, hook or region of the caller is in force.
+    The measurement runs on a new thread, where no mode, hook or region of the caller is in force.
     """
     with ThreadPoolExecutor(1) as alone:
         return alone.submit(replay_us).result()

@@ -1,19 +1,7 @@
-"""`checkpoint` and `checkpoint_sequential` with torch's signatures, on our runtime.
+"""Define `checkpoint` and `checkpoint_sequential` with torch's signatures.
 
-A call is a region under the policy "recompute_all". What differs from `torch.utils.checkpoint` follows
-from one thing, that backward runs recorded ops again and not the Python function:
-
-    side effects of the function        happen once, in forward; BatchNorm's statistics move once
-    determinism_check, debug            there is no second run that could differ; checked as arguments only
-    preserve_rng_state=False            random ops draw the same numbers all the same
-    early_stop=False                    a value that nothing asks for is not made again
-    a second context of context_fn      has nothing to be entered around; see `checkpoint`
-    saved tensors unpacked twice,       work
-    backward twice through a selective
-    region with retain_graph=True
-    a checkpoint in a checkpoint        lowers no peak further, and its ops run again once, not twice
-
-docs/checkpoint.md shows them one by one.
+Each call is a region under the policy "recompute_all". Backward runs recorded ops again, not the Python
+function. All differences from `torch.utils.checkpoint` follow from that; docs/checkpoint.md lists them.
 """
 
 from __future__ import annotations
@@ -52,33 +40,33 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> R:
-    """Run `function(*args, **kwargs)`, and let backward make its saved tensors again.
+    """Run `function(*args, **kwargs)`, and let backward recompute its saved tensors.
 
-    Inside another region its policy is pushed like any other, so "must_save_all" around it still saves.
+    Inside another region the policy is pushed like any other, so "must_save_all" around it still saves.
 
-    Handed over to `torch.utils.checkpoint.checkpoint`, with all its rules: `use_reentrant=True` (or None);
-    calls that torch.compile, `make_fx` or fake tensors trace; a `function` that is compiled, as its inside
-    is not seen; arguments or parameters that wrap other tensors (DTensor) or are nested, as their ops cannot
-    be run again one by one; and a `context_fn` whose second context is neither of the selective kind nor a
-    nullcontext, because recomputation must run Python under it.
+    These calls go to `torch.utils.checkpoint.checkpoint` with all its rules: `use_reentrant=True` or None;
+    calls that torch.compile, `make_fx` or fake tensors trace; a compiled `function`, whose ops a region does
+    not see; arguments or parameters that wrap other tensors (DTensor) or are nested, whose ops cannot be
+    replayed one by one; and a `context_fn` whose second context is neither selective nor a nullcontext,
+    because recomputation must run Python under it.
 
     Args:
-        function: runs once. What it does beside computing tensors is not repeated in backward.
-        use_reentrant: torch's older variant if True. None is torch's default of old, with its warning.
-        preserve_rng_state: for torch. Here the numbers that were drawn are drawn again in any case.
-        context_fn: gives two contexts. Those of `create_selective_checkpoint_contexts` are not entered:
-            their policy function decides, asked after each op that is not a view. With any others the
-            first is entered around `function`.
-        determinism_check: "default" or "none". There is nothing to check: the ops themselves are run again.
-        debug: for torch, which shows how two runs of `function` differ.
-        early_stop: for torch. Recomputation never runs more than what is asked for.
+        function: the function to run. Its side effects are not repeated in backward.
+        use_reentrant: True selects torch's older variant, and None does so with torch's warning.
+        preserve_rng_state: for torch only. Here random ops always draw the same numbers again.
+        context_fn: return two contexts. Those of `create_selective_checkpoint_contexts` are not entered;
+            their policy function is called after each op that is not a view. Of other pairs, the first is
+            entered around `function`.
+        determinism_check: "default" or "none", for torch only. Here `function` does not run twice.
+        debug: for torch only, which shows how two runs of `function` differ.
+        early_stop: for torch only. Here recomputation never runs more than backward needs.
 
     Raises:
-        ValueError: `determinism_check` is neither; `debug` together with `context_fn`.
+        ValueError: `determinism_check` is not allowed, or `debug` is combined with `context_fn`.
         RuntimeError: the first context swallowed an exception of `function`.
     """
     if torch.compiler.is_compiling():
-        # Written for Dynamo: it knows torch's function and default by identity, where they stand.
+        # Dynamo recognizes torch's function, and the default of context_fn, by identity at the call.
         if context_fn is torchs.noop_context_fn:
             out: R = torchs.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
         else:
@@ -86,7 +74,7 @@ def checkpoint(
                 function, *args, use_reentrant=use_reentrant, context_fn=context_fn, **kwargs
             )
         return out
-    torchs_own: Callable[..., R] = functools.partial(
+    call_torch: Callable[..., R] = functools.partial(
         torchs.checkpoint,
         function,
         *args,
@@ -98,8 +86,13 @@ def checkpoint(
         early_stop=early_stop,
         **kwargs,
     )
-    if use_reentrant is None or use_reentrant or _traced(function, args) or _wraps(function, args, kwargs):
-        return torchs_own()
+    if (
+        use_reentrant is None
+        or use_reentrant
+        or _traced(function, args)
+        or _takes_wrapped(function, args, kwargs)
+    ):
+        return call_torch()
     _check(context_fn, determinism_check, debug)
     first, second = context_fn()
     if not torch.is_grad_enabled():
@@ -109,7 +102,7 @@ def checkpoint(
         with save_recompute_policy(selective):
             return function(*args, **kwargs)
     if type(second) is not contextlib.nullcontext:
-        return torchs_own(context_fn=lambda: (first, second))
+        return call_torch(context_fn=lambda: (first, second))
     swallowed: BaseException | None = None
     try:
         with save_recompute_policy("recompute_all"), first:
@@ -120,10 +113,10 @@ def checkpoint(
                 raise
         raise RuntimeError(
             "the first context of context_fn swallowed an exception of the checkpointed function, so there "
-            "is nothing to return; let it pass, and catch it around checkpoint(...)"
+            "is nothing to return; let the exception pass, and catch it around checkpoint(...)"
         ) from swallowed
     finally:
-        swallowed = None  # an exception that this frame holds would hold this frame: a cycle
+        swallowed = None  # the exception refers to this frame: a cycle
 
 
 def checkpoint_sequential(
@@ -133,20 +126,20 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     **kwargs: Any,
 ) -> Any:
-    """Run `functions` one after another in `segments` parts, each but the last through `checkpoint`.
+    """Run `functions` in sequence, in `segments` parts, each part but the last through `checkpoint`.
 
     Args:
-        functions: each takes what the one before returned.
-        segments: at most as many as there are functions.
-        input: of the first.
+        functions: functions of one argument; each receives the output of the one before it.
+        segments: number of parts, at most the number of functions.
+        input: the argument of the first function.
         use_reentrant: as for `checkpoint`.
-        preserve_rng_state: as for `checkpoint`; the only further keyword.
+        preserve_rng_state: as for `checkpoint`; the only other keyword.
 
     Raises:
-        ValueError: another keyword, or `segments` is not from 1 to the number of functions.
+        ValueError: an unknown keyword, or `segments` is not from 1 to the number of functions.
     """
     if use_reentrant is None:
-        # The warning is torch's to give.
+        # torch warns about None.
         return torchs.checkpoint_sequential(functions, segments, input, use_reentrant=None, **kwargs)
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
@@ -155,7 +148,7 @@ def checkpoint_sequential(
     if not 1 <= segments <= len(steps):
         raise ValueError(f"segments must be from 1 to the {len(steps)} functions, got {segments}")
     length = len(steps) // segments
-    last = length * (segments - 1)  # the last segment takes what does not divide
+    last = length * (segments - 1)  # the last segment takes the remainder
     for start in range(0, last, length):
         input = checkpoint(
             _chain,
@@ -173,32 +166,32 @@ def _chain(steps: Sequence[Callable[..., Any]], value: Any) -> Any:
     return value
 
 
-# On what torch.compile returns, and on a module after module.compile().
+# Attributes of what torch.compile returns, and of a module after module.compile().
 _COMPILED = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
 
 
 def _traced(function: Any, args: Sequence[Any]) -> bool:
-    """Whether the tensors inside stand for others or are not seen, so that recording would say nothing."""
+    """Return True if a region cannot record `function`: it is traced, compiled, or gets fake tensors."""
     if dynamo_is_active() or any(getattr(function, mark, None) is not None for mark in _COMPILED):
         return True
     return private.is_proxy_tracing() or private.detect_fake_mode(args) is not None
 
 
-def _wraps(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _takes_wrapped(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if an argument, or a parameter of a module that `function` calls, is not a plain tensor.
 
-    FSDP's sharded parameters do not count: inside of forward plain ones stand in for them.
+    FSDP's sharded parameters do not count, because plain tensors replace them during forward.
     """
     if any(_is_wrapped(leaf) for leaf in tree_leaves((args, kwargs))):
         return True
-    waiting = list(_modules_of(function))
-    while waiting:
-        module = waiting.pop()
+    stack = list(_modules_of(function))
+    while stack:
+        module = stack.pop()
         if hasattr(module, "unshard"):  # an FSDPModule, without importing it
             return False
         if any(type(p) is not Parameter and _is_wrapped(p) for p in module._parameters.values()):
             return True
-        waiting += [child for child in module._modules.values() if child is not None]
+        stack += [child for child in module._modules.values() if child is not None]
     return False
 
 
@@ -207,13 +200,13 @@ def _is_wrapped(leaf: Any) -> bool:
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
-    """The modules that a callable is, is bound to, or has in its closure."""
+    """Yield the modules that `function` is, is bound to, or has in its closure."""
     while isinstance(function, functools.partial):
         function = function.func
     cells = getattr(function, "__closure__", None) or ()
-    for found in (function, getattr(function, "__self__", None), *map(_content, cells)):
-        if isinstance(found, nn.Module):
-            yield found
+    for candidate in (function, getattr(function, "__self__", None), *map(_content, cells)):
+        if isinstance(candidate, nn.Module):
+            yield candidate
 
 
 def _content(cell: CellType) -> Any:
@@ -233,7 +226,7 @@ def _check(context_fn: Contexts, determinism_check: str, debug: bool) -> None:
 
 
 def _selective_policy(first: object, second: object) -> TorchFunctionPolicy | None:
-    """The policy of torch's selective contexts; None if they are others. Subclasses may do anything."""
+    """Return the policy of torch's selective contexts; None for others and subclasses, which may do more."""
     if (
         type(first) is not torchs._CachingTorchDispatchMode
         or type(second) is not torchs._CachedTorchDispatchMode

@@ -1,4 +1,4 @@
-"""Pins: what a user insists on for all ops of a module, in regions and in plans."""
+"""Pin a module: save or recompute all its ops, in regions and in plans, whatever the policies say."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ac_client.runtime.region import Region
 from autoac.profiler.torch_facts.module_paths import ModuleHook
 from autoac.profiler.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE, drop_pin, set_pin
 
-_WORDS = {
+_DECISIONS = {
     MUST_SAVE: CheckpointPolicy.MUST_SAVE,
     MUST_RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
 }
 
 
 class Pin:
-    """A pin on one module. `remove()` takes it off."""
+    """A pin on one module, until `remove()` is called."""
 
-    def __init__(self, module: nn.Module, word: str, file: str, line: int) -> None:
+    def __init__(self, module: nn.Module, decision: str, file: str, line: int) -> None:
         self._module = module
-        policy = ConstantPolicy(_WORDS[word], f"the pin {word} of {type(module).__name__}")
+        policy = ConstantPolicy(_DECISIONS[decision], f"the pin {decision} of {type(module).__name__}")
         self._frame = PolicyFrame(policy, file, line)
-        self._inside: list[Region | None] = []  # of the calls in progress
+        self._regions: list[Region | None] = []  # one for each call in progress
         self._handles = [
             module.register_forward_pre_hook(ModuleHook(self._enter), prepend=True),
             module.register_forward_hook(ModuleHook(self._leave), always_call=True),
         ]
-        set_pin(module, word)
+        set_pin(module, decision)
 
     def remove(self) -> None:
-        """Take the pin off. May be called twice."""
+        """Remove the pin. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -43,38 +43,39 @@ class Pin:
 
     def _enter(self, _module: nn.Module, _args: Any) -> None:
         region = active.region
-        self._inside.append(region)
+        self._regions.append(region)
         if region is not None:
             region.push_policy(self._frame)
 
     def _leave(self, _module: nn.Module, _args: Any, _out: Any) -> None:
-        region = self._inside.pop() if self._inside else None
+        region = self._regions.pop() if self._regions else None
         if region is not None and active.region is region:
             region.pop_policy(self._frame)
 
 
 def pin(module: nn.Module, policy: str | CheckpointPolicy) -> Pin:
-    """Insist that what runs inside `module`'s forward is saved, or run again, whatever policies say.
+    """Save or recompute all ops in the forward of `module`, whatever the policies say.
 
-    Holds in `save_recompute_policy` regions and in plans: pin before the model is planned. Inside a pinned
-    module a policy that insists on the opposite is an error.
+    A pin applies in `save_recompute_policy` regions and in plans; pin a module before its model is planned.
+    A policy that insists on the opposite inside a pinned module is an error.
 
-    An op that writes in place over a saved value is saved with it. So in plans the pin "must_recompute"
-    takes along the ops that made what such an op writes over, also in other modules.
+    An op that writes in place to a saved tensor must be saved with it. So in plans, "must_recompute" also
+    applies to the ops whose outputs a pinned op overwrites, even if they are in other modules.
 
     Args:
-        module: a part of a model, or all of it.
-        policy: "must_save" or "must_recompute", torch's words for them, or a Policy's "save", "recompute".
+        module: a part of a model, or the whole model.
+        policy: "must_save" or "must_recompute", also as torch's CheckpointPolicy; or "save" or "recompute",
+            as in policies.
 
     Raises:
-        ValueError: `policy` is neither.
-        PolicyConflict, PinConflict: from a forward, where a policy or another pin insists on the opposite.
-        ConflictingPins: from a forward that is planned, where an op pinned "must_recompute" writes over the
-            output of one pinned "must_save".
+        ValueError: `policy` is none of these.
+        PolicyConflict, PinConflict: from a forward, if a policy or another pin insists on the opposite.
+        ConflictingPins: from a planned forward, if an op pinned "must_recompute" overwrites the output of an
+            op pinned "must_save".
     """
-    word = policy.name.lower() if isinstance(policy, CheckpointPolicy) else policy
-    word = {"save": MUST_SAVE, "recompute": MUST_RECOMPUTE}.get(word, word)  # as policies say
-    if word not in _WORDS:
-        raise ValueError(f'cannot pin {policy!r}: use "must_save" or "must_recompute"')
+    decision = policy.name.lower() if isinstance(policy, CheckpointPolicy) else policy
+    decision = {"save": MUST_SAVE, "recompute": MUST_RECOMPUTE}.get(decision, decision)
+    if decision not in _DECISIONS:
+        raise ValueError(f'policy must be "must_save" or "must_recompute", got {policy!r}')
     caller = sys._getframe(1)
-    return Pin(module, word, caller.f_code.co_filename, caller.f_lineno)
+    return Pin(module, decision, caller.f_code.co_filename, caller.f_lineno)

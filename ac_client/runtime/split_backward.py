@@ -1,10 +1,10 @@
-"""Split backward: input gradients first, weight gradients later, as pipeline schedules run it.
+"""Recognize a split backward: input gradients first, weight gradients later, as in pipeline schedules.
 
-To autograd the two halves are graph tasks with nothing in common, one for the inputs and one for each
-group of weights. Here they are parts of one backward pass: what the first made again and the second needs
-is kept in between. Nobody can tell that from the tasks alone (a partial backward with `retain_graph=True`
-looks the same, and must leave nothing behind), so it is said: by `split_backward`, by torch's
-`GraphExecGroup`, or by being called from torch.distributed.pipelining's `stage_backward_input`.
+To autograd the two halves are unrelated graph tasks, one for the inputs and one for each group of weights.
+Here they are parts of one backward pass, and recomputed tensors that the second half needs stay cached in
+between. The tasks alone do not show that they belong together: a partial backward with `retain_graph=True`
+looks the same and must leave nothing behind. So one of these must show it: `split_backward`, torch's
+`GraphExecGroup`, or a call from `stage_backward_input` of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ import torch
 from autoac.profiler.torch_facts import private
 
 
-class Resting(Protocol):
-    """What keeps a pass between two parts."""
+class KeepsPass(Protocol):
+    """An object that keeps a pass between two parts of a split backward."""
 
     def discard_suspended(self) -> None:
-        """The pass is over."""
+        """Free the pass, because the split backward is over."""
 
 
 class Split:
-    """A stretch of time in which the graph tasks over one region are parts of one backward pass."""
+    """A period during which all graph tasks over one region are parts of one backward pass."""
 
     def __init__(self) -> None:
         self.open = True
-        self.graphs: weakref.WeakSet[Resting] = weakref.WeakSet()
+        self.graphs: weakref.WeakSet[KeepsPass] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Whatever is still kept goes."""
+        """End the period and free the passes that are kept."""
         self.open = False
         for graph in list(self.graphs):
             graph.discard_suspended()
 
 
-# In torch's thread-local state, which the engine takes along to its own threads
+# In torch's thread-local state, which the engine copies to its own threads.
 _KEY = "ac_client.split_backward"
 
 
 @contextmanager
 def split_backward() -> Iterator[None]:
-    """Inside, several `backward` or `torch.autograd.grad` calls over one region are one backward pass.
+    """Make the `backward` and `torch.autograd.grad` calls in the body parts of one backward pass.
 
         with ac_client.split_backward():
             dx = torch.autograd.grad(out, x, grad, retain_graph=True)   # the input half
             ...
             dw = torch.autograd.grad(hidden, weights, dhidden)          # the weight half
 
-    Each op is recomputed at most once for all of them. What the first call made again and a later one may
-    need stays until autograd lets go of what it saved, at the latest until the end of the block.
-    torch.distributed.pipelining's stages need no such block.
+    Each op is recomputed at most once for all of them. A recomputed tensor that a later call may need stays
+    until autograd drops its saved tensors, at the latest until the end of the block. The stages of
+    torch.distributed.pipelining need no such block.
     """
-    outer = _stated()
+    outer = _declared()
     split = Split()
     private.stash_in_tls(_KEY, split)
     try:
@@ -73,25 +73,25 @@ def split_backward() -> Iterator[None]:
 
 
 def current_split() -> Split | None:
-    """The split backward that the running graph task is a part of."""
-    stated = _stated() or _of_group()
-    if stated is None and _called_by_a_stage():
-        stated = Split()  # never closed: its pass goes with the graph
-    return stated
+    """Return the split backward that the running graph task is a part of; None if there is none."""
+    split = _declared() or _of_group()
+    if split is None and _called_by_a_stage():
+        split = Split()  # never closed: its pass is freed with the graph
+    return split
 
 
 def leaves_gradients() -> bool:
-    """Whether the autograd node that is running has a gradient which this graph task does not ask for.
+    """Return True if this graph task skips a gradient of the running autograd node.
 
-    Such a node may run again for it in another part, and will unpack again.
+    Such a node may run again for that gradient in another part, and will unpack again.
     """
     node = private.current_autograd_node()
     return node is not None and any(
-        not _is_asked_for(following) for following, _ in node.next_functions if following is not None
+        not _is_requested(following) for following, _ in node.next_functions if following is not None
     )
 
 
-def _stated() -> Split | None:
+def _declared() -> Split | None:
     if not private.is_key_in_tls(_KEY):
         return None
     split: Split = private.get_from_tls(_KEY)
@@ -113,29 +113,29 @@ def _of_group() -> Split | None:
 _of_groups: weakref.WeakKeyDictionary[object, Split] = weakref.WeakKeyDictionary()
 
 
-def _is_asked_for(node: torch.autograd.graph.Node) -> bool:
+def _is_requested(node: torch.autograd.graph.Node) -> bool:
     try:
         return bool(private.will_engine_execute_node(node))
-    except RuntimeError:  # raised for a leaf that autograd.grad was asked for
+    except RuntimeError:  # raised for a leaf passed to autograd.grad
         return True
 
 
 def _called_by_a_stage() -> bool:
-    """Whether `stage_backward_input` is waiting for the graph task that is running."""
+    """Return True if `stage_backward_input` waits for the running graph task."""
     module = sys.modules.get("torch.distributed.pipelining._backward")
     if module is None:
         return False
     code = module.stage_backward_input.__code__
-    # No frame in a local variable: it would be a cycle, and hold what every caller holds.
-    if _comes_from(sys._getframe(1), code):
+    # A frame in a local variable would be a cycle, and keep alive the variables of every caller.
+    if _is_called_from(sys._getframe(1), code):
         return True
-    if _comes_from(sys._getframe(1), private.engine_run_backward.__code__):
+    if _is_called_from(sys._getframe(1), private.engine_run_backward.__code__):
         return False
-    # A thread of the engine's own (CUDA): the caller waits in another one.
-    return any(_comes_from(other, code) for other in sys._current_frames().values())
+    # This is a thread of the engine (CUDA), and the caller waits in another thread.
+    return any(_is_called_from(other, code) for other in sys._current_frames().values())
 
 
-def _comes_from(frame: FrameType | None, code: CodeType) -> bool:
+def _is_called_from(frame: FrameType | None, code: CodeType) -> bool:
     while frame is not None:
         if frame.f_code is code:
             return True

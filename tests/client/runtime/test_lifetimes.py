@@ -171,3 +171,41 @@ def test_a_chain_of_many_ops_recurses_nowhere() -> None:
     y.sum().backward()
     assert sum(kind == "recompute" for kind, _ in log.events) == 99_999
     del y
+
+
+def test_worked_example_of_the_region() -> None:
+    """Check the tables at the head of ac_client/runtime/region.py."""
+    x, w, v = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
+    log = EventLog()
+    products = []
+
+    def save_second_product(ctx: object, out: Tensor, op: object, *args: object, **kwargs: object) -> bool:
+        if op is torch.ops.aten.mm.default:
+            products.append(out)
+        return len(products) == 2 and out is products[-1]
+
+    with save_recompute_policy(save_second_product, log=log):
+        h = x @ w
+        r = h.relu()
+        o = r @ v
+        y = o.sin()
+    products.clear()
+    node_of_relu = r.grad_fn
+    assert node_of_relu is not None
+    handle = node_of_relu._raw_saved_result.data  # type: ignore[attr-defined]
+    version_r = handle._version
+    (version_h,) = version_r.node.reads
+    assert (version_r.uses, version_h.uses) == (2, 1)
+    version_y = weakref.ref(y)
+    del h, r, o, handle, version_r, version_h, node_of_relu
+    y.sum().backward()
+    assert log.events == [
+        ("compute", "aten.mm.default"),
+        ("compute", "aten.relu.default"),
+        ("compute", "aten.mm.default"),
+        ("compute", "aten.sin.default"),
+        ("recompute", "aten.mm.default"),
+        ("recompute", "aten.relu.default"),
+    ]
+    del y
+    assert version_y() is None
