@@ -1,12 +1,12 @@
-"""Predicted and measured peak, and step time, on a GPU -> docs/gpu.md.
+"""Compare predicted and measured peaks, and step times, on a GPU.
 
-    python -m benchmarks.gpu [--only gpt2] [--device cuda:0] [--steps 15]
+    python -m benchmarks.gpu [--only gpt2] [--device cuda:0] [--steps 15] [--out FILE]
 
-Four models with 1 to 8 GB of activations, in float32 and in bf16. For each: the plain step, torch's
-checkpoint around every block, and torch's selective checkpoint (matrix products and attention saved), each
-measured; then a plan whose budget is the peak that each of the two reached, predicted and measured. Peaks
-are `torch.cuda.max_memory_allocated` of a whole step, AdamW included; times are medians over steps,
-between events of the device's stream.
+Four models with 1 to 8 GB of activations, in float32 and in bf16. For each, measure the plain step, torch's
+checkpoint around every block, and torch's selective checkpoint (matrix products and attention saved); then
+plan with the peak of each of the two as the budget, and measure that plan. Peaks are
+`torch.cuda.max_memory_allocated` of a whole step, AdamW included; times are medians over steps, between
+events of the device's stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,14 +26,14 @@ from torch import Tensor, nn
 
 import ac_client
 from ac_client.demo.baselines import BASELINES, wrap_blocks
-from ac_client.files import write_whole
 from autoac.planner import InfeasibleBudget, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import observe
 from benchmarks.models.batches import Batch, tokens
 from benchmarks.models.gpt2 import gpt2
+from benchmarks.results import add_out_argument, markdown_table, write_result
+from benchmarks.step_timing import loss_of
 
-TABLE = Path(__file__).parents[1] / "docs" / "gpu.md"
 STEPS = 15
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -50,18 +49,18 @@ class Case:
 
 
 class Meter(Protocol):
-    """What is asked of a device, so that the script can be run where there is none."""
+    """The measurements of a device; tests replace the GPU by a counting CPU."""
 
     device: torch.device
 
     def peak_of(self, call: Callable[[], object]) -> int:
-        """The most bytes handed out at once during `call`, with what was there before."""
+        """Return the most bytes allocated at once during `call`, including those allocated before."""
 
     def seconds_of(self, call: Callable[[], object]) -> float:
-        """What `call` takes on the device."""
+        """Return the seconds that `call` takes on the device."""
 
     def clear(self) -> None:
-        """Give back what nobody holds."""
+        """Return unused memory to the device."""
 
 
 class CudaMeter:
@@ -95,7 +94,7 @@ class CudaMeter:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A way to run a case. Bytes and seconds."""
+    """One way to run a case, measured. Bytes and seconds."""
 
     case: str
     precision: str
@@ -107,45 +106,49 @@ class Row:
     note: str = ""
 
     @property
-    def off(self) -> float | None:
-        """How far the measured peak is above the predicted one, as a part of it."""
+    def error(self) -> float | None:
+        """Return the excess of the measured peak over the predicted one, as a fraction."""
         if self.predicted is None or self.measured is None:
             return None
         return self.measured / self.predicted - 1
 
+    @property
+    def is_over_budget(self) -> bool:
+        return self.budget is not None and (self.measured or 0) > self.budget
+
 
 class Training:
-    """A model in training: one way to take a step."""
+    """A model, its optimizer and its batch on the device."""
 
     def __init__(self, case: Case, precision: str, device: torch.device) -> None:
         torch.manual_seed(0)
         dtype = PRECISIONS[precision]
         self.model = case.make().to(device, dtype).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
-        self.batch = {name: _placed(value, device, dtype) for name, value in case.batch().items()}
+        self.batch = {name: _to_device(value, device, dtype) for name, value in case.batch().items()}
 
     def step(self) -> None:
         out = self.model(**self.batch)
-        (out["loss"] if isinstance(out, dict) else out.loss).backward()
+        loss_of(out).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def _placed(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def _to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.to(device, dtype if value.is_floating_point() else None)
 
 
-def rows(case: Case, precision: str, meter: Meter, steps: int) -> list[Row]:
-    """All ways to run a case. One model is on the device at a time."""
+def measure_case(case: Case, precision: str, meter: Meter, steps: int) -> list[Row]:
+    """Return a row for each way to run a case. One model is on the device at a time."""
     row = partial(Row, case.name, precision)
     found: list[Row] = []
     training = Training(case, precision, meter.device)
     profile = observe(training.model, (), training.batch, optimizer=training.optimizer)
     del training
     plain_plan = plan(profile, budget_bytes=1 << 50)
-    peak, seconds = measured(case, precision, meter, steps, _as_it_is)
+    peak, seconds = measure(case, precision, meter, steps, _leave_plain)
     found.append(row("plain", None, plain_plan.peak, peak, seconds))
     for baseline in BASELINES:
 
@@ -153,40 +156,40 @@ def rows(case: Case, precision: str, meter: Meter, steps: int) -> list[Row]:
             wrap_blocks(case.blocks(model), baseline)
 
         try:
-            peak, seconds = measured(case, precision, meter, steps, wrap)
+            peak, seconds = measure(case, precision, meter, steps, wrap)
         except (RuntimeError, NotImplementedError) as error:
             found.append(row(f"torch {baseline}", None, None, None, None, type(error).__name__))
             continue
         found.append(row(f"torch {baseline}", None, None, peak, seconds))
         try:
-            decided = plan(profile, budget_bytes=peak)
+            one_plan = plan(profile, budget_bytes=peak)
         except InfeasibleBudget as error:
             note = f"needs {format_bytes(error.smallest_found)}" if error.smallest_found else "infeasible"
             found.append(row(f"ours, peak of {baseline}", peak, None, None, None, note))
             continue
-        apply = partial(_carry_out, policy=decided.policy())
-        got, seconds = measured(case, precision, meter, steps, apply)
-        found.append(row(f"ours, peak of {baseline}", peak, decided.peak, got, seconds))
+        apply = partial(_apply_policy, policy=one_plan.policy())
+        got, seconds = measure(case, precision, meter, steps, apply)
+        found.append(row(f"ours, peak of {baseline}", peak, one_plan.peak, got, seconds))
     return found
 
 
-def _as_it_is(_model: nn.Module) -> None:
-    """Plain."""
+def _leave_plain(_model: nn.Module) -> None:
+    """Change nothing."""
 
 
-def _carry_out(model: nn.Module, policy: Policy) -> None:
+def _apply_policy(model: nn.Module, policy: Policy) -> None:
     ac_client.apply(model, policy=policy, strict=True)
 
 
-def measured(
+def measure(
     case: Case, precision: str, meter: Meter, steps: int, prepare: Callable[[nn.Module], None]
 ) -> tuple[int, float]:
-    """Peak and median time of a step."""
+    """Return the peak and the median time of a step."""
     meter.clear()
     training = Training(case, precision, meter.device)
     prepare(training.model)
     for _ in range(3):
-        training.step()  # the optimizer's state, kernels' workspaces, and what they choose among come first
+        training.step()  # allocate optimizer state and workspaces, and let kernels tune themselves
     peak = meter.peak_of(training.step)
     seconds = statistics.median(meter.seconds_of(training.step) for _ in range(steps))
     del training
@@ -194,32 +197,30 @@ def measured(
     return peak, seconds
 
 
-def render(found: Sequence[Row], device_name: str) -> str:
-    """The page."""
-    predicted = [row for row in found if row.off is not None]
-    close = sum(abs(row.off or 0.0) <= 0.02 for row in predicted)
-    over = sum(row.budget is not None and (row.measured or 0) > row.budget for row in found)
-    lines = [
-        "# Peaks and step times on a GPU",
-        "",
-        "Made by `python -m benchmarks.gpu`, not by hand.",
-        "",
-        f"{device_name}, torch {torch.__version__}. {close} of {len(predicted)} predicted peaks within 2 %, "
-        f"{over} over budget.",
-        "",
-        "| model | precision | way | budget | predicted | measured | off by | step, ms | / plain |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    plain = {(row.case, row.precision): row.step_s for row in found if row.way == "plain"}
-    for row in found:
-        base = plain.get((row.case, row.precision))
-        cells = [row.case, row.precision, row.way]
-        cells += [_bytes(row.budget), _bytes(row.predicted), _bytes(row.measured) or row.note]
-        cells.append("" if row.off is None else f"{row.off:+.2%}")
-        cells.append("" if row.step_s is None else f"{row.step_s * 1e3:.1f}")
-        cells.append("" if row.step_s is None or not base else f"{row.step_s / base:.3f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+HEAD = ("model", "precision", "way", "budget", "predicted", "measured", "error", "step, ms", "/ plain")
+
+
+def render(rows: Sequence[Row], device_name: str) -> str:
+    """Return the table as Markdown, under a summary."""
+    errors = [row.error for row in rows if row.error is not None]
+    close = sum(abs(error) <= 0.02 for error in errors)
+    plain_s = {(row.case, row.precision): row.step_s for row in rows if row.way == "plain"}
+    lines = []
+    for row in rows:
+        base_s = plain_s.get((row.case, row.precision))
+        lines.append(
+            [
+                *(row.case, row.precision, row.way),
+                *(_bytes(row.budget), _bytes(row.predicted), _bytes(row.measured) or row.note),
+                "" if row.error is None else f"{row.error:+.2%}",
+                "" if row.step_s is None else f"{row.step_s * 1e3:.1f}",
+                "" if row.step_s is None or not base_s else f"{row.step_s / base_s:.3f}",
+            ]
+        )
+    return (
+        f"{device_name}, torch {torch.__version__}. {close} of {len(errors)} predicted peaks within 2 %, "
+        f"{sum(row.is_over_budget for row in rows)} over budget.\n\n{markdown_table(HEAD, lines)}"
+    )
 
 
 def _bytes(nbytes: int | None) -> str:
@@ -252,7 +253,7 @@ def _resnet() -> Any:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a transformer: its longest list of modules."""
+    """Return the blocks of a transformer: its longest list of modules."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len)
 
@@ -278,31 +279,27 @@ CASES = {
 
 
 def main() -> int:
-    """Measure, write the table; 2 where there is no GPU, 1 if a planned step went over its budget."""
+    """Measure, and write the table; return 2 without a GPU, 1 if a planned step exceeded its budget."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", choices=CASES, help="may be given again")
-    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="may be given again")
+    parser.add_argument("--only", action="append", choices=CASES, help="may be repeated")
+    parser.add_argument("--precision", action="append", choices=PRECISIONS, help="may be repeated")
     parser.add_argument("--device", default="cuda", help="default: the first GPU")
-    parser.add_argument("--steps", type=int, default=STEPS, help="that are timed")
-    parser.add_argument("--out", type=Path, default=TABLE, help="the page, written if everything was run")
-    given = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps")
+    add_out_argument(parser)
+    options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("torch finds no GPU here: benchmarks.gpu needs one", file=sys.stderr)
+        print("benchmarks.gpu needs a GPU: torch found none", file=sys.stderr)
         return 2
-    device = torch.device(given.device if ":" in given.device else f"cuda:{torch.cuda.current_device()}")
+    device = torch.device(options.device if ":" in options.device else f"cuda:{torch.cuda.current_device()}")
     torch.cuda.set_device(device)
     meter = CudaMeter(device)
-    found: list[Row] = []
-    for name in given.only or CASES:
-        for precision in given.precision or PRECISIONS:
-            found += rows(CASES[name], precision, meter, given.steps)
+    rows: list[Row] = []
+    for name in options.only or CASES:
+        for precision in options.precision or PRECISIONS:
+            rows += measure_case(CASES[name], precision, meter, options.steps)
             print(f"{CASES[name].name}, {precision}: done", file=sys.stderr, flush=True)
-    page = render(found, torch.cuda.get_device_name(device))
-    if given.only or given.precision:
-        print(page)
-    else:
-        write_whole(given.out, page)
-    return int(any(row.budget is not None and (row.measured or 0) > row.budget for row in found))
+    write_result(render(rows, torch.cuda.get_device_name(device)), options.out)
+    return int(any(row.is_over_budget for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The GPU's script, carried out on a faked device: the CPU, with an allocator that counts."""
+"""Run the GPU benchmark on the CPU, with an allocator that counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.models.tiny import ZOO
 
 
 class CountingCpu:
-    """A meter of the CPU. What is there before a call is not seen by torch.profiler, so it is handed in."""
+    """A meter of the CPU. `base` is what was allocated before a call, which torch.profiler does not see."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -42,32 +42,32 @@ def case(name: str, blocks: Callable[[nn.Module], list[nn.Module]]) -> Case:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Some kernels allocate something for each thread."""
+    """Use one thread: some kernels allocate memory for each."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def test_each_way_is_measured_and_ours_is_as_predicted_at_the_baselines_peak() -> None:
+def test_a_plan_at_a_baselines_peak_measures_as_predicted() -> None:
     llama = case("Llama", lambda model: list(model.model.layers))
     meter = CountingCpu()
     training = gpu.Training(llama, "fp32", meter.device)
-    # Parameters, both moments, step counters and the batch are there before a step.
+    # Parameters, both moments, step counters and the batch are allocated before a step.
     parameters = list(training.model.parameters())
     ids = training.batch["input_ids"]
     buffers = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in training.model.buffers()}
     meter.base = sum(3 * p.nbytes + 4 for p in parameters) + ids.nbytes + sum(buffers.values())
-    found = gpu.rows(llama, "fp32", meter, steps=1)
+    found = gpu.measure_case(llama, "fp32", meter, steps=1)
     assert [row.way for row in found][:2] == ["plain", "torch checkpoint"]
-    assert found[0].off == 0
+    assert found[0].error == 0
     ours = [row for row in found if row.way.startswith("ours") and row.measured is not None]
     assert ours
-    assert all(row.off == 0 and row.measured <= row.budget for row in ours)
+    assert all(row.error == 0 and row.measured <= row.budget for row in ours)
     assert all(row.step_s is not None and row.step_s > 0 for row in ours)
 
 
-def test_a_page_counts_what_is_off_and_over() -> None:
+def test_the_summary_counts_wrong_peaks_and_exceeded_budgets() -> None:
     rows = [
         Row("a", "fp32", "plain", None, 100, 101, 1.0),
         Row("a", "fp32", "ours, peak of checkpoint", 100, 100, 120, 1.5),
@@ -79,12 +79,12 @@ def test_a_page_counts_what_is_off_and_over() -> None:
     assert "| needs 1 KiB |" in page
 
 
-def test_a_gpus_peak_is_reset_before_and_read_after_the_stream_has_ended(
+def test_the_peak_is_reset_before_the_call_and_read_after_the_stream_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
 
-    def noted(name: str, result: object = None) -> Callable[..., object]:
+    def logged(name: str, result: object = None) -> Callable[..., object]:
         def call(*_args: object) -> object:
             calls.append(name)
             return result
@@ -92,8 +92,8 @@ def test_a_gpus_peak_is_reset_before_and_read_after_the_stream_has_ended(
         return call
 
     for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, noted(name))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", noted("max_memory_allocated", 7))
+        monkeypatch.setattr(torch.cuda, name, logged(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", logged("max_memory_allocated", 7))
     meter = CudaMeter(torch.device("cuda", 0))
-    assert meter.peak_of(noted("step")) == 7
+    assert meter.peak_of(logged("step")) == 7
     assert calls == ["synchronize", "reset_peak_memory_stats", "step", "synchronize", "max_memory_allocated"]
