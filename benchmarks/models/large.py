@@ -1,4 +1,4 @@
-"""Models that people train, at the size at which they train them, on the meta device.
+"""Published models at their real sizes, on the meta device, each with a batch.
 
 Parameters are bf16, and AdamW keeps its state in the type of the parameters: 8 bytes a parameter with its
 gradient. Sizes are those of the published configurations, named beside each; batch and sequence length
@@ -26,7 +26,7 @@ from benchmarks.models.selective_scan import selective_scan
 
 @contextmanager
 def weightless() -> Iterator[None]:
-    """Modules built inside have bf16 parameters on the meta device."""
+    """Build modules with bf16 parameters on the meta device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -37,13 +37,13 @@ def weightless() -> Iterator[None]:
 
 
 def tokens(batch: int, length: int) -> Batch:
-    """Token ids, which are their own labels. Known, so that a model may look at them."""
+    """Return token ids that are also the labels; they have memory, so a model may read them."""
     ids = torch.ones(batch, length, dtype=torch.long)
     return {"input_ids": ids, "labels": ids}
 
 
 def llama(layers: int, *, batch: int = 1, length: int = 8192, large: bool = False) -> ModelAndBatch:
-    """Llama 3 at the widths of 8B (of 70B if `large`): meta-llama/Meta-Llama-3-8B, -70B, config.json."""
+    """Build Llama 3 at the widths of 8B, or of 70B if `large`: meta-llama/Meta-Llama-3-8B, -70B."""
     config = transformers.LlamaConfig(
         vocab_size=128256,
         hidden_size=8192 if large else 4096,
@@ -60,7 +60,7 @@ def llama(layers: int, *, batch: int = 1, length: int = 8192, large: bool = Fals
 
 
 def images(batch: int, classes: int = 1000) -> Batch:
-    """RGB images of 224 x 224, of bf16."""
+    """Return RGB images of 224 x 224 in bf16."""
     return {
         "pixel_values": torch.empty(batch, 3, 224, 224, dtype=torch.bfloat16, device="meta"),
         "labels": torch.arange(batch) % classes,
@@ -68,13 +68,13 @@ def images(batch: int, classes: int = 1000) -> Batch:
 
 
 def gpt2_xl(batch: int = 8, length: int = 1024) -> ModelAndBatch:
-    """openai-community/gpt2-xl, config.json; its three dropouts at 0.1."""
+    """Build openai-community/gpt2-xl, config.json; its three dropouts are 0.1."""
     with weightless():
         return gpt2(layers=48, width=1600, heads=25), tokens(batch, length)
 
 
 def vit_h14(batch: int = 64, layers: int = 32) -> ModelAndBatch:
-    """google/vit-huge-patch14-224-in21k, config.json; 1,000 classes."""
+    """Build google/vit-huge-patch14-224-in21k, config.json; 1,000 classes."""
     config = transformers.ViTConfig(
         hidden_size=1280,
         num_hidden_layers=layers,
@@ -89,7 +89,7 @@ def vit_h14(batch: int = 64, layers: int = 32) -> ModelAndBatch:
 
 
 def resnet152(batch: int = 256) -> ModelAndBatch:
-    """microsoft/resnet-152, config.json."""
+    """Build microsoft/resnet-152, config.json."""
     config = transformers.ResNetConfig(
         hidden_sizes=[256, 512, 1024, 2048], depths=[3, 8, 36, 3], layer_type="bottleneck", num_labels=1000
     )
@@ -98,7 +98,7 @@ def resnet152(batch: int = 256) -> ModelAndBatch:
 
 
 class Denoiser(nn.Module):
-    """A U-Net of diffusers and the loss that it is trained with."""
+    """A U-Net of diffusers and its training loss."""
 
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Denoiser(nn.Module):
 
 
 def unet_sd15(batch: int = 16) -> ModelAndBatch:
-    """The U-Net of Stable Diffusion 1.5 (unet/config.json): latents of 64 x 64, 77 tokens of text.
+    """Build the U-Net of Stable Diffusion 1.5 (unet/config.json): latents of 64 x 64, 77 tokens of text.
 
     Needs diffusers: `pip install --no-deps diffusers requests urllib3 charset_normalizer certifi
     importlib_metadata zipp pillow`, which leaves torch as it is.
@@ -126,7 +126,7 @@ def unet_sd15(batch: int = 16) -> ModelAndBatch:
 
 
 def mixtral_8x7b(batch: int = 1, length: int = 4096) -> ModelAndBatch:
-    """mistralai/Mixtral-8x7B-v0.1, config.json. Experts by grouped products, whose shapes know no routing."""
+    """Build mistralai/Mixtral-8x7B-v0.1, config.json, with grouped products, whose shapes ignore routing."""
     config = transformers.MixtralConfig(
         max_position_embeddings=32768,
         sliding_window=None,
@@ -138,7 +138,7 @@ def mixtral_8x7b(batch: int = 1, length: int = 4096) -> ModelAndBatch:
 
 
 def t5_3b(batch: int = 8, length: int = 512) -> ModelAndBatch:
-    """google-t5/t5-3b, config.json; as many tokens on the decoder's side as on the encoder's."""
+    """Build google-t5/t5-3b, config.json; encoder and decoder see as many tokens."""
     config = transformers.T5Config(
         d_model=1024,
         d_ff=16384,
@@ -153,7 +153,7 @@ def t5_3b(batch: int = 8, length: int = 512) -> ModelAndBatch:
 
 
 def mamba_2_8b(batch: int = 2, length: int = 2048) -> ModelAndBatch:
-    """state-spaces/mamba-2.8b-hf, config.json; the scan as mamba_ssm's kernel, one op (selective_scan.py)."""
+    """Build state-spaces/mamba-2.8b-hf, config.json; the scan is one op, as in mamba_ssm's kernel."""
     modeling_mamba.mamba_selective_scan = selective_scan
     config = transformers.MambaConfig(
         vocab_size=50280,
@@ -193,24 +193,24 @@ class LSTM(nn.Module):
 
 
 def lstm(batch: int = 128, length: int = 256) -> ModelAndBatch:
-    """Four layers of 2,048, dropout 0.2, a vocabulary of 32,000: unrolled, since cuDNN's op is one block."""
+    """Build four layers of 2,048, dropout 0.2, vocabulary 32,000; unrolled, since cuDNN's op is one block."""
     with weightless():
         return LSTM(32000, 2048, 4, 0.2).train(), tokens(batch, length)
 
 
 def gpt2_layer() -> ModelAndBatch:
-    """One layer of GPT-2 XL with dropout, and a small vocabulary, so that logits are not all there is."""
+    """Build one layer of GPT-2 XL with dropout; a small vocabulary keeps logits from dominating."""
     with weightless():
         return gpt2(layers=1, width=1600, heads=25, vocabulary=512), tokens(8, 1024)
 
 
 def vit_layers() -> ModelAndBatch:
-    """Two layers of ViT-H/14."""
+    """Build two layers of ViT-H/14."""
     return vit_h14(layers=2)
 
 
 class Residual(nn.Module):
-    """Layers of `x + down(gelu(up(norm(x))))`, each with its own width inside."""
+    """Layers of `x + down(gelu(up(norm(x))))`, each with its own inner width."""
 
     def __init__(self, width: int, inside: tuple[int, ...]) -> None:
         super().__init__()
@@ -225,14 +225,14 @@ class Residual(nn.Module):
 
 
 def residual_mlp() -> ModelAndBatch:
-    """Six residual layers of 2,048, whose insides are one, two, four times as wide."""
+    """Build six residual layers of 2,048, whose inner widths are one, two or four times as large."""
     with weightless():
         x: Any = torch.empty(16384, 2048)
         return Residual(2048, (2048, 8192, 4096, 8192, 2048, 8192)).train(), {"x": x}
 
 
 class Plain(nn.Module):
-    """Convolutions with a ReLU between, at ever smaller sizes."""
+    """Convolutions with ReLU, at decreasing sizes."""
 
     def __init__(self, channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Plain(nn.Module):
 
 
 def plain_convolutions() -> ModelAndBatch:
-    """Eight convolutions in the likeness of VGG, the network of Checkmate's paper."""
+    """Build eight convolutions like VGG, the network of Checkmate's paper."""
     with weightless():
         x: Any = torch.empty(32, 3, 224, 224)
         return Plain((3, 64, 64, 128, 128, 256, 256, 512, 512)).train(), {"x": x}

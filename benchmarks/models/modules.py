@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A few blocks, keyword arguments and a nested one."""
+    """A few blocks with keyword arguments, one of them nested."""
 
     def __init__(self, layers: int = 3, width: int = 32, heads: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Recurrent(nn.Module):
 
 
 class Routed(nn.Module):
-    """A mixture of experts: values that decide, index_add, nonzero."""
+    """A mixture of experts: control flow on values, index_add, nonzero."""
 
     def __init__(self, experts: int = 4, width: int = 16) -> None:
         super().__init__()
@@ -97,12 +97,12 @@ class Routed(nn.Module):
         for i, expert in enumerate(self.experts):
             rows, slots = (chosen == i).nonzero(as_tuple=True)
             routed = expert(x[rows]) * weights[rows, slots, None]
-            out.index_add_(0, rows, routed.to(out.dtype))  # autocast made it another
+            out.index_add_(0, rows, routed.to(out.dtype))  # autocast changed the dtype
         return out + x
 
 
 class InPlace(nn.Module):
-    """Writes through views, into fresh buffers, and over values that were read before."""
+    """Writes through views, into fresh buffers, and over values that were read earlier."""
 
     cache: Tensor
 
@@ -113,7 +113,7 @@ class InPlace(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        a = y + 1  # reads y before it is written; backward needs nothing of it
+        a = y + 1  # reads y before it is overwritten; backward does not need it
         y[:2].mul_(2)
         z = y.t()
         y.add_(a)
@@ -125,7 +125,7 @@ class InPlace(nn.Module):
 
 
 class Views(nn.Module):
-    """Views of views, of other types, and tensors that show a part of what is saved."""
+    """Views of views, of other dtypes, and views of a part of a saved tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class Bags(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """A model of one tensor, with a loss inside, where `apply` sees it."""
+    """A model of one tensor with its loss inside, so that `apply` sees the loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class WithLoss(nn.Module):
 
 
 class DoubleConv(nn.Module):
-    """Twice convolution, BatchNorm and in-place ReLU."""
+    """Convolution, BatchNorm and in-place ReLU, twice."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class DoubleConv(nn.Module):
 
 
 class UNet(nn.Module):
-    """Long skips: what the way down makes is read on the way up, and a class for each pixel."""
+    """Long skip connections from the contracting to the expanding path, and a class for each pixel."""
 
     def __init__(self, width: int = 8, classes: int = 3) -> None:
         super().__init__()

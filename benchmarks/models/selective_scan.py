@@ -1,7 +1,7 @@
-"""The selective scan of Mamba as one op, as its CUDA kernel is: shapes and saved tensors, no arithmetic.
+"""Declare Mamba's selective scan as one op, like its CUDA kernel: shapes and saved tensors, no arithmetic.
 
-transformers' own fallback is a loop over the sequence. Source: `selective_scan_fwd` and
-`selective_scan_bwd` in csrc/selective_scan/selective_scan.cpp, and what `SelectiveScanFn` saves in
+The fallback of `transformers` is a loop over the sequence. Sources: `selective_scan_fwd` and
+`selective_scan_bwd` in csrc/selective_scan/selective_scan.cpp, and `SelectiveScanFn` in
 mamba_ssm/ops/selective_scan_interface.py (state-spaces/mamba 2.2).
 """
 
@@ -20,8 +20,8 @@ CHUNK = 2048  # positions between two states that forward keeps for backward
 def scan(
     u: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor, bias: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gated output, output, states at the ends of chunks)."""
-    raise NotImplementedError("the selective scan of the benchmarks runs on tensors without memory only")
+    """Return the gated output, the output, and the states at the ends of chunks."""
+    raise NotImplementedError("this selective scan only computes shapes: call it on meta or fake tensors")
 
 
 @scan.register_fake
@@ -48,8 +48,8 @@ def scan_backward(
     out: Tensor,
     states: Tensor,
 ) -> list[Tensor]:
-    """The gradients of the scan's arguments, in their order."""
-    raise NotImplementedError("the selective scan of the benchmarks runs on tensors without memory only")
+    """Return the gradients of the scan's arguments, in order."""
+    raise NotImplementedError("this selective scan only computes shapes: call it on meta or fake tensors")
 
 
 @scan_backward.register_fake
@@ -71,14 +71,14 @@ scan.register_autograd(_backward, setup_context=_save)
 
 @register_flop_formula(torch.ops.autoac_bench.selective_scan)
 def _scan_flops(u: Any, delta: Any, a: Any, *_args: Any, **_kwargs: Any) -> int:
-    """9 a position, channel and state (Mamba paper, appendix on efficiency)."""
+    """Return 9 FLOPs for each position, channel and state (Mamba paper, appendix on efficiency)."""
     batch, width, length = u
     return int(9 * batch * width * length * a[1])
 
 
 @register_flop_formula(torch.ops.autoac_bench.selective_scan_backward)
 def _scan_backward_flops(gradient: Any, u: Any, delta: Any, a: Any, *_args: Any, **_kwargs: Any) -> int:
-    """Forward's states again, and twice as much for the gradients."""
+    """Return the FLOPs of forward's states and of the gradients, which take twice as many."""
     return 3 * _scan_flops(u, delta, a)
 
 
@@ -94,6 +94,6 @@ def selective_scan(
     delta_bias: Tensor,
     **_options: Any,
 ) -> Tensor:
-    """In place of transformers' `mamba_selective_scan`."""
+    """Replace the function `mamba_selective_scan` of `transformers`."""
     out: Tensor = scan(u, delta, a, b, c, D, z, delta_bias)[0]
     return out

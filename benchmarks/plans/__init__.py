@@ -1,8 +1,8 @@
-"""Plans for real architectures against what else decides what to recompute, judged by one simulator.
+"""Compare our plans for real architectures with nine baselines; one simulator judges all.
 
-profiles.py   models on the fake device -> build/bench/profiles/*.json
+profiles.py   models on a described device -> build/bench/plans/*.json.zst
 baselines.py  Graph -> save sets, one function for each baseline
-checkmate.py  the optimum where an op may run again any number of times, for small graphs
+checkmate.py  the optimum where an op may be recomputed any number of times, for small graphs
 compare.py    one profile -> build/bench/plans/*.json
-report.py     those -> docs/benchmarks.md and its plots
+report.py     comparisons -> Markdown and plots
 """

@@ -1,7 +1,7 @@
-"""Profiles, comparisons and the page: `python -m benchmarks.plans [--only NAME ...] [--device DEVICE ...]`.
+"""Profile, compare and report: `python -m benchmarks.plans [--only NAME] [--device DEVICE] [--page FILE]`.
 
-Each model is compared in a process of its own, one after another, and what is there already for the same
-profile and code is kept. `llama_l16` and the like only show how planning grows with layers: no baselines.
+Each model is compared in a process of its own, one after another; results of the same profile and code are
+kept. `llama_l16` and its siblings show how planning time grows with layers, and have no baselines.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from pathlib import Path
 from benchmarks.plans import compare, report
 from benchmarks.plans.profiles import CASES, DEVICES, path_of
 
-GROWTH = "llama_l"  # models that differ in layers alone
+GROWTH = "llama_l"  # prefix of models that differ only in layers
 
 
 def main() -> None:
-    """The command in the module docstring."""
+    """Run the command in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
     parser.add_argument("--only", nargs="*", metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--device", nargs="*", default=DEVICES, help=f"default: {', '.join(DEVICES)}")
     parser.add_argument("--out", type=Path, default=compare.OUT)
-    parser.add_argument("--page", type=Path, default=report.PAGE)
+    parser.add_argument("--page", type=Path, metavar="FILE", help="default: stdout, without plots")
     options = parser.parse_args()
     names = options.only or list(CASES)
     if unknown := set(names) - set(CASES):
-        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+        parser.error(f"--only must name models of {', '.join(CASES)}; got {', '.join(sorted(unknown))}")
 
     failed = []
     for name in names:
@@ -37,7 +37,7 @@ def main() -> None:
             profile = str(path_of(name, device))
             if _run("benchmarks.plans.compare", profile, "--out", str(options.out), *growing):
                 failed.append(f"{name}.{device}")
-    report.main(["--out", str(options.out), "--page", str(options.page)])
+    report.main(["--out", str(options.out), *(["--page", str(options.page)] if options.page else [])])
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -1,13 +1,12 @@
-"""What else decides which ops run again: each baseline as a function from a Graph to save sets.
+"""Nine other ways to decide which ops are recomputed: each is a function from a Graph to save sets.
 
-A baseline gives a *family*: a save set for each of its settings (a depth of blocks, a fraction of memory).
-Its own idea of memory and time ends there; `planner.simulate` says what each save set really takes, under
-the rules that ours is judged by. For all but one that is in the baselines' favour: under the runtime's lazy
-rules an op outside the save set runs again only if something needs it. A selective policy of
-`torch.utils.checkpoint` is judged as torch runs it (`as_run`).
+A baseline returns a *family*: a save set for each of its settings (a depth of blocks, a fraction of
+memory). The planner's simulator judges all save sets, under the rules of our own plans. For all baselines
+but one this is in their favor: our runtime is lazy and recomputes an op outside the save set only if
+something needs it. A selective policy of `torch.utils.checkpoint` is judged as torch runs it (`as_run`).
 
-Every save set is completed (`without_cost_free_recomputes`): what must be saved is, and saving what nothing
-asks for costs nothing.
+Every save set is completed by `without_cost_free_recomputes`: it holds the ops that must be saved, and
+saving an op that nothing reads costs nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SELECTIVE = "selective list"
 EVERY = {"every matmul": 1, "every second matmul": 2}
 MOST_DEPTHS = 2  # of blocks within blocks
 FRACTIONS = tuple(round(0.05 * i, 2) for i in range(1, 20))
-"""Of memory, for the baselines that are given one."""
+"""Fractions of memory, for baselines that take one."""
 MANY_ITEMS = 5_000  # from here on torch's dp_knapsack would need a table of more than 200 MB
 
 
@@ -39,12 +38,12 @@ MANY_ITEMS = 5_000  # from here on torch's dp_knapsack would need a table of mor
 
 
 def is_attention(overload: str) -> bool:
-    """A fused attention kernel."""
+    """Return True for a fused attention kernel."""
     return "attention" in overload and "backward" not in overload
 
 
 def is_matmul(overload: str) -> bool:
-    """A matrix product or a convolution: what torch's partitioner calls compute-intensive."""
+    """Return True for a matrix product or a convolution, compute-intensive ops in torch's partitioner."""
     return overload.split(".")[1:2] in (
         ["mm"],
         ["addmm"],
@@ -60,23 +59,25 @@ def is_matmul(overload: str) -> bool:
 
 
 def is_random(overload: str) -> bool:
-    """Draws from a generator."""
+    """Return True if the op draws random numbers."""
     return any(
         word in overload for word in ("dropout", "bernoulli", "rand", "normal_", "uniform_", "exponential")
     )
 
 
-# People's rules.
+# Rules of thumb.
 
 
 def depths(graph: Graph) -> list[int]:
-    """How many numbers deep blocks are nested, outermost first; no more than MOST_DEPTHS."""
+    """Return 1, 2, ... for each level of nested blocks, at most MOST_DEPTHS."""
     found = max((OpKey.parse(op.name).block_depth for op in graph.ops), default=0)
     return list(range(1, min(found, MOST_DEPTHS) + 1))
 
 
 def boundary(graph: Graph, blocks: Sequence[str]) -> SaveSet:
-    """What `torch.utils.checkpoint` around each block keeps: outputs read by another block, all outside.
+    """Return the ops that `torch.utils.checkpoint` around each block saves.
+
+    These are outputs that another block reads, and everything outside of blocks.
 
     Args:
         blocks: for each op, the block that it belongs to; "" for none.
@@ -90,7 +91,7 @@ def boundary(graph: Graph, blocks: Sequence[str]) -> SaveSet:
 
 
 def per_block(graph: Graph) -> Family:
-    """`torch.utils.checkpoint` around every block: its inputs are saved and nothing inside."""
+    """Put `torch.utils.checkpoint` around every block: save its inputs and nothing inside."""
     return {
         f"depth {depth}": without_cost_free_recomputes(graph, boundary(graph, _blocks(graph, depth)))
         for depth in depths(graph)
@@ -98,7 +99,7 @@ def per_block(graph: Graph) -> Family:
 
 
 def attention_and_blocks(graph: Graph) -> Family:
-    """Block inputs and what attention returns. Empty where nothing looks like attention."""
+    """Save block inputs and the outputs of attention. Return {} without attention."""
     attention = attention_outputs(graph)
     if not attention:
         return {}
@@ -111,7 +112,7 @@ def attention_and_blocks(graph: Graph) -> Family:
 
 
 def attention_outputs(graph: Graph) -> SaveSet:
-    """Fused attention kernels, else the first batched matmul after each softmax."""
+    """Return fused attention kernels, or else the first batched matmul after each softmax."""
     fused = frozenset(op.id for op in graph.ops if is_attention(OpKey.parse(op.name).op))
     if fused:
         return fused
@@ -127,11 +128,12 @@ def attention_outputs(graph: Graph) -> SaveSet:
 
 
 def selective(graph: Graph) -> Family:
-    """torch's selective list: checkpoint around each block, with matmuls and attention as the policy.
+    """Put selective checkpoint around each block, with a policy that saves matmuls and attention.
 
-    As `create_selective_checkpoint_contexts` takes it. "Every second" saves the first, third, ... matmul of
-    each block, as torchtitan's `selective` option does (torchtitan/distributed/activation_checkpoint.py).
-    Empty where there are no blocks. What these take is judged on the graph of `as_run`.
+    The policy is a list for `create_selective_checkpoint_contexts`. "Every second" saves the first, third,
+    ... matmul of each block, as torchtitan's `selective` option does
+    (torchtitan/distributed/activation_checkpoint.py). Return {} without blocks. The simulator judges these
+    on the graph of `as_run`.
     """
     family: Family = {}
     for depth in depths(graph):
@@ -160,12 +162,12 @@ def listed(graph: Graph, setting: str) -> SaveSet:
 
 
 def as_run(graph: Graph, baseline: str, setting: str, save_set: SaveSet) -> tuple[Graph, SaveSet]:
-    """A graph and a save set that take what the baseline's takes; only selective checkpoint differs.
+    """Return a graph and a save set with the memory of the baseline; only selective checkpoint differs.
 
-    `torch.utils.checkpoint` with a policy is not lazy. The first unpack in a block runs the whole block
-    again, up to its last saved tensor: here every saved tensor of a block is unpacked in that step too. And
-    what the policy saves is held until then, even if backward asks for none of it: here as bytes that
-    belong to no storage.
+    `torch.utils.checkpoint` with a policy is not lazy. The first unpack in a block recomputes the whole
+    block, up to its last saved tensor: the returned graph unpacks every saved tensor of a block in that
+    step too. Tensors that the policy saves are held until then, even if backward never reads them: the
+    returned graph counts them as extra bytes.
     """
     if baseline != SELECTIVE:
         return graph, save_set
@@ -215,20 +217,20 @@ def as_run(graph: Graph, baseline: str, setting: str, save_set: SaveSet) -> tupl
 # torch's knapsack.
 
 Knapsack = Callable[[list[float], list[float], float], tuple[float, list[int], list[int]]]
-"""As in torch: memory, run times, capacity -> run time saved, items to save, items to recompute."""
+"""torch's signature: memory, run times, capacity -> run time saved, items to save, items to recompute."""
 
 
 def knapsack_items(graph: Graph, *, packed_only: bool) -> list[OpId]:
-    """Ops among which a knapsack chooses: what backward may ask for, with bytes, and free to drop.
+    """Return the ops among which a knapsack chooses: those with bytes that may be recomputed.
 
     Args:
-        packed_only: only those of which autograd keeps an output; all others run again.
+        packed_only: only ops of which autograd saves an output; all others are recomputed.
     """
-    asked = may_be_recomputed(graph, frozenset())
+    recomputable = may_be_recomputed(graph, frozenset())
     return [
         op.id
         for op in graph.ops
-        if asked[op.id]
+        if recomputable[op.id]
         and not op.must_save
         and not op.must_recompute
         and nbytes_of(graph, op.id)
@@ -237,16 +239,16 @@ def knapsack_items(graph: Graph, *, packed_only: bool) -> list[OpId]:
 
 
 def nbytes_of(graph: Graph, op: OpId) -> int:
-    """Bytes of all that `op` writes."""
+    """Return the bytes of everything that `op` writes."""
     return sum(graph.nbytes(w) for w in graph.ops[op].writes)
 
 
 def knapsack(graph: Graph, solver: Knapsack, fractions: Iterable[float] = FRACTIONS) -> Family:
-    """The save sets of a knapsack: the most run time saved within a fraction of the candidates' bytes.
+    """Save the ops with the most run time that fit into a fraction of the candidates' bytes.
 
-    Two sets of candidates are tried: what autograd keeps ("packed"), and everything that backward may
-    ask for ("all"). As torch does (`_optimize_runtime_with_given_memory`), an item's run time is its own
-    op's, and memory is a fraction of the whole.
+    There are two sets of candidates: ops whose outputs autograd saves ("packed"), and every op that
+    backward may recompute ("all"). As in torch's `_optimize_runtime_with_given_memory`, an item's run time
+    is its own op's, and memory is a fraction of the whole.
     """
     family: Family = {}
     for packed_only in (True, False):
@@ -264,7 +266,7 @@ def knapsack(graph: Graph, solver: Knapsack, fractions: Iterable[float] = FRACTI
 
 
 def dp_knapsack(graph: Graph) -> Family:
-    """torch's `dp_knapsack`, in its variant of linear memory where the table would be too large."""
+    """Run torch's `dp_knapsack`, or its variant of linear memory if the table would be too large."""
     from torch._functorch._activation_checkpointing import knapsack as torchs
 
     large = len(graph.ops) > MANY_ITEMS
@@ -272,14 +274,14 @@ def dp_knapsack(graph: Graph) -> Family:
 
 
 def greedy_knapsack(graph: Graph) -> Family:
-    """torch's `greedy_knapsack`."""
+    """Run torch's `greedy_knapsack`."""
     from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack as solver
 
     return knapsack(graph, solver)
 
 
 def ilp_knapsack(graph: Graph) -> Family:
-    """torch's `ilp_knapsack`, which needs scipy."""
+    """Run torch's `ilp_knapsack`, which needs scipy."""
     from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as solver
 
     return knapsack(graph, solver)
@@ -289,13 +291,13 @@ def ilp_knapsack(graph: Graph) -> Family:
 
 
 def uniform_blocks(graph: Graph, fractions: Iterable[float] = FRACTIONS) -> Family:
-    """A program for each kind of block, at one fraction of its memory: xformers' selective checkpointing.
+    """Solve a program for each kind of block at one fraction of its memory, as xformers does.
 
-    The policy of a block comes from torch's own copy of it,
-    `torch.distributed._tools.sac_ilp.get_optimal_checkpointing_policy_per_module`: the most run time
-    saved within a fraction of the bytes of the block's ops, random ops all or none, an in-place op with
-    what it writes over. Block inputs are saved, since each block is under checkpoint. A kind of block is
-    what has the same ops, bytes and run times; each is solved once.
+    The policy of a block is from torch's copy of that program,
+    `torch.distributed._tools.sac_ilp.get_optimal_checkpointing_policy_per_module`: the most run time saved
+    within a fraction of the bytes of the block's ops, random ops all or none, an in-place op together with
+    the op that it overwrites. Block inputs are saved, since each block is under checkpoint. Blocks with the
+    same ops, bytes and run times are solved once.
 
     Source: xformers/checkpoint.py, `selective_checkpoint_wrapper`, `get_optimal_checkpoint_policy`.
     """
@@ -323,7 +325,7 @@ def uniform_blocks(graph: Graph, fractions: Iterable[float] = FRACTIONS) -> Fami
 
 
 def block_policy(graph: Graph, ops: Sequence[OpId], fraction: float) -> list[bool]:
-    """Which of a block's ops torch's program per module saves, at a fraction of their bytes."""
+    """Return, for each op, True if torch's program per module saves it within a fraction of the bytes."""
     from torch.distributed._tools.sac_ilp import get_optimal_checkpointing_policy_per_module
 
     decisions = get_optimal_checkpointing_policy_per_module(
@@ -340,7 +342,7 @@ def _sac_stats(graph: Graph, ops: Sequence[OpId]):  # type: ignore[no-untyped-de
     inplace = []
     for o in ops:
         previous = [p for w in graph.ops[o].writes if (p := graph.versions[w].previous) is not None]
-        if previous:  # torch pairs it with its parent, or with itself where that is outside the module
+        if previous:  # torch pairs an op with its parent, or with itself if the parent is outside the module
             head = graph.versions[previous[0]].op
             while (before := _overwrites(graph, head)) is not None and before in at:
                 head = before
@@ -349,7 +351,7 @@ def _sac_stats(graph: Graph, ops: Sequence[OpId]):  # type: ignore[no-untyped-de
         func_names=names,
         runtimes=[graph.ops[o].runtime_us / 1000 for o in ops],
         memory=[nbytes_of(graph, o) for o in ops],
-        view_like_ops=[],  # a profile lists none
+        view_like_ops=[],  # profiles contain no views
         rand_ops=[i for i, name in enumerate(names) if is_random(name)],
         saved_autograd_ops=[],
         inplace_ops=inplace,
@@ -370,7 +372,7 @@ def _overwrites(graph: Graph, op: OpId) -> OpId | None:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module that runs other modules, with the ops that ran within it."""
+    """A module that runs other modules, with the ops that ran inside it."""
 
     name: str  # its path; "" is the model itself
     ops: tuple[OpId, ...]  # its modules' included
@@ -378,9 +380,9 @@ class Module:
 
 
 def module_tree(graph: Graph) -> list[Module]:
-    """The modules that run other modules, in pre-order of their first op.
+    """Return the modules that run other modules, in pre-order of their first op.
 
-    A ModuleList never runs, so it is none; nor is a leaf, which `sac_milp` may not choose.
+    A ModuleList is left out, since it never runs, and so is a leaf, which `sac_milp` may not choose.
     """
     inside: dict[str, list[OpId]] = {}
     own: set[str] = set()
@@ -412,19 +414,19 @@ def module_tree(graph: Graph) -> list[Module]:
 
 
 def sac_milp(graph: Graph, fractions: Iterable[float] = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)) -> Family:
-    """torch's `sac_milp`: which modules to checkpoint and how much of each to discard.
+    """Run torch's `sac_milp`: which modules to checkpoint, and how much of each to discard.
 
-    torch's own function is called, on a `torch.distributed._tools.ilp_utils.Graph` whose numbers are read
-    from ours instead of from a MemTracker and a SACEstimator: activation bytes are those of storages that
-    autograd keeps, gradients and temporaries the most that the module's backward steps need, run times
-    the profile's. The trade-off curve of a module is the estimator's greedy order
-    (`SACEstimator._get_greedy_order_meta`); torch fits two straight pieces to it with the package pwlf,
-    here its convex hull stands for them, which is never a worse fit. Within a chosen module the ops to save
-    come from torch's program per module, at what `sac_milp` left of its memory. HiGHS solves it in place of
-    CBC, with the same gap of 5 %: CBC needs its full three minutes for each budget of an 80-layer model.
+    torch's own function is called on a `torch.distributed._tools.ilp_utils.Graph` with numbers from our
+    graph instead of from a MemTracker and a SACEstimator: activation bytes are those of storages that
+    autograd saves, gradients and temporaries the most that the module's backward steps need, run times the
+    profile's. The trade-off curve of a module is the estimator's greedy order
+    (`SACEstimator._get_greedy_order_meta`); torch fits two lines to it with the package pwlf; here its
+    convex hull is used, which fits at least as well. Within a chosen module the ops to save are from
+    torch's program per module, within the memory that `sac_milp` left. HiGHS replaces CBC at the same gap
+    of 5 %: CBC needs its full three minutes for each budget of an 80-layer model.
 
     Args:
-        fractions: budgets, between its static bytes and what it thinks that saving everything takes.
+        fractions: budgets, between static bytes and torch's estimate of saving everything.
     """
     from torch.distributed._tools import sac_ilp
 
@@ -432,7 +434,7 @@ def sac_milp(graph: Graph, fractions: Iterable[float] = (0.2, 0.35, 0.5, 0.65, 0
     family: Family = {}
     if len(modules) < 2:
         return family
-    names = [f"m{i}" for i in range(len(modules))]  # torch tells ancestors from substrings of names
+    names = [f"m{i}" for i in range(len(modules))]  # torch finds ancestors by substrings of names
     tree = _sac_graph(graph, modules, names)
     most = max(node["act_total"] + node["act_grad_per_module"] for node in tree.nodes)
     for fraction in fractions:
@@ -440,7 +442,7 @@ def sac_milp(graph: Graph, fractions: Iterable[float] = (0.2, 0.35, 0.5, 0.65, 0
         with mock.patch.object(sac_ilp, "PULP_CBC_CMD", _highs_for_cbc):
             found, _, peak = sac_ilp.sac_milp(tree, budget, 1)
         if peak < 0:
-            continue  # its model has no solution
+            continue  # no solution
         discard = {names.index(name): ratio for name, ratio in found.items()}
         unit = [""] * len(graph.ops)
         chosen: set[OpId] = set()
@@ -454,7 +456,7 @@ def sac_milp(graph: Graph, fractions: Iterable[float] = (0.2, 0.35, 0.5, 0.65, 0
 
 
 def _highs_for_cbc(*, gapRel: float, timeLimit: float, msg: int) -> pulp.HiGHS:
-    """What `sac_milp` asks of CBC, from HiGHS, in a minute at most."""
+    """Return HiGHS with the options that `sac_milp` gives to CBC, limited to a minute."""
     return pulp.HiGHS(msg=bool(msg), threads=1, gapRel=gapRel, timeLimit=min(timeLimit, 60.0))
 
 
@@ -462,11 +464,11 @@ def _sac_graph(graph: Graph, modules: Sequence[Module], names: Sequence[str]):  
     from torch.distributed._tools.ilp_utils import Graph as Tree
     from torch.distributed._tools.sac_estimator import SACEstimator
 
-    kept = [_kept_nbytes(graph, op.id) for op in graph.ops]
+    saved = [_saved_nbytes(graph, op.id) for op in graph.ops]
     so_far = [0]
-    for nbytes in kept:
+    for nbytes in saved:
         so_far.append(so_far[-1] + nbytes)
-    working = [0] * len(graph.ops)  # the most that the steps need which unpack an op's outputs
+    working = [0] * len(graph.ops)  # bytes of the most demanding step that unpacks an op's output
     for step in graph.steps:
         for h in step.unpacks:
             op = graph.versions[graph.saved_tensors[h].version].op
@@ -490,10 +492,10 @@ def _sac_graph(graph: Graph, modules: Sequence[Module], names: Sequence[str]):  
             "is_leaf": not sum(stats.memory) or not sum(stats.runtimes),
             "sac_memory": sum(stats.memory),
             "sac_runtime": sum(stats.runtimes),
-            "act_fw_per_module": min(sum(kept[o] for o in module.ops), sum(stats.memory)),
+            "act_fw_per_module": min(sum(saved[o] for o in module.ops), sum(stats.memory)),
             "act_grad_per_module": max(working[o] for o in module.ops),
             "act_total": so_far[module.ops[-1] + 1],
-            "param_per_module": graph.static_bytes,  # the root's is what counts
+            "param_per_module": graph.static_bytes,  # only the root's counts
             "grad_total": 0,  # in act_grad_per_module
             "n_segments": len(slopes),
             "slopes": slopes,
@@ -505,18 +507,18 @@ def _sac_graph(graph: Graph, modules: Sequence[Module], names: Sequence[str]):  
     return tree
 
 
-def _kept_nbytes(graph: Graph, op: OpId) -> int:
-    """Bytes of what `op` writes and autograd keeps."""
+def _saved_nbytes(graph: Graph, op: OpId) -> int:
+    """Return the bytes that `op` writes and autograd saves."""
     return sum(graph.nbytes(w) for w in graph.ops[op].writes if graph.versions[w].saved_tensors)
 
 
 def tradeoff(
     costs: Sequence[tuple[float, float]], memory: float, runtime: float
 ) -> tuple[list[float], list[float]]:
-    """Slopes and intercepts of the least share of run time at each share of memory discarded.
+    """Return slopes and intercepts of the least fraction of run time for each fraction of memory discarded.
 
     Args:
-        costs: (bytes, run time) of what may be discarded, best first, as `SACEstimator` orders it.
+        costs: (bytes, run time) of ops that may be discarded, best first, as `SACEstimator` orders them.
         memory, runtime: of the whole module.
 
     >>> tradeoff([(6, 1), (4, 3)], 10, 4)
@@ -546,11 +548,11 @@ def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def minimum_cut(graph: Graph) -> Family:
-    """The fewest bytes from which backward's values can be made again, as AOTAutograd's partitioner cuts.
+    """Save the fewest bytes from which backward can recompute the rest, as AOTAutograd's partitioner does.
 
-    "nothing banned": any op may run again, so that everything follows from parameters and batch, and the
-    cut is empty but for what must be saved. Bans as in `torch._functorch.partitioners`: expensive ops
-    (matmuls, convolutions, attention), random ones, and ops that shrink what they read to a quarter.
+    "nothing banned": every op may be recomputed, so only ops that must be saved are. Bans are as in
+    `torch._functorch.partitioners`: expensive ops (matmuls, convolutions, attention), random ones, and
+    ops that shrink their inputs to a quarter.
     """
     overloads = [OpKey.parse(op.name).op for op in graph.ops]
     expensive = {OpId(i) for i, name in enumerate(overloads) if is_matmul(name) or is_attention(name)}
@@ -570,10 +572,10 @@ def minimum_cut(graph: Graph) -> Family:
 
 
 def cut(graph: Graph, banned: set[OpId]) -> SaveSet:
-    """The save set of least bytes such that no banned op runs again.
+    """Return the save set of the fewest bytes under which no banned op is recomputed.
 
-    Vertices are ops, split in two; the edge between the halves is cut when the op is saved and costs its
-    bytes. The source reaches what is banned, the sink is reached from what autograd keeps.
+    Each op is a pair of vertices; the edge between them costs the op's bytes, and cutting it saves the op.
+    Edges lead from the source to banned ops, and to the sink from ops whose outputs autograd saves.
     """
     import networkx as nx
 
@@ -611,4 +613,4 @@ BASELINES: dict[str, Baseline] = {
     "uniform per-block program": uniform_blocks,
     "minimum cut": minimum_cut,
 }
-"""Every baseline by its name in the report."""
+"""Baselines by their names in the report."""

@@ -1,18 +1,18 @@
-"""Checkmate's optimum: the least recompute time where an op may run again any number of times.
+"""Solve Checkmate's program: the least recompute time if an op may be recomputed any number of times.
 
 P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020. Its
 program has a stage for each node of the forward and backward graph and decides for each stage which ops run
-(R) and which values stay in memory from the stage before (S). Here forward is eager PyTorch's and given, so
-it is no decision but for what survives it, and stages are those of backward: one for each unpack, in order,
-each ended by the work of its step where it is the step's last.
+(R) and which values stay in memory from the stage before (S). Here eager PyTorch runs forward, so the only
+decision about forward is which values survive it. Stages are those of backward: one for each unpack, in
+order; the last stage of a step ends with the step's work.
 
-*What is comparable.* Bytes, run times, gradients, temporaries and workspace are the graph's, counted at the
-same events as in `planner.simulate`. Checkmate may do all that our runtime does, and more: run an op
-several times, or earlier than it is asked for, drop a kept value before autograd does, and keep some
-outputs of an op without the others. Two things are counted in its favour, both rare: memory that Python
-holds into backward is free to use while it is held, and an op in place never needs a second buffer while it
-runs. So its optimum is never above ours at the same budget, and where it runs no op twice, what is left
-between the two is the price of our runtime's simpler rules.
+*How far it compares.* Bytes, run times, gradients, temporaries and workspace are the graph's, counted at
+the same events as in `memory/simulate.py`. Checkmate may do all that our runtime does, and more: recompute
+an op several times or earlier than needed, free a saved value before autograd does, and save some outputs
+of an op without the others. Two rare cases are counted in its favor: memory that Python holds into backward
+is free to use meanwhile, and an in-place op never needs a second buffer while it runs. So its optimum is
+never above ours at the same budget. Where it recomputes no op twice, the difference is the price of our
+runtime's simpler rules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pulp
 
 from autoac.planner.problem.graph import Graph, OpId, StepId, VersionId
 
-MOST_OPS = 40  # beyond this the program is too large to be worth waiting for
+MOST_OPS = 40  # larger programs take too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +39,27 @@ class Optimum:
 
     @property
     def proven(self) -> bool:
-        """Whether the two are the same, up to the solver's tolerance."""
+        """Return True if time and bound are equal up to the solver's tolerance."""
         return self.recompute_us - self.bound_us <= 1e-4 * max(1.0, self.recompute_us)
 
     @property
     def twice(self) -> bool:
-        """Whether any op runs again more than once."""
+        """Return True if any op is recomputed more than once."""
         return any(count > 1 for count in self.runs.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """An unpack of backward, or a step without any."""
+    """One unpack of backward, or a step without unpacks."""
 
     step: StepId
-    wants: VersionId | None  # what is unpacked
+    wants: VersionId | None  # is unpacked
     pinned: tuple[VersionId, ...]  # unpacked earlier in the same step
-    works: bool  # the step's work follows
+    works: bool  # True if the step's work follows
 
 
 def stages(graph: Graph) -> list[Stage]:
-    """Backward as a list of stages."""
+    """Return the stages of backward."""
     found = []
     for step in graph.steps:
         values = list(dict.fromkeys(graph.saved_tensors[h].version for h in step.unpacks))
@@ -71,11 +71,11 @@ def stages(graph: Graph) -> list[Stage]:
 
 
 def optimum(graph: Graph, budget: int, *, time_limit_s: float = 60.0) -> Optimum | None:
-    """The least recompute time within `budget` bytes; None if nothing fits.
+    """Return the schedule of least recompute time within `budget` bytes, or None if none fits.
 
     Args:
-        graph: of at most MOST_OPS ops, unless one has time.
-        budget: as our planner's: everything included.
+        graph: should have at most MOST_OPS ops.
+        budget: includes static bytes, as in `plan`.
         time_limit_s: seconds of HiGHS's clock.
     """
     program = _Program(graph, budget)
@@ -83,7 +83,7 @@ def optimum(graph: Graph, budget: int, *, time_limit_s: float = 60.0) -> Optimum
 
 
 class _Program:
-    """The variables R and S of the paper, and its rows."""
+    """The variables R and S of the paper, and its constraints."""
 
     def __init__(self, graph: Graph, budget: int) -> None:
         self.graph, self.stages = graph, stages(graph)
@@ -92,15 +92,15 @@ class _Program:
         self.runs: dict[tuple[int, OpId], Any] = {}  # R
         self.stays: dict[tuple[int, VersionId], Any] = {}  # S
         self.lives: dict[str, Any] = {}  # in memory while some op runs
-        self._decide()
+        self._add_variables()
         self.problem += pulp.lpSum(graph.ops[o].runtime_us * column for (_, o), column in self.runs.items())
-        self._dependencies()
-        self._forward(budget)
+        self._add_dependencies()
+        self._limit_forward(budget)
         for j in range(len(self.stages)):
-            self._backward(j, budget)
+            self._limit_backward(j, budget)
 
-    def _decide(self) -> None:
-        """A column for each run and each stay that anything later can have a use for."""
+    def _add_variables(self) -> None:
+        """Add a variable for each run and each stay that something later can use."""
         useful: set[VersionId] = set()
         for j in reversed(range(len(self.stages))):
             stage = self.stages[j]
@@ -114,26 +114,26 @@ class _Program:
                 name = f"S_{j}_{v}"
                 self.stays[j, v] = self.problem.add_variable(name, 0, 0 if lost else 1, cat="Integer")
 
-    def _dependencies(self) -> None:
-        """An op runs only on what is there; what stays was there; what is unpacked is there."""
+    def _add_dependencies(self) -> None:
+        """Require that an op's inputs, a value that stays, and a value that is unpacked are in memory."""
         graph = self.graph
         for (j, o), run in self.runs.items():
             for v in graph.ops[o].reads:
-                self.problem += run <= self._there(j, v)
+                self.problem += run <= self._available(j, v)
         for (j, v), stay in self.stays.items():
             if j:
-                self.problem += stay <= self._there(j - 1, v)
+                self.problem += stay <= self._available(j - 1, v)
         for j, stage in enumerate(self.stages):
             if stage.wants is not None:
-                self.problem += self._there(j, stage.wants) >= 1
+                self.problem += self._available(j, stage.wants) >= 1
             for v in stage.pinned:
                 self.problem += self.stays[j, v] >= 1
 
-    def _there(self, j: int, v: VersionId) -> Any:
+    def _available(self, j: int, v: VersionId) -> Any:
         return self.stays.get((j, v), 0) + self.runs.get((j, self.graph.versions[v].op), 0)
 
-    def _forward(self, budget: int) -> None:
-        """At each op of forward: what forward holds, and what is to stay."""
+    def _limit_forward(self, budget: int) -> None:
+        """Limit, at each op of forward, what forward holds and what stays for backward."""
         graph = self.graph
         for op in graph.ops:
             live: Any = graph.static_bytes + op.workspace_bytes + op.extra_bytes
@@ -152,7 +152,7 @@ class _Program:
             self._within(terms, live, budget)
 
     def _free_at(self, v: VersionId) -> int:
-        """The moment from which neither forward nor Python has `v` anyway."""
+        """Return the moment from which neither forward nor Python holds `v`."""
         value = self.graph.versions[v]
         storage = self.graph.storages[value.storage]
         following = storage.versions.index(v) + 1
@@ -160,8 +160,8 @@ class _Program:
             return self.graph.versions[storage.versions[following]].op
         return max(storage.released, value.op + 1)
 
-    def _backward(self, j: int, budget: int) -> None:
-        """At each op that stage `j` may run, and at the step's work."""
+    def _limit_backward(self, j: int, budget: int) -> None:
+        """Limit memory at each op that stage `j` may run, and at the step's work."""
         graph, stage = self.graph, self.stages[j]
         moment = len(graph.ops) + stage.step
         held = graph.static_bytes + sum(s.nbytes for s in graph.storages if s.released > moment)
@@ -170,7 +170,7 @@ class _Program:
         step = graph.steps[stage.step]
         counted = [
             v for v in graph.versions if self._free_at(v.id) <= moment and (j, v.id) in self.stays
-        ]  # what can be in memory at all
+        ]  # values that can be in memory
         after: dict[VersionId, Any] = {}  # live from the last run on
         for value in counted:
             stays_on = self.stays.get((j + 1, value.id))
@@ -188,10 +188,11 @@ class _Program:
             )
 
     def _live(self, j: int, v: VersionId, k: OpId, after: Any) -> Any:
-        """Whether `v` is in memory while op `k` runs in stage `j`.
+        """Return an expression that is 1 if `v` is in memory while op `k` runs in stage `j`.
 
-        Until its own op it is there if it stayed; then, if a reader from `k` on runs, or it is unpacked,
-        or it stays on. Each of these implies that it is there, so none needs a product.
+        Before its own op, `v` is in memory if it stayed; afterwards, if a reader from `k` on runs, or `v`
+        is unpacked, or stays on. Each reason implies that `v` is in memory, so no product of variables is
+        needed.
         """
         graph = self.graph
         if graph.versions[v].op > k:
@@ -217,7 +218,7 @@ class _Program:
         self.problem += pulp.lpSum(terms) * (1 / self.scale) <= (budget - constant) / self.scale
 
     def solve(self, time_limit_s: float) -> Optimum | None:
-        """HiGHS's answer, read from HiGHS: PuLP calls a time-out with a candidate optimal."""
+        """Solve, and read the status from HiGHS: PuLP reports a time-out with a candidate as optimal."""
         self.problem.solve(pulp.HiGHS(msg=False, threads=1, timeLimit=time_limit_s, gapRel=1e-6))
         highs = self.problem.solverModel
         if highs is None or "nfeasible" in highs.modelStatusToString(highs.getModelStatus()):

@@ -1,25 +1,24 @@
-"""One profile: every baseline, and our plan at the peaks that they reach and at eight budgets between.
+"""Compare every baseline on one profile with our plans at their peaks and at eight more budgets.
 
     python -m benchmarks.plans.compare NAME.DEVICE.json [--out FOLDER]
 
-writes FOLDER/NAME.DEVICE.json after each answer. Run again, it goes on where it stopped, as long as the
+writes FOLDER/NAME.DEVICE.json after each answer. A second run continues where the first stopped, if the
 profile and the code are the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import zstandard
+from pydantic import TypeAdapter
 
 from autoac.planner import PlannerError, Profile, bounds, build
 from autoac.planner import find_minimum_peak as smallest_peak
@@ -29,21 +28,21 @@ from autoac.planner.plan import plan
 from autoac.planner.problem.graph import Graph
 from benchmarks.plans import checkmate
 from benchmarks.plans.baselines import BASELINES, as_run
+from benchmarks.results import ROOT, source_digest, write_result
 
-ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "build" / "bench" / "plans"
 GAP = 0.01
-TIME_LIMIT_S = 60.0  # of Checkmate's solves; ours have the planner's own limit on work
-FLOOR_WORK = 20.0  # of the search of the smallest peak
-BUDGETS = 8  # between floor and ceiling
-MOST_POINTS = 4  # of a family, at whose peaks we plan
-LEAST_RATIO = 0.1  # of ours to theirs, in a mean
+TIME_LIMIT_S = 60.0  # of Checkmate's solves; our solves keep the planner's own limit on work
+FLOOR_WORK = 20.0  # of the search for the minimum peak
+BUDGETS = 8  # between the minimum peak and the save-all peak
+MOST_POINTS = 4  # of one baseline, at whose peaks we plan
+LEAST_RATIO = 0.1  # of ours / theirs, in a mean
 SLOWER = 1e-6  # relative: beyond this a plan counts as slower than a baseline; below it is rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What the simulator says of a baseline's save set."""
+    """A baseline's save set, as the simulator judges it."""
 
     baseline: str
     setting: str
@@ -53,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Our plan within a budget; without a `recompute_us` there was none in time."""
+    """Our plan within a budget; `recompute_us` is None if no plan was found in time."""
 
     budget: int
     peak: int | None
@@ -62,12 +61,12 @@ class Answer:
     stopped: str
     rounds: int
     wall_s: float  # from Profile to Plan
-    solver_s: float | None  # of it, HiGHS's; None where Plan does not tell
-    cpu_s: float  # as wall_s, of this process's own time: the same on a machine that others use too
+    solver_s: float | None  # part of it spent in HiGHS; None if the plan does not record it
+    cpu_s: float  # as wall_s, in CPU time of this process, which other processes do not add to
 
     @property
     def gap(self) -> float:
-        """As `Plan.gap`; 1 where there is no plan."""
+        """Return the gap of the plan, or 1 if there is no plan."""
         if self.recompute_us is None:
             return 1.0
         return max(0.0, 1 - self.bound_us / self.recompute_us) if self.recompute_us > 0 else 0.0
@@ -75,63 +74,49 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Unlimited:
-    """Checkmate's optimum within a budget; see checkmate.py for what can be compared."""
+    """Checkmate's optimum within a budget; checkmate.py says how far it compares."""
 
     budget: int
     recompute_us: float | None  # None: no schedule found
     bound_us: float
-    twice: bool  # an op runs again more than once
+    twice: bool  # True if an op is recomputed more than once
     wall_s: float
 
 
 @dataclass(slots=True)
 class Comparison:
-    """All that is known of one profile; grows while it is worked out."""
+    """The results for one profile; lists grow while the comparison runs."""
 
     name: str
     digest: str  # the profile's
     code: str  # of the planner and the baselines
     ops: int
     steps: int
-    step_us: float  # forward and backward with nothing run again
+    step_us: float  # forward and backward without recomputation
     static_bytes: int
     ceiling: int
     floor_proven: int
     floor_found: int
     floor_s: float
     points: list[Point] = field(default_factory=list)
-    families: dict[str, float] = field(default_factory=dict)  # baselines evaluated, and their seconds
-    failures: dict[str, str] = field(default_factory=dict)  # baselines that broke, and how
+    families: dict[str, float] = field(default_factory=dict)  # evaluated baselines and their seconds
+    failures: dict[str, str] = field(default_factory=dict)  # baselines that raised, and the error
     answers: list[Answer] = field(default_factory=list)
     optima: list[Unlimited] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """Readable, and the same for the same content."""
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> Comparison:
-        """What `to_json` wrote."""
-        data = json.loads(text)
-        return cls(
-            **{
-                **data,
-                "points": [Point(**row) for row in data["points"]],
-                "answers": [Answer(**row) for row in data["answers"]],
-                "optima": [Unlimited(**row) for row in data["optima"]],
-            }
-        )
-
     def at(self, budget: int) -> Answer | None:
-        """Our answer within exactly that budget."""
+        """Return our answer within exactly that budget."""
         return next((answer for answer in self.answers if answer.budget == budget), None)
 
 
-# What to compare.
+COMPARISONS = TypeAdapter(Comparison)
+
+
+# Which points and budgets are compared.
 
 
 def pareto(points: Iterable[Point]) -> list[Point]:
-    """Those that no other beats in peak and recompute time at once, smallest peak first; of equals, one."""
+    """Return the points that no other beats in both peak and recompute time, smallest peak first."""
     front: list[Point] = []
     for point in sorted(points, key=lambda p: (p.peak, p.recompute_us)):
         if not front or point.recompute_us < front[-1].recompute_us:
@@ -140,7 +125,7 @@ def pareto(points: Iterable[Point]) -> list[Point]:
 
 
 def spread(points: Sequence[Point], most: int) -> list[Point]:
-    """At most `most` of them, the first and the last included, evenly by position."""
+    """Return at most `most` of the points, evenly by position, including the first and the last."""
     if len(points) <= most:
         return list(points)
     chosen = {round(i * (len(points) - 1) / (most - 1)) for i in range(most)}
@@ -148,10 +133,9 @@ def spread(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def selected(points: Iterable[Point], ceiling: int) -> list[Point]:
-    """The points at whose peaks we plan: of each baseline a few of its best, below the ceiling.
+    """Return the points at whose peaks we plan: a few of the best of each baseline.
 
-    A plan that saves everything has the ceiling as its peak and runs nothing again, so a baseline that
-    reaches no less is no rival.
+    Points at the save-all peak or above are left out: saving everything recomputes nothing and fits there.
     """
     by_baseline: dict[str, list[Point]] = {}
     for point in points:
@@ -161,17 +145,17 @@ def selected(points: Iterable[Point], ceiling: int) -> list[Point]:
 
 
 def between(floor: int, ceiling: int, count: int) -> list[int]:
-    """`count` budgets, evenly spaced, both ends left out."""
+    """Return `count` evenly spaced budgets between the two, both excluded."""
     return [floor + (ceiling - floor) * i // (count + 1) for i in range(1, count + 1)]
 
 
 def best_within(points: Iterable[Point], peak: int) -> Point | None:
-    """The fastest of all baselines that keeps within `peak`."""
+    """Return the fastest baseline point with a peak of at most `peak`."""
     return min((p for p in points if p.peak <= peak), key=lambda p: (p.recompute_us, p.peak), default=None)
 
 
 def beaten(comparison: Comparison) -> list[tuple[Point, Answer]]:
-    """Baseline points that are faster than our plan at their peak; there should be none."""
+    """Return the baseline points that are faster than our plan at their peak; none are expected."""
     found = []
     for point in comparison.points:
         answer = comparison.at(point.peak)
@@ -183,35 +167,30 @@ def beaten(comparison: Comparison) -> list[tuple[Point, Answer]]:
 
 
 def ratio(ours_us: float | None, theirs_us: float) -> float | None:
-    """Ours to theirs; None where there is nothing to divide by, or no plan of ours."""
+    """Return ours / theirs, or None if there is no plan or nothing to divide by."""
     return None if ours_us is None or theirs_us <= 0 else ours_us / theirs_us
 
 
 def geometric_mean(ratios: Iterable[float]) -> float | None:
-    """Of ratios of ours to theirs; one below LEAST_RATIO counts as that.
+    """Return the geometric mean of ratios ours / theirs, each counted as at least LEAST_RATIO.
 
-    Just below the ceiling we run next to nothing again, and a baseline that still runs much would drown
-    all others.
+    Just below the save-all peak we recompute next to nothing; a ratio there could dominate the mean.
     """
     logs = [math.log(max(r, LEAST_RATIO)) for r in ratios]
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-# Doing it.
+# The comparison itself.
 
 
 def code_digest() -> str:
-    """Identifies the planner and the baselines: the first digits of a SHA-256 of their sources."""
+    """Return the digest of the planner and of the baselines."""
     here = Path(__file__).parent
-    sources = [*sorted((ROOT / "planner").rglob("*.py")), here / "baselines.py", here / "checkmate.py"]
-    digest = hashlib.sha256()
-    for source in sources:
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:16]
+    return source_digest(folders=["planner"], files=[here / "baselines.py", here / "checkmate.py"])
 
 
 def begin(name: str, profile: Profile, graph: Graph) -> Comparison:
-    """The comparison with nothing compared yet: floor and ceiling."""
+    """Return a comparison that has only the minimum and the save-all peak."""
     began = time.perf_counter()
     floor = smallest_peak(profile, work_limit=FLOOR_WORK)
     return Comparison(
@@ -230,7 +209,7 @@ def begin(name: str, profile: Profile, graph: Graph) -> Comparison:
 
 
 def evaluate(graph: Graph, baseline: str) -> list[Point]:
-    """The points of a baseline, equal ones once."""
+    """Return the distinct points of a baseline."""
     points: dict[tuple[int, float], Point] = {}
     for setting, save_set in BASELINES[baseline](graph).items():
         peak = peak_bytes(*as_run(graph, baseline, setting, save_set))
@@ -240,7 +219,7 @@ def evaluate(graph: Graph, baseline: str) -> list[Point]:
 
 
 def answer(profile: Profile, budget: int) -> Answer:
-    """Our plan, timed."""
+    """Plan within `budget`, and time it."""
     began, cpu_began = time.perf_counter(), time.process_time()
     try:
         found = plan(profile, budget_bytes=budget, gap=GAP)
@@ -261,7 +240,7 @@ def answer(profile: Profile, budget: int) -> Answer:
 
 
 def unlimited(graph: Graph, budget: int) -> Unlimited:
-    """Checkmate's optimum, timed."""
+    """Solve Checkmate's program within `budget`, and time it."""
     began = time.perf_counter()
     found = checkmate.optimum(graph, budget, time_limit_s=TIME_LIMIT_S)
     wall_s = time.perf_counter() - began
@@ -278,12 +257,12 @@ def compare(
     baselines: bool = True,
     keep: Callable[[Comparison], None] = lambda _: None,
 ) -> Comparison:
-    """Everything about one profile.
+    """Compare all baselines with our plans on one profile.
 
     Args:
-        known: what an earlier run found; used if it was of the same profile and the same code.
-        baselines: whether to compare at all; if not, only our plans at the budgets between.
-        keep: called with what is known after each answer.
+        known: the result of an earlier run; used if profile and code are the same.
+        baselines: if False, only plan at the evenly spaced budgets.
+        keep: called with the comparison after each answer.
     """
     graph = build(profile)
     if known is None or (known.digest, known.code) != (profile.digest, code_digest()):
@@ -294,7 +273,7 @@ def compare(
             began = time.perf_counter()
             try:
                 known.points += evaluate(graph, baseline)
-            except Exception as error:  # noqa: BLE001  # theirs may break on a model; the report names it
+            except Exception as error:  # noqa: BLE001  # a baseline may fail on a model; the report names it
                 known.failures[baseline] = f"{type(error).__name__}: {error}"
             else:
                 known.families[baseline] = time.perf_counter() - began
@@ -314,7 +293,7 @@ def compare(
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile as JSON, or as JSON in zstd."""
+    """Read a profile from JSON, or from JSON in zstd."""
     content = path.read_bytes()
     return Profile.from_json(
         zstandard.ZstdDecompressor().decompress(content) if path.suffix == ".zst" else content
@@ -322,30 +301,29 @@ def read_profile(path: Path) -> Profile:
 
 
 def load(path: Path) -> Comparison | None:
-    """The comparison in a file; None if there is none, or one of another make."""
+    """Return the comparison in a file, or None if there is none or its format differs."""
     try:
-        return Comparison.from_json(path.read_text())
-    except (OSError, ValueError, TypeError, KeyError):
+        return COMPARISONS.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command in the module docstring."""
+    """Run the command in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans.compare")
     parser.add_argument("profile", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--no-baselines", action="store_true", help="only our plans, at eight budgets")
     options = parser.parse_args(arguments)
-    logging.getLogger("torch.distributed._tools.sac_ilp").disabled = True  # "no solution" is expected of it
+    logging.getLogger(
+        "torch.distributed._tools.sac_ilp"
+    ).disabled = True  # it logs "no solution" for some fractions
 
     name = ".".join(options.profile.name.split(".")[:2])
     path: Path = options.out / f"{name}.json"
 
     def keep(comparison: Comparison) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(comparison.to_json())
-        part.replace(path)
+        write_result(COMPARISONS.dump_json(comparison, indent=1).decode(), path)
 
     began = time.perf_counter()
     profile = read_profile(options.profile)

@@ -1,13 +1,13 @@
-"""Profiles of the models for devices that are not here: `python -m benchmarks.plans.profiles [NAMES]`.
+"""Profile the large models for a described device: `python -m benchmarks.plans.profiles [NAMES]`.
 
-Each is built once, in a process of its own, and kept under build/bench/plans/. The name of the file holds
-a hash of all that the profile depends on, so a change of the profiler or of a model makes a new one.
+Each profile is built once, in a process of its own, and kept under build/bench/plans/. Its file name holds
+a digest of everything that the profile depends on, so a change of the profiler or of a model makes a new
+file.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import multiprocessing
 import time
@@ -25,17 +25,17 @@ from autoac.planner.formats.profile import VERSION
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, observe
 from benchmarks.models.large import FEW_LAYERS, MODELS
+from benchmarks.results import ROOT, source_digest
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "bench" / "plans"
 
 DEVICES = ("h100", "h200")
-SHARDED = "_sharded"  # ends the name of a model whose parameters lie elsewhere
+SHARDED = "_sharded"  # suffix of models whose parameters lie on other devices
 CASES = MODELS | FEW_LAYERS | {f"{name}{SHARDED}": MODELS[name] for name in ("mixtral_8x7b",)}
 
 
 def load(name: str, device: str = "h100") -> Profile:
-    """The profile of a model of `CASES` on a device of `DATASHEETS`, built if it is not there yet."""
+    """Return the profile of a model of `CASES` on a device of `DATASHEETS`; build it if need be."""
     path = path_of(name, device)
     if path.exists():
         return Profile.from_json(zstandard.ZstdDecompressor().decompress(path.read_bytes()))
@@ -58,11 +58,11 @@ def make(name: str, device: str) -> Profile:
 
 
 def sharded(profile: Profile) -> Profile:
-    """The step without what sharding over many devices takes off this one.
+    """Return the profile without the bytes that sharding over many devices moves off this one.
 
-    That is parameters, optimizer state, and those gradients that last: what backward holds from some step on
-    for good. An approximation: what is gathered for an op counts as nothing. On one device the optimizer's
-    step is the peak of a large mixture of experts, and no budget binds.
+    These are parameters, optimizer state, and gradients that live until the end of backward. Gathered
+    parameters are not counted, so this is an approximation. On one device the optimizer's step is the peak
+    of a large mixture of experts, and no budget binds.
     """
     backward = profile.backward
     lasting, least = [], math.inf
@@ -86,20 +86,18 @@ def sharded(profile: Profile) -> Profile:
 
 
 def path_of(name: str, device: str) -> Path:
-    """Where the profile is kept."""
+    """Return the file of the profile."""
     return FOLDER / f"{name}.{device}.{_versions()}.json.zst"
 
 
 def _versions() -> str:
-    sources = sorted([*(ROOT / "profiler").rglob("*.py"), *Path(__file__).parent.glob("*.py")])
-    content = [torch.__version__, transformers.__version__, str(VERSION)]
-    content += [source.read_text() for source in sources]
-    return hashlib.sha256("\0".join(content).encode()).hexdigest()[:12]
+    versions = (torch.__version__, transformers.__version__, str(VERSION))
+    return source_digest(*versions, folders=["profiler", "benchmarks/models"], files=[Path(__file__)])
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table."""
+    """A line of the table of profiles."""
 
     name: str
     device: str
@@ -124,7 +122,7 @@ class Row:
 
 
 def row(name: str, device: str, json: Path | None = None) -> Row:
-    """Load or build a profile, and what the table says of it; with `json`, write it there as well."""
+    """Load or build a profile and return its line; with `json`, write the profile there as well."""
     torch.set_num_threads(1)
     began = time.perf_counter()
     profile = load(name, device)
@@ -155,7 +153,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if unknown := set(options.names) - set(CASES):
-        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+        parser.error(f"NAMES must be of {', '.join(CASES)}; got {', '.join(sorted(unknown))}")
     print(Row.HEAD)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as processes:

@@ -1,4 +1,10 @@
-"""The comparisons as a page: `python -m benchmarks.plans.report` writes docs/benchmarks.md and its plots."""
+"""Write the comparisons as Markdown, with a plot for each model.
+
+    python -m benchmarks.plans.report [--page FILE]
+
+Plots go into a folder next to FILE, named as FILE is; without `--page`, Markdown goes to stdout without
+plots.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,6 @@ from benchmarks.plans.compare import (
     GAP,
     LEAST_RATIO,
     OUT,
-    ROOT,
     Answer,
     Comparison,
     Point,
@@ -27,25 +32,25 @@ from benchmarks.plans.compare import (
     ratio,
     selected,
 )
+from benchmarks.results import markdown_table, write_result
 
-PAGE = ROOT / "docs" / "benchmarks.md"
-AIM = 0.75  # geometric mean of ours to the best baseline at its peak, at most
-WITHIN = 1.02  # of Checkmate's optimum where that runs nothing twice
+AIM = 0.75  # upper limit of the geometric mean of ours / best baseline at its peak
+WITHIN = 1.02  # limit of ours / Checkmate's optimum, where that recomputes nothing twice
 STRONGEST = ("gpt2_xl", "lstm")  # models whose ratio is far below the others'
-_SMALL = "small_"  # steps that are there for Checkmate
+_SMALL = "small_"  # prefix of the steps for Checkmate
 _GROWTH = re.compile(r"^llama_l(\d+)\.")
 
 
-# Numbers.
+# Figures.
 
 
 def rivals(done: Comparison) -> list[Point]:
-    """The baseline points at whose peak there is an answer of ours."""
+    """Return the baseline points at whose peak we have an answer."""
     return [p for p in selected(done.points, done.ceiling) if done.at(p.peak) is not None]
 
 
 def to_baseline(done: Comparison, baseline: str) -> list[float]:
-    """Our recompute time to a baseline's, at each of its peaks."""
+    """Return our recompute time / a baseline's, at each of its peaks."""
     found = []
     for point in rivals(done):
         ours = done.at(point.peak)
@@ -55,7 +60,7 @@ def to_baseline(done: Comparison, baseline: str) -> list[float]:
 
 
 def to_best(done: Comparison) -> list[float]:
-    """Our recompute time to that of the best baseline within the same peak, at each baseline's peaks."""
+    """Return our recompute time / the best baseline's within the same peak, at each baseline's peaks."""
     found = []
     for peak in sorted({p.peak for p in rivals(done)}):
         ours, best = done.at(peak), best_within(done.points, peak)
@@ -65,7 +70,7 @@ def to_best(done: Comparison) -> list[float]:
 
 
 def of_models(against: Iterable[Comparison], *, without: Sequence[str] = ()) -> float | None:
-    """The geometric mean of `to_best`; each model counts once, however many devices and peaks it has."""
+    """Return the geometric mean of `to_best`; each model counts once, whatever its devices and peaks."""
     models: dict[str, list[float]] = {}
     for c in against:
         name = c.name.partition(".")[0]
@@ -77,14 +82,14 @@ def of_models(against: Iterable[Comparison], *, without: Sequence[str] = ()) -> 
 
 
 def growth(done: Iterable[Comparison]) -> list[tuple[int, Comparison]]:
-    """The comparisons that differ in layers alone, by layers."""
+    """Return the comparisons that differ only in layers, by number of layers."""
     return sorted(
         ((int(match[1]), c) for c in done if (match := _GROWTH.match(c.name))), key=lambda item: item[0]
     )
 
 
 def exponent(sizes: Sequence[float], times: Sequence[float]) -> float | None:
-    """The `k` of time ~ size**k, by least squares on logarithms; 1 is linear."""
+    """Return the `k` of time ~ size**k, by least squares on logarithms; 1 is linear."""
     pairs = [(math.log(s), math.log(t)) for s, t in zip(sizes, times, strict=True) if s > 0 and t > 0]
     if len(pairs) < 2:
         return None
@@ -94,34 +99,34 @@ def exponent(sizes: Sequence[float], times: Sequence[float]) -> float | None:
 
 
 def building_share(answers: Iterable[Answer]) -> float | None:
-    """The part of planning that is not HiGHS's, over all answers that tell; None if none does."""
-    told = [(a.wall_s, a.solver_s) for a in answers if a.solver_s is not None]
-    total = sum(wall for wall, _ in told)
-    return 1 - sum(solver for _, solver in told) / total if total else None
+    """Return the fraction of planning time outside HiGHS, or None if no answer records it."""
+    timed = [(a.wall_s, a.solver_s) for a in answers if a.solver_s is not None]
+    total = sum(wall for wall, _ in timed)
+    return 1 - sum(solver for _, solver in timed) / total if total else None
 
 
-# Words.
+# Sections of the page.
 
 
-def page(done: Sequence[Comparison]) -> str:
-    """docs/benchmarks.md."""
+def page(done: Sequence[Comparison], plots: str | None = None) -> str:
+    """Return the whole page."""
     against = [c for c in done if c.points]
     parts = [
-        "# Plans against what else decides what to recompute\n\n"
-        "Made by `make bench-plans` (benchmarks/plans/); do not edit. Profiles are of whole training steps\n"
-        "on devices that were not there, with run times from a datasheet. Every save set, ours and theirs,\n"
-        f"is judged by one simulator (docs/memory-model.md). Our plans are asked for a gap of {GAP:.0%}.",
+        "# Our plans and nine baselines\n\n"
+        "Profiles are of whole training steps, with run times from the datasheet of a device. One\n"
+        "simulator judges every save set, ours and theirs (docs/memory-model.md). Our plans ask for a gap\n"
+        f"of {GAP:.0%}.",
         verdict(done, against),
         models_table(done),
         baselines_table(against),
     ]
     parts += [section for section in (growth_section(done), checkmate_section(done)) if section]
-    parts += [plots_section(against), footnotes(done)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    parts += [plots_section(against, plots) if plots else "", footnotes(done)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def verdict(done: Sequence[Comparison], against: Sequence[Comparison]) -> str:
-    """What must hold, and whether it does."""
+    """Return the claims that must hold, each with yes or no."""
     points = sum(len(rivals(c)) for c in against)
     lost = sum(len(beaten(c)) for c in against)
     models = [c for c in against if not c.name.startswith(_SMALL)]
@@ -149,7 +154,7 @@ def verdict(done: Sequence[Comparison], against: Sequence[Comparison]) -> str:
 
 
 def models_table(done: Sequence[Comparison]) -> str:
-    """A row for each model: sizes, how we do, what it takes."""
+    """Return a row for each model: its sizes, our results, planning time."""
     rows = []
     for c in done:
         times = [a.cpu_s for a in c.answers]
@@ -182,7 +187,7 @@ def models_table(done: Sequence[Comparison]) -> str:
         "most s",
     ]
     return (
-        _table(head, rows) + "\n\nNo save set has a smaller peak than the *proven bound*. "
+        markdown_table(head, rows) + "\n\nNo save set has a smaller peak than the *proven bound*. "
         "*to the best*: geometric mean of our recompute time to that of the fastest baseline within\n"
         "the same peak. *median s*, *most s*: processor seconds from Profile to Plan, over all budgets."
     )
@@ -205,12 +210,12 @@ def baselines_table(against: Sequence[Comparison]) -> str:
     return (
         "## To each baseline at its peak\n\n"
         "Our recompute time to its: geometric mean over its points (the worst of them). Empty where it has\n"
-        "no point below the ceiling.\n\n" + _table(["model", *BASELINES], rows)
+        "no point below the ceiling.\n\n" + markdown_table(["model", *BASELINES], rows)
     )
 
 
 def growth_section(done: Sequence[Comparison]) -> str:
-    """Solve time by layers."""
+    """Return planning time by number of layers."""
     sizes = growth(done)
     if len(sizes) < 2:
         return ""
@@ -223,11 +228,11 @@ def growth_section(done: Sequence[Comparison]) -> str:
     power = exponent([c.ops for _, c in sizes], medians)
     head = ["layers", "ops", "median s", "most s", "median s a 1,000 ops", "worst gap"]
     grows = f"\n\nMedian time grows as ops to the power {power:.2f}." if power is not None else ""
-    return "## Growth with layers\n\n" + _table(head, rows) + grows
+    return "## Growth with layers\n\n" + markdown_table(head, rows) + grows
 
 
 def checkmate_section(done: Sequence[Comparison]) -> str:
-    """Our plans beside Checkmate's optimum, where a graph is small enough for it."""
+    """Return our plans and Checkmate's optimum, for graphs small enough to solve it."""
     rows = []
     for c in done:
         for o in c.optima:
@@ -244,18 +249,18 @@ def checkmate_section(done: Sequence[Comparison]) -> str:
     if not rows:
         return ""
     head = ["model", "budget", "Checkmate us", "ours us", "ratio", "runs twice", "proven", "within 2 %"]
-    return "## Beside Checkmate's optimum\n\n" + _table(head, rows)
+    return "## Ours and Checkmate's optimum\n\n" + markdown_table(head, rows)
 
 
-def plots_section(against: Sequence[Comparison]) -> str:
-    """A plot for each model."""
+def plots_section(against: Sequence[Comparison], folder: str) -> str:
+    """Return a link to the plot of each model."""
     if not against:
         return ""
-    return "## Frontiers\n\n" + "\n\n".join(f"![{c.name}](benchmarks/{c.name}.svg)" for c in against)
+    return "## Frontiers\n\n" + "\n\n".join(f"![{c.name}]({folder}/{c.name}.svg)" for c in against)
 
 
 def footnotes(done: Sequence[Comparison]) -> str:
-    """Where we lose, and which baselines did not work."""
+    """Return the points where ours is slower, and the baselines that failed."""
     lines = []
     for c in done:
         for point, ours in beaten(c):
@@ -266,11 +271,6 @@ def footnotes(done: Sequence[Comparison]) -> str:
         for baseline, why in c.failures.items():
             lines.append(f"- {c.name}: {baseline} does not work on it: {why}")
     return "## Where it fails\n\n" + "\n".join(lines) if lines else ""
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *map(list, rows)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def _ratio(value: float | None) -> str:
@@ -285,11 +285,11 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "**no**"
 
 
-# Pictures.
+# Plots.
 
 
 def draw(done: Comparison, path: Path) -> None:
-    """The frontier of one model: ours, and each baseline's front."""
+    """Draw the frontier of one model: ours, and each baseline's front."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -323,24 +323,26 @@ def draw(done: Comparison, path: Path) -> None:
     pyplot.close(figure)
 
 
-def write(done: Sequence[Comparison], target: Path = PAGE) -> None:
-    """The page, and its plots in a folder beside it."""
+def write(done: Sequence[Comparison], target: Path | None) -> None:
+    """Write the page, and its plots into a folder next to it; print the page if `target` is None."""
+    if target is None:
+        print(page(done))
+        return
+    plots = target.with_suffix("")
     for comparison in done:
         if comparison.points:
-            draw(comparison, target.with_suffix("") / f"{comparison.name}.svg")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(page(done))
+            draw(comparison, plots / f"{comparison.name}.svg")
+    write_result(page(done, plots.name), target)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command in the module docstring."""
+    """Run the command in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans.report")
-    parser.add_argument("--out", type=Path, default=OUT, help="where compare.py wrote")
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the comparisons")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="default: stdout, without plots")
     options = parser.parse_args(arguments)
     found = [load(path) for path in sorted(options.out.glob("*.json"))]
     write([c for c in found if c is not None], options.page)
-    print(f"wrote {options.page}")
 
 
 if __name__ == "__main__":

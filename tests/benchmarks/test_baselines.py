@@ -1,4 +1,4 @@
-"""Each baseline gives save sets that the rules allow, and does what its source says."""
+"""Check that baselines return legal save sets and follow their sources."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = [GPT2, chain(1, 8, 1, 8, 0), *(build(random_profile(random.Random(seed))
 
 
 def two_blocks():
-    """Two blocks of `mm -> gelu -> mm`, each four bytes an op; autograd keeps what the mms read."""
+    """Build two blocks of `mm -> gelu -> mm`; autograd saves what each mm reads."""
     tape = Tape()
     (x,) = tape.op("aten.embedding.default", [], 4, us=1, module="embed")
     saved = []
@@ -60,7 +60,7 @@ def test_every_save_set_is_legal(graph, baseline):
         assert peak_bytes(graph, save_set) >= graph.static_bytes
 
 
-def test_every_baseline_has_something_to_say_of_a_transformer():
+def test_every_baseline_returns_a_save_set_for_a_transformer():
     assert all(baseline(GPT2) for baseline in BASELINES.values())
 
 
@@ -83,7 +83,7 @@ def test_the_selective_list_counts_matmuls_in_each_block():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_selective_checkpoint_takes_what_torch_takes(kind):
+def test_selective_checkpoint_peaks_where_torch_does(kind):
     model, batch, optimizer = trainee(kind)
     step(model, batch, optimizer)
     graph = build(profile(model, **batch, optimizer=optimizer))

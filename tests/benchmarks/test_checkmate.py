@@ -1,4 +1,4 @@
-"""Checkmate's optimum is the best of all schedules, and never above the best of our save sets."""
+"""Check Checkmate's optimum: the best of all schedules, and never above the best save set."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ CHAINS = [
 
 
 def least_schedule(graph, budget):
-    """Dijkstra over what is in memory: in each stage of backward, any op may run, any value may go.
+    """Return the least recompute time, by Dijkstra's algorithm over the contents of memory.
 
-    Forward is as in `planner.schedule`, for chains: what is not to stay goes after the next op.
+    In each stage of backward any op may run and any value may be freed. Forward is as in
+    `memory/schedule.py`, for chains: a value that does not stay is freed after the next op.
     """
     order = stages(graph)
     n = len(graph.ops)
@@ -59,7 +60,7 @@ def least_schedule(graph, budget):
 
 
 @pytest.mark.parametrize("graph", CHAINS, ids=range(len(CHAINS)))
-def test_the_optimum_of_a_chain_is_that_of_every_schedule_tried(graph):
+def test_the_optimum_of_a_chain_equals_an_exhaustive_search(graph):
     for budget in range(1, sum(graph.nbytes(v.id) for v in graph.versions) + 1):
         found = optimum(graph, budget)
         least = least_schedule(graph, budget)
@@ -67,7 +68,7 @@ def test_the_optimum_of_a_chain_is_that_of_every_schedule_tried(graph):
         assert found is None or found.proven
 
 
-def test_an_op_that_runs_twice_reaches_a_budget_that_no_save_set_does():
+def test_recomputing_twice_reaches_a_budget_that_no_save_set_reaches():
     graph = chain(1, 1, 1, 1, 1, 1)
     found = optimum(graph, 2)
     assert found is not None

@@ -1,4 +1,4 @@
-"""What is compared, and when a plan counts as beaten."""
+"""Check which points are compared, and when a plan counts as beaten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from graphs import gpt2
 
 from benchmarks.plans import compare
-from benchmarks.plans.compare import Answer, Comparison, Point, Unlimited
+from benchmarks.plans.compare import COMPARISONS, Answer, Comparison, Point, Unlimited
 
 SMALL = gpt2(2, batch=2, length=64, width=48, vocabulary=64)
 
@@ -24,7 +24,7 @@ def answered(budget, us, bound=None):
 EMPTY = Comparison("m", "d", "c", 3, 3, 10.0, 0, 100, 10, 10, 0.0)
 
 
-def test_the_front_leaves_out_what_another_beats_in_both():
+def test_a_point_beaten_in_both_peak_and_time_is_not_on_the_front():
     assert compare.pareto([point(5, 9), point(4, 9), point(6, 3), point(7, 3), point(4, 12)]) == [
         point(4, 9),
         point(6, 3),
@@ -32,16 +32,16 @@ def test_the_front_leaves_out_what_another_beats_in_both():
 
 
 @pytest.mark.parametrize(("count", "positions"), [(3, [0, 1, 2]), (4, [0, 1, 2, 3]), (10, [0, 3, 6, 9])])
-def test_a_few_of_many_are_spread_and_hold_both_ends(count, positions):
+def test_selected_points_are_evenly_spread_and_include_both_ends(count, positions):
     points = [point(i, 100 - i) for i in range(count)]
     assert compare.spread(points, 4) == [points[i] for i in positions]
 
 
-def test_points_at_the_ceiling_are_no_rivals():
+def test_points_at_the_save_all_peak_are_not_selected():
     assert compare.selected([point(99, 5), point(100, 1), point(120, 0)], 100) == [point(99, 5)]
 
 
-def test_budgets_between_leave_both_ends_out():
+def test_budgets_between_exclude_both_ends():
     assert compare.between(0, 90, 8) == [10, 20, 30, 40, 50, 60, 70, 80]
 
 
@@ -63,38 +63,38 @@ def test_the_best_baseline_may_have_a_smaller_peak():
 @pytest.mark.parametrize(
     ("ours", "theirs", "expected"), [(3, 4, 0.75), (3, 0, None), (None, 4, None), (0, 4, 0)]
 )
-def test_a_ratio_needs_both(ours, theirs, expected):
+def test_a_ratio_needs_both_times(ours, theirs, expected):
     assert compare.ratio(ours, theirs) == expected
 
 
-def test_a_mean_of_ratios_is_geometric_and_no_single_one_makes_it():
+def test_the_geometric_mean_counts_each_ratio_as_at_least_a_tenth():
     assert compare.geometric_mean([0.5, 2.0]) == pytest.approx(1)
     assert compare.geometric_mean([0.0, 0.1]) == pytest.approx(0.1)
     assert compare.geometric_mean([]) is None
 
 
 @pytest.mark.parametrize(("us", "bound", "gap"), [(4.0, 3.0, 0.25), (0.0, 0.0, 0.0), (None, 0.0, 1.0)])
-def test_the_gap_is_the_part_that_is_not_proven(us, bound, gap):
+def test_the_gap_is_the_fraction_above_the_bound(us, bound, gap):
     assert replace(answered(5, 1.0), recompute_us=us, bound_us=bound).gap == gap
 
 
-def test_a_comparison_goes_through_json():
+def test_a_comparison_survives_json():
     done = replace(
         EMPTY, points=[point(1, 2)], answers=[answered(3, 4)], optima=[Unlimited(3, 4.0, 4.0, False, 1)]
     )
-    assert Comparison.from_json(done.to_json()) == done
+    assert COMPARISONS.validate_json(COMPARISONS.dump_json(done)) == done
 
 
-def test_a_run_goes_on_where_the_last_one_stopped(monkeypatch):
+def test_a_second_run_continues_where_the_first_stopped(monkeypatch):
     monkeypatch.setattr(
         compare, "BASELINES", {"per-block checkpoint": compare.BASELINES["per-block checkpoint"]}
     )
     monkeypatch.setattr(compare, "BUDGETS", 3)
     states = []
-    done = compare.compare("m", SMALL, keep=lambda c: states.append(c.to_json()))
+    done = compare.compare("m", SMALL, keep=lambda c: states.append(COMPARISONS.dump_json(c)))
     assert len(done.answers) >= compare.BUDGETS
     assert not compare.beaten(done)
-    halfway = Comparison.from_json(states[3])
+    halfway = COMPARISONS.validate_json(states[3])
     begun = len(halfway.answers)
     asked = []
     monkeypatch.setattr(
@@ -105,14 +105,14 @@ def test_a_run_goes_on_where_the_last_one_stopped(monkeypatch):
     assert {a.budget for a in resumed.answers} == {a.budget for a in done.answers}
 
 
-def test_another_profile_or_other_code_starts_afresh(monkeypatch):
+def test_another_profile_or_code_starts_from_the_beginning(monkeypatch):
     monkeypatch.setattr(compare, "BASELINES", {})
     monkeypatch.setattr(compare, "answer", lambda profile, budget: answered(budget, 1.0))
     stale = replace(EMPTY, answers=[answered(1, 1.0)])
     assert compare.compare("m", SMALL, stale).at(1) is None
 
 
-def test_a_baseline_that_breaks_is_named(monkeypatch):
+def test_a_baseline_that_raises_is_recorded(monkeypatch):
     def broken(graph):
         raise RuntimeError("no such module")
 

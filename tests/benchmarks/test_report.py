@@ -1,4 +1,4 @@
-"""The page says what the comparisons show."""
+"""Check the figures of the report on comparisons."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def test_a_ratio_is_taken_at_each_peak_of_a_baseline_below_the_ceiling():
     assert report.to_best(MODEL) == [0.5, 1.0]
 
 
-def test_the_verdict_names_each_promise_and_whether_it_holds():
-    said = report.verdict([MODEL], [MODEL])
-    assert "Never beaten: yes; at 2 peaks of baselines ours is slower at 0." in said
-    assert "at that peak: 0.71 (at most 0.75: yes)" in said
-    assert "2 of 2 plans" in said
-    assert "Planning outside HiGHS: 25% of the time (at most half: yes)" in said
+def test_the_verdict_has_a_yes_or_no_for_each_claim():
+    verdict = report.verdict([MODEL], [MODEL])
+    assert "Never beaten: yes; at 2 peaks of baselines ours is slower at 0." in verdict
+    assert "at that peak: 0.71 (at most 0.75: yes)" in verdict
+    assert "2 of 2 plans" in verdict
+    assert "Planning outside HiGHS: 25% of the time (at most half: yes)" in verdict
 
 
-def test_a_lost_point_is_said_and_named():
+def test_a_point_where_ours_is_slower_is_named():
     lost = replace(MODEL, points=[Point("minimum cut", "nothing banned", 60, 3.0)])
     assert "Never beaten: **no**; at 1 peaks of baselines ours is slower at 1." in report.verdict(
         [lost], [lost]
@@ -66,12 +66,12 @@ def test_a_lost_point_is_said_and_named():
     assert "minimum cut (nothing banned) takes 3 us at 60 B, ours 4 us" in report.page([lost])
 
 
-def test_a_baseline_that_broke_is_named():
+def test_a_baseline_that_failed_is_named():
     broken = replace(MODEL, failures={"sac_milp": "KeyError: 'x'"})
     assert "sac_milp does not work on it: KeyError: 'x'" in report.page([broken])
 
 
-def test_growth_is_in_order_of_layers_and_of_its_power():
+def test_growth_is_ordered_by_layers_and_has_a_power():
     done = [growing(128, 8.0), MODEL, growing(16, 1.0), growing(32, 2.0)]
     assert [layers for layers, _ in report.growth(done)] == [16, 32, 128]
     assert "grows as ops to the power 1.00" in report.growth_section(done)
@@ -86,7 +86,7 @@ def test_the_power_of_growth(times, power):
 @pytest.mark.parametrize(
     ("twice", "ours", "fine"), [(False, 4.0, "yes"), (False, 4.2, "**no**"), (True, 9.0, "yes")]
 )
-def test_checkmate_counts_where_it_runs_nothing_twice(twice, ours, fine):
+def test_checkmate_is_compared_where_it_recomputes_nothing_twice(twice, ours, fine):
     small = replace(
         MODEL,
         answers=[replace(MODEL.answers[0], recompute_us=ours)],
@@ -107,7 +107,7 @@ def test_the_page_and_its_plots_are_the_same_for_the_same_numbers(tmp_path):
     assert b"](benchmarks/m.h100.svg)" in written[0]["benchmarks.md"]
 
 
-def test_small_steps_are_no_models():
+def test_small_steps_do_not_count_as_models():
     small = replace(MODEL, name="small_x.h100", points=[Point("minimum cut", "x", 50, 4.0)])
     assert (
         report.verdict([MODEL, small], [MODEL, small]).splitlines()[1:3]

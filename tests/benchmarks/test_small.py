@@ -1,4 +1,4 @@
-"""The small steps are small enough for Checkmate, and have something to decide."""
+"""Check that the small steps fit Checkmate and leave something to decide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.plans.profiles import make
 
 
 @pytest.mark.parametrize("name", FEW_LAYERS)
-def test_a_small_step_is_one_for_checkmate(name):
+def test_a_small_step_is_small_enough_for_checkmate(name):
     graph = build(make(name, "h100"))
     assert len(graph.ops) <= MOST_OPS
     known = bounds(graph)
