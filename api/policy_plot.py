@@ -17,7 +17,7 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.frontier import Frontier
 from autoac.planner.memory.simulate import simulate
 from autoac.planner.plan import Plan
-from autoac.planner.report.align_measured import Clock, thinned
+from autoac.planner.report.align_measured import KernelTimes, thin_out
 from autoac.planner.report.by_module import Decision, OpDecision, op_decisions
 from autoac.planner.report.timeline import picture
 from autoac.planner.report.what_if import as_planned
@@ -94,9 +94,9 @@ def outline(found: Frontier) -> bytes:
 
 def _outlined(plan: Plan) -> dict[str, Any]:
     timeline = simulate(plan.graph, plan.save_set)
-    clock = Clock.of(plan.graph, timeline)
+    clock = KernelTimes.of(plan.graph, timeline)
     levels = [timeline.instants[i].live_bytes for i in clock.events]
-    kept = thinned(levels, OUTLINE)
+    kept = thin_out(levels, OUTLINE)
     return {
         "budget_bytes": plan.budget,
         "peak_bytes": plan.peak,

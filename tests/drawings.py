@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from autoac.planner import Picture, Plan, Profile, as_planned, picture, plan, simulate
-from autoac.planner.report.align_measured import Clock, MeasuredStep
+from autoac.planner.report.align_measured import KernelTimes, MeasuredStep
 
 sys.path.append(str(Path(__file__).parent / "planner"))
 
@@ -48,7 +48,7 @@ def drawn(profile: Profile) -> Picture:
     made = chosen(profile)
     graph = made.graph
     timeline = simulate(graph, made.save_set)
-    clock = Clock.of(graph, timeline)
+    clock = KernelTimes.of(graph, timeline)
     time_us, levels = [0.0], [timeline.instants[0].live_bytes]
     for i, us in zip(clock.events[:-1], clock.begin_us, strict=False):
         live = timeline.instants[i].live_bytes * 101 // 100

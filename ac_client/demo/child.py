@@ -36,7 +36,7 @@ from ac_client.demo.baselines import BASELINES, replayed_us, wrap_blocks
 from ac_client.demo.rows import Measured, Row, policy_path, profile_path
 from ac_client.demo.setting import Setting, block_paths
 from ac_client.measure.memory_timeline import AllocatorTimeline, LiveBytes
-from autoac.planner.report.align_measured import thinned
+from autoac.planner.report.align_measured import thin_out
 
 MEMORY_STEPS = 2  # one that warms up, one that is measured
 TIMELINE_POINTS = 700
@@ -243,7 +243,7 @@ def _timed(trainee: Trainee) -> float:
 def since(events: Iterable[LiveBytes], start: LiveBytes, points: int) -> list[tuple[float, int]]:
     """Some `points` changes since `start`, as (ms, bytes): the highest and the last of each stretch."""
     changes = [start, *(event for event in events if event.time_ns >= start.time_ns)]
-    kept = thinned([change.live_bytes for change in changes], points)
+    kept = thin_out([change.live_bytes for change in changes], points)
     return [(round((changes[i].time_ns - start.time_ns) / 1e6, 3), changes[i].live_bytes) for i in kept]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner.report.align_measured import MeasuredStep, Ran
+from autoac.planner.report.align_measured import MeasuredStep, ProfiledCall
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.torch_trace import MarkEvent
 
@@ -47,7 +47,7 @@ def last_step(timeline: AllocatorTimeline) -> MeasuredStep | None:
                 path.pop()
             continue
         last_ns = max(last_ns, entry.ended_ns)
-        ran.append(Ran(entry.time_ns / 1e3, entry.ended_ns / 1e3, entry.name, entry.node, path[-1]))
+        ran.append(ProfiledCall(entry.time_ns / 1e3, entry.ended_ns / 1e3, entry.name, entry.node, path[-1]))
     return MeasuredStep(
         time_us=tuple(change.time_ns / 1e3 for change in (start, *after)),
         live_bytes=tuple(change.live_bytes for change in (start, *after)),

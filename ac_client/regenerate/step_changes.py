@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ac_client.regenerate.lock import Lock, OpSummary
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.profile import Environment, StaticBytes
-from autoac.planner.report.by_module import folded
+from autoac.planner.report.by_module import fold_paths
 from autoac.planner.units import format_bytes
 
 
@@ -94,7 +94,7 @@ def _changed(
         changes = modules[module]
         return tuple(changes.new), tuple(changes.gone), tuple(changes.other)
 
-    for name, paths in folded(modules, signature):
+    for name, paths in fold_paths(modules, signature):
         changes = modules[paths[0]]
         yield ChangedLayer(name, paths, tuple(changes.new), tuple(changes.gone), tuple(changes.other))
 

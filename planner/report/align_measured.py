@@ -1,4 +1,4 @@
-"""A measured step beside a simulated one: which moment of the one is which moment of the other.
+"""Align a measured step with a simulated one: find which moment of one is which moment of the other.
 
 NOTE [ Two clocks ] A step is measured under torch's profiler, which makes every op slower by as much, and
 simulated with run times that were taken without it. So bytes can be compared and times cannot. What can be
@@ -21,8 +21,8 @@ from autoac.planner.problem.graph import Graph
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """What the profiler saw run. Microseconds of its own clock."""
+class ProfiledCall:
+    """An op or a node of autograd that the profiler saw run. Microseconds of its own clock."""
 
     begin_us: float
     end_us: float
@@ -33,30 +33,30 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step by the allocator's own report, from the start of forward on. Microseconds and bytes."""
+    """One step as the allocator reported it, from the start of forward on. Microseconds and bytes."""
 
     time_us: tuple[float, ...]  # ascending; the first is the start
     live_bytes: tuple[int, ...]  # after each change
-    ran: tuple[Ran, ...]  # in order of time
+    ran: tuple[ProfiledCall, ...]  # in order of time
     end_us: float
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes live at once."""
+        """Return the most bytes live at once."""
         return max(self.live_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """The times of a simulated step's kernels, in microseconds from the start of forward."""
+class KernelTimes:
+    """When the kernels of a simulated step begin, in microseconds from the start of forward."""
 
     events: tuple[int, ...]  # into Timeline.instants: all but frees, which take no time
     begin_us: tuple[float, ...]  # of each; the last is the optimizer's step
     end_us: float  # forward and backward are over
 
     @classmethod
-    def of(cls, graph: Graph, timeline: Timeline) -> Clock:
-        """Run times one after the other, as the profile has them."""
+    def of(cls, graph: Graph, timeline: Timeline) -> KernelTimes:
+        """Return the times of kernels that run one after the other, as long as the profile says."""
         events, begin, now = [], [], 0.0
         for i, instant in enumerate(timeline.instants):
             if isinstance(instant.event, Free):
@@ -76,8 +76,8 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Aligned:
-    """A measured step on the simulated one's clock."""
+class AlignedStep:
+    """A measured step in the simulated step's time."""
 
     time_us: tuple[float, ...]  # for each of MeasuredStep.time_us
     end_us: float
@@ -85,8 +85,8 @@ class Aligned:
     of: int
 
 
-def align(graph: Graph, timeline: Timeline, clock: Clock, step: MeasuredStep) -> Aligned:
-    """Draw `step` on the clock of `timeline`. See NOTE [ Two clocks ]."""
+def align(graph: Graph, timeline: Timeline, clock: KernelTimes, step: MeasuredStep) -> AlignedStep:
+    """Return `step` in the time of `timeline`. See NOTE [ Two clocks ]."""
     kernels: list[Event] = [event for i in clock.events if (event := timeline.instants[i].event) is not None]
     backward_at = next((i for i, ran in enumerate(step.ran) if ran.node), len(step.ran))
     first_back = next((k for k, event in enumerate(kernels) if not isinstance(event, Compute)), len(kernels))
@@ -110,11 +110,11 @@ def align(graph: Graph, timeline: Timeline, clock: Clock, step: MeasuredStep) ->
     measured.append(measured[-1] + max(tail, 1.0))
     simulated.append(simulated[-1] + max(tail, 1.0) * scale)
     drawn = np.interp(np.asarray((*step.time_us, step.end_us)), measured, simulated)
-    return Aligned(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(kernels))
+    return AlignedStep(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(kernels))
 
 
 def op_names(keys: Sequence[str]) -> frozenset[str]:
-    """What torch's profiler calls the ops of these keys.
+    """Return the names that torch's profiler has for the ops of these keys.
 
     >>> sorted(op_names(["h.3.mlp/aten.mm.default#1", "./mylib.scan.default#0"]))
     ['aten::mm', 'mylib::scan']
@@ -127,24 +127,28 @@ def _op_name(key: str) -> str:
     return f"{namespace}::{rest.partition('.')[0]}"
 
 
-def _forward(graph: Graph, kernels: Sequence[Event], ran: Sequence[Ran]) -> Iterator[tuple[int, float]]:
-    """(kernel, when it began), in order, of the ops of forward that were seen in their module."""
-    wanted: list[Hashable] = []
+def _forward(
+    graph: Graph, kernels: Sequence[Event], ran: Sequence[ProfiledCall]
+) -> Iterator[tuple[int, float]]:
+    """Yield (kernel, when it began), in order, for the ops of forward that were seen in their module."""
+    names: list[Hashable] = []
     for event in kernels:
         assert isinstance(event, Compute)
         key = graph.ops[event.op].name
-        wanted.append((OpKey.parse(key).module, _op_name(key)))
-    for k, i in in_common(wanted, [(seen.module, seen.name) for seen in ran]):
+        names.append((OpKey.parse(key).module, _op_name(key)))
+    for k, i in longest_common_subsequence(names, [(seen.module, seen.name) for seen in ran]):
         yield k, ran[i].begin_us
 
 
-def _backward(graph: Graph, kernels: Sequence[Event], ran: Sequence[Ran]) -> Iterator[tuple[int, float]]:
-    """As `_forward`: steps by their node, and in its range the ops that are run again."""
+def _backward(
+    graph: Graph, kernels: Sequence[Event], ran: Sequence[ProfiledCall]
+) -> Iterator[tuple[int, float]]:
+    """Yield (kernel, when it began) for steps, found by their node, and the ops that it runs again."""
     works = [k for k, event in enumerate(kernels) if isinstance(event, Backward)]
     steps = [graph.steps[event.step] for k in works if isinstance(event := kernels[k], Backward)]
     named = [j for j, step in enumerate(steps) if step.unpacks]
     nodes = [i for i, seen in enumerate(ran) if seen.node]
-    pairs = in_common([steps[j].name for j in named], [ran[i].name for i in nodes])
+    pairs = longest_common_subsequence([steps[j].name for j in named], [ran[i].name for i in nodes])
     for a, b in pairs:
         j, i = named[a], nodes[b]
         node = ran[i]
@@ -154,7 +158,7 @@ def _backward(graph: Graph, kernels: Sequence[Event], ran: Sequence[Ran]) -> Ite
         burst = [event for event in kernels[first : works[j]] if isinstance(event, Recompute)]
         began = node.begin_us
         again = [_op_name(graph.ops[event.op].name) for event in burst]
-        for k, at in in_common(again, [seen.name for seen in inside]):
+        for k, at in longest_common_subsequence(again, [seen.name for seen in inside]):
             yield first + k, inside[at].begin_us
             began = inside[at].end_us
         yield works[j], began
@@ -162,13 +166,13 @@ def _backward(graph: Graph, kernels: Sequence[Event], ran: Sequence[Ran]) -> Ite
             yield works[j + 1], node.end_us  # what autograd does with the node's gradients
 
 
-def in_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """A longest common subsequence, as positions in both; ascending.
+def longest_common_subsequence(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Return a longest common subsequence as ascending positions in both.
 
     Bit-parallel, so that steps of thousands of ops take well below a second: H. Hyyro, Bit-parallel
     LCS-length computation revisited (2004). Row `i` has a 0 where the length grows with the entry of `b`.
 
-    >>> in_common("abcbd", "xbbd")
+    >>> longest_common_subsequence("abcbd", "xbbd")
     [(1, 1), (3, 2), (4, 3)]
     """
     of_a = set(a)
@@ -195,8 +199,8 @@ def in_common(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, i
     return found[::-1]
 
 
-def thinned(levels: Sequence[int], most: int) -> list[int]:
-    """Positions of about `most` changes, the first among them: of each stretch the highest and the last."""
+def thin_out(levels: Sequence[int], most: int) -> list[int]:
+    """Return the positions of about `most` levels: the first, and the highest and last of each stretch."""
     if len(levels) <= most:
         return list(range(len(levels)))
     kept = [0]

@@ -1,20 +1,28 @@
-"""What one plan keeps and another does not, by module, with peak and time of both."""
+"""Compare two plans: what only one of them keeps, by module, with peak and time of both."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
 from autoac.planner.plan import Plan
-from autoac.planner.report.by_module import Decision, OpDecision, folded, op_decisions
+from autoac.planner.report.by_module import (
+    Decision,
+    OpDecision,
+    fold_paths,
+    op_decisions,
+    policy_decisions,
+    short_names,
+)
 from autoac.planner.units import format_bytes, format_us
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two. Bytes and microseconds."""
+    """One of the two plans. Bytes and microseconds."""
 
     model: str
     budget: int
@@ -23,18 +31,18 @@ class Side:
     recompute_us: float
     kept: int  # ops
     again: int
-    idle: int | None  # of which backward needs nothing; None where no profile tells: then `kept` counts them
+    idle: int | None  # ops that backward does not need; None without a profile: then `kept` counts them
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Modules of which the second keeps or drops other ops than the first, all in the same way."""
+    """Modules whose ops the second plan keeps or drops unlike the first, all in the same way."""
 
     name: str  # "layers.0-11.mlp"
     modules: tuple[str, ...]
     gained: tuple[str, ...]  # ops in each that only the second keeps
     lost: tuple[str, ...]  # that only the first keeps
-    gained_bytes: int  # held when backward begins, over all modules; 0 where no profile tells
+    gained_bytes: int  # held when backward begins, over all modules; 0 without a profile
     lost_bytes: int
 
 
@@ -50,7 +58,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether both decide alike about the same ops."""
+        """Return True if both decide alike about the same ops."""
         return not (self.changes or self.only_before or self.only_after)
 
 
@@ -61,46 +69,42 @@ def difference(
     *,
     became: tuple[Sequence[OpDecision] | None, Sequence[OpDecision] | None] = (None, None),
 ) -> Difference:
-    """What `after` keeps that `before` does not, and the other way round.
+    """Return what `after` keeps that `before` does not, and the other way round.
 
-    Keys in `unknown` are of ops that `before` was made without: it keeps none of them, whatever became of
-    them when it was `carried` out on another model.
+    A Policy knows decisions but no bytes, and may save what backward does not need. A Plan (`as_planned`
+    makes one from a policy and its profile) compares what is really held.
 
-    A Policy knows decisions but no bytes, and saves in name what nothing asks for; a Plan (`as_planned`
-    makes one of a policy and its profile) compares what is really held. `became` has that for policies of
-    which it is known: what became of each op of the first and of the second.
+    Args:
+        before, after: the two.
+        unknown: keys of ops that the model did not have when `before` was made: it keeps none of them.
+        became: for policies, the decisions on each op of `before` and of `after`, if they are known.
     """
-    decided_before = _decided(before) if became[0] is None else became[0]
-    decided_after = _decided(after) if became[1] is None else became[1]
+    decided_before = _decisions(before) if became[0] is None else became[0]
+    decided_after = _decisions(after) if became[1] is None else became[1]
     of_before = {op.key: op for op in decided_before}
     of_after = {op.key: op for op in decided_after}
-    parsed = {text: OpKey.parse(text) for text in (*of_before, *of_after)}
-    numbered = {(key.module, key.op) for key in parsed.values() if key.occurrence}
-
-    def op_name(text: str) -> str:
-        key = parsed[text]
-        return key.label if (key.module, key.op) in numbered else key.short_op
+    names = short_names([*of_before, *of_after])
 
     modules: dict[str, list[tuple[OpDecision, OpDecision]]] = {}
     for key, old in of_before.items():
         new = of_after.get(key)
         kept = old.decision is Decision.SAVED and key not in unknown
         if new is not None and kept != (new.decision is Decision.SAVED):
-            modules.setdefault(parsed[key].module, []).append((old, new))
+            modules.setdefault(OpKey.parse(key).module, []).append((old, new))
 
     def signature(module: str) -> object:
-        return tuple((op_name(old.key), new.decision is Decision.SAVED) for old, new in modules[module])
+        return tuple((names[old.key], new.decision is Decision.SAVED) for old, new in modules[module])
 
     changes = []
-    for name, paths in folded(modules, signature):
+    for name, paths in fold_paths(modules, signature):
         pairs = [pair for path in paths for pair in modules[path]]
         of_one = modules[paths[0]]
         changes.append(
             Change(
                 name=name,
                 modules=paths,
-                gained=tuple(op_name(new.key) for _, new in of_one if new.decision is Decision.SAVED),
-                lost=tuple(op_name(old.key) for old, new in of_one if new.decision is not Decision.SAVED),
+                gained=tuple(names[new.key] for _, new in of_one if new.decision is Decision.SAVED),
+                lost=tuple(names[old.key] for old, new in of_one if new.decision is not Decision.SAVED),
                 gained_bytes=sum(new.kept_bytes for _, new in pairs if new.decision is Decision.SAVED),
                 lost_bytes=sum(old.kept_bytes for old, new in pairs if new.decision is not Decision.SAVED),
             )
@@ -114,37 +118,26 @@ def difference(
     )
 
 
-def _decided(subject: Plan | Policy) -> list[OpDecision]:
+def _decisions(subject: Plan | Policy) -> list[OpDecision]:
     if isinstance(subject, Plan):
         return op_decisions(subject.graph, subject.save_set)
-    return [
-        OpDecision(key, Decision.SAVED if d == "save" else Decision.RECOMPUTED)
-        for key, d in subject.decisions.items()
-    ]
+    return policy_decisions(subject)
 
 
 def _side(subject: Plan | Policy, ops: Sequence[OpDecision], known: bool) -> Side:
-    fates = [op.decision for op in ops]
-    kept, again, idle = (fates.count(fate) for fate in (Decision.SAVED, Decision.RECOMPUTED, Decision.UNUSED))
+    count = Counter(op.decision for op in ops)
+    kept, again, idle = (count[decision] for decision in Decision)
     if isinstance(subject, Plan):
         model = subject.profile.model if subject.profile else "a graph"
         budget = subject.budget + subject.headroom
         return Side(model, budget, subject.peak, subject.peak_at, subject.recompute_us, kept, again, idle)
-    said = subject.predicted
-    return Side(
-        subject.model,
-        subject.budget_bytes,
-        said.peak_bytes,
-        said.peak_at,
-        said.recompute_us,
-        kept,
-        again,
-        idle if known else None,
-    )
+    predicted, budget = subject.predicted, subject.budget_bytes
+    peak, at, us = predicted.peak_bytes, predicted.peak_at, predicted.recompute_us
+    return Side(subject.model, budget, peak, at, us, kept, again, idle if known else None)
 
 
 def difference_in_words(found: Difference, first: str = "the first", second: str = "the second") -> str:
-    """The difference as a person reads it; `first` and `second` name the two."""
+    """Write the difference as text; `first` and `second` name the two plans."""
     return "\n".join(_lines(found, first, second))
 
 

@@ -1,8 +1,8 @@
-"""Web pages as text: templates, scripts and styles, filled in so that no data can become markup.
+"""Build web pages from templates, scripts and styles, so that no data can become markup.
 
-A page that is made here is one file and asks the network for nothing: what it needs is inlined, and its
-content security policy lets only these very scripts and styles run. Knows nothing of planning, so the client
-and the service both take parts from here; the service serves them as they are.
+A page is one file and asks the network for nothing: all that it needs is inlined, and its content security
+policy lets only its own scripts and styles run. This module knows nothing of planning. The client and the
+service both take parts from here; the service serves them as they are.
 
 timeline.html, alone.js         memory over one training step, in one file (`timeline_page`)
 timeline.parts.html, .js, .css  the same as a part of any page
@@ -28,7 +28,7 @@ _PART = re.compile("@@([A-Z_]+)@@")
 
 
 def timeline_page(data: Mapping[str, Any]) -> str:
-    """The page of `autoac.planner.picture.Picture.data()`: memory over one training step."""
+    """Return the page of memory over one training step, from `timeline.Picture.data()`."""
     return page(
         read("timeline.html"),
         styles=[read("timeline.css")],
@@ -44,13 +44,13 @@ def timeline_page(data: Mapping[str, Any]) -> str:
 def page(
     template: str, *, styles: list[str], scripts: list[str], parts: Mapping[str, str], data: object
 ) -> str:
-    """A page with uPlot, in one file.
+    """Return a page with uPlot, in one file.
 
     Args:
         template: HTML with `@@HEAD@@` in its head, `@@SCRIPTS@@` at its end, and further `@@PARTS@@`.
-        styles, scripts: CSS and JavaScript of the page itself, uPlot's come before.
+        styles, scripts: CSS and JavaScript of the page itself, which follow uPlot's.
         parts: HTML for the further parts, escaped by the caller.
-        data: what the scripts find as JSON in the element `#data`.
+        data: put as JSON into the element `#data`, for the scripts.
     """
     css = [read("vendor/uPlot.min.css"), *styles]
     js = [read("vendor/uPlot.iife.min.js"), *scripts]
@@ -81,22 +81,22 @@ def page(
 
 
 def fill(template: str, parts: Mapping[str, str]) -> str:
-    """`template` with each `@@NAME@@` replaced, once: what a part says is not looked at again.
+    """Return `template` with each `@@NAME@@` replaced; a name inside a part stays as it is.
 
     Raises:
-        KeyError: the template has a name that `parts` has not.
+        KeyError: the template has a name that `parts` lacks.
     """
     return _PART.sub(lambda match: parts[match[1]], template)
 
 
 def embedded(data: object) -> str:
-    """JSON that can stand inside a script element, whatever strings are in it."""
+    """Return JSON that is safe inside a script element, with any strings in it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def read(name: str) -> str:
-    """A file of this package."""
+    """Return the text of a file of this package."""
     return _HERE.joinpath(name).read_text("utf-8")
 
 

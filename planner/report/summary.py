@@ -1,4 +1,4 @@
-"""A Plan, a Policy or a failure, in words."""
+"""Explain a Plan, a Policy or a failure in words."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ from autoac.planner.errors import PlannerError, holdings_in_lines
 from autoac.planner.formats.policy import Policy
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.plan import Plan
-from autoac.planner.report.by_module import Decision, OpDecision, as_table, by_module, in_words, op_decisions
+from autoac.planner.report.by_module import (
+    by_module,
+    op_decisions,
+    policy_decisions,
+    rows_as_table,
+    rows_in_words,
+)
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.units import format_bytes, format_us
 
 
 def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> str:
-    """What was decided, where the peak is, what it costs and how good that is proven to be.
+    """Write the decisions, the peak and its place, the recompute time, and how good that is proven to be.
 
-    Layers that decide alike are told once: `h.0-11.mlp` stands for the `mlp` of twelve blocks.
+    Layers that decide alike share an entry: `h.0-11.mlp` stands for the `mlp` of twelve blocks.
 
     Args:
-        subject: what to tell of.
-        table: of a Plan, bytes and times by module as a table instead of the names of the ops.
+        subject: the plan, policy or error.
+        table: for a Plan, write bytes and times by module as a table instead of the names of the ops.
     """
     match subject:
         case Plan():
@@ -39,7 +45,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
         _cost(plan.recompute_us, plan.step_us, len(plan.recompute_set)),
         _proof(plan.gap, plan.bound_us, plan.stopped.value),
         "",
-        *(as_table(rows) if table else in_words(rows)),
+        *(rows_as_table(rows) if table else rows_in_words(rows)),
         "",
         f"The peak is at {plan.peak_at}, while these are live:",
         *holdings_in_lines(live_at_peak(graph, plan.save_set)),
@@ -49,21 +55,17 @@ def _plan(plan: Plan, *, table: bool) -> str:
 
 def _policy(policy: Policy) -> str:
     predicted = policy.predicted
-    ops = [
-        OpDecision(key, Decision.SAVED if d == "save" else Decision.RECOMPUTED)
-        for key, d in policy.decisions.items()
-    ]
-    again = sum(decision == "recompute" for decision in policy.decisions.values())
+    n_recomputed = sum(decision == "recompute" for decision in policy.decisions.values())
     lines = [
         f"A policy for {policy.model} on {policy.device}, inputs {', '.join(policy.inputs) or 'none'}.",
         f"The peak is {format_bytes(predicted.peak_bytes)} of a budget of"
         f" {format_bytes(policy.budget_bytes)}; with nothing recomputed it would be"
         f" {format_bytes(predicted.save_all_peak_bytes)}.",
         f"The peak is at {predicted.peak_at}.",
-        _cost(predicted.recompute_us, predicted.step_us, again),
+        _cost(predicted.recompute_us, predicted.step_us, n_recomputed),
         _proof(predicted.gap, predicted.recompute_bound_us, policy.stopped),
         "",
-        *in_words(by_module(ops)),
+        *rows_in_words(by_module(policy_decisions(policy))),
     ]
     return "\n".join(lines)
 

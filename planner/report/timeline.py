@@ -1,7 +1,7 @@
-"""A plan as a picture: what a page needs to draw memory over a step and to say what is live when.
+"""Prepare the data of a page that draws memory over a step and says what is live when.
 
-The simulated step under the plan, and beside it the same step with nothing recomputed and with every block
-recomputed; a measured step over it, if there is one. Everything is columns of numbers and a few tables of
+It has the simulated step under the plan, the same step with nothing recomputed and with every block
+recomputed, and a measured step if there is one. Everything is columns of numbers and a few tables of
 names, so that steps of tens of thousands of ops stay small.
 """
 
@@ -19,12 +19,12 @@ from autoac.planner.memory.simulate import simulate, waiting_bytes
 from autoac.planner.plan import Plan
 from autoac.planner.problem.graph import BackwardStep, Graph, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
-from autoac.planner.report.align_measured import Clock, MeasuredStep, align, thinned
-from autoac.planner.report.by_module import Decision, OpDecision, by_module, folded, op_decisions
+from autoac.planner.report.align_measured import KernelTimes, MeasuredStep, align, thin_out
+from autoac.planner.report.by_module import Decision, OpDecision, by_module, fold_paths, op_decisions
 from autoac.planner.solver.heuristics import every_block_recomputed
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
-"""Kinds of event. After OPTIMIZER nothing comes."""
+"""Kinds of event. OPTIMIZER is the last."""
 
 MOST_CHANGES = 40_000  # of a measured step that are drawn
 
@@ -44,12 +44,12 @@ class Track:
     waiting_bytes: tuple[int, ...]  # of them: held by other microbatches
     kind: tuple[int, ...]
     at: tuple[int, ...]  # FORWARD, RECOMPUTE: into Picture.ops; BACKWARD: into Picture.steps
-    lives: Lives
+    lives: LiveIntervals
 
 
 @dataclass(frozen=True, slots=True)
-class Lives:
-    """What ops of forward made, by version of a storage: live from event `begin` on, up to event `end`."""
+class LiveIntervals:
+    """When storage versions are live: by version, from event `begin` up to event `end`."""
 
     op: tuple[int, ...]
     nbytes: tuple[int, ...]
@@ -59,8 +59,8 @@ class Lives:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """The measured step on the plan's clock."""
+class MeasuredTrack:
+    """The measured step in the plan's time."""
 
     time_us: tuple[float, ...]
     live_bytes: tuple[int, ...]  # from then on
@@ -74,7 +74,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What ops, or steps of backward, are called."""
+    """The names of ops, or of steps of backward."""
 
     module: tuple[int, ...]  # into Picture.modules
     label: tuple[int, ...]  # into Picture.labels
@@ -89,11 +89,11 @@ class Layer:
     kept_bytes: int
     recomputed_bytes: int
     recompute_us: float
-    modules: tuple[ModuleRow, ...]
+    modules: tuple[LayerModules, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleRow:
+class LayerModules:
     """Modules of a Layer that decide alike."""
 
     name: str
@@ -107,14 +107,14 @@ class ModuleRow:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All that a page shows of one plan. Bytes and microseconds."""
+    """All data of a page about one plan. Bytes and microseconds."""
 
     model: str
     device: str
     inputs: tuple[str, ...]
     budget_bytes: int
     headroom_bytes: int
-    corrected_by_bytes: int  # that the plan was made for less than the budget, after what the allocator said
+    corrected_by_bytes: int  # by which the plan's budget was reduced after a measurement
     peak_at: str
     step_us: float
     gap: float
@@ -126,11 +126,11 @@ class Picture:
     steps: Names
     tracks: tuple[Track, ...]  # the plan's first
     layers: tuple[Layer, ...]
-    measured: Measured | None
+    measured: MeasuredTrack | None
     notes: tuple[str, ...]
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the data for JSON."""
         plain = _plain(self)
         assert isinstance(plain, dict)
         return plain
@@ -143,13 +143,13 @@ def picture(
     policy: Policy | None = None,
     notes: Sequence[str] = (),
 ) -> Picture:
-    """What to draw of `plan`. Of a Policy and its Profile `as_planned` makes one.
+    """Return the data to draw `plan`. `as_planned` makes a plan from a Policy and its Profile.
 
     Args:
         plan: the decision; its peak is the first track's.
         measured: one step that carried it out.
-        policy: as it is carried out, where that says more than the plan: the budget before a correction.
-        notes: what else a reader should know, in sentences.
+        policy: the policy that is carried out, if it says more than the plan: the budget before a correction.
+        notes: sentences for the reader.
     """
     graph, profile = plan.graph, plan.profile
     names = _Table()
@@ -182,7 +182,7 @@ def picture(
             ("the batch", static.inputs),
         ]
         # Constraints can add to what the profile has.
-        standing.append(("beside the profile", graph.static_bytes - static.total))
+        standing.append(("not in the profile", graph.static_bytes - static.total))
     else:
         standing = [("static", graph.static_bytes)]
     return Picture(
@@ -210,12 +210,12 @@ def picture(
 
 def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table) -> Track:
     timeline = simulate(graph, save_set)
-    clock = Clock.of(graph, timeline)
-    instants = [timeline.instants[i] for i in clock.events]
-    # A free takes no time: what it ends is gone at the next event.
+    kernels = KernelTimes.of(graph, timeline)
+    instants = [timeline.instants[i] for i in kernels.events]
+    # A free takes no time: its memory is gone at the next event.
     event_after, k = [], 0
     for i in range(len(timeline.instants) + 1):
-        if k < len(clock.events) and clock.events[k] < i:
+        if k < len(kernels.events) and kernels.events[k] < i:
             k += 1
         event_after.append(k)
     waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
@@ -246,24 +246,24 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table
         name=name,
         peak=peak,
         recompute_us=recompute_us(graph, save_set),
-        end_us=clock.end_us,
-        begin_us=tuple(round(us, 2) for us in clock.begin_us),
+        end_us=kernels.end_us,
+        begin_us=tuple(round(us, 2) for us in kernels.begin_us),
         live_bytes=tuple(instant.live_bytes for instant in instants),
-        beside_bytes=tuple(beside(graph, timeline, i) for i in clock.events),
+        beside_bytes=tuple(beside(graph, timeline, i) for i in kernels.events),
         waiting_bytes=tuple(waiting if instant.event is not None else 0 for instant in instants)
         if waiting
         else (),
         kind=tuple(kinds),
         at=tuple(at),
-        lives=Lives(*columns),
+        lives=LiveIntervals(*columns),
     )
 
 
-def _measured(plan: Plan, step: MeasuredStep) -> Measured:
+def _measured(plan: Plan, step: MeasuredStep) -> MeasuredTrack:
     timeline = simulate(plan.graph, plan.save_set)
-    clock = Clock.of(plan.graph, timeline)
-    aligned = align(plan.graph, timeline, clock, step)
-    ends = (*clock.begin_us[1:], float("inf"))
+    kernels = KernelTimes.of(plan.graph, timeline)
+    aligned = align(plan.graph, timeline, kernels, step)
+    ends = (*kernels.begin_us[1:], float("inf"))
     most, at, level = [], 0, step.live_bytes[0]
     for end in ends:
         highest = level
@@ -272,8 +272,8 @@ def _measured(plan: Plan, step: MeasuredStep) -> Measured:
             highest = max(highest, level)
             at += 1
         most.append(highest)
-    kept = thinned(step.live_bytes, MOST_CHANGES)
-    return Measured(
+    kept = thin_out(step.live_bytes, MOST_CHANGES)
+    return MeasuredTrack(
         time_us=tuple(round(aligned.time_us[i], 2) for i in kept),
         live_bytes=tuple(step.live_bytes[i] for i in kept),
         end_us=round(aligned.end_us, 2),
@@ -286,10 +286,10 @@ def _measured(plan: Plan, step: MeasuredStep) -> Measured:
 
 
 def _modules_of_steps(graph: Graph, modules: Sequence[str]) -> Iterator[str]:
-    """For each step of backward the module of the op that it is the backward of, as far as that shows.
+    """Yield by step of backward the module of the op that it is the backward of, as far as it can be known.
 
-    A step is known by what it unpacks: an op saves its inputs before it starts and its outputs after. A
-    step that unpacks nothing belongs to the one before.
+    A step is known by its unpacks: an op saves its inputs before it starts and its outputs after. A step
+    that unpacks nothing belongs to the step before it.
     """
     module = ""
     for step in graph.steps:
@@ -312,7 +312,7 @@ def _module_of(graph: Graph, step: BackwardStep, modules: Sequence[str]) -> str:
 
 
 def _squashed(name: str) -> str:
-    """What `aten._log_softmax.default` and `LogSoftmaxBackward0` have in common: `logsoftmax`."""
+    """Return the common part of `aten._log_softmax.default` and `LogSoftmaxBackward0`: `logsoftmax`."""
     name = name.removeprefix("aten.").partition(".")[0].partition("Backward")[0]
     return name.replace("_", "").lower()
 
@@ -326,7 +326,7 @@ def _layers(ops: Sequence[OpDecision]) -> tuple[Layer, ...]:
         return tuple((op.key.removeprefix(layer), op.decision) for op in layers[layer])
 
     rows = []
-    for name, paths in folded(layers, within):
+    for name, paths in fold_paths(layers, within):
         of_all = [op for path in paths for op in layers[path]]
         if all(op.decision is Decision.UNUSED for op in of_all):
             continue
@@ -338,7 +338,7 @@ def _layers(ops: Sequence[OpDecision]) -> tuple[Layer, ...]:
                 recomputed_bytes=sum(op.recomputed_bytes for op in of_all),
                 recompute_us=sum(op.runtime_us for op in of_all),
                 modules=tuple(
-                    ModuleRow(
+                    LayerModules(
                         row.name,
                         len(row.modules),
                         row.keeps,
@@ -355,7 +355,7 @@ def _layers(ops: Sequence[OpDecision]) -> tuple[Layer, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dicts. Not `asdict`, which copies each number of a column, one by one."""
+    """Return dataclasses as dicts. Not `asdict`, which copies each number of a column, one by one."""
     if is_dataclass(value):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, tuple) and value and is_dataclass(value[0]):

@@ -1,6 +1,6 @@
-"""What another decision would change: one tensor saved or dropped, or a larger budget.
+"""Answer what another decision would change: one op saved or dropped, or a larger budget.
 
-Everything here is the simulator's word on a save set near the plan's; nothing is estimated.
+All numbers come from the simulator, for a save set near the plan's; nothing is estimated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from autoac.planner.formats.constraints import constrained
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Compute, recompute_us
-from autoac.planner.memory.simulate import Timeline, instant_name, peak_bytes, simulate
-from autoac.planner.plan import Plan
+from autoac.planner.memory.simulate import Timeline, instant_name, simulate
+from autoac.planner.plan import Plan, plan_of
 from autoac.planner.plan import plan as plan_again
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.save_sets import (
-    recomputed_by_backward,
     unsaved_with,
     with_forced_saves,
     without_cost_free_recomputes,
@@ -28,19 +27,20 @@ from autoac.planner.problem.save_sets import (
 from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.recompute_windows import Role, find_windows
+from autoac.planner.solver.search import Problem
 from autoac.planner.units import GIB, format_bytes, format_us
 
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What the opposite decision about one op would do. Bytes and microseconds."""
+    """The effect of the opposite decision about one op. Bytes and microseconds."""
 
     key: str
     fate: Decision  # as planned
-    must_save: str  # why the planner had no choice; "" if it had
-    must_recompute: bool  # the user had it run again
-    follows: str  # key of the op that is saved in place of this one where either is; "" if none
-    at_peak_bytes: int  # live more at the moment of the planned peak; negative: less
+    must_save: str  # the reason why the planner had no choice; "" if it had one
+    must_recompute: bool  # because the user pinned it
+    follows: str  # key of the op that is saved instead of this one if either is; "" if none
+    at_peak_bytes: int  # more bytes live at the moment of the planned peak; negative: fewer
     peak: int  # of the whole step
     peak_at: str
     recompute_us: float  # of the whole step
@@ -53,13 +53,13 @@ class Why:
 
     @property
     def fits(self) -> bool:
-        """Whether the other decision would stay within the budget, and within forward's if it has one."""
+        """Return True if the other decision stays within the budget, and within forward's if it has one."""
         return self.peak <= self.budget and not self.forward_over
 
 
 @dataclass(frozen=True, slots=True)
 class Marginal:
-    """The op of the recompute set whose saving gains the most time for the peak's growth."""
+    """The recomputed op whose saving gains the most time for each byte that the peak grows."""
 
     key: str
     extra_bytes: int  # by which the peak grows
@@ -69,7 +69,7 @@ class Marginal:
 
 @dataclass(frozen=True, slots=True)
 class More:
-    """What a larger budget buys. Bytes and microseconds."""
+    """The effect of a larger budget. Bytes and microseconds."""
 
     budget: int  # of the plan that is compared with
     larger: int  # the other budget, or the ceiling if that is less
@@ -83,15 +83,15 @@ class More:
 
     @property
     def gain_us(self) -> float:
-        """Time that the larger budget saves in each step."""
+        """Return the time that the larger budget saves in each step."""
         return self.recompute_us - self.recompute_us_then
 
 
 def find_op(graph: Graph, key: str) -> OpId:
-    """The op that `key` names: its whole key, or an ending of one that no other has.
+    """Return the op that `key` names: its whole key, or an ending that no other key has.
 
     Raises:
-        UnknownKey: none, or several.
+        UnknownKey: `key` names no op, or several.
     """
     names = [op.name for op in graph.ops]
     if key in names:
@@ -104,9 +104,9 @@ def find_op(graph: Graph, key: str) -> OpId:
 
 
 def why(plan: Plan, key: str) -> Why:
-    """What deciding otherwise about the op `key` would cost and gain.
+    """Return what the opposite decision about the op `key` would cost and gain.
 
-    All other decisions stay, except that what nothing needs any more is not run again.
+    All other decisions stay, except that ops that backward does not need any more are not run again.
 
     Raises:
         UnknownKey: the plan has no such op, or `key` is short for several.
@@ -117,7 +117,7 @@ def why(plan: Plan, key: str) -> Why:
     windows = find_windows(graph)
     all_of_them = op_decisions(graph, plan.save_set)
     fate = all_of_them[op].decision
-    # From what is really kept: a save set also names ops that nothing asks for, as long as nothing does.
+    # Start from what is really kept: a save set also names ops that backward does not need.
     kept = graph.must_save | {OpId(i) for i, d in enumerate(all_of_them) if d.decision is Decision.SAVED}
     if fate is Decision.RECOMPUTED:
         other = without_cost_free_recomputes(graph, kept | {op})
@@ -163,17 +163,17 @@ def more(
     planning: Callable[[Profile | Graph, int], Plan] | None = None,
     tried: int = 40,
 ) -> More:
-    """What `extra_bytes` more of budget would buy.
+    """Return what `extra_bytes` more of budget would save in time.
 
     Args:
-        plan: what there is now.
-        extra_bytes: by how much the budget grows; beyond the ceiling there is nothing to buy.
-        planning: plans a profile or graph within a budget in bytes; by default `plan()` as it is.
-        tried: ops of the recompute set, dearest for their bytes first, that are tried by themselves for
-            `next`. Each is one run of the simulator.
+        plan: the plan to improve.
+        extra_bytes: by how much the budget grows; a budget above the ceiling saves no more.
+        planning: plans a profile or graph within a budget in bytes; by default `plan()`.
+        tried: how many recomputed ops to try by themselves for `next`, the most time for their bytes
+            first. Each is one run of the simulator.
     """
     if extra_bytes <= 0:
-        raise ValueError(f"extra_bytes must be positive, not {extra_bytes}")
+        raise ValueError(f"extra_bytes must be positive, got {extra_bytes}")
     graph = plan.graph
     larger = min(plan.budget + extra_bytes, max(plan.ceiling, plan.budget))
     then = None
@@ -199,7 +199,7 @@ def more(
 
 
 def marginal(plan: Plan, tried: int = 40) -> Marginal | None:
-    """The op that gains the most time for each byte by which saving it alone raises the peak.
+    """Return the op that gains the most time for each byte by which saving it alone raises the peak.
 
     None if saving one more op gains nothing, or nothing is recomputed.
     """
@@ -223,9 +223,9 @@ def marginal(plan: Plan, tried: int = 40) -> Marginal | None:
 
 
 def as_planned(policy: Policy, profile: Profile) -> Plan:
-    """The plan that `policy` was, from the profile that it was planned from; nothing is solved.
+    """Rebuild the plan of `policy` from the profile that it was planned from, without solving.
 
-    Peak and time are the simulator's on `profile`; the proof is the policy's word.
+    Peak and time are the simulator's on `profile`; the bound is the one that the policy states.
 
     Raises:
         OtherProfile: the two have other ops.
@@ -240,7 +240,7 @@ def as_planned(policy: Policy, profile: Profile) -> Plan:
 
 
 def carried(policy: Policy, profile: Profile) -> Plan:
-    """What `policy` comes to on a profile that it need not have been made for; nothing is solved.
+    """Carry `policy` out on any profile, perhaps another model's, and return the plan, without solving.
 
     As in the runtime, an op that the policy does not know is saved. Peak and time are the simulator's on
     `profile`; no bound on the time is proven.
@@ -253,25 +253,10 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     saved = frozenset(
         OpId(i) for i, key in enumerate(profile.keys()) if policy.decisions.get(key, "save") == "save"
     )
-    timeline, spent = simulate(graph, saved), recompute_us(graph, saved)
-    return Plan(
-        graph=graph,
-        profile=profile,
-        budget=policy.budget_bytes,
-        headroom=0,
-        save_set=saved,
-        recompute_set=frozenset(OpId(i) for i, run in enumerate(recomputed_by_backward(graph, saved)) if run),
-        peak=timeline.peak.live_bytes,
-        peak_at=instant_name(graph, timeline.peak),
-        ceiling=peak_bytes(graph, graph.everything),
-        recompute_us=spent,
-        bound_us=0.0,
-        stopped=Stopped(policy.stopped)
-        if policy.stopped in {s.value for s in Stopped}
-        else Stopped.TIME_LIMIT,
-        rounds=0,
-        constraints=rules,
-    )
+    known = policy.stopped in {stopped.value for stopped in Stopped}
+    stopped = Stopped(policy.stopped) if known else Stopped.TIME_LIMIT
+    plan = plan_of(Problem(graph), profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
+    return replace(plan, bound_us=0.0)
 
 
 def _most_at(timeline: Timeline, moment: int) -> int:
@@ -282,7 +267,7 @@ def _most_at(timeline: Timeline, moment: int) -> int:
 
 
 def why_in_words(answer: Why) -> str:
-    """The answer as a person reads it."""
+    """Write the answer as text."""
     if answer.fate is Decision.UNUSED:
         return f"{answer.key} is neither kept nor run again: nothing in backward asks for it."
     kept = answer.fate is Decision.SAVED
@@ -326,7 +311,7 @@ def why_in_words(answer: Why) -> str:
 
 
 def more_in_words(answer: More) -> str:
-    """The answer as a person reads it."""
+    """Write the answer as text."""
     if answer.plan is None and answer.recompute_us == 0:
         return "More memory buys nothing: nothing is recomputed."
     if answer.plan is None:

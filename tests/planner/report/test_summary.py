@@ -1,4 +1,4 @@
-"""What a plan is told as: decisions by module, layers that do the same told once."""
+"""Check the words and tables of a plan: layers that decide alike share a row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.report.by_module import (
     Decision,
     OpDecision,
-    as_table,
     by_module,
-    folded,
-    in_words,
+    fold_paths,
     op_decisions,
+    rows_as_table,
+    rows_in_words,
 )
 
 seeds = st.integers(0, 2**32 - 1)
@@ -37,14 +37,14 @@ def test_layers_that_decide_alike_are_one_row_with_the_sums_of_all() -> None:
     assert (first.keeps, first.recomputes) == (("mm.default",), ("gelu.default",))
     assert (first.kept_bytes, first.recomputed_bytes, first.recompute_us) == (24, 15, 6.0)
     assert (other.name, other.keeps, other.kept_bytes) == ("h.2.mlp", ("mm.default", "gelu.default"), 13)
-    assert list(in_words([first])) == [
+    assert list(rows_in_words([first])) == [
         "h.0-1,3.mlp (3 modules)",
         "  each keeps mm.default  (8 B, 24 B in all)",
         "  each recomputes gelu.default  (2 us, 6 us in all)",
     ]
 
 
-def test_an_ordinal_is_told_where_a_module_has_several_of_an_op() -> None:
+def test_occurrence_is_shown_if_a_module_has_several_of_an_op() -> None:
     keys = ["m/aten.mul.Tensor#0", "m/aten.mul.Tensor#1", "m/aten.mm.default#0"]
     (row,) = by_module(OpDecision(key, Decision.SAVED) for key in keys)
     assert row.keeps == ("mul.Tensor#0", "mul.Tensor#1", "mm.default")
@@ -63,7 +63,7 @@ def test_an_ordinal_is_told_where_a_module_has_several_of_an_op() -> None:
     ],
 )
 def test_a_folded_name_spells_its_modules_and_no_other(paths: list[str], names: list[str]) -> None:
-    groups = folded(paths, lambda path: "same")
+    groups = fold_paths(paths, lambda path: "same")
     assert [name for name, _ in groups] == names
     assert sorted(path for _, of_it in groups for path in of_it) == sorted(paths)
 
@@ -96,12 +96,12 @@ def test_a_table_has_a_line_for_each_row_and_one_with_the_sums() -> None:
     rows = by_module(op_decisions(graph, frozenset({OpId(0), OpId(2)})))
     assert sum(row.kept_bytes for row in rows) == 8
     assert sum(row.recomputed_bytes for row in rows) == 16
-    lines = list(as_table(rows))
+    lines = list(rows_as_table(rows))
     assert len(lines) == len(rows) + 2
     assert lines[-1].split() == ["all", "8", "B", "16", "B", "2", "us"]
 
 
-def test_a_plan_of_equal_layers_is_told_in_fewer_lines_than_it_has_modules() -> None:
+def test_explanation_of_equal_layers_has_fewer_lines_than_modules() -> None:
     profile = graphs.gpt2(6)
     known = bounds(build(profile))
     made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)

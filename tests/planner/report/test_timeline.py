@@ -16,7 +16,14 @@ from autoac.planner import Graph, Plan, as_planned, build, picture, plan, simula
 from autoac.planner.memory.lifetimes import beside, lives
 from autoac.planner.memory.schedule import Backward, Compute, Recompute
 from autoac.planner.problem.graph import OpId, SaveSet, chain
-from autoac.planner.report.align_measured import Clock, MeasuredStep, Ran, in_common, op_names, thinned
+from autoac.planner.report.align_measured import (
+    KernelTimes,
+    MeasuredStep,
+    ProfiledCall,
+    longest_common_subsequence,
+    op_names,
+    thin_out,
+)
 from autoac.planner.report.timeline import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Picture, Track
 
 seeds = st.integers(0, 2**32 - 1)
@@ -138,7 +145,7 @@ def as_measured(graph: Graph, save_set: SaveSet, *, slower: float, lost: frozens
         lost: events that the profiler does not see.
     """
     timeline = simulate(graph, save_set)
-    clock = Clock.of(graph, timeline)
+    clock = KernelTimes.of(graph, timeline)
     ran, changes = [], []
     pause = 0.0
     for k, i in enumerate(clock.events):
@@ -154,13 +161,13 @@ def as_measured(graph: Graph, save_set: SaveSet, *, slower: float, lost: frozens
             case Compute(op):
                 (name,) = op_names([graph.ops[op].name])
                 module = graph.ops[op].name.partition("/")[0]
-                seen = Ran(begin, end, name, False, module)
-                ran.append(Ran(begin, begin, "aten::elsewhere", False, module))
+                seen = ProfiledCall(begin, end, name, False, module)
+                ran.append(ProfiledCall(begin, begin, "aten::elsewhere", False, module))
             case Recompute(op):
-                seen = Ran(begin, end, *op_names([graph.ops[op].name]), False)
+                seen = ProfiledCall(begin, end, *op_names([graph.ops[op].name]), False)
             case Backward(step):
-                seen = Ran(begin, end, graph.steps[step].name, True)
-                ran.append(Ran(begin, begin, "ViewBackward0", True))
+                seen = ProfiledCall(begin, end, graph.steps[step].name, True)
+                ran.append(ProfiledCall(begin, begin, "ViewBackward0", True))
                 # The node begins with its first unpack, before what that has run again.
                 while isinstance(timeline.instants[clock.events[k - 1]].event, Recompute):
                     k -= 1
@@ -220,7 +227,7 @@ def test_what_two_sequences_have_in_common_is_as_long_as_can_be(a: str, b: str) 
     for i, x in enumerate(a):
         for j, y in enumerate(b):
             longest[i + 1][j + 1] = longest[i][j] + 1 if x == y else max(longest[i][j + 1], longest[i + 1][j])
-    found = in_common(a, b)
+    found = longest_common_subsequence(a, b)
     assert len(found) == longest[-1][-1]
     assert all(a[i] == b[j] for i, j in found)
     assert all(p[0] < q[0] and p[1] < q[1] for p, q in pairwise(found))
@@ -228,9 +235,9 @@ def test_what_two_sequences_have_in_common_is_as_long_as_can_be(a: str, b: str) 
 
 def test_thinning_keeps_the_highest_and_the_last() -> None:
     levels = [1, 5, 2, 9, 3, 4, 0, 7, 6, 2]
-    kept = thinned(levels, 4)
+    kept = thin_out(levels, 4)
     assert kept[0] == 0
     assert kept[-1] == len(levels) - 1
     assert max(levels[i] for i in kept) == 9
     assert len(kept) < len(levels)
-    assert thinned(levels, 10) == list(range(10))
+    assert thin_out(levels, 10) == list(range(10))
