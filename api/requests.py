@@ -19,9 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 
 from autoac.api.errors import MalformedRequest, NotJson
 from autoac.planner.errors import InvalidBudget, MalformedProfile
+from autoac.planner.formats.base import MAX_INT, Count, complaints
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
-from autoac.planner.formats.profile import MAX_INT, Count, Profile, describe
+from autoac.planner.formats.profile import Profile
 from autoac.planner.frontier import Frontier, find_frontier
 from autoac.planner.minimum_peak import MinimumPeak, find_minimum_peak
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S, plan
@@ -247,7 +248,7 @@ def read_request(kind: Kind, body: bytes) -> SolveRequest:
     try:
         return REQUESTS[kind].model_validate(data)
     except ValidationError as error:
-        raise MalformedRequest(describe(error)) from None
+        raise MalformedRequest(complaints(error)) from None
 
 
 def take(kind: Kind, body: bytes, most_seconds: float) -> Taken:

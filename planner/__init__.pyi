@@ -16,7 +16,7 @@ from .errors import (
     UnknownVersion,
     UnmatchedPattern,
 )
-from .formats.constraints import Constraints, constrained
+from .formats.constraints import Constraints
 from .formats.policy import Policy
 from .formats.policy_set import PolicySet
 from .formats.profile import Profile
@@ -26,6 +26,7 @@ from .memory.simulate import Timeline, simulate
 from .minimum_peak import MinimumPeak, find_minimum_peak
 from .pipeline.plan_stages import Stage, Stages, plan_stage, plan_stages
 from .plan import Plan, plan
+from .problem.apply_constraints import constrained
 from .problem.build import build
 from .problem.graph import Graph
 from .report.compare import Difference, difference, difference_in_words

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autoac.planner.errors import InvalidBudget
-from autoac.planner.formats.constraints import Constraints, constrained, no_forward_budget
+from autoac.planner.formats.constraints import Constraints, without_forward_budget
 from autoac.planner.formats.profile import Profile
 from autoac.planner.minimum_peak import MinimumPeak, search_minimum_peak
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, plan_of
+from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress, Progress
 from autoac.planner.solver.search import Problem, Search
@@ -88,7 +89,7 @@ def find_frontier(
         raise InvalidBudget(f"a frontier has at least 2 points, not {points}")
     check_limits(gap, time_limit_s, work_limit)
     observed = None if isinstance(profile, Graph) else profile
-    graph = constrained(profile, no_forward_budget(constraints))
+    graph = constrained(profile, without_forward_budget(constraints))
     problem = Problem(graph, options)
     allowance = Allowance(FLOOR_WORK, Stopwatch(time_limit_s, clock), progress)
     smallest = search_minimum_peak(problem, allowance)

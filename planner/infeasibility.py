@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from autoac.planner.errors import Holding, InfeasibleBudget, InfeasibleConstraints
-from autoac.planner.formats.constraints import Constraints, constrained, held_back
+from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.simulate import instant_name, peak_bytes, peak_of
 from autoac.planner.minimum_peak import MinimumPeak
+from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.heuristics import simple_save_sets
@@ -60,7 +61,7 @@ def with_blame(
     """Return `error` with the constraints to blame for it; `error` itself where there are none.
 
     Args:
-        error: from planning `held_back(constrained(...))`.
+        error: from planning `with_forward_limit(constrained(...))`.
         profile, constraints: what was planned.
         forward: the limit of forward in bytes, headroom taken off.
     """
@@ -90,8 +91,8 @@ def find_blame(
     if constraints.pins:
         unpinned = {"pin_save": (), "pin_recompute": (), "recompute_only": (), "fsdp_units": ()}
         free = constrained(profile, constraints.model_copy(update=unpinned))
-        loose = held_back(free, budget, forward)
-        known = bounds(held_back(graph, budget, forward))
+        loose = with_forward_limit(free, budget, forward)
+        known = bounds(with_forward_limit(graph, budget, forward))
         if known.floor > budget >= bounds(loose).floor or _smallest_simple_peak(loose) <= budget:
             pins = _pinned_bytes(graph, free, known.floor_at)
             n_recompute = sum(op.must_recompute and not free.ops[op.id].must_recompute for op in graph.ops)
@@ -139,7 +140,7 @@ def _pinned_bytes(graph: Graph, free: Graph, moment: int) -> tuple[PinnedBytes, 
 
 
 def _without_reserve(live: Iterable[Holding], reserve: int, peak_at: str) -> Iterator[Holding]:
-    """Yield `live`, at a peak of `held_back`, with the bytes that forward must leave as their own entry."""
+    """Yield `live`, at a peak of `with_forward_limit`, with forward's reserve as an entry of its own."""
     in_forward = peak_at.endswith(", forward")
     for holding in live:
         if in_forward and holding.name == "gradients, temporaries and workspace":

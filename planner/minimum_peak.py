@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoac.planner.formats.constraints import Constraints, constrained, no_forward_budget
+from autoac.planner.formats.constraints import Constraints, without_forward_budget
 from autoac.planner.formats.profile import Profile
+from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.search import Problem, Search
@@ -54,7 +55,7 @@ def find_minimum_peak(
     """
     check_limits(gap, time_limit_s, work_limit)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
-    problem = Problem(constrained(profile, no_forward_budget(constraints)))
+    problem = Problem(constrained(profile, without_forward_budget(constraints)))
     return search_minimum_peak(problem, allowance, gap)
 
 

@@ -8,7 +8,7 @@ from numbers import Integral
 
 from autoac.planner.budget import budget_in_bytes
 from autoac.planner.errors import InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
-from autoac.planner.formats.constraints import Constraints, constrained, held_back
+from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.formats.profile import Profile
 from autoac.planner.infeasibility import infeasible, with_blame
@@ -16,6 +16,7 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import Timeline, instant_name, peak_of, simulate
 from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.minimum_peak import search_minimum_peak, search_peak_within
+from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward
 from autoac.planner.solver.bounds import bounds
@@ -151,7 +152,7 @@ def plan(
     constraints = constraints if constraints is not None else Constraints()
     forward = _forward_limit(constraints, headroom_bytes)
     graph = constrained(profile, constraints)
-    problem = Problem(held_back(graph, budget, forward), options)
+    problem = Problem(with_forward_limit(graph, budget, forward), options)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
     try:
         save_set, search, stopped = _find_save_set(problem, budget, gap, allowance, start)

@@ -91,7 +91,7 @@ def constraints_of(
 
     from autoac.planner import Constraints
     from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
-    from autoac.planner.formats.profile import describe
+    from autoac.planner.formats.base import complaints
 
     forward_budget_bytes = (
         None if forward_budget_gb is None else budget_in_bytes(forward_budget_gb, "--forward-budget-gb")
@@ -108,4 +108,4 @@ def constraints_of(
             gradients="as profiled" if gradients is None else gradients.value,
         )
     except ValidationError as error:
-        raise typer.BadParameter("; ".join(describe(error))) from None
+        raise typer.BadParameter("; ".join(complaints(error))) from None

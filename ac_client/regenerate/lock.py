@@ -15,7 +15,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autoac.planner.formats.profile import Count, Environment, Name, Profile, StaticBytes, describe
+from autoac.planner.formats.base import Count, Name, complaints
+from autoac.planner.formats.profile import Environment, Profile, StaticBytes
 
 FORMAT: Final = "autoac.lock"
 VERSION: Final = 1
@@ -106,7 +107,7 @@ class Lock(BaseModel):
         try:
             return cls.model_validate(json.loads(text))
         except ValidationError as error:
-            raise UnreadableLock("; ".join(describe(error, 2))) from None
+            raise UnreadableLock("; ".join(complaints(error, 2))) from None
         except (ValueError, RecursionError) as error:
             raise UnreadableLock(f"not JSON: {error}") from None
 

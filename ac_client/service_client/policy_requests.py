@@ -20,11 +20,12 @@ from autoac.planner.errors import (
     UnknownVersion,
     from_dict,
 )
-from autoac.planner.formats.constraints import Constraints, constrained, held_back
+from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
+from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
 from autoac.planner.problem.graph import OpId
 
 URN = "urn:autoac:problem:"
@@ -264,7 +265,7 @@ def fits(policy: Policy, profile: Profile, budget_bytes: int, headroom_bytes: in
     rules = policy.constraints or Constraints()
     within = budget_bytes - headroom_bytes
     forward = rules.forward_budget_bytes
-    graph = held_back(
+    graph = with_forward_limit(
         constrained(profile, rules), within, None if forward is None else forward - headroom_bytes
     )
     saved = frozenset(OpId(i) for i, decision in enumerate(policy.decisions.values()) if decision == "save")

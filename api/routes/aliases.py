@@ -36,7 +36,7 @@ from autoac.api.storage.registry import (
     read_policy,
     remove_alias,
 )
-from autoac.planner.formats.profile import describe
+from autoac.planner.formats.base import complaints
 
 router = APIRouter(prefix="/v1", tags=["aliases"])
 
@@ -120,7 +120,7 @@ async def put_alias(
     try:
         asked = AliasRequest.model_validate(wanted)
     except ValidationError as error:
-        raise MalformedRequest(describe(error)) from None
+        raise MalformedRequest(complaints(error)) from None
 
     def move() -> tuple[AliasView, bool]:
         with service.database.write() as connection:

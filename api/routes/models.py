@@ -19,7 +19,7 @@ from autoac.api.routes.views import View, when
 from autoac.api.service import Service
 from autoac.api.storage.keys import Caller, note
 from autoac.api.storage.registry import StoredModel, get_model, list_models, name_model
-from autoac.planner.formats.profile import describe
+from autoac.planner.formats.base import complaints
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -104,7 +104,7 @@ async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, ca
     try:
         name = NameRequest.model_validate(wanted).name.strip()
     except ValidationError as error:
-        raise MalformedRequest(describe(error)) from None
+        raise MalformedRequest(complaints(error)) from None
     if not name or not name.isprintable():
         raise MalformedRequest(["body.name: must be printable text that is not blank"])
     return await _named(service, fingerprint, name, caller, request)

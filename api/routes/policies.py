@@ -41,8 +41,8 @@ from autoac.api.storage.registry import (
     read_policy,
 )
 from autoac.planner.errors import PlannerError
+from autoac.planner.formats.base import MAX_INT
 from autoac.planner.formats.policy import Policy
-from autoac.planner.formats.profile import MAX_INT
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
 from autoac.planner.report.compare import difference, difference_in_words
 from autoac.planner.units import GIB, bytes_from_gb

@@ -11,20 +11,12 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from autoac.planner.errors import MalformedPolicy, UnknownVersion
+from autoac.planner.errors import MalformedPolicy
+from autoac.planner.formats.base import MAX_INT, Count, FrozenModel, Index, Microseconds, Name, read
 from autoac.planner.formats.constraints import Constraints
-from autoac.planner.formats.profile import (
-    MAX_INT,
-    Count,
-    Index,
-    Microseconds,
-    Name,
-    Profile,
-    describe,
-    other_format,
-)
+from autoac.planner.formats.profile import Profile
 
 FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
@@ -33,10 +25,8 @@ Decision = Literal["save", "recompute"]
 Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # also less than nothing
 
 
-class Predicted(BaseModel):
+class Predicted(FrozenModel):
     """What the planner expects of a step under this policy."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     peak_bytes: Count
     peak_at: Name  # "layers.17.mlp/aten.mm.default#2, forward"
@@ -48,10 +38,8 @@ class Predicted(BaseModel):
     gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]  # (recompute - bound) / recompute
 
 
-class Policy(BaseModel):
+class Policy(FrozenModel):
     """A plan in the form that is stored, sent, and carried out."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["autoac.policy"] = FORMAT
     version: Literal[1] = VERSION
@@ -98,24 +86,12 @@ class Policy(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Policy:
-        """Read the published form. Safe on text from a stranger: it is data and nothing else.
+        """Return the Policy that `text` holds in the published form; text from a stranger is safe to read.
 
         Raises:
-            UnknownVersion: it is a Policy of a version that this release does not read.
-            MalformedPolicy: anything else is wrong with it.
+            UnknownVersion, MalformedPolicy: as for `read`.
         """
-        try:
-            data: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise MalformedPolicy([f"not JSON: {error}"]) from None
-        if other := other_format(data, FORMAT):
-            raise MalformedPolicy([other])
-        if data.get("format") == FORMAT and data.get("version") != VERSION:
-            raise UnknownVersion(FORMAT, data.get("version"), VERSION)
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise MalformedPolicy(describe(error)) from None
+        return read(cls, text, MalformedPolicy)
 
 
 def tool_versions() -> dict[str, str]:

@@ -12,13 +12,11 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from autoac.planner.errors import MalformedPolicy, UnknownVersion
+from autoac.planner.errors import MalformedPolicy
+from autoac.planner.formats.base import FrozenModel, Name, read
 from autoac.planner.formats.policy import Policy
-from autoac.planner.formats.profile import Name, describe, other_format
 
 SET_FORMAT: Final = "autoac.policy-set"
 SET_VERSION: Final = 1
@@ -33,19 +31,15 @@ _name = operator.itemgetter(0)
 _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 
-class Bucket(BaseModel):
+class Bucket(FrozenModel):
     """A policy and the shape of the batch that it was planned for."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     shape: dict[Name, Name]
     policy: Policy
 
 
-class PolicySet(BaseModel):
+class PolicySet(FrozenModel):
     """The policies of one model by the shape of its batch, in the form that is stored and carried out."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["autoac.policy-set"] = SET_FORMAT
     version: Literal[1] = SET_VERSION
@@ -66,24 +60,12 @@ class PolicySet(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PolicySet:
-        """Read the published form. Safe on text from a stranger: it is data and nothing else.
+        """Return the PolicySet that `text` holds in the published form; text from a stranger is safe to read.
 
         Raises:
-            UnknownVersion: it is a policy set of a version that this release does not read.
-            MalformedPolicy: anything else is wrong with it.
+            UnknownVersion, MalformedPolicy: as for `read`.
         """
-        try:
-            data: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise MalformedPolicy([f"not JSON: {error}"]) from None
-        if other := other_format(data, SET_FORMAT):
-            raise MalformedPolicy([other])
-        if data.get("format") == SET_FORMAT and data.get("version") != SET_VERSION:
-            raise UnknownVersion(SET_FORMAT, data.get("version"), SET_VERSION)
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise MalformedPolicy(describe(error)) from None
+        return read(cls, text, MalformedPolicy)
 
 
 @dataclass(frozen=True, slots=True)

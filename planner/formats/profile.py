@@ -18,22 +18,26 @@ from collections.abc import Sequence
 from enum import IntFlag
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from autoac.planner.errors import MalformedProfile, UnknownVersion
+from autoac.planner.errors import MalformedProfile
+from autoac.planner.formats.base import (
+    Count,
+    FrozenModel,
+    Index,
+    Microseconds,
+    Name,
+    OptionalIndex,
+    read,
+    read_data,
+)
 from autoac.planner.formats.op_key import OpKey
 
 FORMAT: Final = "autoac.profile"
 VERSION: Final = 1
 DECIDES: Final = "its values decide"  # a reason of `must_save`: by default only, the user may lift it
 PINNED: Final = "pinned"  # another: by the user
-MAX_INT = 2**53  # integers beyond this do not survive JSON readers that use doubles
-
-Count = Annotated[int, Field(ge=0, le=MAX_INT)]
-Index = Annotated[int, Field(ge=0, le=MAX_INT)]
-OptionalIndex = Annotated[int, Field(ge=-1, le=MAX_INT)]  # -1: none
-Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-Name = Annotated[str, Field(max_length=4096)]
+CROSSES: Final = "another FSDP unit reads it"  # another
 
 
 class OpFlag(IntFlag):
@@ -45,10 +49,8 @@ class OpFlag(IntFlag):
     MUST_RECOMPUTE = 8  # the user insists that its outputs are not saved
 
 
-class Table(BaseModel):
+class Table(FrozenModel):
     """Columns of equal length."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="after")
     def _columns_have_one_length(self) -> Self:
@@ -61,10 +63,8 @@ class Table(BaseModel):
         return next(len(value) for _, value in self)
 
 
-class Ragged(BaseModel):
+class Ragged(FrozenModel):
     """A column of lists: row `i` is `items[starts[i]:starts[i + 1]]`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     starts: tuple[Index, ...]
     items: tuple[Index, ...]
@@ -90,10 +90,8 @@ class Ragged(BaseModel):
         return [self.items[a:b] for a, b in itertools.pairwise(self.starts)]
 
 
-class Environment(BaseModel):
+class Environment(FrozenModel):
     """Where the step ran."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     torch: Name  # version
     device_type: Name  # "cpu", "cuda"
@@ -104,10 +102,8 @@ class Environment(BaseModel):
     threads: Count  # intra-op threads; 0 where it does not matter
 
 
-class StaticBytes(BaseModel):
+class StaticBytes(FrozenModel):
     """What no plan can change, in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     parameters: Count
     buffers: Count
@@ -193,10 +189,8 @@ class BackwardSteps(Table):
     peak_nbytes: tuple[Count, ...]  # the most of them, and of workspace, while it works
 
 
-class Profile(BaseModel):
+class Profile(FrozenModel):
     """One training step, observed. See the module docstring for how to read the tables."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["autoac.profile"] = FORMAT
     version: Literal[1] = VERSION
@@ -315,56 +309,21 @@ class Profile(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Profile:
-        """Read the published form.
+        """Return the Profile that `text` holds in the published form.
 
         Raises:
-            UnknownVersion: it is a Profile of a version that this release does not read.
-            MalformedProfile: anything else is wrong with it; names the first few places.
+            UnknownVersion, MalformedProfile: as for `read`.
         """
-        try:
-            head = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise MalformedProfile([f"not JSON: {error}"]) from None
-        return cls.from_data(head)
+        return read(cls, text, MalformedProfile)
 
     @classmethod
     def from_data(cls, data: Any) -> Profile:
-        """As `from_json`, from what a JSON reader returned."""
-        if other := other_format(data, FORMAT):
-            raise MalformedProfile([other])
-        if data.get("format") == FORMAT and data.get("version") != VERSION:
-            raise UnknownVersion(FORMAT, data.get("version"), VERSION)
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            raise MalformedProfile(describe(error)) from None
+        """Return the Profile that `data`, as a JSON reader returns it, holds.
 
-
-_FORMATS = {
-    "autoac.profile": "a profile, as `autoac profile` writes it",
-    "autoac.policy": "a policy, as `autoac plan` writes it",
-    "autoac.policy-set": "a policy set",
-    "autoac.lock": "a lock of `autoac regenerate`",
-}
-
-
-def other_format(data: Any, wanted: str) -> str:
-    """What data is, and what it should be, if it is something else of ours or no JSON object; else ""."""
-    should = f"it should be {_FORMATS[wanted]}"
-    if not isinstance(data, dict):
-        return f"it is no JSON object; {should}"
-    found = data.get("format")
-    known = _FORMATS.get(found) if isinstance(found, str) and found != wanted else None
-    return f"it is {known.partition(',')[0]}; {should}" if known else ""
-
-
-def describe(error: ValidationError, most: int = 5) -> list[str]:
-    """The first `most` complaints of pydantic as `where: what`, without the input itself."""
-    complaints = error.errors(include_url=False, include_input=False, include_context=False)
-    lines = [
-        f"{'.'.join(str(part) for part in c['loc']) or 'profile'}: {c['msg']}" for c in complaints[:most]
-    ]
-    return lines + ([f"and {len(complaints) - most} more"] if len(complaints) > most else [])
+        Raises:
+            UnknownVersion, MalformedProfile: as for `read`.
+        """
+        return read_data(cls, data, MalformedProfile)
 
 
 def _sha256(content: Any) -> str:

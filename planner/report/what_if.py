@@ -10,13 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoac.planner.errors import OtherProfile, UnknownKey
-from autoac.planner.formats.constraints import constrained
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import Timeline, instant_name, simulate
 from autoac.planner.plan import Plan, plan_of
 from autoac.planner.plan import plan as plan_again
+from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.save_sets import (

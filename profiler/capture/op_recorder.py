@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.constraints import CROSSES
-from autoac.planner.formats.profile import DECIDES, PINNED
+from autoac.planner.formats.profile import CROSSES, DECIDES, PINNED
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts.inductor import RecordingMode
 from autoac.profiler.torch_facts.module_paths import ROOT

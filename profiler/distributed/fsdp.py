@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoac.planner.formats.constraints import CROSSES
+from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.op_recorder import ForwardRecord
 from autoac.profiler.errors import CannotProfile, ShardsInUse
 from autoac.profiler.torch_facts import private

@@ -39,11 +39,11 @@ from autoac.planner import (
     why,
     why_in_words,
 )
-from autoac.planner.formats.constraints import held_back
 from autoac.planner.formats.profile import DECIDES, OpFlag
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.pipeline.plan_stages import stage_graph
+from autoac.planner.problem.apply_constraints import with_forward_limit
 from autoac.planner.problem.graph import SaveSet, chain
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.solver.arrays import as_arrays
@@ -105,7 +105,7 @@ def test_a_plan_with_a_budget_for_forward_is_the_fastest_that_keeps_to_both(seed
 @given(seeds, st.integers(0, 30), st.integers(0, 30))
 def test_what_is_held_back_in_forward_is_the_limit_of_forward(seed: int, budget: int, forward: int) -> None:
     graph = build(graphs.random_profile(random.Random(seed), 6))
-    searched = held_back(graph, budget, forward)
+    searched = with_forward_limit(graph, budget, forward)
     for save_set in oracles.every_save_set(graph):
         both = peak_bytes(graph, save_set) <= budget and forward_peak(graph, save_set) <= forward
         assert (peak_bytes(searched, save_set) <= budget) == both
@@ -139,7 +139,7 @@ def test_a_budget_of_forward_above_the_other_changes_nothing() -> None:
     graph = chain(1, 8, 1, 8, 0)
     loose = plan(graph, budget_bytes=10, constraints=Constraints(forward_budget_bytes=1000))
     assert loose.save_set == plan(graph, budget_bytes=10).save_set
-    assert held_back(graph, 10, 10) is graph
+    assert with_forward_limit(graph, 10, 10) is graph
 
 
 def test_headroom_comes_off_both_budgets() -> None:
@@ -264,7 +264,7 @@ def test_save_sets_that_obey_satisfy_every_row(seed: int) -> None:
         graph = constrained(profile, some_constraints(profile, rng, 40))
     except ConflictingPins:
         return
-    graph = held_back(graph, 20, rng.randint(1, 25))
+    graph = with_forward_limit(graph, 20, rng.randint(1, 25))
     again = {op.id for op in graph.ops if op.must_recompute}
     f = find_windows(graph)
     points: list[ConstrainedMoment] = [DuringForward(op.id) for op in graph.ops]
@@ -282,7 +282,7 @@ def test_save_sets_that_obey_satisfy_every_row(seed: int) -> None:
 
 def test_a_stage_has_its_gradients_already() -> None:
     profile = with_gradients(0, 4)
-    with pytest.raises(InvalidConstraints, match="does not go with a pipeline"):
+    with pytest.raises(InvalidConstraints, match="in a pipeline"):
         plan_stage(profile, in_flight=2, budget_bytes=99, constraints=Constraints(gradients="absent"))
     made = plan_stage(profile, in_flight=2, budget_bytes=99, constraints=Constraints(gradients="present"))
     assert made.graph == stage_graph(profile, 2)
@@ -293,7 +293,7 @@ def test_stages_take_constraints_of_their_own() -> None:
     rules = [Constraints(pin_recompute=("*/aten.tanh",)), None]
     made = plan_stages(profiles, "1f1b", n_microbatches=4, budget_gb=40, constraints=rules)
     assert [stage.plan.recompute_us > 0 for stage in made.stages] == [True, False]
-    with pytest.raises(InvalidPipeline, match="constraints has 1 entries for 2 stages"):
+    with pytest.raises(InvalidPipeline, match="constraints must have one entry"):
         plan_stages(profiles, "1f1b", n_microbatches=4, budget_gb=40, constraints=rules[:1])
     with pytest.raises(UnmatchedPattern) as caught:
         plan_stages(
@@ -525,7 +525,7 @@ def test_gradients_that_exist_are_static_and_not_made_again_at_the_end() -> None
 def test_gradients_that_existed_when_profiling_cannot_be_taken_away() -> None:
     with pytest.raises(InvalidConstraints, match=r"4 B of gradients existed.*set_to_none=True"):
         constrained(with_gradients(4, 0), Constraints(gradients="absent"))
-    with pytest.raises(InvalidConstraints, match="needs the Profile"):
+    with pytest.raises(InvalidConstraints, match="pass a Profile"):
         constrained(chain(1, 8), Constraints(gradients="present"))
 
 

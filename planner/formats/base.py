@@ -1,0 +1,76 @@
+"""Read the published formats: JSON, format, version and model are checked here, in this order."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autoac.planner.errors import MalformedPolicy, MalformedProfile, UnknownVersion
+
+MAX_INT = 2**53  # integers beyond this do not survive JSON readers that use doubles
+MAX_COMPLAINTS = 5
+
+Count = Annotated[int, Field(ge=0, le=MAX_INT)]
+Index = Annotated[int, Field(ge=0, le=MAX_INT)]
+OptionalIndex = Annotated[int, Field(ge=-1, le=MAX_INT)]  # -1: none
+Microseconds = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Name = Annotated[str, Field(max_length=4096)]
+
+
+class FrozenModel(BaseModel):
+    """Base of the models: immutable, without keys that the format does not have."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+Model = TypeVar("Model", bound=FrozenModel)
+
+_FORMATS = {
+    "autoac.profile": "a profile, as `autoac profile` writes it",
+    "autoac.policy": "a policy, as `autoac plan` writes it",
+    "autoac.policy-set": "a policy set",
+    "autoac.lock": "a lock of `autoac regenerate`",
+}
+
+
+def read(cls: type[Model], text: str | bytes, malformed: type[MalformedProfile | MalformedPolicy]) -> Model:
+    """Return the value that `text`, JSON from anywhere, holds in the format of `cls`.
+
+    Raises:
+        UnknownVersion: the format is right, in a version that this release does not read.
+        MalformedProfile, MalformedPolicy: anything else is wrong; names the first few problems.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise malformed([f"not JSON: {error}"]) from None
+    return read_data(cls, data, malformed)
+
+
+def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | MalformedPolicy]) -> Model:
+    """Return the value that `data`, as a JSON reader returns it, holds in the format of `cls`.
+
+    Raises:
+        UnknownVersion, MalformedProfile, MalformedPolicy: as for `read`.
+    """
+    format, version = (cls.model_fields[name].default for name in ("format", "version"))
+    if not isinstance(data, dict):
+        raise malformed([f"must be {_FORMATS[format]}, got JSON that is not an object"])
+    found = data.get("format")
+    if isinstance(found, str) and found != format and found in _FORMATS:
+        raise malformed([f"must be {_FORMATS[format]}, got {_FORMATS[found].partition(',')[0]}"])
+    if found == format and data.get("version") != version:
+        raise UnknownVersion(format, data.get("version"), version)
+    try:
+        return cls.model_validate(data)
+    except ValidationError as error:
+        raise malformed(complaints(error)) from None
+
+
+def complaints(error: ValidationError, limit: int = MAX_COMPLAINTS) -> list[str]:
+    """Return the first complaints of pydantic as "where: what", without the input itself."""
+    found = error.errors(include_url=False, include_input=False, include_context=False)
+    lines = [f"{'.'.join(str(part) for part in c['loc']) or 'profile'}: {c['msg']}" for c in found[:limit]]
+    return lines + ([f"and {len(found) - limit} more"] if len(found) > limit else [])

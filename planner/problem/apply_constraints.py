@@ -1,0 +1,172 @@
+"""Apply Constraints to a Graph.
+
+    Profile, Constraints --constrained--> Graph --with_forward_limit--> Graph --> solver
+
+NOTE [ Constraints are a graph ]
+
+The solver, the simulator and the bounds do not know of constraints. A pin is the `must_save` or
+`must_recompute` of an op. Extra bytes are static bytes. A limit F of forward that is smaller than the budget
+B is the difference B - F, counted as live at every op of forward (`Op.extra_bytes`): `live + (B - F) <= B` is
+`live <= F`, exactly, in the simulator, in every row of the program and in the bounds. The peak of a finished
+plan is counted on the graph without that difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoac.planner.errors import ConflictingPins, InvalidConstraints
+from autoac.planner.formats.constraints import Constraints, Gradients
+from autoac.planner.formats.profile import CROSSES, DECIDES, PINNED, Profile
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import Graph, OpId
+from autoac.planner.problem.op_patterns import OpNames
+from autoac.planner.problem.save_sets import because_of, unsaved_with
+from autoac.planner.units import format_bytes
+
+OUTSIDE = "outside of recompute_only"
+
+
+def constrained(profile: Profile | Graph, constraints: Constraints) -> Graph:
+    """Return the problem under `constraints`, except for the limit of forward: see `with_forward_limit`.
+
+    An op that must be saved for its own reason (a collective, a shape that depends on data, an output whose
+    values decide) stays saved where a pattern of `pin_recompute` merely includes it; so does an op that an
+    FSDP unit reads. If such a pattern leaves no op to recompute, or is the op's whole key, that is an error.
+
+    Args:
+        profile: one training step, or the Graph of one.
+        constraints: the user's conditions.
+
+    Raises:
+        UnmatchedPattern: a pattern matches no op; suggests similar names.
+        ConflictingPins: an op would have to be saved and recomputed; names both sides.
+        InvalidConstraints: `gradients` asks for bytes that the profile does not have.
+    """
+    graph = profile if isinstance(profile, Graph) else build(profile)
+    graph = _with_gradients(graph, profile, constraints.gradients)
+    graph = replace(graph, static_bytes=graph.static_bytes + constraints.extra_static_bytes)
+    if not constraints.save_deciding:
+        ops = (replace(op, must_save="") if op.must_save == DECIDES else op for op in graph.ops)
+        graph = replace(graph, ops=tuple(ops))
+    return _pinned(graph, constraints) if constraints.pins else graph
+
+
+def with_forward_limit(graph: Graph, budget: int, forward: int | None) -> Graph:
+    """Return `graph` with the bytes that forward must leave of the budget counted as live in forward.
+
+    A save set fits in `budget` there exactly if in `graph` it fits in `budget`, and in forward in `forward`.
+    """
+    if forward is None or forward >= budget:
+        return graph
+    reserve = budget - forward
+    return replace(graph, ops=tuple(replace(op, extra_bytes=op.extra_bytes + reserve) for op in graph.ops))
+
+
+@dataclass(slots=True)
+class _Pins:
+    """The ops that must be saved and those that must be recomputed, each with the reason.
+
+    Invariant: no op has both.
+    """
+
+    graph: Graph
+    names: OpNames
+    save: dict[OpId, str]
+    recompute: dict[OpId, str]
+    by_user: set[OpId] = field(default_factory=set)  # saved because a user says so
+
+    def pin_save(self, op: OpId, reason: str, *, by_user: bool, overrides: bool = False) -> None:
+        """Have `op` saved. A reason that is there already stays, unless `reason` overrides it."""
+        if op in self.recompute:
+            raise ConflictingPins(self.names.keys[op], reason, self.recompute[op])
+        if op not in self.save or (overrides and op not in self.by_user):
+            self.save[op] = reason
+            if by_user:
+                self.by_user.add(op)
+
+    def pin_recompute(self, ops: Sequence[OpId], reason: str) -> None:
+        """Have those of `ops` recomputed that may be, together with the ops that must not be saved then.
+
+        Raises:
+            ConflictingPins: the user has one of them saved, or none of them may be recomputed.
+        """
+        blocked: list[tuple[OpId, OpId]] = []  # an op, and the saved op that blocks it
+        for op in ops:
+            together = unsaved_with(self.graph, op)
+            saved = [other for other in together if other in self.save]
+            for other in saved:
+                if other in self.by_user:
+                    raise self._conflict(op, other, reason)
+            if saved:
+                blocked.append((op, saved[0]))
+            else:
+                self.recompute.update(dict.fromkeys(together, reason))
+        if len(blocked) == len(ops):
+            raise self._conflict(*blocked[0], reason)
+
+    def _conflict(self, op: OpId, saved: OpId, reason: str) -> ConflictingPins:
+        because = self.save[saved]
+        if saved != op:
+            because = because_of(self.graph, saved, because)
+        return ConflictingPins(self.names.keys[op], reason, because)
+
+
+def _pinned(graph: Graph, constraints: Constraints) -> Graph:
+    names = OpNames(graph)
+    pins = _Pins(
+        graph,
+        names,
+        save={op.id: op.must_save for op in graph.ops if op.must_save},
+        recompute={op.id: "must_recompute in the profile" for op in graph.ops if op.must_recompute},
+        by_user={op.id for op in graph.ops if op.must_save == PINNED},
+    )
+    for pattern in constraints.pin_save:
+        for op in names.matching("pin_save", pattern):
+            pins.pin_save(op, f"pin_save {pattern!r}", by_user=True, overrides=True)
+    if constraints.recompute_only:
+        inside = {o for p in constraints.recompute_only for o in names.matching("recompute_only", p)}
+        for each in graph.ops:
+            if each.id not in inside:
+                pins.pin_save(each.id, OUTSIDE, by_user=True)
+    if constraints.fsdp_units:
+        for op in _read_by_other_units(graph, names.units(constraints.fsdp_units)):
+            pins.pin_save(op, CROSSES, by_user=False)
+    for pattern in constraints.pin_recompute:
+        pins.pin_recompute(names.matching("pin_recompute", pattern), f"pin_recompute {pattern!r}")
+    return replace(
+        graph,
+        ops=tuple(
+            replace(op, must_save=pins.save.get(op.id, ""), must_recompute=op.id in pins.recompute)
+            for op in graph.ops
+        ),
+    )
+
+
+def _read_by_other_units(graph: Graph, units: Sequence[tuple[str, ...]]) -> Iterator[OpId]:
+    for op in graph.ops:
+        readers = (r for w in op.writes for r in graph.versions[w].readers)
+        if any(units[r] != units[op.id] for r in readers):
+            yield op.id
+
+
+def _with_gradients(graph: Graph, profile: Profile | Graph, gradients: Gradients) -> Graph:
+    if gradients == "as profiled":
+        return graph
+    if isinstance(profile, Graph):
+        raise InvalidConstraints(
+            f"gradients must be 'as profiled' for a Graph, which does not tell gradients apart, got "
+            f"{gradients!r}; pass a Profile"
+        )
+    existing, created = profile.static.gradients, profile.gradient_nbytes
+    if gradients == "absent" and existing:
+        raise InvalidConstraints(
+            f"gradients must not be 'absent' for this profile, in whose step {format_bytes(existing)} of "
+            "gradients existed already; profile after optimizer.zero_grad(set_to_none=True)"
+        )
+    if gradients == "absent":
+        return graph
+    return replace(
+        graph, static_bytes=graph.static_bytes + created, closing_bytes=graph.closing_bytes - created
+    )
