@@ -20,7 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from autoac.api.error_mapping import headers_of, problem_of
 from autoac.api.errors import JobFailed, ServiceError
+from autoac.api.plot_maker import PlotMaker
 from autoac.api.problems import MEDIA_TYPE, URN, ProblemResponse, schemas
+from autoac.api.request_reader import RequestReader
 from autoac.api.requests import FloorRequest, FrontierRequest, PolicyRequest
 from autoac.api.routes import ROUTERS
 from autoac.api.routes.aliases import AliasRequest
@@ -29,12 +31,15 @@ from autoac.api.routes.results import FloorView, FrontierView, JobResult
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
 from autoac.api.settings import Settings
+from autoac.api.solving import EmbeddedWorker, embedded_worker
 from autoac.api.solving.child_process import Solver, SpawnedSolver
-from autoac.api.solving.job_runner import Runner
-from autoac.api.solving.queue import enqueue_with
+from autoac.api.solving.job_runner import JobRunner
+from autoac.api.storage import queue_of
 from autoac.api.storage.database import AWAY, Database, DatabaseNotReady, cause_of
-from autoac.api.storage.job_store import Jobs
-from autoac.api.storage.keys import Doorkeeper
+from autoac.api.storage.job_requests import JobRequests
+from autoac.api.storage.job_runs import JobRuns
+from autoac.api.storage.job_store import JobStore
+from autoac.api.storage.keys import Authenticator
 from autoac.api.telemetry.logs import RequestLog
 from autoac.api.telemetry.metrics import Metrics
 from autoac.planner.errors import PlannerError
@@ -127,49 +132,53 @@ def create_app(
     settings: Settings,
     solver: Solver | None = None,
     database: Database | None = None,
-    on_runner_end: Callable[[], None] = lambda: None,
+    on_worker_failure: Callable[[], None] = lambda: None,
 ) -> FastAPI:
-    """The service as an ASGI app. Its lifespan opens the database and, where it is embedded, the runner.
+    """Return the service as an ASGI app. Its lifespan opens the database and runs the embedded worker.
 
     Args:
-        settings: how it runs.
-        solver: what reads and solves; by default a child process for each body.
-        database: where everything is kept; by default that of the settings.
-        on_runner_end: called if the embedded runner ends by an error; /livez is 503 from then on.
+        settings: the configuration.
+        solver: reads and solves requests; by default in a child process for each body.
+        database: the storage; by default the database of the settings.
+        on_worker_failure: called if the embedded worker ends by a bug; /livez is 503 from then on.
 
     Raises:
-        InvalidSettings: the settings name no database that can be used.
+        InvalidSettings: the settings name no usable database.
     """
-    solver = solver or SpawnedSolver(
-        settings.solve_time_limit_s, settings.solve_grace_s, settings.solve_memory_bytes
-    )
+    solver = solver or SpawnedSolver.of(settings)
     database = database or Database(settings.url)
-    metrics = Metrics()
-    jobs = Jobs(database, settings, enqueue_with(database, settings))
-    runner = Runner(settings, database, jobs, solver, metrics) if settings.runs_embedded else None
+    queue, metrics = queue_of(database), Metrics()
+    reader = RequestReader(settings, solver)
+    runner = JobRunner(settings, JobRuns(database, settings, queue), solver, metrics)
     service = Service(
         settings=settings,
         database=database,
-        jobs=jobs,
-        solver=solver,
+        jobs=JobStore(database),
+        requests=JobRequests(database, settings, queue),
         metrics=metrics,
-        doors=Doorkeeper(settings, database),
-        runner=runner,
-        slots=anyio.Semaphore(settings.reads_at_once),
+        authenticator=Authenticator(settings, database),
+        reader=reader,
+        plots=PlotMaker(database, reader),
+        worker=embedded_worker(database, runner) if settings.runs_embedded else None,
     )
+
+    async def run_jobs(worker: EmbeddedWorker) -> None:
+        try:
+            await worker.serve()
+        except Exception as error:
+            log.critical("the runner has ended; this process needs a restart", exc_info=error)
+            service.worker_failed = True
+            on_worker_failure()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        prepare = database.upgrade if database.is_sqlite else lambda: _look(database)
+        prepare = database.upgrade if database.is_sqlite else lambda: _warn_unless_ready(database)
         await to_thread.run_sync(prepare)
         async with anyio.create_task_group() as group:
-            if runner is not None:
-                group.start_soon(runner.serve, on_runner_end)
+            if service.worker is not None:
+                group.start_soon(run_jobs, service.worker)
             yield
             group.cancel_scope.cancel()
-        if runner is not None:
-            with suppress(*AWAY):
-                await to_thread.run_sync(runner.gone)
         database.close()
 
     # No docs pages: FastAPI's load their scripts from elsewhere.
@@ -192,8 +201,8 @@ def create_app(
     return app
 
 
-def _look(database: Database) -> None:
-    """Say at the start what /readyz will say: the tables of PostgreSQL are `autoac db upgrade`'s."""
+def _warn_unless_ready(database: Database) -> None:
+    """Log at the start what /readyz will report; `autoac db upgrade` creates the tables of PostgreSQL."""
     try:
         database.check()
     except DatabaseNotReady as error:

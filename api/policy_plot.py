@@ -31,13 +31,13 @@ OUTLINE = 400  # moments of a point's memory that are drawn
 LEVEL = 6  # of gzip: a fourth of the JSON, in hundredths of a second
 
 
-def drawing_body(profile: bytes, policy: bytes) -> bytes:
+def plot_body(profile: bytes, policy: bytes) -> bytes:
     """The body that a child gets: both in their published forms, in one object."""
     return b'{"profile": ' + profile + b', "policy": ' + policy + b"}"
 
 
-def draw_body(body: bytes) -> bytes:
-    """The drawing of a `drawing_body`.
+def plot_from_body(body: bytes) -> bytes:
+    """The drawing of a `plot_body`.
 
     Raises:
         OtherProfile: the policy was not made from this profile.

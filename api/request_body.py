@@ -24,14 +24,14 @@ PIECE = 256  # bytes decoded at a time: at most 64 blocks of 128 KiB, so a bomb 
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class EncodedBody:
     """A body as it was sent."""
 
     coding: str  # "identity" or "zstd"
     content: bytes
 
 
-async def receive_body(request: Request, settings: Settings, most_bytes: int | None = None) -> Sent:
+async def receive_body(request: Request, settings: Settings, most_bytes: int | None = None) -> EncodedBody:
     """Return the body of a request that says it is JSON.
 
     Args:
@@ -58,26 +58,26 @@ async def receive_body(request: Request, settings: Settings, most_bytes: int | N
             content += chunk
     if scope.cancelled_caught:
         raise BodyTooSlow(f"the body was not there after {settings.body_timeout_s:g} s")
-    return Sent(coding, bytes(content))
+    return EncodedBody(coding, bytes(content))
 
 
-def decode_body(sent: Sent, most_bytes: int) -> bytes:
+def decode_body(body: EncodedBody, most_bytes: int) -> bytes:
     """Return what a body says. Takes up to a tenth of a second: call it in a thread.
 
     Raises:
         BodyTooLarge: more than `most_bytes` decoded, or more than `MOST_RATIO` for each byte that was sent.
         Undecodable: it is not what its content coding says.
     """
-    most = min(most_bytes, max(ANY_RATIO, MOST_RATIO * len(sent.content)))
-    if sent.coding == "identity":
-        if len(sent.content) > most:
+    most = min(most_bytes, max(ANY_RATIO, MOST_RATIO * len(body.content)))
+    if body.coding == "identity":
+        if len(body.content) > most:
             raise BodyTooLarge("decoded", most)
-        return sent.content
+        return body.content
     decoder = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj()
     plain = bytearray()
     try:
-        for start in range(0, len(sent.content), PIECE):
-            plain += decoder.decompress(sent.content[start : start + PIECE])
+        for start in range(0, len(body.content), PIECE):
+            plain += decoder.decompress(body.content[start : start + PIECE])
             if len(plain) > most:
                 raise BodyTooLarge("decoded", most)
     except zstandard.ZstdError:

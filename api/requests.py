@@ -136,7 +136,7 @@ REQUESTS: Mapping[Kind, type[SolveRequest]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TakenProfile:
+class ParsedProfile:
     """A profile that was checked, as it is stored."""
 
     digest: str
@@ -150,7 +150,7 @@ class TakenProfile:
     content: bytes = field(repr=False)  # the published form, zstd
 
     @classmethod
-    def of(cls, profile: Profile) -> TakenProfile:
+    def of(cls, profile: Profile) -> ParsedProfile:
         """Raises: MalformedProfile: a name holds what no database stores as text."""
         for name, value in (("model", profile.model), ("device_name", profile.environment.device_name)):
             if "\0" in value:
@@ -170,11 +170,11 @@ class TakenProfile:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ParsedRequest:
     """A request that was checked: a profile or the digest of one, and what is wanted of it."""
 
     kind: Kind
-    profile: TakenProfile | None
+    profile: ParsedProfile | None
     profile_digest: str
     options: dict[str, Any]
 
@@ -251,7 +251,7 @@ def read_request(kind: Kind, body: bytes) -> SolveRequest:
         raise MalformedRequest(complaints(error)) from None
 
 
-def take(kind: Kind, body: bytes, most_seconds: float) -> Taken:
+def parse_request(kind: Kind, body: bytes, most_seconds: float) -> ParsedRequest:
     """Check a decoded body and split it.
 
     Args:
@@ -266,13 +266,13 @@ def take(kind: Kind, body: bytes, most_seconds: float) -> Taken:
         data = read_json(body)
         if not isinstance(data, dict):
             raise MalformedProfile(["the body must be an object"])
-        taken = TakenProfile.of(Profile.from_data(data))
-        return Taken(kind, taken, taken.digest, {})
+        taken = ParsedProfile.of(Profile.from_data(data))
+        return ParsedRequest(kind, taken, taken.digest, {})
     request = read_request(kind, body)
-    profile = TakenProfile.of(request.profile) if request.profile is not None else None
+    profile = ParsedProfile.of(request.profile) if request.profile is not None else None
     digest = profile.digest if profile is not None else request.profile_digest
     assert digest is not None
-    return Taken(kind, profile, digest, request.options(most_seconds))
+    return ParsedRequest(kind, profile, digest, request.options(most_seconds))
 
 
 def job_body(profile: bytes, options: Mapping[str, Any]) -> bytes:

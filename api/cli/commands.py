@@ -110,16 +110,12 @@ def worker(context: typer.Context) -> None:
         from autoac.api.telemetry.logs import configure
 
         settings = Settings.load()
-        if settings.url.startswith("sqlite"):
-            raise InvalidSettings(
-                "AUTOAC_DATABASE_URL: workers need PostgreSQL; with SQLite `autoac serve` solves by itself"
-            )
         try:
-            from autoac.api.solving.worker import Worker
+            from autoac.api.solving.worker import run_worker
         except ModuleNotFoundError as error:
             raise InvalidSettings(f"workers need {error.name}; install autoac[postgres]") from None
         configure()
-        Worker(settings, context.obj).run()
+        run_worker(settings, context.obj)
 
 
 @db.command(epilog=EXIT_CODES)
@@ -145,7 +141,7 @@ def prune(
 
     from autoac.api.settings import Settings
     from autoac.api.storage.database import now
-    from autoac.api.storage.job_store import Jobs
+    from autoac.api.storage.job_store import prune_jobs
     from autoac.api.storage.keys import note
     from autoac.api.storage.registry import prunable
     from autoac.api.storage.registry import prune as prune_registry
@@ -159,8 +155,8 @@ def prune(
                     found = prunable(connection, settings)
                 deleted: dict[str, int] = {}
             else:
-                ended = Jobs(database, settings).prune(settings.keep_jobs_days)
                 with database.write() as connection:
+                    ended = prune_jobs(connection, settings.keep_jobs_days)
                     found = prune_registry(connection, settings)
                     old = audit.c.at < now() - settings.keep_audit_days * 86_400
                     lines = connection.execute(delete(audit).where(old)).rowcount

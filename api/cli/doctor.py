@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from autoac.api.settings import InvalidSettings, Settings
 from autoac.api.solving.child_process import SpawnedSolver
-from autoac.api.solving.job_runner import alive
+from autoac.api.storage import queue_of
 from autoac.api.storage.database import Database, DatabaseNotReady, DatabaseReadOnly, cause_of
 from autoac.api.storage.keys import any_key
 
@@ -82,11 +82,14 @@ def _database(settings: Settings, database: Database) -> Iterator[Finding]:
         "there are keys" if has_keys else "a token" if settings.token else "none; loopback needs none",
         "" if safe else "run `autoac keys create NAME --scope admin`, or set AUTOAC_TOKEN",
     )
-    count = alive(database, settings.lease_s)
-    if count or settings.runs_embedded:
-        yield Finding("runners", True, f"{count} were heard of lately")
+    with database.read() as connection:
+        count = queue_of(database).worker_count(connection, settings.lease_s)
+    if settings.runs_embedded:
+        yield Finding("runners", True, "`autoac serve` runs jobs by itself")
+    elif count:
+        yield Finding("runners", True, f"{count} workers have a recent heartbeat")
     else:
-        yield Finding("runners", False, "nobody solves", "start `autoac worker`")
+        yield Finding("runners", False, "no worker has a recent heartbeat", "start `autoac worker`")
 
 
 def _write(database: Database) -> Finding:
@@ -111,7 +114,7 @@ def _solver(settings: Settings) -> Finding:
 
     solver = SpawnedSolver(settings.solve_time_limit_s, CHILD_S, settings.solve_memory_bytes)
     try:
-        anyio.run(solver.take, Kind.POLICY, b"{}")
+        anyio.run(solver.parse_request, Kind.POLICY, b"{}")
     except MalformedRequest:
         return Finding("solver", True, "a child starts and answers")
     except ServiceError as error:

@@ -45,14 +45,14 @@ def serve(
     check_reach(settings, database)
     _raise_open_files()
     protocol: Any = partial(HeadLimitedProtocol, head_timeout_s=settings.head_timeout_s)
-    ended = False
+    failed = False
 
-    def end() -> None:
-        nonlocal ended
-        ended = server.should_exit = True
+    def on_failure() -> None:
+        nonlocal failed
+        failed = server.should_exit = True
 
     config = uvicorn.Config(
-        create_app(settings, solver, database, end),
+        create_app(settings, solver, database, on_failure),
         host=settings.host,
         port=settings.port,
         server_header=False,
@@ -65,7 +65,7 @@ def serve(
     server = uvicorn.Server(config)
     with suppress(KeyboardInterrupt):  # it has stopped as told
         server.run()
-    if ended or not server.started:
+    if failed or not server.started:
         raise SystemExit(1)
 
 

@@ -39,9 +39,9 @@ class Needs(SecurityBase):
         OtherHost: no key is needed, but not under this name."""
         service, given = await service_of(request), await _BEARER(request)
         secret = None if given is None else given.credentials
-        caller = service.doors.remembered(secret)
+        caller = service.authenticator.remembered(secret)
         if caller is None:
-            caller = await to_thread.run_sync(service.doors.caller, secret)
+            caller = await to_thread.run_sync(service.authenticator.caller, secret)
         request.scope["state"]["caller"] = caller.name
         if caller is LOOPBACK and not service.settings.answers_to(request.headers.get("host", "")):
             raise OtherHost(

@@ -116,7 +116,7 @@ async def put_alias(
 ) -> AliasView:
     """Only from the state that the request was made for; of two at once, one gets 412."""
     expected = expected_revision(if_match, if_none_match)
-    wanted = read_json(await service.small_body(request))
+    wanted = read_json(await service.reader.small_body(request))
     try:
         asked = AliasRequest.model_validate(wanted)
     except ValidationError as error:

@@ -12,7 +12,6 @@ from autoac.api.routes.access import Needs, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import problems
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import AuditLine, audit_lines
-from autoac.api.solving.job_runner import alive
 from autoac.api.storage.database import AWAY, DatabaseNotReady, DatabaseReadOnly
 from autoac.api.storage.keys import Scope
 from autoac.api.telemetry.metrics import MEDIA_TYPE
@@ -52,7 +51,7 @@ class Version(BaseModel):
 )
 async def livez(service: ServiceOf, response: Response) -> Alive:
     """Answers while solves run, without asking the database. Needs no key."""
-    if service.runner is not None and service.runner.ended:
+    if service.worker_failed:
         response.status_code = 503
         return Alive(status="runner ended")
     return Alive()
@@ -70,7 +69,7 @@ async def readyz(service: ServiceOf, response: Response) -> Readiness:
         try:
             service.database.check()
             service.database.check_writable()
-            solving = alive(service.database, service.settings.lease_s)
+            solving = service.worker_count()
         except DatabaseNotReady:
             return "ok", "failed", "failed"
         except (DatabaseReadOnly, *AWAY):
@@ -107,7 +106,7 @@ async def metrics(service: ServiceOf) -> Response:
     """This process's counters, and the jobs and runners that the database knows of."""
 
     def look() -> tuple[dict[str, int], int]:
-        return service.jobs.depth(), alive(service.database, service.settings.lease_s)
+        return service.jobs.count_by_state(), service.worker_count()
 
     depth, runners = await to_thread.run_sync(look)
     return Response(service.metrics.text(depth, runners), media_type=MEDIA_TYPE)

@@ -30,7 +30,7 @@ from autoac.api.routes.views import JobView
 from autoac.api.service import Service
 from autoac.api.storage.database import AWAY
 from autoac.api.storage.event_feed import LOOK_S, EventFeed
-from autoac.api.storage.job_store import RETRY_AFTER_S, Job, State
+from autoac.api.storage.job_store import RETRY_AFTER_S, Job, JobState
 from autoac.api.storage.keys import Scope
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -44,7 +44,7 @@ async def get_jobs(
     service: ServiceOf,
     caller: Reader,
     piece: PieceOf,
-    state: State | None = None,
+    state: JobState | None = None,
     kind: Literal[Kind.POLICY, Kind.FRONTIER, Kind.FLOOR] | None = None,
     profile: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Its digest.")] = None,
 ) -> Page[JobView]:
@@ -109,7 +109,7 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
 )
 async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: Reader) -> Response:
     """As the pages of this release draw it; other releases may have other members."""
-    drawn = await to_thread.run_sync(service.jobs.drawing, id)
+    drawn = await to_thread.run_sync(service.jobs.plot, id)
     headers = {"Cache-Control": "private, max-age=3600", "Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
         return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
@@ -127,7 +127,7 @@ async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Pl
         job = service.jobs.get(id)
         if caller.scope < Scope.ADMIN and job.owner != caller.name:
             raise Forbidden("only the key that asked for a job, or one with the scope admin, cancels it")
-        cancelled = service.jobs.cancel(id)
+        cancelled = service.requests.cancel(id)
         service.note(caller, "cancel job", id, request)
         return JobView.of(cancelled, service.jobs.progress(id))
 

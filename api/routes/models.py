@@ -100,7 +100,7 @@ async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader)
 )
 async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner) -> ModelView:
     """A name for people, such as `llama-70b, 8k tokens`; nothing else goes by it."""
-    wanted = read_json(await service.small_body(request))
+    wanted = read_json(await service.reader.small_body(request))
     try:
         name = NameRequest.model_validate(wanted).name.strip()
     except ValidationError as error:

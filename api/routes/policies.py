@@ -31,7 +31,7 @@ from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import PolicyView
 from autoac.api.service import Service
 from autoac.api.storage.keys import note
-from autoac.api.storage.plot_cache import drawn_by, read_drawing
+from autoac.api.storage.plot_cache import plot_version, read_plot
 from autoac.api.storage.registry import (
     PolicyOptions,
     delete_policy,
@@ -148,7 +148,7 @@ async def get_policies(
             return look(connection)
 
     few = fingerprint is not None and budget is not None
-    return json_text(await (service.glance(look) if few else to_thread.run_sync(read)))
+    return json_text(await (service.read_on_loop(look) if few else to_thread.run_sync(read)))
 
 
 @router.head(
@@ -219,7 +219,7 @@ async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyVie
 async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
     """As the pages of this release draw it (docs/pictures.md); other releases may have other members."""
 
-    tag = etag(f"{id}-{drawn_by()[:16]}")
+    tag = etag(f"{id}-{plot_version()[:16]}")
     # Weak, since the same drawing is sent with and without gzip.
     headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", "Vary": "Accept-Encoding"}
     known = matches(request.headers.get("if-none-match"), tag)
@@ -227,13 +227,13 @@ async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: 
     def look() -> bytes | None:
         with service.database.read() as connection:
             get_policy(connection, id)
-            return None if known else read_drawing(connection, id)
+            return None if known else read_plot(connection, id)
 
     drawn = await to_thread.run_sync(look)
     if known:
         return Response(status_code=304, headers=headers)
     if drawn is None:
-        drawn = await service.draw(request, id)
+        drawn = await service.plots.plot(request, id)
     if "gzip" in request.headers.get("accept-encoding", ""):
         return json_text(drawn, headers=headers | {"Content-Encoding": "gzip"})
     return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
@@ -297,12 +297,12 @@ async def _drawn(request: Request, service: Service, id: str) -> bytes | None:
 
     def look() -> bytes | None:
         with service.database.read() as connection:
-            return read_drawing(connection, id)
+            return read_plot(connection, id)
 
     found = await to_thread.run_sync(look)
     if found is None:
         with suppress(NotFound, PlannerError, SolverDied, SolveTimedOut):
-            found = await service.draw(request, id)
+            found = await service.plots.plot(request, id)
     return found
 
 

@@ -8,7 +8,7 @@ from sqlalchemy.exc import IntegrityError
 
 from autoac.api.errors import MalformedRequest
 from autoac.api.problems import InvalidProblem, Problem, VersionProblem
-from autoac.api.requests import Kind, TakenProfile
+from autoac.api.requests import Kind, ParsedProfile
 from autoac.api.routes.access import Admin, Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
     BODY,
@@ -54,7 +54,7 @@ async def post_profile(
     request: Request, response: Response, service: ServiceOf, caller: Planner
 ) -> ProfileView:
     """201 for a new one, 200 for one that was there; the same content has the same digest."""
-    taken = await service.take(request, Kind.PROFILE)
+    taken = await service.reader.parse_request(request, Kind.PROFILE)
     assert taken.profile is not None
     return await _keep(service, taken.profile, caller, request, response)
 
@@ -70,7 +70,7 @@ async def put_profile(
     digest: Digest, request: Request, response: Response, service: ServiceOf, caller: Planner
 ) -> ProfileView:
     """As POST, and refuses a body of another digest."""
-    taken = await service.take(request, Kind.PROFILE)
+    taken = await service.reader.parse_request(request, Kind.PROFILE)
     assert taken.profile is not None
     if taken.profile_digest != digest:
         raise MalformedRequest([f"path.digest: the body's is {taken.profile_digest}"])
@@ -78,7 +78,7 @@ async def put_profile(
 
 
 async def _keep(
-    service: Service, taken: TakenProfile, caller: Caller, request: Request, response: Response
+    service: Service, taken: ParsedProfile, caller: Caller, request: Request, response: Response
 ) -> ProfileView:
     def keep() -> tuple[bool, ProfileView]:
         try:

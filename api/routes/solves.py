@@ -35,7 +35,7 @@ from autoac.api.routes.openapi_helpers import (
 )
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
-from autoac.api.storage.job_store import RETRY_AFTER_S, State
+from autoac.api.storage.job_store import RETRY_AFTER_S, JobState
 from autoac.api.storage.keys import Caller
 
 router = APIRouter(prefix="/v1", tags=["solves"])
@@ -120,15 +120,15 @@ async def create_floor(request: Request, service: ServiceOf, caller: Planner) ->
 
 
 async def _solved(request: Request, service: Service, caller: Caller, kind: Kind) -> Response:
-    taken = await service.take(request, kind)
+    parsed = await service.reader.parse_request(request, kind)
     fresh = "no-cache" in request.headers.get("cache-control", "").lower()
     wanted = preferred_wait(request.headers.getlist("prefer"))
     seconds = service.settings.wait_s if wanted is None else min(wanted, service.settings.max_wait_s)
     began = time.monotonic()
-    job = await service.submit(taken, caller, fresh=fresh)
+    job = await service.submit(parsed, caller, fresh=fresh)
     job = await service.wait(request, job, seconds)
-    if job.state is State.CANCELLED and job.owner != caller.name:  # for its owner, and not for this caller
-        job = await service.submit(taken, caller, fresh=fresh)
+    if job.state is JobState.CANCELLED and job.owner != caller.name:  # for its owner, and not for this caller
+        job = await service.submit(parsed, caller, fresh=fresh)
         job = await service.wait(request, job, max(0.0, seconds - (time.monotonic() - began)))
     applied = {} if wanted is None else {"Preference-Applied": f"wait={math.floor(seconds)}"}
     if not job.final:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, select
 
 from autoac.api.requests import Kind
-from autoac.api.storage.job_store import Job, State
+from autoac.api.storage.job_store import Job, JobState
 from autoac.api.storage.registry import Alias, Move, StoredPolicy, StoredProfile
 from autoac.api.storage.tables import audit
 
@@ -108,7 +108,7 @@ class JobView(View):
 
     id: str
     kind: Kind
-    state: State
+    state: JobState
     profile_digest: str
     options: dict[str, Any]
     owner: str

@@ -26,8 +26,8 @@ from types import FrameType
 from typing import BinaryIO
 
 from autoac.api.errors import ServiceError, SolverDied
-from autoac.api.policy_plot import draw, draw_body, outline
-from autoac.api.requests import Answer, Kind, Planner, Taken, answer, take
+from autoac.api.policy_plot import draw, outline, plot_from_body
+from autoac.api.requests import Answer, Kind, ParsedRequest, Planner, answer, parse_request
 from autoac.planner.errors import PlannerError
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
@@ -53,15 +53,15 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
     faulthandler.enable()  # a crash in native code says where, in the service's log
     outlet = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a solver prints from C belongs in the log, not in the answer
-    outcome: Answer | bytes | Taken | Exception
+    outcome: Answer | bytes | ParsedRequest | Exception
     try:
         body = sys.stdin.buffer.read()
-        if verb == "take":
-            outcome = take(kind, body, most_seconds)
+        if verb == "parse":
+            outcome = parse_request(kind, body, most_seconds)
         elif verb == "draw":
-            outcome = draw_body(body)
+            outcome = plot_from_body(body)
         else:
-            told = Teller(outlet)
+            told = ProgressWriter(outlet)
             draws = verb == "answer-and-draw"
             outcome = answer(
                 kind,
@@ -115,7 +115,7 @@ def frame(outlet: BinaryIO, letter: bytes, content: bytes) -> None:
     outlet.flush()
 
 
-class Teller:
+class ProgressWriter:
     """An `OnProgress` that writes a frame now and then, and the last thing it heard at the end."""
 
     def __init__(self, outlet: BinaryIO) -> None:

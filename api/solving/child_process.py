@@ -27,25 +27,26 @@ import anyio
 from anyio.abc import ByteReceiveStream, ByteSendStream, Process
 
 from autoac.api.errors import SolverDied, SolveTimedOut
-from autoac.api.requests import Answer, Kind, Taken
+from autoac.api.requests import Answer, Kind, ParsedRequest
+from autoac.api.settings import Settings
 
-OnTold = Callable[[dict[str, Any]], None]
+OnJobProgress = Callable[[dict[str, Any]], None]
 """Called with each piece of progress: incumbent, bound, gap, seconds; None for what is not there yet."""
 
 
-Outcome = Answer | bytes | Taken
+Outcome = Answer | bytes | ParsedRequest
 """What a child gives: an answer, a drawing, or a request that was checked."""
 
 
 class Solver(Protocol):
     """Reads requests and solves them, outside of this process or, in tests, in it."""
 
-    async def take(self, kind: Kind, body: bytes) -> Taken:
+    async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:
         """As `request.take`. Raises what that does, and SolveTimedOut, SolverDied."""
         ...
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         """As `request.answer`, with time for so many solves; raises what `take` does.
 
@@ -54,7 +55,7 @@ class Solver(Protocol):
         ...
 
     async def draw(self, body: bytes) -> bytes:
-        """As `drawing.draw_body`; raises what that does, and SolveTimedOut, SolverDied."""
+        """As `drawing.plot_from_body`; raises what that does, and SolveTimedOut, SolverDied."""
         ...
 
 
@@ -73,13 +74,18 @@ class SpawnedSolver:
     memory_bytes: int  # of the child's address space
     command: Sequence[str] = CHILD
 
-    async def take(self, kind: Kind, body: bytes) -> Taken:
-        taken = await self._run("take", kind, body, self.grace_s, lambda progress: None)
-        assert isinstance(taken, Taken)
-        return taken
+    @classmethod
+    def of(cls, settings: Settings) -> SpawnedSolver:
+        """Return the solver with the limits of the settings."""
+        return cls(settings.solve_time_limit_s, settings.solve_grace_s, settings.solve_memory_bytes)
+
+    async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:
+        parsed = await self._run("parse", kind, body, self.grace_s, lambda progress: None)
+        assert isinstance(parsed, ParsedRequest)
+        return parsed
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         limit = self.time_limit_s * solves + self.grace_s
         made = await self._run("answer-and-draw" if draws else "answer", kind, body, limit, told)
@@ -91,7 +97,7 @@ class SpawnedSolver:
         assert isinstance(drawn, bytes)
         return drawn
 
-    async def _run(self, verb: str, kind: Kind, body: bytes, limit: float, told: OnTold) -> Outcome:
+    async def _run(self, verb: str, kind: Kind, body: bytes, limit: float, told: OnJobProgress) -> Outcome:
         arguments = [verb, kind.value, str(os.getpid()), str(self.memory_bytes), str(self.time_limit_s)]
         with anyio.move_on_after(limit):
             async with _child([*self.command, *arguments]) as process:
@@ -128,7 +134,7 @@ async def _feed(stdin: ByteSendStream, body: bytes) -> None:
         await stdin.aclose()
 
 
-async def _listen(stdout: ByteReceiveStream, told: OnTold) -> bytes:
+async def _listen(stdout: ByteReceiveStream, told: OnJobProgress) -> bytes:
     """The content of the last frame; each piece of progress goes to `told`. Empty where none was whole."""
     buffer = bytearray()
     async for chunk in stdout:

@@ -103,7 +103,7 @@ class Database:
             yield connection
 
     @contextmanager
-    def glance(self) -> Iterator[Connection]:
+    def read_on_loop(self) -> Iterator[Connection]:
         """As `read`, for a few rows by an index, on the event loop itself: on SQLite that takes less than to
         hand it to a thread. Its connection is its own, so it waits for no thread and for no writer.
         """
@@ -145,8 +145,6 @@ class Database:
             config.set_main_option("script_location", str(MIGRATIONS))
             config.attributes["connection"] = connection
             alembic_upgrade(config, "head")
-            if not self.is_sqlite:
-                _install_queue(connection)
 
     def exists(self) -> bool:
         """Return False if SQLite's file is not there yet. A PostgreSQL database always exists."""
@@ -296,11 +294,3 @@ def _postgresql(url: URL) -> Engine:
         raise InvalidSettings(
             "AUTOAC_DATABASE_URL: PostgreSQL needs psycopg; install autoac[postgres]"
         ) from None
-
-
-def _install_queue(connection: Connection) -> None:
-    """procrastinate's own tables; from its package, which alone knows them."""
-    from procrastinate.schema import SchemaManager
-
-    if connection.scalar(text("SELECT to_regclass('procrastinate_jobs')")) is None:
-        connection.exec_driver_sql(SchemaManager.get_schema().replace("%", "%%"))

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from anyio import to_thread
 
-from autoac.api.storage.job_store import Event, Jobs
+from autoac.api.storage.job_store import JobEvent, JobStore
 
 LOOK_S = 0.25  # between two looks for events
 
@@ -17,9 +17,9 @@ LOOK_S = 0.25  # between two looks for events
 class EventFeed:
     """The events of one job from its first. Listeners call `look` as often as they like, and read `after`."""
 
-    def __init__(self, jobs: Jobs, id: str) -> None:
+    def __init__(self, jobs: JobStore, id: str) -> None:
         self._jobs, self._id = jobs, id
-        self._events: list[Event] = []
+        self._events: list[JobEvent] = []
         self._looking, self._looked_at = False, -math.inf
         self.ended = False  # there will be no more
 
@@ -37,7 +37,7 @@ class EventFeed:
         finally:
             self._looking, self._looked_at = False, time.monotonic()
 
-    def after(self, number: int) -> list[Event]:
+    def after(self, number: int) -> list[JobEvent]:
         """Return the events after the one of that number, in order."""
         return self._events[bisect_right(self._events, number, key=attrgetter("number")) :]
 

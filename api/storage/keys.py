@@ -105,7 +105,7 @@ def note(connection: Connection, who: str, action: str, subject: str, request_id
     )
 
 
-class Doorkeeper:
+class Authenticator:
     """Tells who asks. Remembers for a few seconds what the database said, since every request asks it."""
 
     def __init__(self, settings: Settings, database: Database) -> None:

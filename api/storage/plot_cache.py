@@ -20,7 +20,7 @@ from autoac.api.storage.tables import drawings
 
 
 @lru_cache(maxsize=1)
-def drawn_by() -> str:
+def plot_version() -> str:
     """Return the SHA-256 of the code that draws: another release may draw a policy otherwise."""
     digest = hashlib.sha256()
     sources = [*Path(autoac.planner.__path__[0]).rglob("*.py"), Path(policy_plot.__file__)]
@@ -29,14 +29,16 @@ def drawn_by() -> str:
     return digest.hexdigest()
 
 
-def read_drawing(connection: Connection, policy: str) -> bytes | None:
+def read_plot(connection: Connection, policy: str) -> bytes | None:
     """The drawing of a policy, as `drawing.draw` gives it; None where this release has none of it."""
     return connection.scalar(
-        select(drawings.c.content).where(drawings.c.policy_id == policy, drawings.c.drawn_by == drawn_by())
+        select(drawings.c.content).where(
+            drawings.c.policy_id == policy, drawings.c.drawn_by == plot_version()
+        )
     )
 
 
-def keep_drawing(connection: Connection, policy: str, drawn: bytes, most_bytes: int) -> None:
+def store_plot(connection: Connection, policy: str, drawn: bytes, most_bytes: int) -> None:
     """Keep the drawing of a policy in place of any other of it, and of all drawings the newest `most_bytes`.
 
     Where the policy was deleted, or somebody else keeps a drawing of it right now, nothing is done.
@@ -45,7 +47,7 @@ def keep_drawing(connection: Connection, policy: str, drawn: bytes, most_bytes: 
     with suppress(IntegrityError), connection.begin_nested():
         connection.execute(
             insert(drawings).values(
-                policy_id=policy, drawn_by=drawn_by(), drawn_at=now(), nbytes=len(drawn), content=drawn
+                policy_id=policy, drawn_by=plot_version(), drawn_at=now(), nbytes=len(drawn), content=drawn
             )
         )
     newest_first = (drawings.c.drawn_at.desc(), drawings.c.policy_id)

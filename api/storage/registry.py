@@ -31,7 +31,7 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.errors import InUse, NotFound, PreconditionFailed
-from autoac.api.requests import TakenProfile
+from autoac.api.requests import ParsedProfile
 from autoac.api.settings import Settings
 from autoac.api.storage.database import now
 from autoac.api.storage.tables import (
@@ -155,7 +155,7 @@ _MOVE = tuple(alias_moves.c[name] for name in Move.__slots__)
 # --- profiles -------------------------------------------------------------------------------------------
 
 
-def add_profile(connection: Connection, taken: TakenProfile, who: str) -> bool:
+def add_profile(connection: Connection, taken: ParsedProfile, who: str) -> bool:
     """Keep a profile; False if it was there. Raises IntegrityError when somebody else stores it right now."""
     if connection.scalar(select(profiles.c.number).where(profiles.c.digest == taken.digest)) is not None:
         return False

@@ -147,8 +147,7 @@ jobs = Table(
     Column("created_at", Double, nullable=False),
     Column("started_at", Double, nullable=True),
     Column("finished_at", Double, nullable=True),
-    Column("runner", Text, nullable=True),  # who runs it
-    Column("lease_until", Double, nullable=True),
+    Column("queue_id", BigInteger, nullable=True),  # the entry of procrastinate that delivers it
     Column("policy_id", Digest, nullable=True),
     Column("result", LargeBinary, nullable=True),  # of a frontier or a floor: JSON, zstd
     Column("problem", Text, nullable=True),  # of a failure: the problem document
@@ -174,14 +173,6 @@ job_events = Table(
     Column("kind", String(16), nullable=False),  # "state" or "progress"
     Column("data", Text, nullable=False),  # JSON
     sqlite_autoincrement=True,
-)
-
-runners = Table(
-    "runners",
-    metadata,
-    Column("name", Text, primary_key=True),
-    Column("started_at", Double, nullable=False),
-    Column("seen_at", Double, nullable=False),
 )
 
 keys = Table(

@@ -18,10 +18,10 @@ from typing import Any
 
 import anyio
 
-from autoac.api.policy_plot import draw, draw_body, outline
-from autoac.api.requests import Answer, Kind, Taken, answer, take
+from autoac.api.policy_plot import draw, outline, plot_from_body
+from autoac.api.requests import Answer, Kind, ParsedRequest, answer, parse_request
 from autoac.api.solving import child_main as child
-from autoac.api.solving.child_process import OnTold, SpawnedSolver
+from autoac.api.solving.child_process import OnJobProgress, SpawnedSolver
 from autoac.planner.errors import Holding, InfeasibleBudget, SolverOutOfTime
 from autoac.planner.formats.policy import Policy, Predicted, decisions, tool_versions
 from autoac.planner.formats.profile import (
@@ -213,15 +213,15 @@ class InProcess:
     plan: Callable[..., Planned]
     most_seconds: float = 120.0
 
-    async def take(self, kind: Kind, body: bytes) -> Taken:
-        return take(kind, body, self.most_seconds)
+    async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:
+        return parse_request(kind, body, self.most_seconds)
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         return self.solve(kind, body, told, draws)
 
-    def solve(self, kind: Kind, body: bytes, told: OnTold, draws: bool) -> Answer:
+    def solve(self, kind: Kind, body: bytes, told: OnJobProgress, draws: bool) -> Answer:
         """What `answer` gives."""
 
         def progress(now: Progress) -> None:
@@ -239,7 +239,7 @@ class InProcess:
         )
 
     async def draw(self, body: bytes) -> bytes:
-        return draw_body(body)
+        return plot_from_body(body)
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Raising(InProcess):
     error: Exception = field(default_factory=Exception)
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         raise self.error
 
@@ -264,7 +264,7 @@ class Held(InProcess):
     log: list[str] = field(default_factory=list)
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         self.log.append("began")
         told({"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1})

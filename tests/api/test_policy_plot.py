@@ -12,12 +12,12 @@ from service_fakes import MIB, InProcess, chain_profile, child_command, request,
 from sqlalchemy import func, select, update
 from starlette.testclient import TestClient
 
-from autoac.api.policy_plot import AGAIN, IDLE, KEPT, draw, drawing_body
+from autoac.api.policy_plot import AGAIN, IDLE, KEPT, draw, plot_body
 from autoac.api.requests import Answer, Kind
 from autoac.api.solving import child_main as child
-from autoac.api.solving.child_process import OnTold, SpawnedSolver
+from autoac.api.solving.child_process import OnJobProgress, SpawnedSolver
 from autoac.api.storage.database import Database
-from autoac.api.storage.plot_cache import keep_drawing, read_drawing
+from autoac.api.storage.plot_cache import read_plot, store_plot
 from autoac.api.storage.registry import PolicyOptions, add_policy
 from autoac.api.storage.tables import drawings
 from autoac.planner import plan
@@ -34,7 +34,7 @@ class Counting(InProcess):
     ahead: list[bytes | None] = field(default_factory=list)
     asked: list[bytes] = field(default_factory=list)
 
-    def solve(self, kind: Kind, body: bytes, told: OnTold, draws: bool) -> Answer:
+    def solve(self, kind: Kind, body: bytes, told: OnJobProgress, draws: bool) -> Answer:
         made = InProcess.solve(self, kind, body, told, draws)
         self.ahead.append(made.drawing)
         return made
@@ -154,13 +154,13 @@ def test_the_newest_drawings_are_kept(database: Database, profile: Profile) -> N
         ids = [add_policy(connection, policy.to_json(), "me", options) for policy in policies]
     for id, text in zip(ids, (b"12345", b"123", b"1234"), strict=True):
         with database.write() as connection:
-            keep_drawing(connection, id, text, most_bytes=7)
+            store_plot(connection, id, text, most_bytes=7)
     with database.read() as connection:
-        assert [read_drawing(connection, id) for id in ids] == [None, b"123", b"1234"]
+        assert [read_plot(connection, id) for id in ids] == [None, b"123", b"1234"]
     with database.write() as connection:
-        keep_drawing(connection, ids[1], b"123456", most_bytes=7)  # in place of what there was of it
-        keep_drawing(connection, "0" * 64, b"1", most_bytes=7)  # of a policy that was deleted
-        assert [read_drawing(connection, id) for id in ids] == [None, b"123456", None]
+        store_plot(connection, ids[1], b"123456", most_bytes=7)  # in place of what there was of it
+        store_plot(connection, "0" * 64, b"1", most_bytes=7)  # of a policy that was deleted
+        assert [read_plot(connection, id) for id in ids] == [None, b"123456", None]
 
 
 def test_where_no_drawing_is_kept_none_is_made_ahead(
@@ -179,7 +179,7 @@ async def test_a_child_draws_what_it_plans_and_what_is_stored(profile: Profile) 
     made = await solver.answer(Kind.POLICY, request(profile), lambda told: None, draws=True)
     policy = save_all(profile, budget_gb=1, time_limit_s=60.0).policy()
     assert made == Answer(policy.to_json(), draw(profile, policy))
-    assert await solver.draw(drawing_body(profile.to_json().encode(), made.text.encode())) == made.drawing
+    assert await solver.draw(plot_body(profile.to_json().encode(), made.text.encode())) == made.drawing
 
 
 def test_a_drawing_that_fails_or_takes_long_costs_no_answer(

@@ -19,7 +19,7 @@ from autoac.api import Settings
 from autoac.api.error_mapping import problem_of
 from autoac.api.errors import ServiceError
 from autoac.api.problems import ProblemResponse
-from autoac.api.request_body import Sent, decode_body, receive_body
+from autoac.api.request_body import EncodedBody, decode_body, receive_body
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
@@ -158,7 +158,7 @@ async def test_bodies_are_decoded_a_few_at_a_time_and_outside_the_event_loop(
     http = serve(reads_at_once=2)
     at_once, most, threads = [], 0, set()
 
-    def watched(sent: Sent, most_bytes: int) -> bytes:
+    def watched(sent: EncodedBody, most_bytes: int) -> bytes:
         nonlocal most
         at_once.append(1)
         most = max(most, len(at_once))

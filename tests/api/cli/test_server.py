@@ -95,9 +95,9 @@ def test_the_program_refuses_in_one_line() -> None:
 
 def test_a_runner_that_ends_by_a_bug_ends_the_process() -> None:
     code = (
-        "import autoac.api.storage.job_store as jobs, sys; from autoac.api.cli.commands import main\n"
+        "import autoac.api.storage.job_runs as runs, sys; from autoac.api.cli.commands import main\n"
         "def claim(*_): raise RuntimeError('a bug')\n"
-        "jobs.Jobs.claim = claim\n"
+        "runs.JobRuns.claim_next = claim\n"
         "sys.exit(main(['serve', '--port', '0']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

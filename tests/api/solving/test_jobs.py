@@ -16,10 +16,8 @@ from service_fakes import Held, InProcess, infeasible, out_of_time, request, sav
 from starlette.testclient import TestClient
 from waiting import until
 
-from autoac.api import Settings
-from autoac.api.requests import Answer, Kind, take
 from autoac.api.storage.database import Database
-from autoac.api.storage.job_store import Jobs, State
+from autoac.api.storage.job_store import JobStore
 from autoac.api.storage.keys import Scope, create_key
 from autoac.planner import find_frontier, plan
 from autoac.planner.formats.profile import Profile
@@ -315,8 +313,10 @@ def test_listeners_of_a_job_share_what_is_read_of_it(
     url = job_of(post(http, profile, NOW))
     until(lambda: http.get(url).json()["progress"])
     reads = []
-    read = Jobs.events
-    monkeypatch.setattr(Jobs, "events", lambda *arguments: reads.append(time.monotonic()) or read(*arguments))
+    read = JobStore.events
+    monkeypatch.setattr(
+        JobStore, "events", lambda *arguments: reads.append(time.monotonic()) or read(*arguments)
+    )
     streams = [threads.submit(http.get, f"{url}/events") for _ in range(8)]
     until(lambda: http.app.state.service.streams.total() == 8)  # type: ignore[attr-defined]
     reads.clear()
@@ -372,92 +372,3 @@ def test_the_queue_of_everybody_has_an_end(serve: Serve, profile: Profile) -> No
     until(lambda: http.get(url).json()["state"] == "running")
     post(http, profile, NOW, budget_gb=2)
     assert post(http, profile, NOW, budget_gb=3).status_code == 503
-
-
-# --- the table ------------------------------------------------------------------------------------------
-
-
-def jobs_of(database: Database, **settings: Any) -> Jobs:
-    return Jobs(database, Settings(**{"lease_s": 0.2, "attempts": 2} | settings))
-
-
-def submitted(jobs: Jobs, profile: Profile, owner: str = "me", **options: Any) -> str:
-    return jobs.submit(take(Kind.POLICY, request(profile, **options), 60.0), owner)[0].id
-
-
-def test_a_job_is_claimed_by_one(database: Database, profile: Profile, threads: ThreadPoolExecutor) -> None:
-    jobs = jobs_of(database)
-    ids = {submitted(jobs, profile, budget_gb=gb) for gb in (1, 2, 3)}
-    claimed = list(threads.map(lambda i: jobs.claim(f"runner {i}"), range(8)))
-    assert {job.id for job in claimed if job is not None} == ids
-    assert sum(job is not None for job in claimed) == 3
-
-
-def test_a_job_is_finished_once(database: Database, profile: Profile) -> None:
-    jobs = jobs_of(database)
-    id = submitted(jobs, profile)
-    first = jobs.claim("first")
-    assert first is not None
-    time.sleep(0.3)
-    assert jobs.rescue("{}") == 1  # the first was not heard of
-    second = jobs.claim("second")
-    assert second is not None
-    made = Answer(save_all(profile, budget_gb=1).policy().to_json())
-    assert not jobs.renew(first)
-    assert not jobs.succeed(first, made)
-    assert not jobs.fail(first, "{}")
-    assert not jobs.requeue(first)
-    assert jobs.get(id).state is State.RUNNING
-    assert jobs.succeed(second, made)
-    assert not jobs.succeed(second, made)
-    states = [json.loads(e.data)["state"] for e in jobs.events(id)]
-    assert states == ["queued", "running", "queued", "running", "succeeded"]
-
-
-def test_a_lease_that_is_renewed_does_not_end(database: Database, profile: Profile) -> None:
-    jobs = jobs_of(database, lease_s=1.0)
-    submitted(jobs, profile)
-    job = jobs.claim("runner")
-    assert job is not None
-    for _ in range(4):
-        time.sleep(0.4)
-        assert jobs.renew(job)
-        assert jobs.rescue("{}") == 0
-
-
-def test_a_job_that_kills_its_runners_is_given_up(database: Database, profile: Profile) -> None:
-    jobs = jobs_of(database)
-    id = submitted(jobs, profile)
-    for _ in range(2):
-        assert jobs.claim("runner") is not None
-        time.sleep(0.3)
-        assert jobs.rescue('{"status": 500}') == 1
-    assert jobs.get(id).state is State.FAILED
-    assert jobs.claim("runner") is None
-
-
-def test_a_job_given_back_is_no_attempt(database: Database, profile: Profile) -> None:
-    jobs = jobs_of(database)
-    submitted(jobs, profile)
-    for _ in range(5):
-        job = jobs.claim("runner")
-        assert job is not None
-        assert job.attempt == 1
-        assert jobs.requeue(job)
-
-
-def test_a_key_runs_only_so_many_at_once(database: Database, profile: Profile) -> None:
-    jobs = jobs_of(database, key_running=1)
-    mine = [submitted(jobs, profile, "me", budget_gb=gb) for gb in (1, 2)]
-    yours = submitted(jobs, profile, "you", budget_gb=3)
-    order = [jobs.claim("runner"), jobs.claim("runner"), jobs.claim("runner")]
-    assert [job and job.id for job in order] == [mine[0], yours, None]
-
-
-def test_final_jobs_are_forgotten_after_their_time(database: Database, profile: Profile) -> None:
-    jobs = jobs_of(database)
-    live = submitted(jobs, profile, budget_gb=1)
-    jobs.cancel(submitted(jobs, profile, budget_gb=2))
-    assert jobs.prune(days=1) == 0
-    assert jobs.prune(days=0) == 1
-    assert [job.id for job in jobs.page(limit=10)] == [live]

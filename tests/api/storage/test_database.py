@@ -22,8 +22,8 @@ from waiting import until
 
 from autoac.api import InvalidSettings, Settings, create_app
 from autoac.api.storage.database import Database, DatabaseNotReady, newest_revision, read_url
-from autoac.api.storage.job_store import Jobs
-from autoac.api.storage.tables import metadata, runners
+from autoac.api.storage.job_runs import JobRuns
+from autoac.api.storage.tables import metadata, model_names
 from autoac.planner.formats.profile import Profile
 
 JSON = {"Content-Type": "application/json"}
@@ -72,13 +72,15 @@ def test_the_databases_clock_is_the_machines_here(database: Database) -> None:
 def test_a_write_that_fails_leaves_nothing(database: Database) -> None:
     def fails() -> None:
         with database.write() as connection:
-            connection.execute(insert(runners).values(name="r", started_at=0, seen_at=0))
+            connection.execute(
+                insert(model_names).values(fingerprint="f", name="n", named_at=0, named_by="me")
+            )
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
     with database.read() as connection:
-        assert connection.execute(select(runners)).all() == []
+        assert connection.execute(select(model_names)).all() == []
 
 
 def test_the_embedded_database_is_in_wal_mode_and_enforces_its_keys(database: Database) -> None:
@@ -136,7 +138,7 @@ def test_a_service_that_starts_before_its_tables_works_once_they_are_there(
 
 def test_a_damaged_database_is_answered_with_503_and_ends_no_runner(serve: Serve, tmp_path: Path) -> None:
     http = serve()
-    runner = http.app.state.service.runner  # type: ignore[attr-defined]
+    service = http.app.state.service  # type: ignore[attr-defined]
     file = tmp_path / "service.sqlite3"
     pages = file.stat().st_size - 4096
     for log in tmp_path.glob("service.sqlite3-wal"):
@@ -149,9 +151,9 @@ def test_a_damaged_database_is_answered_with_503_and_ends_no_runner(serve: Serve
     refused = http.get("/v1/policies")
     assert (refused.status_code, refused.json()["type"]) == (503, URN + "database-away")
     assert int(refused.headers["retry-after"]) > 0
-    runner.wake()
+    service.worker.wake()
     time.sleep(0.2)
-    assert not runner.ended
+    assert not service.worker_failed
     assert answer(http, "/livez") == (200, "alive")
 
 
@@ -161,10 +163,10 @@ def test_a_runner_that_ends_by_a_bug_is_no_longer_alive(
     def claim(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Jobs, "claim", claim)
+    monkeypatch.setattr(JobRuns, "claim_next", claim)
     ended = threading.Event()
     settings = Settings(database_url=database_url, runner="embedded")
-    app = create_app(settings, InProcess(save_all), on_runner_end=ended.set)
+    app = create_app(settings, InProcess(save_all), on_worker_failure=ended.set)
     with TestClient(app, base_url="http://localhost") as http:
         assert ended.wait(60)
         assert answer(http, "/livez") == (503, "runner ended")

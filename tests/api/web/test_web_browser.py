@@ -22,7 +22,7 @@ from serving import chromium, needs_chromium, serving
 
 from autoac.api import Settings, create_app
 from autoac.api.requests import Answer, Kind
-from autoac.api.solving.child_process import OnTold
+from autoac.api.solving.child_process import OnJobProgress
 from autoac.planner import plan
 from autoac.planner.formats.profile import Profile
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
@@ -43,7 +43,7 @@ class Gated(InProcess):
     gate: Event = field(default_factory=Event)
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnTold, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         seconds = 0.0
         while not self.gate.is_set():

@@ -1,0 +1,119 @@
+"""Read the bodies of requests, within the limits on memory.
+
+A body holds a slot from its first byte until it is checked. `reads_at_once` bodies are decoded and checked at
+a time; the others wait as they were sent. So `max_sent_bytes` and `max_plain_bytes` bound the memory of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import anyio
+from anyio import to_thread
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from autoac.api.errors import Busy
+from autoac.api.request_body import SMALL, EncodedBody, decode_body, receive_body
+from autoac.api.requests import Kind, ParsedRequest, parse_request
+from autoac.api.settings import Settings
+from autoac.api.solving.child_process import Solver
+from autoac.api.storage.job_store import RETRY_AFTER_S
+
+T = TypeVar("T")
+
+REMEMBERED = 256  # parsed requests that are kept: clients repeat theirs
+
+
+class RequestReader:
+    """Receive, decode and parse bodies."""
+
+    def __init__(self, settings: Settings, solver: Solver) -> None:
+        self.settings, self.solver = settings, solver
+        self.checks = anyio.Semaphore(settings.reads_at_once)  # bodies decoded and checked at once
+        self.slots: Counter[str] = Counter()  # by caller: requests whose body is not checked yet
+        self._parsed: OrderedDict[tuple[Kind, str, bytes], ParsedRequest] = OrderedDict()
+
+    @contextmanager
+    def reserve_slot(self, request: Request) -> Iterator[None]:
+        """Reserve a slot for one body. One caller gets at most half of them, so that others get in.
+
+        Raises:
+            Busy: all slots are taken, or the caller's half is.
+        """
+        caller, most = request.state.caller, self.settings.reads_at_once + self.settings.reads_waiting
+        if self.slots.total() >= most or self.slots[caller] >= (most + 1) // 2:
+            raise Busy(RETRY_AFTER_S)
+        self.slots[caller] += 1
+        try:
+            yield
+        finally:
+            self.slots[caller] -= 1
+            self.slots += Counter()  # drops callers without a slot
+
+    async def parse_request(self, request: Request, kind: Kind) -> ParsedRequest:
+        """Return the parsed body of a request.
+
+        Raises:
+            Busy: too many bodies are being read. Also raises what `receive_body`, `decode_body` and
+                `requests.parse_request` do.
+        """
+        with self.reserve_slot(request):
+            body = await receive_body(request, self.settings)
+            return await while_connected(request, lambda: self._parse(kind, body))
+
+    async def small_body(self, request: Request) -> bytes:
+        """Return the decoded body of a request that needs few bytes.
+
+        Raises:
+            Busy: too many bodies are being read. Also raises what `receive_body` and `decode_body` do.
+        """
+        with self.reserve_slot(request):
+            body = await receive_body(request, self.settings, SMALL)
+            return await to_thread.run_sync(decode_body, body, SMALL)
+
+    async def _parse(self, kind: Kind, body: EncodedBody) -> ParsedRequest:
+        async with self.checks:
+            digest = await to_thread.run_sync(lambda: hashlib.sha256(body.content).digest())
+            key = (kind, body.coding, digest)
+            if key in self._parsed:
+                self._parsed.move_to_end(key)
+                return self._parsed[key]
+            plain = await to_thread.run_sync(decode_body, body, self.settings.max_plain_bytes)
+            if len(plain) <= SMALL:
+                most_seconds = self.settings.solve_time_limit_s
+                parsed = await to_thread.run_sync(parse_request, kind, plain, most_seconds)
+            else:
+                parsed = await self.solver.parse_request(kind, plain)
+        if parsed.profile is None or len(parsed.profile.content) <= SMALL:
+            self._parsed[key] = parsed
+            if len(self._parsed) > REMEMBERED:
+                self._parsed.popitem(last=False)
+        return parsed
+
+
+async def while_connected(request: Request, work: Callable[[], Awaitable[T]]) -> T:
+    """Return the result of `work`; cancel it if the client disconnects, so that it wastes no CPU.
+
+    Raises:
+        ClientDisconnect: the client went away. Also raises what `work` does.
+    """
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        group.cancel_scope.cancel()
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            result = await work()
+            group.cancel_scope.cancel()
+            return result
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # from `work`: `watch` raises nothing
+    raise ClientDisconnect

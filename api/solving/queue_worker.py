@@ -1,0 +1,169 @@
+"""The worker of PostgreSQL: runs the jobs that procrastinate delivers.
+
+procrastinate's worker ends when the database restarts, and does not retry the jobs of a worker that died.
+Ours begins again, and `_rescue` delivers such jobs once more. See NOTE [ Deliveries ] in job_queue.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import anyio
+import procrastinate
+import psycopg
+import structlog
+from anyio import to_thread
+from procrastinate.exceptions import AppNotOpen, ConnectorException
+from procrastinate.job_context import AbortReason
+from procrastinate.jobs import Status
+
+from autoac.api.solving.job_runner import AGAIN_S, JobRunner
+from autoac.api.storage.database import AWAY, Database, DatabaseNotReady, cause_of
+from autoac.api.storage.job_runs import OwnerBusy
+from autoac.api.storage.postgres_queue import QUEUE, TASK
+
+log = structlog.get_logger("autoac.worker")
+
+LATER_S = 2  # until a delivery is tried again whose owner is at its limit, or that met an error
+QUEUE_AWAY = (ConnectorException, AppNotOpen, psycopg.Error)
+
+
+class Stopped(Exception):
+    """The worker stops; the job was given back and is to be delivered again at once."""
+
+
+class _DeliverAgain(procrastinate.BaseRetryStrategy):
+    """Deliver again after every error. A job that a client cancelled raises CancelledError, and is over."""
+
+    def get_retry_decision(
+        self, *, exception: BaseException, job: procrastinate.jobs.Job
+    ) -> procrastinate.RetryDecision | None:
+        if isinstance(exception, asyncio.CancelledError):
+            return None
+        seconds = 0 if isinstance(exception, Stopped) else LATER_S
+        return procrastinate.RetryDecision(retry_in={"seconds": seconds})
+
+
+class QueueWorker:
+    """Run the jobs that procrastinate delivers, `solves_at_once` of them at a time."""
+
+    def __init__(self, database: Database, runner: JobRunner) -> None:
+        self.database, self.runner = database, runner
+
+    def wake(self) -> None:
+        """Do nothing: PostgreSQL notifies procrastinate of each new entry."""
+
+    async def serve(self) -> None:
+        """Run jobs until cancelled, and then give the unfinished ones back.
+
+        Restarts of the database do not end the worker.
+        """
+        await self._until_ready()
+        log.info("working", at_once=self.runner.settings.solves_at_once)
+        while True:
+            app = self._app()
+            # procrastinate shuts down in order if its task is cancelled once; anyio cancels repeatedly.
+            task = asyncio.create_task(self._work(app))
+            try:
+                await asyncio.wait([task])
+            finally:
+                if not task.done():
+                    task.cancel()
+                    with anyio.CancelScope(shield=True):
+                        await asyncio.wait([task])
+            error = task.exception()
+            if error is not None:
+                _raise_unless_away(error)
+                log.warning("the queue is away; trying again", cause=_cause(error))
+            await anyio.sleep(AGAIN_S)
+
+    async def _until_ready(self) -> None:
+        """Wait for the database and its tables, since another process may be upgrading them."""
+        warned = False
+        while True:
+            try:
+                await to_thread.run_sync(self.database.check)
+                return
+            except (DatabaseNotReady, *AWAY) as error:
+                if not warned:
+                    log.warning("waiting for the database", cause=cause_of(error))
+                warned = True
+                await anyio.sleep(AGAIN_S)
+
+    def _app(self) -> procrastinate.App:
+        url = self.database.url.set(drivername="postgresql").render_as_string(hide_password=False)
+        app = procrastinate.App(
+            # One connection renews the heartbeat, the others fetch and finish. Another one listens.
+            connector=procrastinate.PsycopgConnector(conninfo=url, min_size=1, max_size=4)
+        )
+        app.task(name=TASK, queue=QUEUE, pass_context=True, retry=_DeliverAgain())(self._deliver)
+        return app
+
+    async def _work(self, app: procrastinate.App) -> None:
+        settings = self.runner.settings
+        async with app.open_async():
+            rescue = asyncio.create_task(self._rescue(app))
+            try:
+                await app.run_worker_async(
+                    queues=[QUEUE],
+                    concurrency=settings.solves_at_once,
+                    install_signal_handlers=False,
+                    fetch_job_polling_interval=2.0,
+                    abort_job_polling_interval=1.0,
+                    delete_jobs="always",
+                    shutdown_graceful_timeout=0,
+                    update_heartbeat_interval=settings.lease_s / 3,
+                    stalled_worker_timeout=settings.lease_s,
+                )
+            finally:
+                rescue.cancel()
+
+    async def _deliver(self, context: procrastinate.JobContext, job_id: str) -> None:
+        """Run the job of an entry."""
+        queue_id = context.job.id
+        assert queue_id is not None
+        try:
+            job = await to_thread.run_sync(self.runner.runs.claim_delivered, job_id, queue_id)
+            if job is not None:
+                await self.runner.run(job)
+        except OwnerBusy:
+            raise
+        except AWAY as error:
+            log.warning("the database is away", job=job_id, cause=cause_of(error))
+            raise
+        except asyncio.CancelledError:
+            if context.abort_reason() is AbortReason.USER_REQUEST:
+                raise
+            raise Stopped from None
+
+    async def _rescue(self, app: procrastinate.App) -> None:
+        """Deliver the jobs of dead workers once more: first a new entry, then the old one goes."""
+        lease_s = self.runner.settings.lease_s
+        while True:
+            with suppress(*QUEUE_AWAY, *AWAY):  # the worker itself finds out, and says so
+                for entry in await app.job_manager.get_stalled_jobs(
+                    queue=QUEUE, task_name=TASK, seconds_since_heartbeat=lease_s
+                ):
+                    id = str(entry.task_kwargs["job_id"])
+                    if await to_thread.run_sync(self.runner.runs.requeue_interrupted, id, entry.id):
+                        log.warning("requeued a job of a worker that died", job=id)
+                        self.runner.metrics.requeued.inc()
+                    with suppress(ConnectorException):  # another worker rescued it first
+                        await app.job_manager.finish_job(entry, Status.FAILED, delete_job=True)
+            await asyncio.sleep(lease_s / 3)
+
+
+def _raise_unless_away(error: BaseException) -> None:
+    if isinstance(error, BaseExceptionGroup):
+        if error.split(QUEUE_AWAY)[1] is not None:
+            raise error
+    elif not isinstance(error, QUEUE_AWAY):
+        raise error
+
+
+def _cause(error: BaseException) -> str:
+    """Return what the database said, in one line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return cause_of(error.__cause__ or error)

@@ -1,0 +1,78 @@
+"""The embedded worker of SQLite: claims jobs from the table, which no other process does.
+
+Since nobody else runs jobs, there is no lease to renew: a job that is running when the worker starts was
+interrupted, and is queued again at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from autoac.api.solving.job_runner import JobRunner, retry_while_away, wait_for_database
+from autoac.api.storage.job_store import Job
+
+log = structlog.get_logger("autoac.runner")
+
+IDLE_S = 1.0  # between two looks at an empty queue; jobs of this process wake the worker at once
+
+
+class TableWorker:
+    """Claim queued jobs and run up to `solves_at_once` of them."""
+
+    def __init__(self, runner: JobRunner) -> None:
+        self._runner, self._runs = runner, runner.runs
+        self._submitted = anyio.Event()
+
+    def wake(self) -> None:
+        """Look at the queue now."""
+        self._submitted.set()
+
+    async def serve(self) -> None:
+        """Run jobs until cancelled, and then give the unfinished ones back."""
+        for id in await wait_for_database(self._runs.interrupted):
+            if await wait_for_database(partial(self._runs.requeue_interrupted, id)):
+                log.warning("requeued a job of an earlier process", job=id)
+                self._runner.metrics.requeued.inc()
+        slots = anyio.Semaphore(self._runner.settings.solves_at_once)
+        async with anyio.create_task_group() as group:
+            while True:
+                await slots.acquire()
+                job = None
+                try:
+                    job = await self._next()
+                finally:
+                    if job is None:
+                        slots.release()
+                if job is not None:
+                    group.start_soon(self._run, slots, job)
+
+    async def _next(self) -> Job | None:
+        """Return a claimed job, or None after a while without one."""
+        self._submitted = anyio.Event()
+        job = await retry_while_away(self._claim)
+        if job is None:
+            with anyio.move_on_after(IDLE_S):
+                await self._submitted.wait()
+        return job
+
+    async def _claim(self) -> Job | None:
+        """Claim a job. A cancelled claim is not abandoned halfway: its job is given back."""
+        with anyio.CancelScope(shield=True):
+            job = await to_thread.run_sync(self._runs.claim_next)
+        try:
+            await anyio.lowlevel.checkpoint()
+        except BaseException:
+            if job is not None:
+                await self._runner.give_back(job)
+            raise
+        return job
+
+    async def _run(self, slots: anyio.Semaphore, job: Job) -> None:
+        try:
+            await self._runner.run(job)
+        finally:
+            slots.release()

@@ -1,0 +1,170 @@
+"""Jobs from the side of the clients: submit, wait, leave, cancel."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from sqlalchemy import Connection, case, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from autoac.api.errors import Busy, NotFound, TooManyJobs
+from autoac.api.problems import URN
+from autoac.api.requests import ParsedRequest
+from autoac.api.settings import Settings
+from autoac.api.storage.database import Database, now
+from autoac.api.storage.job_queue import JobQueue
+from autoac.api.storage.job_store import (
+    JOB_COLUMNS,
+    LIVE,
+    RETRY_AFTER_S,
+    Job,
+    JobState,
+    add_event,
+    get_job,
+    job_from,
+)
+from autoac.api.storage.registry import add_profile, read_policy
+from autoac.api.storage.tables import jobs, profiles
+
+REUSED_FAILURES = tuple(
+    URN + slug
+    for slug in ("infeasible-budget", "infeasible-constraints", "invalid-budget", "invalid-constraints")
+)
+"""Failures that a second solve would repeat. After any other failure a request is solved again."""
+
+
+class JobRequests:
+    """Submit and cancel jobs, and count the requests that wait for each."""
+
+    def __init__(self, database: Database, settings: Settings, queue: JobQueue) -> None:
+        self.database, self.settings, self.queue = database, settings, queue
+
+    def submit(self, request: ParsedRequest, owner: str, *, fresh: bool = False) -> tuple[Job, bool]:
+        """Return the job of a request, and True if it existed already. The caller becomes a waiter.
+
+        A waiter ends with `detach_waiter`, `complete_waiter` or `abandon`.
+
+        Args:
+            request: what to solve.
+            owner: the caller, whose limits count.
+            fresh: solve the request even if its result is stored.
+
+        Raises:
+            NotFound: there is no such profile.
+            TooManyJobs: the owner has reached its limit of queued jobs.
+            Busy: all owners together have reached theirs.
+        """
+        for _ in range(10):
+            try:
+                with self.database.write() as connection:
+                    return self._submit(connection, request, owner, fresh)
+            except IntegrityError:
+                continue  # another replica stored the same profile or job between two of the statements
+        raise Busy(RETRY_AFTER_S)
+
+    def _submit(
+        self, connection: Connection, request: ParsedRequest, owner: str, fresh: bool
+    ) -> tuple[Job, bool]:
+        found = self._same_request(connection, request.request_key, fresh)
+        if found is not None:
+            waiters = {"waiters": jobs.c.waiters + 1}
+            connection.execute(update(jobs).where(jobs.c.number == found.number).values(**waiters))
+            return found, True
+        self.database.lock(connection, "queue")
+        owned = func.coalesce(func.sum(case((jobs.c.owner == owner, 1), else_=0)), 0)
+        total, mine = connection.execute(
+            select(func.count(), owned).where(jobs.c.state == JobState.QUEUED)
+        ).one()
+        if mine >= self.settings.key_queued:
+            raise TooManyJobs(self.settings.key_queued, RETRY_AFTER_S)
+        if total >= self.settings.queue_most:
+            raise Busy(RETRY_AFTER_S)
+        digest = request.profile_digest
+        if request.profile is not None:
+            add_profile(connection, request.profile, owner)
+        elif not connection.scalar(
+            select(func.count()).select_from(profiles).where(profiles.c.digest == digest)
+        ):
+            raise NotFound(f"no profile {digest}; PUT it to /v1/profiles/{digest}")
+        id = secrets.token_hex(16)
+        connection.execute(
+            insert(jobs).values(
+                id=id,
+                kind=request.kind.value,
+                request_key=request.request_key,
+                profile_digest=digest,
+                options=json.dumps(request.options, sort_keys=True),
+                owner=owner,
+                state=JobState.QUEUED,
+                accepted=False,
+                waiters=1,
+                attempt=0,
+                queue_id=self.queue.add(connection, id),
+                created_at=now(),
+            )
+        )
+        add_event(connection, id, "state", {"state": JobState.QUEUED})
+        return get_job(connection, id), False
+
+    def _same_request(self, connection: Connection, request_key: str, fresh: bool) -> Job | None:
+        """Return the newest job of the same request that is live or whose result is still available."""
+        states = LIVE if fresh else (*LIVE, JobState.SUCCEEDED, JobState.FAILED)
+        for row in connection.execute(
+            select(*JOB_COLUMNS)
+            .where(jobs.c.request_key == request_key, jobs.c.state.in_(states))
+            .order_by(jobs.c.number.desc())
+            .limit(5)
+        ):
+            job = job_from(row)
+            match job.state:
+                case JobState.SUCCEEDED:
+                    if job.policy_id is None or read_policy(connection, job.policy_id) is not None:
+                        return job
+                case JobState.FAILED:
+                    if json.loads(job.problem or "{}").get("type") in REUSED_FAILURES:
+                        return job
+                case _:
+                    return job
+        return None
+
+    def detach_waiter(self, id: str) -> None:
+        """Stop waiting after the answer 202; the job goes on without waiters."""
+        self._end_waiter(id, accepted=True)
+
+    def complete_waiter(self, id: str) -> None:
+        """Stop waiting: the request got its answer."""
+        self._end_waiter(id)
+
+    def abandon(self, id: str) -> None:
+        """Stop waiting: the client went away. Cancel the job if nobody else waits and nobody got 202."""
+        with self.database.write() as connection:
+            connection.execute(update(jobs).where(jobs.c.id == id).values(waiters=jobs.c.waiters - 1))
+            self._cancel(connection, id, jobs.c.accepted.is_(False), jobs.c.waiters <= 0)
+
+    def _end_waiter(self, id: str, **values: Any) -> None:
+        with self.database.write() as connection:
+            values |= {"waiters": jobs.c.waiters - 1}
+            connection.execute(update(jobs).where(jobs.c.id == id).values(**values))
+
+    def cancel(self, id: str) -> Job:
+        """Cancel a live job and return it; return a final one as it is.
+
+        Raises:
+            NotFound: there is no such job.
+        """
+        with self.database.write() as connection:
+            self._cancel(connection, id)
+            return get_job(connection, id)
+
+    def _cancel(self, connection: Connection, id: str, *conditions: Any) -> None:
+        cancelled = connection.execute(
+            update(jobs)
+            .values(state=JobState.CANCELLED, finished_at=now())
+            .where(jobs.c.id == id, jobs.c.state.in_(LIVE), *conditions)
+            .returning(jobs.c.queue_id)
+        ).one_or_none()
+        if cancelled is not None:
+            add_event(connection, id, "state", {"state": JobState.CANCELLED})
+            self.queue.cancel(connection, cancelled.queue_id)

@@ -1,0 +1,178 @@
+"""Jobs as rows: claimed once, finished once, requeued, and delivered by procrastinate on PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from conftest import BOTH
+from service_fakes import chain_profile, request, save_all
+from sqlalchemy import text
+
+from autoac.api import Settings
+from autoac.api.requests import Answer, Kind, parse_request
+from autoac.api.storage import queue_of
+from autoac.api.storage.database import Database
+from autoac.api.storage.job_requests import JobRequests
+from autoac.api.storage.job_runs import JobRuns, OwnerBusy
+from autoac.api.storage.job_store import Job, JobState, JobStore, prune_jobs
+from autoac.planner.formats.profile import Profile
+
+POSTGRES = pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The jobs of a database: the side of the clients, that of the runners, and the rows."""
+
+    database: Database
+    requests: JobRequests
+    runs: JobRuns
+    store: JobStore
+
+    @classmethod
+    def of(cls, database: Database, **settings: Any) -> Table:
+        made, queue = Settings(**{"attempts": 2} | settings), queue_of(database)
+        return cls(
+            database,
+            JobRequests(database, made, queue),
+            JobRuns(database, made, queue),
+            JobStore(database),
+        )
+
+    def submit(self, profile: Profile, owner: str = "me", **options: Any) -> str:
+        parsed = parse_request(Kind.POLICY, request(profile, **options), 60.0)
+        return self.requests.submit(parsed, owner)[0].id
+
+    def claim(self) -> Job | None:
+        """Claim a job as the worker of this database does."""
+        if self.database.is_sqlite:
+            return self.runs.claim_next()
+        live = [job for job in reversed(self.store.page(limit=10)) if job.state is JobState.QUEUED]
+        for job in live:
+            assert job.queue_id is not None
+            try:
+                claimed = self.runs.claim_delivered(job.id, job.queue_id)
+            except OwnerBusy:
+                continue
+            self.set_running(job.queue_id)
+            return claimed
+        return None
+
+    def set_running(self, queue_id: int) -> None:
+        """Change an entry as procrastinate's worker does when it fetches one."""
+        change = text("UPDATE procrastinate_jobs SET status = 'doing' WHERE id = :id")
+        with self.database.write() as connection:
+            connection.execute(change, {"id": queue_id})
+
+    def interrupt(self, id: str) -> bool:
+        """Requeue a job as if its runner had died."""
+        return self.runs.requeue_interrupted(id, self.store.get(id).queue_id)
+
+    def states(self, id: str) -> list[str]:
+        return [json.loads(event.data)["state"] for event in self.store.events(id)]
+
+
+RESULT = Answer(save_all(chain_profile(), budget_gb=1).policy().to_json())
+
+
+def test_a_job_is_claimed_once(database: Database, profile: Profile) -> None:
+    """On PostgreSQL procrastinate sees to it: test_replicas.py."""
+    table = Table.of(database)
+    ids = {table.submit(profile, budget_gb=gb) for gb in (1, 2, 3)}
+    with ThreadPoolExecutor(8) as threads:
+        claimed = list(threads.map(lambda _: table.claim(), range(8)))
+    assert {job.id for job in claimed if job is not None} == ids
+    assert sum(job is not None for job in claimed) == 3
+
+
+@BOTH
+def test_a_job_is_finished_once(database: Database, profile: Profile) -> None:
+    table = Table.of(database)
+    id = table.submit(profile)
+    first = table.claim()
+    assert first is not None
+    assert table.interrupt(id)
+    second = table.claim()
+    assert second is not None
+    assert not table.runs.write_progress(first)
+    assert not table.runs.write_progress(first, [{"gap": 1.0}])
+    assert not table.runs.succeed(first, RESULT)
+    assert not table.runs.fail(first, "{}")
+    assert not table.runs.give_back(first)
+    assert table.store.get(id).state is JobState.RUNNING
+    assert table.store.progress(id) is None
+    assert table.runs.succeed(second, RESULT)
+    assert not table.runs.succeed(second, RESULT)
+    assert table.states(id) == ["queued", "running", "queued", "running", "succeeded"]
+
+
+@BOTH
+def test_a_job_that_kills_its_runners_fails_after_its_attempts(database: Database, profile: Profile) -> None:
+    table = Table.of(database)
+    id = table.submit(profile)
+    for _ in range(2):
+        assert table.claim() is not None
+        assert table.interrupt(id)
+    assert table.store.get(id).state is JobState.FAILED
+    assert "solver-died" in str(table.store.get(id).problem)
+    assert table.claim() is None
+    assert not table.interrupt(id)
+
+
+@BOTH
+def test_a_job_given_back_is_no_attempt(database: Database, profile: Profile) -> None:
+    table = Table.of(database)
+    table.submit(profile)
+    for _ in range(5):
+        job = table.claim()
+        assert job is not None
+        assert job.attempt == 1
+        assert table.runs.give_back(job)
+
+
+@BOTH
+def test_a_key_runs_only_so_many_jobs_at_once(database: Database, profile: Profile) -> None:
+    table = Table.of(database, key_running=1)
+    mine = [table.submit(profile, "me", budget_gb=gb) for gb in (1, 2)]
+    yours = table.submit(profile, "you", budget_gb=3)
+    order = [table.claim(), table.claim(), table.claim()]
+    assert [job and job.id for job in order] == [mine[0], yours, None]
+
+
+@POSTGRES
+def test_an_old_delivery_is_void_once_the_job_has_another(database: Database, profile: Profile) -> None:
+    table = Table.of(database)
+    id = table.submit(profile)
+    old = table.store.get(id).queue_id
+    assert old is not None
+    assert table.runs.claim_delivered(id, old) is not None
+    table.set_running(old)
+    assert table.interrupt(id)
+    new = table.store.get(id).queue_id
+    assert new not in (None, old)
+    assert table.runs.claim_delivered(id, old) is None
+    assert not table.runs.requeue_interrupted(id, old)
+    assert table.claim() is not None
+
+
+@POSTGRES
+def test_a_cancelled_job_leaves_no_delivery(database: Database, profile: Profile) -> None:
+    table = Table.of(database)
+    table.requests.cancel(table.submit(profile))
+    with database.read() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM procrastinate_jobs")) == 0
+
+
+@BOTH
+def test_final_jobs_are_deleted_after_their_time(database: Database, profile: Profile) -> None:
+    table = Table.of(database)
+    live = table.submit(profile, budget_gb=1)
+    table.requests.cancel(table.submit(profile, budget_gb=2))
+    for days, deleted in ((1, 0), (0, 1)):
+        with database.write() as connection:
+            assert prune_jobs(connection, days) == deleted
+    assert [job.id for job in table.store.page(limit=10)] == [live]
