@@ -1,27 +1,29 @@
-# The planning service. No torch in it: under 200 MB on top of Python, instead of gigabytes.
+# The planning service, without torch: under 200 MB on top of Python, instead of gigabytes.
 #
 #   docker build -t autoac .
 #   docker run -p 8421:8421 -v autoac:/data -e AUTOAC_TOKEN="$(openssl rand -hex 16)" autoac
 #
-# A container listens on all of its addresses, so it does not start without AUTOAC_TOKEN, unless its
-# database has keys. The database is a file in /data, or what AUTOAC_DATABASE_URL says. The same image is a
-# worker: `docker run ... autoac python -m autoac.api worker`. Either answers the health check, a worker with its
+# A container listens on all of its addresses, so it starts only with AUTOAC_TOKEN or a database that has keys.
+# The database is a file in /data, or AUTOAC_DATABASE_URL. The same image is a worker:
+# `docker run ... autoac python -m autoac.api worker`. The health check passes for both, for a worker by its
 # metrics. For builds that never change, name the base image by its digest.
 # tests/api/deploy/test_image.py follows the COPY, RUN, ENV, HEALTHCHECK and CMD lines outside of Docker:
 # keep RUN lines that install in the form `pip ...` or `python ...`.
 FROM python:3.11-slim
 
 WORKDIR /src
-# What the sources need comes first, so that a change of theirs installs nothing else again.
+# Requirements come before the sources, so that a change of the sources reinstalls nothing.
 COPY constraints.txt ./
-COPY service.pyproject.toml pyproject.toml
+COPY pyproject.toml ./
+# The same distribution without torch and the packages that need it: the lines that name them go.
+RUN python -c "import re; from pathlib import Path; f = Path('pyproject.toml'); f.write_text(re.sub(r'(?m)^.*(\btorch\b|autoac.profiler|ac_client|^readme|^license-files).*\n', '', f.read_text()))"
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; print(*p['dependencies'], *p['optional-dependencies']['postgres'], sep='\n', file=open('requirements.txt', 'w'))"
 RUN pip install --no-cache-dir -c constraints.txt -r requirements.txt
 COPY planner planner
 COPY api api
 RUN pip install --no-cache-dir --no-deps .
 RUN pip check
-# The number is that of deploy/kubernetes.yaml: what one writes to a volume, the other can read.
+# The same user id as in deploy/kubernetes.yaml, so that both can read a volume.
 RUN useradd --system --no-create-home --uid 10001 autoac
 
 RUN mkdir -m 700 /data && chown autoac /data
