@@ -1,3 +1,4 @@
+from .environment import device_name
 from .errors import (
     CannotFake,
     CannotProfile,
@@ -8,7 +9,7 @@ from .errors import (
     Unsteady,
 )
 from .model_device import device_of
-from .observe import device_name, observe, profile
+from .observe import observe, profile
 from .steps.training_loop import Loop, Loss
 from .timing.cache import Times
 from .timing.on_device import datasheet_of_this_cpu

@@ -1,4 +1,4 @@
-"""Observe one training step and write down what a planner needs to know about it."""
+"""Profile one training step: everything about it that a planner needs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoac.planner.formats.profile import Environment, Profile
-from autoac.profiler.capture.garbage_collection import heap_frozen, not_collecting
+from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
 from autoac.profiler.distributed.ddp import buckets_of
 from autoac.profiler.distributed.fsdp import check_sharded
-from autoac.profiler.errors import (
-    CannotProfile,
-)
+from autoac.profiler.environment import describe_leaf, environment_of_datasheet, environment_of_device
+from autoac.profiler.errors import CannotProfile
 from autoac.profiler.model_device import check_one_device, device_of
-from autoac.profiler.static_memory import allocator_rounding, optimizer_bytes, static_bytes
+from autoac.profiler.static_memory import optimizer_bytes, static_bytes
 from autoac.profiler.steps import fake, hollow
 from autoac.profiler.steps.compare_plain import with_times_of
 from autoac.profiler.steps.hollow import HollowStep
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
-from autoac.profiler.timing.cache import Measured, Times, machine
-from autoac.profiler.timing.on_device import LocalTimes, datasheet_of
-from autoac.profiler.timing.op_timer import BETWEEN
+from autoac.profiler.timing.cache import OpTime, Times, machine
+from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
+from autoac.profiler.timing.op_timer import BETWEEN_OPS
 from autoac.profiler.timing.roofline import DATASHEETS, Device
 from autoac.profiler.to_profile import assemble
 from autoac.profiler.torch_facts.private import tree_leaves
@@ -45,44 +44,44 @@ def profile(
 ) -> Profile:
     """Profile one training step `loss(model(*args, **kwargs)).backward()`.
 
-    By default on the model's device, in one hollow step (see hollow.py): no memory for saved activations
-    is needed, and parameters, gradients, buffers and generators are afterwards as before. With `on`, on a
-    device that need not be here, in one fake step (see fake.py): nothing is allocated, run times are
-    estimated from the datasheet, and the model and the batch may be on the meta device.
+    By default, run one hollow step on the model's device (see hollow.py). It needs no memory for saved
+    activations, and leaves parameters, gradients, buffers and generators as they were. With `on`, run one
+    fake step (see fake.py) for a device that need not be here. It allocates nothing and estimates run times
+    from the datasheet, and the model and the batch may be on the meta device.
 
-    The model's own output is taken to be held until the end of backward, as in
+    The profile assumes that the model's output is held until the end of backward, as in
     `out = model(batch); out.loss.backward()`.
 
     Args:
-        model: in the mode (`train()`, `eval()`) and under the autocast that training will have.
+        model: in the mode (`train()`, `eval()`) and under the autocast of training.
         args, kwargs: a batch, as the training loop passes it.
-        loss: output -> scalar. By default the output's `.loss`, else all of the output that
+        loss: output -> scalar. By default the output's `.loss`, else every part of the output that
             requires a gradient.
-        on: the datasheet of the device to profile for, such as `DATASHEETS["h100"]`; or a `torch.device`
-            that is here: then each kind of op runs there by itself for its time, so the step need not fit.
-        mode: "hollow", "measured" or "fake" (docs/profiling.md). "measured" takes a plain step besides, and
-            run times from that: it needs the memory of one. By default "fake" with `on`, else "hollow".
-        times: where run times are kept, so that they are measured once; or the file's path. By default what
-            the environment variable AUTOAC_TIMES names, or none.
+        on: the datasheet of a device, such as `DATASHEETS["h100"]`; or a `torch.device` of this machine, on
+            which each kind of op then runs by itself to be timed, so the step need not fit.
+        mode: "hollow", "measured" or "fake" (docs/profiling.md). "measured" also runs a plain step, which
+            needs the memory of one, and takes run times from it. By default "fake" with `on`, else "hollow".
+        times: the cache of run times, or the path of its file. By default the file named by the environment
+            variable AUTOAC_TIMES, if any.
 
     Raises:
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse: FSDP holds gradients that are not reduced yet.
         CannotProfile: the model is sharded in a way that docs/ranks.md excludes, has lazy layers, is on meta
-            or on several devices without `on`, or runs torch.utils.checkpoint in a way that
+            or on several devices without `on`, or uses torch.utils.checkpoint in a way that
             docs/profiling.md excludes; or the device's allocator reports nothing, as CUDA's
-            `cudaMallocAsync` and pluggable ones; or a part of the step allocates where torch.profiler does
-            not look.
+            `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that
+            torch.profiler does not watch.
         CannotFake: with `on`, an op needs values that are not known, or a kernel that torch has no fake of.
-        Unsteady: with mode="measured", the model took another path the second time.
-        ValueError: `mode` and `on` do not go together, or are none; or `on` names a device that is not here.
-        TypeError: `model` is no module, or `loss` returned no tensor.
+        Unsteady: with mode="measured", the model took another path in the second step.
+        ValueError: `mode` or `on` is invalid, they contradict each other, or the device of `on` is not here.
+        TypeError: `model` is not a module, or `loss` did not return a tensor.
     """
     return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times)
 
 
-@heap_frozen()
+@frozen_heap()
 def observe(
     model: nn.Module,
     args: Sequence[Any],
@@ -96,60 +95,59 @@ def observe(
     accumulates: bool | None = None,
     loop: Loop = ONE_FORWARD,
 ) -> Profile:
-    """As `profile`, with the state and workspace of `optimizer` counted, in a loop of any form.
+    """Profile one training step in a loop of any form, with the state and workspace of `optimizer`.
 
     Args:
         model, args, kwargs, loss, on, mode, times: as for `profile`.
-        optimizer: one or several; counted as they are, and as they will be after their first step.
-        accumulates: gradients are there before the step, as for all microbatches but the first. By
-            default what holds for `model` now; True counts them where they are not there yet.
-        loop: how many forwards run before one backward, each on a batch like this one, and what becomes of
-            their outputs. `loss` gets a list of the outputs where there are several.
+        optimizer: one or several. Their state counts as it is, and as it will be after their first step.
+        accumulates: True if gradients exist before the step, as for every microbatch but the first. By
+            default as for `model` now.
+        loop: how many forwards run before one backward, each on a batch like this one, and which outputs are
+            held. With several forwards, `loss` gets a list of their outputs.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"profile takes an nn.Module, and was given a {type(model).__name__}")
-    mode = _mode(mode, on)
-    _check_made(model)
+        raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")
+    _check_mode(mode, on)
+    _check_no_lazy_layers(model)
     check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
-        accumulates = True  # each gradient goes into its bucket, and goes
+        accumulates = True  # each gradient is copied into its bucket, and freed
     leaves = tree_leaves((tuple(args), dict(kwargs)))
-    _check_batch(model, leaves)
-    inputs = [describe(leaf) for leaf in leaves]
-    local: LocalTimes | None = None
+    _check_no_iterators(model, leaves)
+    inputs = [describe_leaf(leaf) for leaf in leaves]
     if times is None:
         times = Times.of_environment()
     elif not isinstance(times, Times):
         times = Times(times)
-    if isinstance(on, torch.device):
-        local = LocalTimes(on, datasheet_of(on), times)
-        on = local.sheet
-    if on is not None:
-        step, notes = fake.run(model, args, kwargs, loss, on, accumulates, local, loop)
-        if local is None:
-            notes.append(f"run times are estimated from the datasheet of {on.name}")
-        else:
-            local.keep()
-            notes.append(f"measured: run times of {local.kinds} kinds of op, each by itself on {on.name}")
-        notes.append("what kernels allocate inside themselves is not known and counts as nothing")
-        environment = _environment_on(on, model)
-        device = fake.CPU
-    else:
+    if on is None:
+        device, datasheet = device_of(model, args, kwargs), None
         check_one_device(model, args, kwargs)
-        device, notes = device_of(model, args, kwargs), []
         if device.type == "meta":
             raise CannotProfile(
                 type(model).__name__,
                 "it is on the meta device, where no op runs",
                 "move it to the device that it trains on (to_empty), or profile it with on=DATASHEETS[...]",
             )
-        environment = _environment(model, device)
-        step = _observed(
-            model, args, kwargs, loss, device, environment, accumulates, mode, times, notes, loop
+        environment = environment_of_device(model, device)
+        step, notes = _real_step(
+            model, args, kwargs, loss, device, environment, accumulates, mode == "measured", times, loop
         )
-    needs = optimizer_bytes(optimizer, device, on)
-    static = static_bytes(model, args, kwargs, needs.state, device, on, accumulates=accumulates)
-    with not_collecting():
+    else:
+        device = fake.CPU
+        datasheet = on if isinstance(on, Device) else datasheet_of(on)
+        measured = None if isinstance(on, Device) else OpTimesOnDevice(on, datasheet, times)
+        step, notes = fake.run(model, args, kwargs, loss, datasheet, accumulates, measured, loop)
+        if measured is None:
+            notes.append(f"run times are estimated from the datasheet of {datasheet.name}")
+        else:
+            measured.keep()
+            kinds = measured.kinds
+            notes.append(f"measured: run times of {kinds} kinds of op, each by itself on {datasheet.name}")
+        notes.append("what kernels allocate inside themselves is not known and counts as nothing")
+        environment = environment_of_datasheet(model, datasheet)
+    needs = optimizer_bytes(optimizer, device, datasheet)
+    static = static_bytes(model, args, kwargs, needs.state, device, datasheet, accumulates=accumulates)
+    with no_garbage_collection():
         found = assemble(
             step,
             model=type(model).__name__,
@@ -160,36 +158,35 @@ def observe(
             notes=[*notes, *([needs.note] if needs.note else [])],
         )
     if on is None and times is not None:
-        found = _with_kept_backward(found, times, machine(device, environment.device_name))
+        found = _with_cached_backward(found, times, machine(device, environment.device_name))
     return found
 
 
-def _check_made(model: nn.Module) -> None:
+def _check_no_lazy_layers(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise CannotProfile(
                 type(model).__name__,
-                f"{name} is made in the first forward (a lazy layer)",
+                f"{name} is created in the first forward (a lazy layer)",
                 "run one batch through it first, under torch.no_grad() and before ac_client.apply",
             )
 
 
-def _check_batch(model: nn.Module, leaves: Sequence[Any]) -> None:
-    """What a forward reads of an iterator is gone for the next, and for the user's own."""
+def _check_no_iterators(model: nn.Module, leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, Iterator):
             raise CannotProfile(
                 type(model).__name__,
-                f"its batch has a {type(leaf).__name__}, which can be read only once, and a profile takes "
+                f"its batch has a {type(leaf).__name__}, which can be read only once, and a profile runs "
                 "several forwards",
-                "pass a list of what is in it",
+                "pass a list of its items",
             )
 
 
-def _mode(mode: Mode | None, on: Device | torch.device | None) -> Mode:
+def _check_mode(mode: Mode | None, on: Device | torch.device | None) -> None:
     if on is not None and not isinstance(on, (Device, torch.device)):
         raise ValueError(
-            f"on={on!r} is no device: pass DATASHEETS[...], of {', '.join(DATASHEETS)}, or a torch.device"
+            f"on must be a torch.device or one of DATASHEETS[...], of {', '.join(DATASHEETS)}, got {on!r}"
         )
     if (
         isinstance(on, torch.device)
@@ -197,23 +194,18 @@ def _mode(mode: Mode | None, on: Device | torch.device | None) -> Mode:
         and not (on.type == "cuda" and torch.cuda.is_available())
     ):
         raise ValueError(
-            f"on=torch.device({str(on)!r}) is not here to run ops on: pass DATASHEETS[...] to estimate them"
+            f"on must be a device of this machine, to run ops, got torch.device({str(on)!r}); pass "
+            "DATASHEETS[...] to estimate run times"
         )
-    if mode is None:
-        return "hollow" if on is None else "fake"
-    if mode not in ("hollow", "measured", "fake"):
-        raise ValueError(f"mode={mode!r} is none of 'hollow', 'measured' and 'fake'")
+    if mode not in (None, "hollow", "measured", "fake"):
+        raise ValueError(f"mode must be 'hollow', 'measured' or 'fake', got {mode!r}")
     if mode == "fake" and on is None:
-        raise ValueError(
-            "mode='fake' is for another device, or for ops run one by one: pass on=DATASHEETS[...] or "
-            "on=torch.device(...) to say for which"
-        )
-    if mode != "fake" and on is not None:
+        raise ValueError("mode='fake' needs a device: pass on=DATASHEETS[...] or on=torch.device(...)")
+    if mode in ("hollow", "measured") and on is not None:
         raise ValueError(f"mode={mode!r} runs on the model's own device: leave out on=..., or mode=...")
-    return mode
 
 
-def _observed(
+def _real_step(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -221,97 +213,45 @@ def _observed(
     device: torch.device,
     environment: Environment,
     accumulates: bool | None,
-    mode: Mode,
+    plain_too: bool,
     times: Times | None,
-    notes: list[str],
     loop: Loop,
-) -> HollowStep:
-    """A hollow step with run times of its own, of a plain step, or of the file; adds to `notes`."""
+) -> tuple[HollowStep, list[str]]:
+    """Run a hollow step, and with `plain_too` a plain one for its run times. Return it with notes."""
     here = machine(device, environment.device_name)
-    known: dict[Hashable, Measured] = {}
+    known: dict[Hashable, OpTime] = {}
+    notes: list[str] = []
 
-    def look_up(signatures: Set[Hashable]) -> Mapping[Hashable, Measured]:
+    def look_up(signatures: Set[Hashable]) -> Mapping[Hashable, OpTime]:
         known.update(times.ops(here, signatures) if times is not None else {})
         return dict(known)
 
-    if mode == "measured":
-        # A plain step does not show what Python holds without autograd; a hollow one before it does.
-        hollow_step = hollow.run(
-            model, args, kwargs, loss, device, accumulates=accumulates, time_ops=False, loop=loop
-        )
-        plain = hollow.run(
-            model, args, kwargs, loss, device, accumulates=accumulates, keep=True, known=look_up, loop=loop
-        )
+    def run(**options: Any) -> HollowStep:
+        return hollow.run(model, args, kwargs, loss, device, accumulates=accumulates, loop=loop, **options)
+
+    if plain_too:
+        # The hollow step goes first: a plain one does not show what Python holds without autograd.
+        hollow_step = run(time_ops=False)
+        plain = run(plain=True, known=look_up)
         step = with_times_of(hollow_step, plain)
-        above = max([0, *accumulate(change.nbytes for change in plain.allocations.changes)])
-        notes.append(f"measured: a plain step held {above} bytes at most beside what was there before")
+        peak = max([0, *accumulate(change.nbytes for change in plain.allocations.changes)])
+        notes.append(f"measured: a plain step held {peak} bytes at most in addition to the bytes before it")
     else:
-        step = hollow.run(
-            model, args, kwargs, loss, device, accumulates=accumulates, known=look_up, loop=loop
-        )
-    fresh = {signature: row for signature, row in step.measured.items() if signature not in known}
+        step = run(known=look_up)
     if times is not None:
-        times.keep_ops(here, fresh)
-    kinds = len(step.measured) - (BETWEEN in step.measured)
-    once = sum(samples == 1 for key, (_, _, samples) in step.measured.items() if key is not BETWEEN)
-    said = f"measured: run times of {kinds} kinds of op"
-    notes.append(f"{said}; {once} of them were seen once" if once else said)
-    return step
+        times.keep_ops(here, {key: row for key, row in step.op_times.items() if key not in known})
+    kinds = step.op_times.keys() - {BETWEEN_OPS}
+    once = sum(step.op_times[key][2] == 1 for key in kinds)
+    suffix = f"; {once} of them were seen once" if once else ""
+    notes.append(f"measured: run times of {len(kinds)} kinds of op{suffix}")
+    return step, notes
 
 
-def _with_kept_backward(found: Profile, times: Times, here: str) -> Profile:
-    """The profile with the run times that its backward was once measured with."""
-    kept = times.backward(here, found.fingerprint, len(found.backward))
-    if kept is None:
+def _with_cached_backward(found: Profile, times: Times, here: str) -> Profile:
+    """Return the profile with cached run times of backward, which are added to the cache if it has none."""
+    cached = times.backward(here, found.fingerprint, len(found.backward))
+    if cached is None:
         times.keep_backward(here, found.fingerprint, found.backward.runtime_us)
         return found
-    backward = found.backward.model_copy(update={"runtime_us": tuple(kept)})
+    backward = found.backward.model_copy(update={"runtime_us": tuple(cached)})
     return found.model_copy(update={"backward": backward})
-
-
-def device_name(device: torch.device) -> str:
-    """What a profile calls a device that is here."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def describe(leaf: Any) -> str:
-    """A leaf of the batch as a profile names it: `int64[4, 128]`."""
-    if isinstance(leaf, Tensor):
-        if leaf.is_nested:
-            return "nested"
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    return type(leaf).__name__
-
-
-def _environment(model: nn.Module, device: torch.device) -> Environment:
-    return _environment_of(
-        model,
-        device.type,
-        device_name(device),
-        allocator_rounding(device),
-        torch.get_num_threads() if device.type == "cpu" else 0,
-    )
-
-
-def _environment_on(device: Device, model: nn.Module) -> Environment:
-    found = _environment_of(
-        model, device.device_type, f"{device.name} (estimated)", device.allocator_rounding, 0
-    )
-    # A fake step is the same on every build of one torch: "2.13.0+cpu" and "2.13.0+cu130" are no difference.
-    return found.model_copy(update={"torch": found.torch.partition("+")[0]})
-
-
-def _environment_of(
-    model: nn.Module, device_type: str, device_name: str, rounding: int, threads: int
-) -> Environment:
-    parameter = next(iter(model.parameters()), None)
-    autocast = torch.is_autocast_enabled(device_type)
-    return Environment(
-        torch=torch.__version__,
-        device_type=device_type,
-        device_name=device_name,
-        dtype=str(parameter.dtype).removeprefix("torch.") if parameter is not None else "none",
-        autocast=str(torch.get_autocast_dtype(device_type)).removeprefix("torch.") if autocast else "off",
-        allocator_rounding=rounding,
-        threads=threads,
-    )

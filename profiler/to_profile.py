@@ -1,4 +1,4 @@
-"""From what a hollow step left behind to the columns of a Profile. Pure: no torch calls, no clock."""
+"""Turn the records of a profiled step into the columns of a Profile. Pure: calls no torch, reads no clock."""
 
 from __future__ import annotations
 
@@ -22,19 +22,7 @@ from autoac.planner.units import rounded_bytes
 from autoac.profiler.capture.allocations import Allocations, Block
 from autoac.profiler.capture.op_recorder import RecordedStorage
 from autoac.profiler.steps.hollow import HollowStep
-from autoac.profiler.timing.op_timer import BETWEEN
-
-
-@dataclass(slots=True)
-class _Step:
-    """A stretch of backward in the making. Places are positions in the allocator's record."""
-
-    first: int  # place
-    began: int  # mark at or before it, for the time
-    name: str = ""
-    unpacks: list[int] = field(default_factory=list)
-    work: int = -1  # place at which its work begins; -1: not yet
-    drops: list[int] = field(default_factory=list)
+from autoac.profiler.timing.op_timer import BETWEEN_OPS
 
 
 def assemble(
@@ -47,36 +35,36 @@ def assemble(
     optimizer_workspace_nbytes: int,
     notes: Sequence[str],
 ) -> Profile:
-    """The Profile of a hollow step."""
+    """Return the Profile of a profiled step."""
     record, saved, forward = step.allocations, step.saved, step.forward
-    at = record.places
-    blocks = [_block(record, storage) for storage in forward.storages]
-    mine = [block for block in blocks if block is not None]
-    copies = [block for copy in saved.copies if (block := _block(record, copy)) is not None]
-    other = _Levels.of(record, hidden=mine + copies, lasting=step.lasting)
-    asked = _asked(blocks, forward.storages, environment.allocator_rounding)
+    at = record.positions
+    blocks = [_block_of(record, storage) for storage in forward.storages]
+    of_forward = [block for block in blocks if block is not None]
+    copies = [block for copy in saved.copies if (block := _block_of(record, copy)) is not None]
+    other = _LiveBytes.of(record, hidden=of_forward + copies, permanent=step.workspaces)
+    requested = _requested_nbytes(blocks, forward.storages, environment.allocator_rounding)
     n = len(forward.ops)
-    made: list[list[Block]] = [[] for _ in forward.ops]
-    for value in forward.values:
-        if value.previous < 0 and (output := blocks[value.storage]) is not None:
-            made[value.op].append(output)
+    outputs: list[list[Block]] = [[] for _ in forward.ops]
+    for version in forward.versions:
+        if version.previous < 0 and (output := blocks[version.storage]) is not None:
+            outputs[version.op].append(output)
 
-    steps = _cut(step, other)
-    ends = [following.first for following in steps[1:]] + [at[step.backward_ended]]
-    end_marks = [following.began for following in steps[1:]] + [step.backward_ended]
-    moments = _Moments([at[op.began] for op in forward.ops], at[step.backward_began], ends)
+    steps = _backward_steps(step, other)
+    ends = [following.begin for following in steps[1:]] + [at[step.backward_end]]
+    end_marks = [following.begin_mark for following in steps[1:]] + [step.backward_end]
+    moments = _Moments([at[op.begin_mark] for op in forward.ops], at[step.backward_begin], ends)
 
-    dropped = [n + len(steps)] * len(saved.values)
+    dropped = [n + len(steps)] * len(saved.versions)
     for event in saved.events:
         if event.kind == "drop":
-            dropped[event.saved] = moments.forward(at[event.mark])
-    for j, cut in enumerate(steps):
-        for h in cut.drops:
+            dropped[event.saved] = moments.in_forward(at[event.mark])
+    for j, backward_step in enumerate(steps):
+        for h in backward_step.drops:
             dropped[h] = n + j + 1
     modules = _Names(["."])
     overloads, nodes, reasons = _Names(), _Names(), _Names()
-    measured = [step.measured[op.signature] for op in forward.ops]
-    between_us = step.measured[BETWEEN][0] if BETWEEN in step.measured else 0.0
+    op_times = [step.op_times[op.signature] for op in forward.ops]
+    between_us = step.op_times[BETWEEN_OPS][0] if BETWEEN_OPS in step.op_times else 0.0
     flags = [
         OpFlag.RANDOM * op.random
         | OpFlag.MUTATES * op.facts.mutates
@@ -89,40 +77,40 @@ def assemble(
         inputs=tuple(inputs),
         environment=environment,
         static=static,
-        gradient_nbytes=other.at(at[step.backward_ended]),
+        gradient_nbytes=other.at[at[step.backward_end]],
         optimizer_workspace_nbytes=optimizer_workspace_nbytes,
         ops=Ops(
             module=tuple(modules.index(op.module) for op in forward.ops),
             overload=tuple(overloads.index(op.facts.name) for op in forward.ops),
             reads=Ragged.of([op.reads for op in forward.ops]),
-            runtime_us=tuple(round(runtime + between_us, 3) for runtime, _, _ in measured),
-            spread_us=tuple(spread for _, spread, _ in measured),
+            runtime_us=tuple(round(runtime + between_us, 3) for runtime, _, _ in op_times),
+            spread_us=tuple(spread for _, spread, _ in op_times),
             flops=tuple(op.flops for op in forward.ops),
             workspace_nbytes=tuple(
-                other.workspace(at[op.began], at[op.ended], outputs)
-                for op, outputs in zip(forward.ops, made, strict=True)
+                other.workspace(at[op.begin_mark], at[op.end_mark], made)
+                for op, made in zip(forward.ops, outputs, strict=True)
             ),
-            other_nbytes=tuple(other.at(at[op.began]) for op in forward.ops),
+            other_nbytes=tuple(other.at[at[op.begin_mark]] for op in forward.ops),
             flags=tuple(int(flag) for flag in flags),
             must_save=tuple(reasons.index(op.must_save) if op.must_save else -1 for op in forward.ops),
         ),
         storages=Storages(
-            nbytes=asked,
+            nbytes=requested,
             slack_nbytes=tuple(
-                block.nbytes - nbytes if block else 0 for block, nbytes in zip(blocks, asked, strict=True)
+                block.nbytes - nbytes if block else 0 for block, nbytes in zip(blocks, requested, strict=True)
             ),
             released=tuple(
-                moments.after(block.freed) if block and block.freed is not None else n + len(steps)
+                moments.after(block.freed_at) if block and block.freed_at is not None else n + len(steps)
                 for block in blocks
             ),
         ),
         values=Values(
-            storage=tuple(value.storage for value in forward.values),
-            op=tuple(value.op for value in forward.values),
-            previous=tuple(value.previous for value in forward.values),
+            storage=tuple(version.storage for version in forward.versions),
+            op=tuple(version.op for version in forward.versions),
+            previous=tuple(version.previous for version in forward.versions),
         ),
         saved=SavedTensors(
-            value=tuple(saved.shown(h, until) for h, until in enumerate(dropped)),
+            value=tuple(saved.newest_unchanged(h, until) for h, until in enumerate(dropped)),
             packed=tuple(saved.packed),
             dropped=tuple(dropped),
         ),
@@ -130,12 +118,12 @@ def assemble(
             name=tuple(nodes.index(s.name or "backward") for s in steps),
             unpacks=Ragged.of([s.unpacks for s in steps]),
             runtime_us=tuple(
-                (step.times_ns[end] - step.times_ns[s.began]) / 1e3
+                (step.times_ns[end] - step.times_ns[s.begin_mark]) / 1e3
                 for s, end in zip(steps, end_marks, strict=True)
             ),
-            other_nbytes=tuple(other.at(s.first) for s in steps),
+            other_nbytes=tuple(other.at[s.begin] for s in steps),
             peak_nbytes=tuple(
-                other.peak(s.work if s.work >= 0 else s.first, end)
+                other.peak(s.work if s.work >= 0 else s.begin, end)
                 for s, end in zip(steps, ends, strict=True)
             ),
         ),
@@ -148,15 +136,15 @@ def assemble(
     )
 
 
-def _block(record: Allocations, storage: RecordedStorage) -> Block | None:
-    """The block behind a storage; None if the device's allocator did not make it."""
+def _block_of(record: Allocations, storage: RecordedStorage) -> Block | None:
+    """Return the block of a storage; None if the device's allocator did not allocate it."""
     return record.block_at(storage.address, storage.mark) if storage.address else None
 
 
-def _asked(
+def _requested_nbytes(
     blocks: Sequence[Block | None], storages: Sequence[RecordedStorage], rounding: int
 ) -> tuple[int, ...]:
-    """The bytes of each block that its storage asked for, rounded; 0 without a block."""
+    """Return the bytes that each storage requested of its block, rounded; 0 without a block."""
     return tuple(
         min(rounded_bytes(storage.nbytes, rounding), block.nbytes) if block else 0
         for block, storage in zip(blocks, storages, strict=True)
@@ -168,123 +156,133 @@ class _Names(list[str]):
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__(names)
-        self._at = {name: i for i, name in enumerate(names)}
+        self._indices = {name: i for i, name in enumerate(names)}
 
     def index(self, name: str) -> int:  # type: ignore[override]
-        if name not in self._at:
-            self._at[name] = len(self)
+        """Return the index of `name`, which is appended if it is new."""
+        if name not in self._indices:
+            self._indices[name] = len(self)
             self.append(name)
-        return self._at[name]
+        return self._indices[name]
 
 
 @dataclass(frozen=True, slots=True)
-class _Levels:
-    """Bytes live in some of the blocks, after each change of the record."""
+class _LiveBytes:
+    """Bytes live in some of the blocks, at each position of the record."""
 
-    after: list[int]  # after[i]: with the first i changes done
-    active: list[int]  # places of the changes that count, ascending
+    at: list[int]  # by position
+    positions: list[int]  # of the changes that count, ascending
 
     @classmethod
-    def of(cls, record: Allocations, hidden: Sequence[Block], lasting: Sequence[Block] = ()) -> _Levels:
-        """Bytes in the blocks that are not `hidden`; `lasting` ones are there all the time."""
-        hide = {id(block) for block in (*hidden, *lasting)}
-        live = sum(block.nbytes for block in lasting)
-        after, active = [live], []
-        for place, change in enumerate(record.changes):
-            if id(change.block) not in hide:
+    def of(cls, record: Allocations, hidden: Sequence[Block], permanent: Sequence[Block]) -> _LiveBytes:
+        """Count the blocks that are not `hidden`. Count `permanent` ones at every position."""
+        skipped = {id(block) for block in (*hidden, *permanent)}
+        live = sum(block.nbytes for block in permanent)
+        at, positions = [live], []
+        for position, change in enumerate(record.changes):
+            if id(change.block) not in skipped:
                 live += change.nbytes
-                active.append(place)
-            after.append(live)
-        return cls(after, active)
-
-    def at(self, place: int) -> int:
-        return self.after[place]
+                positions.append(position)
+            at.append(live)
+        return cls(at, positions)
 
     def peak(self, begin: int, end: int) -> int:
-        """The most bytes live from place `begin` to place `end`."""
-        return max(self.after[begin : end + 1])
+        """Return the most bytes live between two positions."""
+        return max(self.at[begin : end + 1])
 
     def workspace(self, begin: int, end: int, outputs: Sequence[Block]) -> int:
-        """The most bytes that an op, from place `begin` to place `end`, holds beside all of its outputs.
+        """Return the most bytes that an op between two positions holds in addition to all of its outputs.
 
-        What it frees before it allocates an output, that output takes the place of.
+        Workspace that the op frees before it allocates an output is replaced by that output.
         """
         most = max(
-            self.after[place] + sum(block.nbytes for block in outputs if block.allocated < place)
-            for place in range(begin, end + 1)
+            self.at[position] + sum(block.nbytes for block in outputs if block.allocated_at < position)
+            for position in range(begin, end + 1)
         )
-        return max(0, most - self.after[begin] - sum(block.nbytes for block in outputs))
+        return max(0, most - self.at[begin] - sum(block.nbytes for block in outputs))
 
-    def works(self, begin: int, end: int) -> bool:
-        """Whether anything comes or goes from place `begin` to place `end`."""
-        i = bisect.bisect_left(self.active, begin)
-        return i < len(self.active) and self.active[i] < end
+    def changes_between(self, begin: int, end: int) -> bool:
+        """Return True if a counted block is allocated or freed between two positions."""
+        i = bisect.bisect_left(self.positions, begin)
+        return i < len(self.positions) and self.positions[i] < end
+
+
+@dataclass(slots=True)
+class _BackwardStep:
+    """A backward step of the Profile, while it is put together."""
+
+    begin: int  # position
+    begin_mark: int  # mark at or before it, for the time
+    name: str = ""
+    unpacks: list[int] = field(default_factory=list)
+    work: int = -1  # position at which its work begins; -1: not yet
+    drops: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """Something that may begin a new step, at a place; `mark` is at or before it."""
+    """An event that may begin a new backward step."""
 
-    place: int
-    mark: int
+    position: int
+    mark: int  # at or before `position`
     kind: str  # "unpack", "unpin", "drop"
-    until: int = -1  # place at which an unpack is over
+    end: int = -1  # position at which an unpack ends
     saved: int = -1
     node: str = ""
 
 
-def _events(step: HollowStep) -> list[_Event]:
-    record, at = step.allocations, step.allocations.places
+def _backward_events(step: HollowStep) -> list[_Event]:
+    record, at = step.allocations, step.allocations.positions
     events = []
     for event in step.saved.events:
-        if not step.backward_began <= event.mark <= step.backward_ended:
+        if not step.backward_begin <= event.mark <= step.backward_end:
             continue
-        until = at[event.ended] if event.ended >= 0 else -1
-        events.append(_Event(at[event.mark], event.mark, event.kind, until, event.saved, event.node))
-        block = _block(record, event.stand_in) if event.stand_in is not None else None
-        if block is not None and block.freed is not None:
-            # The node has returned: what it unpacked is gone, what autograd holds is not yet.
-            events.append(_Event(block.freed, event.ended, "unpin"))
-    return sorted(events, key=lambda event: (event.place, event.mark))
+        end = at[event.end_mark] if event.end_mark >= 0 else -1
+        events.append(_Event(at[event.mark], event.mark, event.kind, end, event.saved, event.node))
+        block = _block_of(record, event.stand_in) if event.stand_in is not None else None
+        if block is not None and block.freed_at is not None:
+            # The node has returned: what it unpacked is freed, what autograd holds is not yet.
+            events.append(_Event(block.freed_at, event.end_mark, "unpin"))
+    return sorted(events, key=lambda event: (event.position, event.mark))
 
 
-def _cut(step: HollowStep, other: _Levels) -> list[_Step]:
-    """Cut backward into steps: first unpacks, then work, then what was unpacked is let go, then drops.
+def _backward_steps(step: HollowStep, other: _LiveBytes) -> list[_BackwardStep]:
+    """Cut backward into steps: in each, unpacks, then work, then frees of unpacked tensors, then drops.
 
-    Autograd releases what it saved only after it has checked the node's gradients, which can allocate,
-    and what a hook handed out is gone by then; so that work is a step of its own.
+    Autograd drops what it saved only after it has checked the node's gradients, which can allocate. Unpacked
+    tensors are freed by then, so that work becomes a step of its own.
     """
-    at = step.allocations.places
-    begin, end = at[step.backward_began], at[step.backward_ended]
-    current = _Step(begin, step.backward_began)
+    at = step.allocations.positions
+    begin, end = at[step.backward_begin], at[step.backward_end]
+    current = _BackwardStep(begin, step.backward_begin)
     steps = [current]
-    closing = False  # the current step has let go of something
+    closing = False  # the current step has freed or dropped something
     previous = begin
-    mark = step.backward_began  # the latest so far: what an old unpack gave out may go late
-    for event in _events(step):
+    mark = step.backward_begin  # the latest so far: a tensor of an early unpack may be freed late
+    for event in _backward_events(step):
         mark = max(mark, event.mark)
-        if other.works(previous, event.place):
+        if other.changes_between(previous, event.position):
             if closing:
-                current, closing = _Step(previous, mark), False
+                current, closing = _BackwardStep(previous, mark), False
                 steps.append(current)
             if current.work < 0:
                 current.work = previous
         if event.kind == "unpack":
             if closing or current.work >= 0:
-                current, closing = _Step(event.place, mark), False
+                current, closing = _BackwardStep(event.position, mark), False
                 steps.append(current)
             current.unpacks.append(event.saved)
             current.name = current.name or event.node
-            previous = event.until
+            previous = event.end
             continue
         if current.work < 0:
             current.work = previous
         closing = True
         if event.kind == "drop":
             current.drops.append(event.saved)
-        previous = event.place
-    if other.works(previous, end) and closing:
-        steps.append(_Step(previous, step.backward_ended, work=previous))
+        previous = event.position
+    if other.changes_between(previous, end) and closing:
+        steps.append(_BackwardStep(previous, step.backward_end, work=previous))
     elif current.work < 0:
         current.work = previous
     return steps
@@ -292,19 +290,19 @@ def _cut(step: HollowStep, other: _Levels) -> list[_Step]:
 
 @dataclass(frozen=True, slots=True)
 class _Moments:
-    """From places in the allocator's record to moments of a Profile."""
+    """Convert positions in the allocator's record to moments of a Profile."""
 
-    op_began: list[int]
-    backward_began: int
+    op_begins: list[int]  # positions
+    backward_begin: int
     step_ends: list[int]
 
-    def forward(self, place: int) -> int:
-        """The first forward op that begins after `place`."""
-        return bisect.bisect_right(self.op_began, place)
+    def in_forward(self, position: int) -> int:
+        """Return the first forward op that begins after `position`."""
+        return bisect.bisect_right(self.op_begins, position)
 
-    def after(self, place: int) -> int:
-        """The first moment that begins after the change at `place`."""
-        if place < self.backward_began:
-            return self.forward(place)
-        n = len(self.op_began)
-        return n + min(bisect.bisect_right(self.step_ends, place) + 1, len(self.step_ends))
+    def after(self, position: int) -> int:
+        """Return the first moment that begins after the change at `position`."""
+        if position < self.backward_begin:
+            return self.in_forward(position)
+        n = len(self.op_begins)
+        return n + min(bisect.bisect_right(self.step_ends, position) + 1, len(self.step_ends))

@@ -69,8 +69,8 @@ from autoac.profiler.torch_facts.op_facts import (
     OpFacts,
     facts_of,
     known_facts,
+    tensor_versions,
     updates_statistics,
-    versions,
     written_tensors,
 )
 from autoac.profiler.torch_facts.op_signature import outputs_of
@@ -256,7 +256,7 @@ class Region(RecordingMode):
 
     def _run_opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order op; version counters show afterwards which of its operands it wrote."""
-        operands = versions((args, kwargs))
+        operands = tensor_versions((args, kwargs))
         out = func(*args, **kwargs)
         for tensor, counter in operands:
             if tensor._version != counter:

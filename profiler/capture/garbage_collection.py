@@ -1,7 +1,7 @@
-"""Python's garbage collector while a step is recorded.
+"""Keep Python's garbage collector out of the way while a step is recorded.
 
-A record is hundreds of thousands of small objects. Making them sets the collector off again and again, and
-each full collection goes through all that a process with torch holds: a third of a profile's time.
+A record is hundreds of thousands of small objects. Each few thousand of them start the collector, and a full
+collection visits everything that a process with torch holds: a third of a profile's time.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def heap_frozen() -> Iterator[None]:
-    """Have the collector leave alone what is there already. Cycles that are made inside are collected."""
-    if not gc.isenabled() or gc.get_freeze_count():  # the user's own, or on another thread
+def frozen_heap() -> Iterator[None]:
+    """Have the collector skip the objects that exist already. Cycles that are made inside are collected."""
+    if not gc.isenabled() or gc.get_freeze_count():  # frozen by the user, or by another thread
         yield
         return
     gc.freeze()
@@ -25,8 +25,8 @@ def heap_frozen() -> Iterator[None]:
 
 
 @contextmanager
-def not_collecting() -> Iterator[None]:
-    """Collect nothing inside. For our own code, which makes no cycles."""
+def no_garbage_collection() -> Iterator[None]:
+    """Switch the collector off inside, for code of ours that makes no cycles."""
     if not gc.isenabled():
         yield
         return

@@ -223,23 +223,23 @@ class Shards:
             at = at.rpartition(".")[0] or ROOT
         return self._states[at]
 
-    def is_there(self, path: str) -> bool:
+    def is_gathered(self, path: str) -> bool:
         """Whether the parameters of the unit around `path` are gathered."""
         state = self.unit_of(path)
         return state is None or all(group.is_unsharded for group in state._fsdp_param_groups)
 
-    def mark(self, record: ForwardRecord, freed: Set[int]) -> None:
+    def force_saves(self, record: ForwardRecord, freed: Set[int]) -> None:
         """Have saved what another unit reads, and the ops in `freed`. See NOTE [ Units ]."""
         if not self._states:
             return
         units = [self.unit_of(op.module) for op in record.ops]
         for reader, op in enumerate(record.ops):
-            for value in op.reads:
-                maker = record.values[value].op
+            for version in op.reads:
+                maker = record.versions[version].op
                 if units[maker] is not units[reader]:
-                    record.ops[maker].insist_on_saving(CROSSES)
+                    record.ops[maker].force_save(CROSSES)
         for maker in freed:
-            record.ops[maker].insist_on_saving(FREED)
+            record.ops[maker].force_save(FREED)
 
 
 @contextmanager

@@ -1,12 +1,11 @@
-"""The user's hooks of backward, which a profiled step does not call: its gradients are made up.
+"""Silence the user's backward hooks in a profiled step, whose gradients are made up.
 
-Backward of a profiled step runs on ones in place of activations. A hook that checks for NaN would raise on a
-healthy model, one that logs gradients would log garbage, and anomaly mode would stop the step. So all of them
-are silent in it: full backward hooks and pre-hooks of modules, and the hooks that forward sets on tensors and
-autograd nodes. They stay where they are, with all that they hold, so that tensors live as long as in
-training.
+Backward of a profiled step runs on ones in place of activations. A hook that checks for NaN would raise on
+a healthy model, a hook that logs gradients would log garbage, and anomaly mode would stop the step. So full
+backward hooks and pre-hooks of modules, and the hooks that forward sets on tensors and autograd nodes, are
+not called. They stay registered with all that they hold, so that tensors live as long as in training.
 
-A backward that the model runs inside of its forward calls them: what they do may be part of the result.
+A backward that the model runs inside its forward calls them: their effect may be part of the result.
 """
 
 from __future__ import annotations
@@ -19,40 +18,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 
 from autoac.profiler.torch_facts import private
 
-_OF_TORCH = ("torch.utils.hooks", "torch.distributed.")
-"""Code whose hooks are part of the step: modules, which pass on to hooks of their own, and FSDP."""
+_PARTS_OF_THE_STEP = ("torch.utils.hooks", "torch.distributed.")
+"""Modules of torch whose hooks always run: they call a module's own hooks, or belong to FSDP."""
 
 
 class BackwardHooks:
-    """The hooks of one profiled step.
-
-    Attributes:
-        silent: they are not called now.
-    """
+    """The hooks of one profiled step."""
 
     def __init__(self) -> None:
-        self.silent = False
+        self.silent = False  # True while no hook is called
 
     @contextmanager
     def silenced(self) -> Iterator[None]:
-        """Call none of them in a backward that runs inside."""
+        """Call no hook in a backward that runs inside."""
         self.silent = True
         try:
             yield
         finally:
             self.silent = False
 
-    def quiet(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what stands in for `hook`."""
-        return hook if _module_of(hook).startswith(_OF_TORCH) else _Quiet(hook, self)
+    def wrap(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a hook that calls `hook` unless the step is silent."""
+        return hook if _module_of(hook).startswith(_PARTS_OF_THE_STEP) else _SilenceableHook(hook, self)
 
 
-class _Quiet:
-    """A hook that is not called while its step is silent."""
+class _SilenceableHook:
+    """Call a hook unless its step is silent."""
 
     def __init__(self, hook: Callable[..., Any], step: BackwardHooks) -> None:
         self._hook, self._step = hook, step
@@ -67,32 +61,29 @@ def _module_of(hook: Any) -> str:
 
 
 class _Thread(threading.local):
-    """State of the profile that runs on this thread."""
+    """The profiled step that runs on this thread."""
 
     hooks: BackwardHooks | None = None
 
 
 _thread = _Thread()
-_patching = threading.Lock()
-_patched = 0  # profiles that are running, on all threads
+_lock = threading.Lock()
+_running = 0  # profiles, on all threads; torch is patched while there is one
 
 
 @contextmanager
 def backward_hooks(model: nn.Module) -> Iterator[BackwardHooks]:
-    """Take in hand the hooks of `model`, and those that forwards on this thread set. Anomaly mode is off."""
+    """Wrap the hooks of `model`, and those that forwards on this thread set. Anomaly mode is off inside."""
     hooks = BackwardHooks()
-    tables: list[dict[int, Any]] = [
-        torch_modules._global_backward_hooks,
-        torch_modules._global_backward_pre_hooks,
-    ]
+    tables: list[dict[int, Any]] = [*private.HOOKS_OF_ALL_MODULES]
     for module in model.modules():
         tables += [module._backward_hooks, module._backward_pre_hooks]
     before = [(table, dict(table)) for table in tables if table]
     for table, content in before:
-        table.update({key: hooks.quiet(hook) for key, hook in content.items()})
+        table.update({key: hooks.wrap(hook) for key, hook in content.items()})
     outer, _thread.hooks = _thread.hooks, hooks
     try:
-        with _registration_seen(), torch.autograd.set_detect_anomaly(False):
+        with _registration_patched(), torch.autograd.set_detect_anomaly(False):
             yield hooks
     finally:
         _thread.hooks = outer
@@ -102,44 +93,38 @@ def backward_hooks(model: nn.Module) -> Iterator[BackwardHooks]:
 
 
 @contextmanager
-def _registration_seen() -> Iterator[None]:
-    """Have torch hand over the hooks that a thread sets while it profiles."""
-    global _patched
-    with _patching:
-        _patched += 1
-        if _patched == 1:
-            _patch()
+def _registration_patched() -> Iterator[None]:
+    """Wrap the hooks that a thread registers while it profiles."""
+    global _running
+    with _lock:
+        _running += 1
+        if _running == 1:
+            _set_methods(_wrapping)
     try:
         yield
     finally:
-        with _patching:
-            _patched -= 1
-            if not _patched:
-                _unpatch()
+        with _lock:
+            _running -= 1
+            if not _running:
+                _set_methods(lambda register: register)
 
 
 _tensor_methods = {
     name: getattr(Tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")
 }
-_of_node = private.HookMixin._register_hook  # torch's C++ calls it for hooks and pre-hooks of nodes
+_node_method = private.HookMixin._register_hook  # torch's C++ calls it for hooks and pre-hooks of nodes
 
 
-def _patch() -> None:
+def _set_methods(of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     for name, method in _tensor_methods.items():
-        setattr(Tensor, name, _quieting(method))
-    private.HookMixin._register_hook = staticmethod(_quieting(_of_node))  # type: ignore[method-assign]
+        setattr(Tensor, name, of(method))
+    private.HookMixin._register_hook = staticmethod(of(_node_method))  # type: ignore[method-assign]
 
 
-def _unpatch() -> None:
-    for name, method in _tensor_methods.items():
-        setattr(Tensor, name, method)
-    private.HookMixin._register_hook = staticmethod(_of_node)  # type: ignore[method-assign]
-
-
-def _quieting(register: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapping(register: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(register)
-    def registering(where: Any, hook: Callable[..., Any]) -> Any:
+    def register_wrapped(target: Any, hook: Callable[..., Any]) -> Any:
         hooks = _thread.hooks
-        return register(where, hook if hooks is None else hooks.quiet(hook))
+        return register(target, hook if hooks is None else hooks.wrap(hook))
 
-    return registering
+    return register_wrapped

@@ -1,33 +1,31 @@
-"""The batch of a profiled step: each forward finds it as it was, and so does the user afterwards.
+"""Give each forward of a profiled step the batch as the user passed it, and leave the user's objects
+unchanged.
 
-A step is profiled by several forwards, and a forward may write over its inputs (`ids[ids < 0] = 0`), pop
-from a dictionary that it was given, set an attribute of a dataclass, or add to a cache of keys and values.
-So each gets containers of its own; objects it gets as they are, at any depth, with their attributes as they
-were; and tensors are among the originals (written_tensors.py).
+A step is profiled by several forwards. A forward may write over its inputs (`ids[ids < 0] = 0`), pop from a
+dictionary of the batch, set an attribute of a dataclass, or add to a cache of keys and values. So each
+forward gets new containers. Other objects it gets as they are, at any depth, with their attributes
+restored. Tensors are restored by `Originals` (written_tensors.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from autoac.profiler.restore.backward_hooks import BackwardHooks
-from autoac.profiler.restore.module_state import forget_cached
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts.batch_contents import content_of, reached_items
 from autoac.profiler.torch_facts.private import tree_map
 from autoac.profiler.torch_facts.storage_table import has_storage
 
 
-def _put(holder: Any, content: Mapping[Any, Any]) -> None:
-    """Have it hold this and nothing else. No method of the user's is called.
+def _set_content(holder: Any, content: Mapping[Any, Any]) -> None:
+    """Replace what `holder` holds by `content`, without calling a method of the user's.
 
-    One that does already is left alone: a batch may lead to objects that other threads use.
+    A holder with this content already is not touched: other threads may use objects of the batch.
     """
     now = content_of(holder)
     if len(now) == len(content) and all(
@@ -44,8 +42,8 @@ def _put(holder: Any, content: Mapping[Any, Any]) -> None:
         kind.__setitem__(holder, name, value)
 
 
-class _Returned(torch.autograd.Function):
-    """What a leaf holds, as an op returns it: unlike a leaf it may be written in place."""
+class _AsNonLeaf(torch.autograd.Function):
+    """Return the contents of a leaf as the output of an op, which may be written in place."""
 
     @staticmethod
     def forward(_ctx: Any, leaf: Tensor) -> Tensor:
@@ -57,15 +55,15 @@ class _Returned(torch.autograd.Function):
 
 
 class Batch:
-    """The arguments of a model, for one forward after the other.
+    """The arguments of a model, for one forward after another.
 
     Args:
         args, kwargs: as the user passes them.
-        of_input: from a tensor of theirs to what stands in for it, without a gradient of its own.
-        originals: are told of the tensors that the model works on itself.
+        of_input: returns the alias of a tensor, which needs no gradient of its own.
+        originals: notes the tensors whose memory the model works on.
 
     Attributes:
-        leaves: what stands in for tensors that want a gradient; the same in each forward.
+        leaves: aliases of the tensors that require a gradient; the same in each forward.
     """
 
     def __init__(
@@ -75,26 +73,26 @@ class Batch:
         of_input: Callable[[Tensor], Tensor],
         originals: Originals,
     ) -> None:
-        self._given = tuple(args), dict(kwargs)
+        self._user_arguments = tuple(args), dict(kwargs)
         self._of_input = of_input
         self.leaves: list[Tensor] = []
-        self._own_of: dict[int, Tensor] = {}  # what stands in, by identity of the user's
-        self._held: Any = None  # what the last forward was called with: the user holds that through the step
-        self._objects: list[tuple[Any, dict[Any, Any]]] = []  # what holds their content, and that
+        self._aliases: dict[int, Tensor] = {}  # by id of the user's tensor
+        self._latest: Any = None  # arguments of the latest forward: a user holds those through the step
+        self._objects: list[tuple[Any, dict[Any, Any]]] = []  # objects of the user's, each with its content
         shared: set[int] = set()
-        for thing in reached_items((*args, *kwargs.values())):
-            if not isinstance(thing, Tensor):
-                self._objects.append((thing, dict(content_of(thing))))
-            elif originals.share(thing, self._own(thing)):
-                shared.add(thing.untyped_storage()._cdata)
-        self._shared = frozenset(shared)  # addresses of storages that the model works on itself
+        for item in reached_items((*args, *kwargs.values())):
+            if not isinstance(item, Tensor):
+                self._objects.append((item, dict(content_of(item))))
+            elif originals.share(item, self._alias_of(item)):
+                shared.add(item.untyped_storage()._cdata)
+        self._shared = frozenset(shared)  # storages of the user's that the model works on
 
-    def made(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments for a forward, which it may change as it likes."""
-        self.let_go()
-        stand_ins: dict[int, Tensor] = {}  # by identity of the user's: what is one tensor stays one
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments for a forward, which may change them."""
+        self.release()
+        stand_ins: dict[int, Tensor] = {}  # by id of the user's tensor, so that one tensor stays one
 
-        def of(item: Any) -> Any:
+        def stand_in_of(item: Any) -> Any:
             if not isinstance(item, Tensor):
                 return item
             if id(item) not in stand_ins:
@@ -102,50 +100,32 @@ class Batch:
             return stand_ins[id(item)]
 
         for holder, content in self._objects:
-            _put(holder, {name: tree_map(of, value) for name, value in content.items()})
-        args, kwargs = self._held = tree_map(of, self._given)
+            _set_content(holder, {name: tree_map(stand_in_of, value) for name, value in content.items()})
+        args, kwargs = self._latest = tree_map(stand_in_of, self._user_arguments)
         return args, kwargs
 
-    def let_go(self) -> None:
-        """Hold the arguments of the last forward no longer. The user's objects are as they were."""
-        self._held = None
+    def release(self) -> None:
+        """Release the arguments of the latest forward, and restore the user's objects."""
+        self._latest = None
         for holder, content in self._objects:
-            _put(holder, content)
+            _set_content(holder, content)
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        own = self._own(tensor)
+        alias = self._alias_of(tensor)
         if tensor.requires_grad:
-            return own if tensor.is_leaf else cast(Tensor, _Returned.apply(own))  # type: ignore[no-untyped-call]
+            return alias if tensor.is_leaf else cast(Tensor, _AsNonLeaf.apply(alias))  # type: ignore[no-untyped-call]
         if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self._shared:
-            return own
-        own = own.detach()  # an op may have given the last one a history
-        return own.view_as(own) if tensor._is_view() else own
+            return alias
+        alias = alias.detach()  # an op of an earlier forward may have given it a history
+        return alias.view_as(alias) if tensor._is_view() else alias
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        own = self._own_of.get(id(tensor))
-        if own is None:
-            own = self._of_input(tensor)
+    def _alias_of(self, tensor: Tensor) -> Tensor:
+        alias = self._aliases.get(id(tensor))
+        if alias is None:
+            alias = self._of_input(tensor)
             if tensor._is_view():
-                own = own.view_as(own)  # autocast keeps casts of leaves, not of views
+                alias = alias.view_as(alias)  # autocast caches casts of leaves, not of views
             if tensor.requires_grad:
-                self.leaves.append(own.requires_grad_())
-            self._own_of[id(tensor)] = own
-        return own
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Call:
-    """A forward of the model on its batch, as often as one likes."""
-
-    model: nn.Module
-    batch: Batch
-    originals: Originals
-    before: Callable[[], None]
-    hooks: BackwardHooks
-
-    def __call__(self) -> Any:
-        self.before()
-        self.originals.restore()
-        forget_cached()
-        args, kwargs = self.batch.made()
-        return self.model(*args, **kwargs)
+                self.leaves.append(alias.requires_grad_())
+            self._aliases[id(tensor)] = alias
+        return alias

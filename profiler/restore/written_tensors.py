@@ -1,12 +1,12 @@
-"""The user's tensors that a profiled step may write: each forward finds them as they were.
+"""Restore the user's tensors that a profiled step writes, before each of its forwards and at its end.
 
-A step is profiled by several forwards. One may write over its inputs (`ids[ids < 0] = 0`), over its
-parameters (a teacher that follows in MoCo and BYOL, weights that are normalized where they are), or over what
-the model keeps elsewhere: a teacher in a list, averages in an object, a memory bank in a dictionary. So
-before an op writes over such a tensor its numbers are copied, and put back later.
+A forward may write over its inputs (`ids[ids < 0] = 0`), over parameters (the teacher of MoCo and BYOL,
+weights normalized in place), or over what the model keeps elsewhere: a teacher in a list, averages in an
+object, a memory bank in a dictionary. So the contents of such a tensor are copied before the first op that
+writes it.
 
-Of the batch and the parameters it is known beforehand where they are. The rest is found in the first forward:
-what an op writes that none has made.
+Tensors of the batch and of the model are known in advance. The others are found in the first forward: tensors
+that an op writes and no op of that forward made.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage
 
 
 class Originals:
-    """What forwards may write and are to find as it was."""
+    """The contents that written tensors had before the step."""
 
     def __init__(self) -> None:
-        self._shared: dict[int, list[Tensor]] = {}  # the user's tensors that could be written, by storage
-        self._written: list[tuple[Tensor, Tensor]] = []  # and those that were, with their numbers before
-        # Storages that need no copy, being the step's own, have False; others that were written, a _Before.
-        self._others: StorageTable[_Before | Literal[False]] = StorageTable()
-        self._finding = False
+        self._shared: dict[int, list[Tensor]] = {}  # the user's tensors, not written so far, by storage
+        self._written: list[tuple[Tensor, Tensor]] = []  # the user's tensors that were written, with copies
+        # Other storages: False for those that belong to the step, else the contents before the first write.
+        self._others: StorageTable[_StorageCopy | Literal[False]] = StorageTable()
+        self._searching = False
 
-    def share(self, tensor: Tensor, own: Tensor) -> bool:
-        """`own` stands in for the user's `tensor`; whether it is on the same memory, and so is watched."""
-        if not (has_storage(tensor) and has_storage(own)):
+    def share(self, tensor: Tensor, alias: Tensor) -> bool:
+        """Watch the user's `tensor`, which `alias` replaces. Return False if they share no memory."""
+        if not (has_storage(tensor) and has_storage(alias)):
             return False
-        storage = own.untyped_storage()
+        storage = alias.untyped_storage()
         if storage._cdata != tensor.untyped_storage()._cdata:
             self._others.put(storage, False)
             return False
@@ -49,37 +49,37 @@ class Originals:
         return True
 
     @contextmanager
-    def finding(self) -> Iterator[None]:
-        """Find in the forward that runs inside what it writes elsewhere; it must `note` its ops."""
-        self._finding = True
+    def searching(self) -> Iterator[None]:
+        """Search the forward that runs inside for writes to other tensors. It must call `note_outputs`."""
+        self._searching = True
         try:
             yield
         finally:
-            self._finding = False
+            self._searching = False
 
     def keep(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """An op is about to run: copy the numbers of what it may write."""
+        """Copy what an op may write, before it runs."""
         if not facts.mutates:
             return
-        # What a higher-order op writes is known only afterwards.
+        # The writes of a higher-order op are known only afterwards.
         written = tree_leaves((args, kwargs)) if facts.opaque else written_tensors(facts, args, kwargs)
         for tensor in written:
             if isinstance(tensor, Tensor) and has_storage(tensor):
                 self.keep_storage(tensor)
 
     def keep_storage(self, tensor: Tensor) -> None:
-        """The memory of `tensor` is about to be written."""
+        """Copy the storage of `tensor`, before it is written."""
         storage = tensor.untyped_storage()
         shared = self._shared.pop(storage._cdata, None)
         if shared is not None:
             self._written += [(tensor, tensor.clone()) for tensor in shared]
             self._others.put(storage, False)
-        elif self._finding and self._others.of(storage) is None:
-            self._others.put(storage, _Before(weakref.ref(storage), storage.clone()))
+        elif self._searching and self._others.of(storage) is None:
+            self._others.put(storage, _StorageCopy(weakref.ref(storage), storage.clone()))
 
-    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """An op has run: what it returned on memory of its own was made in this forward."""
-        if not self._finding:
+    def note_outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note that new storages among the outputs of an op belong to the step."""
+        if not self._searching:
             return
         read = {tensor.untyped_storage()._cdata for tensor in tensors_in(args, kwargs) if has_storage(tensor)}
         for tensor in outputs_of(out):
@@ -87,22 +87,22 @@ class Originals:
                 self._others.set(tensor, False)
 
     def restore(self) -> None:
-        """Put back what was written."""
+        """Copy the contents back."""
         with disable_current_modes(), torch.no_grad():
-            for tensor, numbers in self._written:
-                tensor.copy_(numbers)
-            for before in self._others.values():
-                if before:
-                    before.restore()
+            for tensor, contents in self._written:
+                tensor.copy_(contents)
+            for copy in self._others.values():
+                if copy:
+                    copy.restore()
 
 
-class _Before(NamedTuple):
-    """The bytes of a storage before they were written. Goes with the storage."""
+class _StorageCopy(NamedTuple):
+    """The bytes of a storage before it was written."""
 
     storage: weakref.ref[torch.UntypedStorage]
-    content: torch.UntypedStorage
+    contents: torch.UntypedStorage
 
     def restore(self) -> None:
         storage = self.storage()
-        if storage is not None and storage.nbytes() == self.content.nbytes():
-            storage.copy_(self.content)
+        if storage is not None and storage.nbytes() == self.contents.nbytes():
+            storage.copy_(self.contents)

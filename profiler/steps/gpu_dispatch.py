@@ -1,9 +1,10 @@
-"""Ops that a GPU runs where a CPU runs others, for a step whose tensors only say that they are on the CPU.
+"""Run the ops that a GPU would run, for a step whose tensors only claim to be on the CPU.
 
-Attention and dropout are composite ops that look at the device before they choose their kernels. While
-`gpu_paths` is in force, calls on fake tensors choose as they would on a GPU of 2020 or later (one with
-flash attention); other calls choose as ever. Registered with the dispatcher, since models come to these
-ops by many functions of Python; that is of the whole process, so every kernel looks at its arguments.
+Attention, dropout and recurrent layers are composite ops that look at the device before they choose their
+kernels. While `gpu_kernels` is active, calls on fake tensors choose as on a GPU of 2020 or later (one with
+flash attention), and calls on other tensors choose as usual. The kernels are registered with the
+dispatcher, since models reach these ops by many Python functions. The registration is process-wide, so
+every kernel checks its arguments.
 
 Sources: `use_flash_attention` and `use_mem_efficient_attention` in
 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; `is_fused_kernel_acceptable` in
@@ -28,12 +29,12 @@ _aten = torch.ops.aten
 
 _FLASH_TYPES = (torch.float16, torch.bfloat16)
 _LARGEST_FLASH_HEAD = 256
-_MASK_ALIGNMENT = 8  # elements: to which the efficient kernel wants rows of a mask aligned
+_MASK_ALIGNMENT = 8  # elements: the efficient kernel needs rows of a mask aligned to this
 
 
 @contextlib.contextmanager
-def gpu_paths() -> Iterator[None]:
-    """Inside, composite ops on fake tensors take the kernels of a GPU."""
+def gpu_kernels() -> Iterator[None]:
+    """Have composite ops on fake tensors run the kernels of a GPU inside."""
     with private.scoped_library("aten", "IMPL") as library:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
@@ -47,14 +48,14 @@ _CUDNN = [f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") f
 
 
 def _refusal(name: str) -> Callable[..., Any]:
-    """A kernel that takes only real tensors: on a GPU the op is cuDNN's, which has no fake kernel."""
+    """Return a kernel that refuses fake tensors: on a GPU the op is cuDNN's, which has no fake kernel."""
     overload, _, kind = name.partition(".")
     op = getattr(getattr(_aten, overload), kind)
 
     def kernel(*args: Any) -> Any:
         if any(type(leaf) is FakeTensor for leaf in tree_leaves(args)):
-            raise CannotFake(f"aten.{name}", "on a GPU it is one op of cuDNN: unroll it, by nn.LSTMCell say")
-        return _as_ever(op, *args)
+            raise CannotFake(f"aten.{name}", "on a GPU it is one op of cuDNN: unroll it, as with nn.LSTMCell")
+        return _composite(op, *args)
 
     return kernel
 
@@ -68,7 +69,7 @@ def _lstm_cell(
     b_hh: Tensor | None = None,
 ) -> Any:
     if type(x) is not FakeTensor:
-        return _as_ever(_aten.lstm_cell.default, x, hx, w_ih, w_hh, b_ih, b_hh)
+        return _composite(_aten.lstm_cell.default, x, hx, w_ih, w_hh, b_ih, b_hh)
     hidden, cell = hx
     gates = F.linear(x, w_ih), F.linear(hidden, w_hh)
     return _aten._thnn_fused_lstm_cell(*gates, cell, b_ih, b_hh)[:2]
@@ -78,7 +79,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if type(x) is FakeTensor and train and 0 < p < 1 and x.numel():
         out: Tensor = _aten.native_dropout(x, p, train)[0]
         return out
-    plain: Tensor = _as_ever(_aten.dropout.default, x, p, train)
+    plain: Tensor = _composite(_aten.dropout.default, x, p, train)
     return plain
 
 
@@ -94,11 +95,11 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     plain = type(query) is FakeTensor and query.dim() == 4 and key.dim() == 4 and value.dim() == 4
-    if plain and attn_mask is None and _suits_flash(query, key, value, is_causal):
+    if plain and attn_mask is None and _can_run_flash(query, key, value, is_causal):
         return _flash(query, key, value, dropout_p, is_causal, scale)
     if plain and query.shape[1] == key.shape[1] == value.shape[1]:
         return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    math: Tensor = _as_ever(
+    math: Tensor = _composite(
         _aten.scaled_dot_product_attention.default,
         query,
         key,
@@ -112,7 +113,7 @@ def _attention(
     return math
 
 
-def _suits_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+def _can_run_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
     return (
         query.dtype in _FLASH_TYPES
         and query.dtype == key.dtype == value.dtype
@@ -126,7 +127,7 @@ def _flash(
 ) -> Tensor:
     head = query.shape[-1]
     scale = scale if scale is not None else head**-0.5
-    if padding := -head % 8:  # the kernel wants heads of a multiple of 8
+    if padding := -head % 8:  # the kernel needs heads of a multiple of 8
         query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
     out: Tensor = _aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
@@ -157,5 +158,5 @@ def _efficient(
     return out
 
 
-def _as_ever(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _composite(op: Any, *args: Any, **kwargs: Any) -> Any:
     return op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)

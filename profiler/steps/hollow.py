@@ -1,18 +1,49 @@
-"""A hollow step: a training step that runs for real and keeps no saved activations.
+"""Run a hollow step: a real training step that holds no saved activations.
 
-Forward runs as it is. Autograd is handed descriptions in place of floating-point activations, and
-backward gets ones of the right shape, so every kernel runs, in order, on meaningless numbers. The
-step works on aliases of the parameters and copies of the buffers, so gradients, buffers and the hooks
-of parameters (an optimizer in backward, DDP) are not touched. Other hooks of backward are not called.
+Theory of operation:
 
-A plain step (`keep=True`) is the same with everything kept: it needs the memory that training needs.
+1. Every op of forward and every node of backward runs for real, in order, so kernels take the time and the
+   memory that they take in training.
+2. Autograd is handed descriptions in place of floating-point activations, so an activation is freed as soon
+   as forward itself drops it. Backward gets ones of the same description: right sizes, meaningless numbers
+   (NOTE [ What is kept of a saved tensor ] in saved_tensor_recorder.py).
+3. A mark is placed around each op and each unpack, and at each drop. The allocator's record lists these marks
+   among the allocations and frees, so every byte belongs to an op or a node without a clock.
+4. The step works on aliases of the parameters and on copies of the buffers, and everything else that a
+   forward may change is restored (isolated_call.py, module_state.py, rng.py). Gradients and the hooks of
+   parameters (an optimizer in backward, DDP) are not touched. The user's other backward hooks are not called.
+5. One step has three phases. *Prepare* runs one forward that warms up, and on a GPU a whole step, since first
+   backwards are unlike all others. *Trace* runs the recorded step. *Time* runs further forwards, without
+   records, for kinds of op whose run time is not known well.
+
+For `h = x @ w; y = relu(h); loss = y.sum()` with 32 bytes for each of h and y, the record of the trace is:
+
+    mark  event                          allocator         autograd holds
+    0-1   aten.mm: h                     +32 h             x and w: external, kept as they are
+    2-3   aten.relu: y                   +32 y             "y: float32 [4, 2]", and not y
+          forward drops h                -32 h
+    4-5   aten.sum: loss                 +4 loss
+          forward drops y                -32 y             in training y would stay until mark 9
+    6     backward begins                +4 ones for loss
+    7-8   ReluBackward0 unpacks y        +32 stand-in      the stand-in is not counted: no real step has it
+          the node runs                  +32 gradient, -32 stand-in
+    9     autograd drops y
+          MmBackward0 runs               +24 gradient of w, -32 gradient of h
+    10    backward ends
+
+From this to_profile.py tells that y is saved by op 1, needed by ReluBackward0 and dropped after it; the
+planner then decides whether y is saved or recomputed.
+
+What must stay true: a plain step (`plain=True`, everything saved) places the same marks at the same ops,
+which compare_plain.py checks; the user's objects are afterwards as before; every forward starts from the
+same state. This file knows neither the columns of a Profile nor anything of the planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,50 +54,73 @@ from autoac.profiler.capture.allocations import AllocationRecord, Allocations, B
 from autoac.profiler.capture.op_recorder import ForwardRecord, Recorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.distributed.ddp import without_ddp_sync
-from autoac.profiler.distributed.fsdp import parameters_of, single_rank_fsdp, watch_sharding
+from autoac.profiler.distributed.fsdp import Shards, parameters_of, single_rank_fsdp, watch_sharding
 from autoac.profiler.errors import CannotProfile, NothingToProfile
-from autoac.profiler.restore.backward_hooks import backward_hooks
-from autoac.profiler.restore.batch import Batch, Call
-from autoac.profiler.restore.module_state import modules_restored, nothing_cached
-from autoac.profiler.restore.written_tensors import Originals
+from autoac.profiler.restore.isolated_call import Call, isolated_call
+from autoac.profiler.restore.module_state import modules_restored
+from autoac.profiler.steps.first_backward import free_workspaces, is_first_backward_special
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of, outputs_held, roots_of
-from autoac.profiler.timing.cache import Measured
+from autoac.profiler.timing.cache import OpTime
 from autoac.profiler.timing.op_timer import (
-    BETWEEN,
+    BETWEEN_OPS,
     EXTRA_S,
     MOST_STEPS,
     Samples,
-    forwards,
     host_clock,
-    middle_and_spread,
+    median_and_spread,
+    sample_forwards,
     timed_forward,
 )
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated, gradient_of
+from autoac.profiler.torch_facts.gradients import gradient_of
 from autoac.profiler.torch_facts.inductor import watch_compiled
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.rng import generators_restored
 
-Known = Callable[[Set[Hashable]], Mapping[Hashable, Measured]]
+KnownTimes = Callable[[Set[Hashable]], Mapping[Hashable, OpTime]]
+"""Return the run times that need not be measured, among those of the given signatures."""
 
 
-def _nothing_known(_signatures: Set[Hashable]) -> Mapping[Hashable, Measured]:
+def _no_known_times(_signatures: Set[Hashable]) -> Mapping[Hashable, OpTime]:
     return {}
 
 
 @dataclass(frozen=True, slots=True)
+class ProfiledStep:
+    """A training step that can be run, before it is recorded."""
+
+    model: nn.Module
+    call: Call
+    leaves: list[Tensor]  # that backward may give gradients to
+    loss: Loss | None
+    device: torch.device
+    loop: Loop
+
+
+@dataclass(frozen=True, slots=True)
 class HollowStep:
-    """What one hollow step left behind."""
+    """The records of one profiled step.
+
+    Invariant: every mark in `forward` and `saved` is an index into `times_ns` and `allocations.positions`.
+    """
 
     forward: ForwardRecord
     saved: SavedTensorRecorder
     allocations: Allocations
-    measured: Mapping[Hashable, Measured]  # run times of ops, by signature; one may be BETWEEN ops
-    times_ns: Sequence[int]  # for each mark, when it was
-    backward_began: int  # mark
-    backward_ended: int  # mark; outputs of the model are still held
-    lasting: Sequence[Block] = ()  # came in this step, and will be there from the beginning of the next
+    times_ns: Sequence[int]  # of each mark
+    backward_begin: int  # mark
+    backward_end: int  # mark; outputs of the model are still held
+    workspaces: Sequence[Block] = ()  # allocated in this step, and there in the whole of the next
+    op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature, or BETWEEN_OPS
+
+
+@dataclass(frozen=True, slots=True)
+class _WarmUp:
+    """What preparing a step took, and the run times seen in its forward."""
+
+    samples: Samples
+    forward_ns: int
+    begin_ns: int  # from here on counts the time that a profile may take
 
 
 def run(
@@ -77,188 +131,191 @@ def run(
     device: torch.device,
     *,
     accumulates: bool | None = None,
-    keep: bool = False,
-    known: Known = _nothing_known,
+    plain: bool = False,
+    known: KnownTimes = _no_known_times,
     time_ops: bool = True,
     loop: Loop = ONE_FORWARD,
 ) -> HollowStep:
-    """Run one hollow step, or with `keep` a plain one.
+    """Run one hollow step, or with `plain` one that saves everything, as training does.
 
     Args:
         model, args, kwargs, loss: as for `autoac.profiler.profile`.
-        device: where the model is.
-        accumulates: as for `isolated_call`.
-        keep: keep what autograd saves.
-        known: signatures of ops -> run times of those that need not be measured.
-        time_ops: False if the run times are of no interest: then no forward is run for them alone.
-        loop: what the training loop does with the model's forwards and outputs.
+        device: the device of the model.
+        accumulates: True if gradients are added to existing ones; by default, if there are gradients now.
+        plain: hand autograd the activations themselves. Needs the memory that training needs.
+        known: returns run times that need not be measured.
+        time_ops: False to run no forward for run times alone.
+        loop: the form of the training loop.
 
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
-        ShardsInUse, CannotProfile: as `single_rank_fsdp`.
-        CannotProfile: the allocator reports nothing or not all, or torch.utils.checkpoint inside the model
-            cannot run its part again.
+        ShardsInUse, CannotProfile: as for `single_rank_fsdp`.
+        CannotProfile: the allocator reports nothing or not everything, or torch.utils.checkpoint inside the
+            model cannot run its part again.
     """
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
-    now_ns = host_clock(device)
     allocations = AllocationRecord(device)
     recorder = Recorder(allocations.mark)
-    saved = SavedTensorRecorder(recorder, allocations.mark, keep=keep)
+    saved = SavedTensorRecorder(recorder, allocations.mark, plain=plain)
     with (
         generators_restored(device),
         modules_restored(model),
         without_ddp_sync(model),
         single_rank_fsdp(model, accumulates=accumulates) as shards,
         isolated_call(
-            model, args, kwargs, accumulates=accumulates, placed=shards.managed(), before=shards.reset
+            model, args, kwargs, accumulates=accumulates, excluded=shards.managed(), before=shards.reset
         ) as (call, leaves),
     ):
-        saved.may_be_made = shards.is_there
+        step = ProfiledStep(model, call, leaves, loss, device, loop)
+        saved.can_run = shards.is_gathered
         try:
-            began = now_ns()
-            # Warms up, so that the first op is timed like the rest.
-            with call.originals.finding() if not shards.aliases else nullcontext():  # FSDP writes in forward
-                first = timed_forward(call, device)
-            leaves += shards.leaves()
-            cold_ns = now_ns() - began
-            if chooses_at_first(device):
-                warm_up(model, call, leaves, loss, device, loop)
-                for leaf in (*leaves, *shards.aliases):
-                    leaf.grad = None
-                began = now_ns() - cold_ns
-            forget_workspaces(device)
-            with allocations:
-                with torch.enable_grad():
-                    backward_began, backward_ended = take_step(
-                        model, call, leaves, loss, recorder, saved, allocations.mark, device, loop
-                    )
-                saved.closed = True
-                ended = allocations.mark()
-                given_back = forget_workspaces(device)
-                forgotten = allocations.mark()
-            if not allocations.changes and any(made.address for made in recorder.record.storages):
-                raise CannotProfile(
-                    type(model).__name__,
-                    f"the allocator of {device} reports nothing to torch.profiler, so no size is known",
-                    "let torch use its own (on CUDA the backend `native`, no pluggable one)",
-                )
-            allocations.check_complete(type(model).__name__)
-            for leaf in (*leaves, *shards.aliases):
-                leaf.grad = None  # a further forward beside them would hold more than any step
-            shards.mark(recorder.record, saved.out_of_reach)
-            for state in recorder.generators.values():
-                state.restore()
-            ops = recorder.record.ops
-            signatures: list[Hashable] = [op.signature for op in ops]
-            kinds = {*signatures, *first.keys() & {BETWEEN}}
-            at = allocations.times_ns
-            measured = known(kinds)
-            wanted = kinds - measured.keys()
-            # Ranks must run forward equally often, and clocks would decide.
-            silent = not any(op.facts.collective for op in ops)
-            if wanted:
-                more: Samples = {}
-                in_step = [(at[op.ended] - at[op.began]) / 1e3 for op in ops]
-                if time_ops and silent:
-                    forward_ns = min(cold_ns, at[backward_began] - at[0])  # one was cold, one recorded
-                    step_ns = forward_ns + at[backward_ended] - at[backward_began]
-                    left_s = (MOST_STEPS * step_ns - (now_ns() - began)) / 1e9
-                    took = dict.fromkeys(wanted, 0.0)
-                    for signature, us in zip(signatures, in_step, strict=True):
-                        if signature in took:
-                            took[signature] += us
-                    more = forwards(call, device, took, forward_ns / 1e9, max(EXTRA_S, left_s))
-                more.setdefault(BETWEEN, first.get(BETWEEN, []))
-                measured = {**middle_and_spread(in_step, signatures, more), **measured}
+            warm_up = _prepare(step, shards)
+            traced = _trace(step, shards, recorder, saved, allocations)
+            return replace(traced, op_times=_time(step, traced, warm_up, known, time_ops))
         finally:
             saved.closed = True
             torch.clear_autocast_cache()
-            for state in recorder.generators.values():
-                state.restore()
-    return HollowStep(
-        recorder.record,
-        saved,
-        allocations,
-        measured,
-        allocations.times_ns,
-        backward_began,
-        backward_ended,
-        allocations.freed_between(ended, forgotten) if given_back else (),
-    )
+            recorder.generators.restore()
 
 
-def chooses_at_first(device: torch.device) -> bool:
-    """Whether an op's first backward there is unlike all others, in time and in memory.
+def _prepare(step: ProfiledStep, shards: Shards) -> _WarmUp:
+    """Run one forward, so that the first op is timed like the rest, and where it matters one whole step."""
+    now_ns = host_clock(step.device)
+    begin = now_ns()
+    with step.call.originals.searching() if not shards.aliases else nullcontext():  # FSDP writes in forward
+        samples = timed_forward(step.call, step.device)
+    step.leaves.extend(shards.leaves())
+    forward_ns = now_ns() - begin
+    if is_first_backward_special(step.device):
+        _run_unrecorded(step)
+        _clear_gradients(step, shards)
+        begin = now_ns() - forward_ns
+    free_workspaces(step.device)
+    return _WarmUp(samples, forward_ns, begin)
 
-    On a GPU kernels are loaded and handles made when they are first needed, and cuDNN, told to, tries its
-    ways to convolve (`torch.backends.cudnn.benchmark`), with the memory of the most demanding one. What it
-    finds it remembers for each thread, so no forward does that for backward.
-    """
-    return device.type != "cpu"
 
-
-def warm_up(
-    model: nn.Module,
-    call: Call,
-    leaves: Sequence[Tensor],
-    loss: Loss | None,
-    device: torch.device,
-    loop: Loop = ONE_FORWARD,
-) -> None:
-    """Take a hollow step of which nothing is written down. Leaves gradients."""
-    recorder = Recorder(_unmarked)
-    saved = SavedTensorRecorder(recorder, _unmarked)
+def _run_unrecorded(step: ProfiledStep) -> None:
+    """Run a hollow step without a record. Leaves gradients."""
+    recorder = Recorder(lambda: 0)
+    saved = SavedTensorRecorder(recorder, lambda: 0)
     try:
         with torch.enable_grad():
-            take_step(model, call, leaves, loss, recorder, saved, _unmarked, device, loop)
+            take_step(step, recorder, saved, lambda: 0)
     finally:
         saved.closed = True
-        for state in recorder.generators.values():
-            state.restore()
+        recorder.generators.restore()
 
 
-def _unmarked() -> int:
-    return 0
+def _clear_gradients(step: ProfiledStep, shards: Shards) -> None:
+    for leaf in (*step.leaves, *shards.aliases):
+        leaf.grad = None
 
 
-def forget_workspaces(device: torch.device) -> bool:
-    """Give back what cuBLAS keeps between calls, for the record to see it come and go; whether there is such.
+def _trace(
+    step: ProfiledStep,
+    shards: Shards,
+    recorder: Recorder,
+    saved: SavedTensorRecorder,
+    allocations: AllocationRecord,
+) -> HollowStep:
+    """Run the recorded step."""
+    with allocations:
+        with torch.enable_grad():
+            backward = take_step(step, recorder, saved, allocations.mark)
+        saved.closed = True
+        end = allocations.mark()
+        freed = free_workspaces(step.device)
+        after_free = allocations.mark()
+    model = type(step.model).__name__
+    if not allocations.changes and any(storage.address for storage in recorder.record.storages):
+        raise CannotProfile(
+            model,
+            f"the allocator of {step.device} reports nothing to torch.profiler, so no size is known",
+            "let torch use its own (on CUDA the backend `native`, no pluggable one)",
+        )
+    allocations.check_complete(model)
+    _clear_gradients(step, shards)  # with them, a further forward would hold more than any step
+    shards.force_saves(recorder.record, saved.out_of_reach)
+    recorder.generators.restore()
+    workspaces = allocations.freed_between(end, after_free) if freed else ()
+    return HollowStep(recorder.record, saved, allocations, allocations.times_ns, *backward, workspaces)
 
-    It lasts from step to step. torch takes it from the allocator that everything comes from, once for each
-    stream and thread, and there are versions of torch in which a thread can give back its own alone.
-    """
-    if device.type != "cuda":
-        return False
-    private.clear_cublas_workspaces()
-    in_backward(private.clear_cublas_workspaces, device)
-    return True
 
-
-def in_backward(call: Callable[[], None], device: torch.device) -> None:
-    """Call it on the thread on which backward of ops on `device` runs: not this one, where that is a GPU."""
-    with torch.enable_grad():
-        out = torch.zeros((), device=device, requires_grad=True).clone()
-    out.register_hook(lambda _gradient: call())
-    out.backward()
+def _time(
+    step: ProfiledStep, traced: HollowStep, warm_up: _WarmUp, known: KnownTimes, time_ops: bool
+) -> Mapping[Hashable, OpTime]:
+    """Return the run time of each kind of op: from `known`, from the trace, or from further forwards."""
+    ops, at = traced.forward.ops, traced.times_ns
+    signatures: list[Hashable] = [op.signature for op in ops]
+    kinds = {*signatures, *warm_up.samples.keys() & {BETWEEN_OPS}}
+    found = known(kinds)
+    unknown = kinds - found.keys()
+    if not unknown:
+        return found
+    in_trace_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in ops]
+    samples: Samples = {}
+    # Clocks differ between ranks, so with collectives they must not decide how often forward runs.
+    if time_ops and not any(op.facts.collective for op in ops):
+        # The warm-up was cold, the trace was recorded: the shorter one is closer to a forward.
+        forward_ns = min(warm_up.forward_ns, at[traced.backward_begin] - at[0])
+        step_ns = forward_ns + at[traced.backward_end] - at[traced.backward_begin]
+        left_ns = MOST_STEPS * step_ns - (host_clock(step.device)() - warm_up.begin_ns)
+        total_us = dict.fromkeys(unknown, 0.0)
+        for signature, us in zip(signatures, in_trace_us, strict=True):
+            if signature in total_us:
+                total_us[signature] += us
+        samples = sample_forwards(
+            step.call, step.device, total_us, forward_ns / 1e9, max(EXTRA_S, left_ns / 1e9)
+        )
+    samples.setdefault(BETWEEN_OPS, warm_up.samples.get(BETWEEN_OPS, []))
+    return {**median_and_spread(in_trace_us, signatures, samples), **found}
 
 
 def take_step(
-    model: nn.Module,
-    call: Call,
-    leaves: Sequence[Tensor],
-    loss: Loss | None,
-    recorder: Recorder,
-    saved: SavedTensorRecorder,
-    mark: Callable[[], int],
-    device: torch.device,
-    loop: Loop = ONE_FORWARD,
+    step: ProfiledStep, recorder: Recorder, saved: SavedTensorRecorder, mark: Callable[[], int]
 ) -> tuple[int, int]:
-    """Forward under the recorder and backward after it; returns the marks around backward."""
-    path = [recorder.module]
-    recorder.originals = call.originals
-    recorder.pins = pins_of(model)
+    """Run forward under the recorder, then backward. Return the marks at which backward begins and ends."""
+    outputs, roots = _forward(step, recorder, saved)
+    if not roots:
+        if not any(leaf.requires_grad for leaf in step.leaves):
+            raise NothingToProfile(
+                "no parameter and no input of the model requires a gradient; call requires_grad_() on those "
+                "to train"
+            )
+        raise NothingToProfile(
+            "no output of the model depends on a parameter or input that requires a gradient; "
+            "pass loss=... if backward does not start at the model's output"
+        )
+    # What autocast cached belongs to the caller's context. A real backward runs outside of it.
+    torch.clear_autocast_cache()
+    begin = mark()
+    with torch.autocast(step.device.type, enabled=False), step.call.hooks.silenced():
+        gradients = [torch.ones_like(root) for root in roots]
+        leaves = [leaf for leaf in step.leaves if leaf.requires_grad]
+        try:
+            torch.autograd.backward(roots, gradients, step.loop.retains, inputs=leaves)
+        except RuntimeError as error:
+            if reason := _checkpoint_failure(error):
+                raise CannotProfile(type(step.model).__name__, *reason) from error
+            error.add_note("autoac: raised in the backward of a profiled step, which runs on made-up numbers")
+            raise
+    del gradients, roots
+    if step.loop.retains:
+        outputs.clear()  # until here, their graph holds everything that forward saved
+    end = mark()
+    del outputs
+    return begin, end
+
+
+def _forward(
+    step: ProfiledStep, recorder: Recorder, saved: SavedTensorRecorder
+) -> tuple[list[Any], list[Tensor]]:
+    """Run the forwards of the loop. Return the outputs that the loop holds, and the roots of backward."""
+    loss, loop, path = step.loss, step.loop, [recorder.module]
+    recorder.originals = step.call.originals
+    recorder.pins = pins_of(step.model)
 
     def enter(name: str) -> None:
         path.append(name)
@@ -270,67 +327,35 @@ def take_step(
 
     watch_compiled()
     watch_sharding()
-    handles = watch_modules(model, enter, leave)
+    handles = watch_modules(step.model, enter, leave)
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
-            outs: list[Any] = []
+            outputs: list[Any] = []
             roots: list[Tensor] = []
             for _ in range(loop.forwards):
-                out = call()
+                output = step.call()
                 recorder.end_forward()
                 if loss is None:
-                    roots += roots_of(out)
-                outs.append(outputs_held(out, loop) if loss is None else out)
-                del out
+                    roots += roots_of(output)
+                outputs.append(outputs_held(output, loop) if loss is None else output)
+                del output
             if loss is not None:
                 recorder.begin_loss()
-                roots = [loss_of(loss, outs if loop.forwards > 1 else outs[0])]
-                outs = [outputs_held(out, loop) for out in outs]
+                roots = [loss_of(loss, outputs if loop.forwards > 1 else outputs[0])]
+                outputs = [outputs_held(output, loop) for output in outputs]
         saved.forward_over = True
     finally:
         for handle in handles:
             handle.remove()
-    roots = [root for root in roots if root.requires_grad]
-    if not roots:
-        if not any(leaf.requires_grad for leaf in leaves):
-            raise NothingToProfile(
-                "no parameter and no input of the model requires a gradient; call requires_grad_() on what "
-                "is to train"
-            )
-        raise NothingToProfile(
-            "no output of the model depends on a parameter or input that requires a gradient; "
-            "pass loss=... if the model's output is not where backward starts"
-        )
-    # What autocast cached belongs to the caller's context, which a real backward is outside of.
-    torch.clear_autocast_cache()
-    began = mark()
-    with torch.autocast(device.type, enabled=False), call.hooks.silenced():
-        gradients = [torch.ones_like(root) for root in roots]
-        try:
-            torch.autograd.backward(
-                roots, gradients, loop.retains, inputs=[t for t in leaves if t.requires_grad]
-            )
-        except RuntimeError as error:
-            if why := _checkpoint_refused(error):
-                raise CannotProfile(type(model).__name__, *why) from error
-            error.add_note(
-                "autoac: this came from the backward of a profiled step, which runs on made-up numbers"
-            )
-            raise
-    del gradients, roots
-    if loop.retains:
-        outs.clear()  # their graph holds all that forward saved, until here
-    ended = mark()
-    del outs
-    return began, ended
+    return outputs, [root for root in roots if root.requires_grad]
 
 
-def _checkpoint_refused(error: RuntimeError) -> tuple[str, str] | None:
-    """Why a part under torch's checkpoint could not run again, and what to do instead; None: it did."""
+def _checkpoint_failure(error: RuntimeError) -> tuple[str, str] | None:
+    """Return why torch's checkpoint could not recompute, and what to do about it; None for another error."""
     if isinstance(error, CheckpointError):
         return (
-            "torch.utils.checkpoint in it ran a part again on made-up numbers, on which that part decided "
-            "otherwise",
+            "torch.utils.checkpoint in it recomputed a part on made-up numbers, on which that part took "
+            "another path",
             "leave that checkpoint out: the plan recomputes what it must",
         )
     if "use_reentrant=True" in str(error):
@@ -340,67 +365,3 @@ def _checkpoint_refused(error: RuntimeError) -> tuple[str, str] | None:
             "pass use_reentrant=False, or leave that checkpoint out: the plan recomputes what it must",
         )
     return None
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-@contextmanager
-def isolated_call(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    of_parameter: Callable[[Tensor], Tensor] = Tensor.detach,
-    of_buffer: Callable[[Tensor], Tensor] = _cloned,
-    of_input: Callable[[Tensor], Tensor] = Tensor.detach,
-    *,
-    accumulates: bool,
-    placed: Set[Tensor] = frozenset(),
-    before: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Call, list[Tensor]]]:
-    """A call of the model on aliases: nothing that it does reaches the model's own tensors.
-
-    Until the end the aliases are in the model in place of its own. Yields the call and the leaves that it
-    may give gradients to. Without gradients of their own, what `of_parameter`, `of_buffer` and `of_input`
-    return stands in for the tensors of the model and the batch.
-
-    Args:
-        model, args, kwargs: as for `run`.
-        of_parameter, of_buffer, of_input: from a tensor of the model or batch to what stands in for it.
-        accumulates: gradients go into ones that are there already.
-        placed: parameters that are no part of this: somebody else puts an alias in place.
-        before: to be called before each call of the model.
-    """
-    leaves: list[Tensor] = []
-    tensors: dict[str, Tensor] = {}
-    originals = Originals()
-    for name, parameter in model.named_parameters():
-        if parameter in placed:
-            continue
-        tensors[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
-        originals.share(parameter, tensors[name])
-        if parameter.requires_grad:
-            leaves.append(tensors[name])
-    for name, buffer in model.named_buffers():
-        tensors[name] = of_buffer(buffer)
-        originals.share(buffer, tensors[name])
-    batch = Batch(args, kwargs, of_input, originals)
-    leaves += batch.leaves
-    if accumulates:
-        # A gradient that is there already takes the new one in and frees it.
-        for leaf in leaves:
-            free_gradient_when_accumulated(leaf)
-
-    # As torch.func.functional_call does it, but for backward too: what runs a part of forward again then
-    # (torch.utils.checkpoint), and hooks, find the aliases.
-    with (
-        private.reparametrize_module(model, tensors, tie_weights=True),
-        nothing_cached(),
-        backward_hooks(model) as hooks,
-    ):
-        try:
-            yield Call(model, batch, originals, before, hooks), leaves
-        finally:
-            batch.let_go()
-            originals.restore()

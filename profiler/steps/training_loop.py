@@ -1,4 +1,4 @@
-"""The form of a training loop: how many forwards run before one backward, and where that begins."""
+"""Describe a training loop: how many forwards run before one backward, and where backward begins."""
 
 from __future__ import annotations
 
@@ -18,34 +18,38 @@ Loss = Callable[[Any], Tensor]
 class Loop:
     """The part of a training loop between two steps of the optimizer."""
 
-    forwards: int = 1  # that run before one backward, which goes through all of them
-    drops: frozenset[int] = frozenset()  # outputs that are not held until backward, by position among all
-    retains: bool = False  # backward frees nothing of what forward saved (`retain_graph=True`)
+    forwards: int = 1  # that run before one backward, which covers all of them
+    drops: frozenset[int] = frozenset()  # outputs not held until backward, by position among all
+    retains: bool = False  # backward frees nothing that forward saved (`retain_graph=True`)
 
 
 ONE_FORWARD = Loop()
 
 
-def loss_of(loss: Loss, out: Any) -> Tensor:
-    root = loss(out)
+def loss_of(loss: Loss, output: Any) -> Tensor:
+    """Return `loss(output)`.
+
+    Raises:
+        TypeError: the loss is not a tensor.
+    """
+    root = loss(output)
     if not isinstance(root, Tensor):
-        raise TypeError(
-            f"loss=... returned a {type(root).__name__}: it is to return the tensor to differentiate"
-        )
+        raise TypeError(f"loss must return the tensor to differentiate, got a {type(root).__name__}")
     return root
 
 
-def roots_of(out: Any) -> list[Tensor]:
-    """Return where backward starts: `.loss` or `["loss"]` of the output if there is one, else all of it."""
-    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+def roots_of(output: Any) -> list[Tensor]:
+    """Return the tensors where backward begins: the output's `.loss` or `["loss"]`, else all of the
+    output."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.requires_grad:
         return [loss]
-    found = tree_leaves(list(out.values()) if isinstance(out, Mapping) else out)
-    return [t for t in found if isinstance(t, Tensor) and t.requires_grad]
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
-def outputs_held(out: Any, loop: Loop) -> Any:
-    """Return what the loop holds of an output until the end of backward."""
+def outputs_held(output: Any, loop: Loop) -> Any:
+    """Return the part of an output that `loop` holds until the end of backward."""
     if not loop.drops:
-        return out
-    return [tensor for i, tensor in enumerate(batch_tensors([out])) if i not in loop.drops]
+        return output
+    return [tensor for i, tensor in enumerate(batch_tensors([output])) if i not in loop.drops]

@@ -1,7 +1,7 @@
-"""Run times on disk, so that the same model gets the same times again, and the same plan.
+"""Cache run times on disk, so that the same model gets the same times again, and thus the same plan.
 
-A file of SQLite: the median and spread of each kind of op on each machine, and what backward took for
-each kind of step. Only numbers and hashes are in it. Processes may share it.
+The cache is an SQLite file, which processes may share. It has the median and spread of each kind of op on
+each machine, and the run times of backward for each profile. Only numbers and hashes are in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 log = logging.getLogger("autoac.profiler")
 
 VARIABLE = "AUTOAC_TIMES"
-"""Environment variable: path of the file; `1` for the usual one; empty or `0`: no file."""
+"""Environment variable: path of the file; `1`: the default path; empty or `0`: no file."""
 
 _SCHEMA = """
 create table if not exists ops (
@@ -32,117 +32,117 @@ create table if not exists ops (
 create table if not exists steps (key text primary key, runtimes_us text not null) without rowid;
 """
 
-_AT_ONCE = 500  # variables in one query
+_MOST_VARIABLES = 500  # in one query
 
-Measured = tuple[float, float, int]
-"""Median and median absolute deviation in microseconds, and how many samples they are of."""
+OpTime = tuple[float, float, int]
+"""Median and median absolute deviation in microseconds, and the number of samples."""
 
 
-def usual_path() -> Path:
-    """Where the file is if nothing else is said: as torch itself keeps things, under `XDG_CACHE_HOME`."""
+def default_path() -> Path:
+    """Return the default path of the file: under `XDG_CACHE_HOME`, as torch does it."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autoac" / "times.sqlite3"
 
 
 class Times:
-    """Run times kept in the file at `path`. What was written first stays: times that move move plans.
+    """The cache in the file at `path`. An entry is never replaced, since new times would change plans.
 
-    A file that cannot be read or written is left alone, with a warning: then times are measured anew.
+    A file that cannot be read or written is ignored with a warning, and times are measured again.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._told = False
+        self._warned = False
 
     @classmethod
     def of_environment(cls) -> Times | None:
-        """The file that the environment names; None if it names none."""
+        """Return the cache named by the environment variable AUTOAC_TIMES; None if there is none."""
         named = os.environ.get(VARIABLE, "")
         if named in ("", "0"):
             return None
-        return cls(usual_path() if named == "1" else named)
+        return cls(default_path() if named == "1" else named)
 
-    def ops(self, machine: str, signatures: Iterable[Hashable]) -> dict[Hashable, Measured]:
-        """What is known of ops on `machine`, by signature."""
+    def ops(self, machine: str, signatures: Iterable[Hashable]) -> dict[Hashable, OpTime]:
+        """Return the run times of ops on `machine` that the cache has, by signature."""
         keys = {_key(machine, signature): signature for signature in signatures}
-        found: dict[Hashable, Measured] = {}
+        found: dict[Hashable, OpTime] = {}
         with self._open() as file:
             if file is None:
                 return found
             names = list(keys)
-            for i in range(0, len(names), _AT_ONCE):
-                some = names[i : i + _AT_ONCE]
+            for i in range(0, len(names), _MOST_VARIABLES):
+                some = names[i : i + _MOST_VARIABLES]
                 marks = ",".join("?" * len(some))
                 query = f"select key, runtime_us, spread_us, samples from ops where key in ({marks})"
                 for key, runtime, spread, samples in file.execute(query, some):
-                    found[keys[key]] = (_time(runtime), _time(spread), int(samples))
+                    found[keys[key]] = (_checked_us(runtime), _checked_us(spread), int(samples))
         return found
 
-    def keep_ops(self, machine: str, measured: Mapping[Hashable, Measured]) -> None:
-        """Write down ops that are not known yet."""
+    def keep_ops(self, machine: str, measured: Mapping[Hashable, OpTime]) -> None:
+        """Add run times of ops, by signature."""
         rows = [(_key(machine, signature), *values) for signature, values in measured.items()]
         with self._open() as file:
             if file is not None:
                 file.executemany("insert or ignore into ops values (?, ?, ?, ?)", rows)
 
     def backward(self, machine: str, step: Hashable, n: int) -> list[float] | None:
-        """What each of the `n` backward steps took, in microseconds; None if it is not known."""
+        """Return the run times of the `n` backward steps in microseconds; None if the cache has none."""
         runtimes: list[float] = []
         with self._open() as file:
             if file is None:
                 return None
             key = _key(machine, step)
             row = file.execute("select runtimes_us from steps where key = ?", (key,)).fetchone()
-            runtimes = [_time(us) for us in json.loads(row[0])] if row is not None else []
+            runtimes = [_checked_us(us) for us in json.loads(row[0])] if row is not None else []
         return runtimes if len(runtimes) == n and n else None
 
     def keep_backward(self, machine: str, step: Hashable, runtimes_us: Sequence[float]) -> None:
-        """Write down a backward that is not known yet."""
+        """Add the run times of a backward."""
         with self._open() as file:
             if file is not None:
                 row = (_key(machine, step), json.dumps(list(runtimes_us)))
                 file.execute("insert or ignore into steps values (?, ?)", row)
 
     def clear(self) -> None:
-        """Forget everything: after what was measured on a busy machine, say."""
+        """Delete all entries, for example after measuring on a busy machine."""
         with self._open() as file:
             if file is not None:
                 file.executescript("delete from ops; delete from steps;")
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection | None]:
-        """The file, and what is written in it at the end; None if it is not usable."""
+        """Open the file, and commit at the end. Yield None if the file is unusable."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = sqlite3.connect(self.path, timeout=5)
             file.executescript(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            self._warn("run times are measured anew: %s cannot be used: %s", error)
+            self._warn("run times are measured again: the cache file %s cannot be opened: %s", error)
             yield None
             return
         try:
             yield file
             file.commit()
         except (sqlite3.Error, ValueError, TypeError) as error:
-            self._warn("run times in %s were not read or kept: %s", error)
+            self._warn("run times are measured again: the cache file %s cannot be read or written: %s", error)
         finally:
             file.close()
 
-    def _warn(self, said: str, error: Exception) -> None:
-        """Once: a profile opens the file several times."""
-        if not self._told:
-            self._told = True
-            log.warning(said, self.path, error)
+    def _warn(self, message: str, error: Exception) -> None:
+        """Log `message` once. A profile opens the file several times."""
+        if not self._warned:
+            self._warned = True
+            log.warning(message, self.path, error)
 
 
 def machine(device: torch.device, device_name: str) -> str:
-    """What run times depend on beside the op: device, torch, and on the CPU the processor and threads."""
+    """Name everything but the op that run times depend on: device, torch, and the CPU's model and threads."""
     if device.type != "cpu":
         return f"{device_name}, torch {torch.__version__}"
     return f"{processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
 
 def processor() -> str:
-    """What the processor calls itself."""
+    """Return the name of the CPU."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith("model name"):
@@ -150,12 +150,11 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _time(us: Any) -> float:
-    """Raises: ValueError, TypeError: it is no number of microseconds."""
+def _checked_us(us: Any) -> float:
     if not 0 <= (time := float(us)) < math.inf:
-        raise ValueError(f"{time} is no time")
+        raise ValueError(f"a run time must be a finite number of microseconds of at least 0, got {us!r}")
     return time
 
 
-def _key(machine: str, what: Hashable) -> str:
-    return hashlib.sha256(f"{machine}\n{what!r}".encode()).hexdigest()
+def _key(machine: str, subject: Hashable) -> str:
+    return hashlib.sha256(f"{machine}\n{subject!r}".encode()).hexdigest()

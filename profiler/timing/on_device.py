@@ -1,13 +1,12 @@
-"""A device that is here, for a step that does not fit on it: what it can do, and how long each op takes.
+"""Measure a device that is here, for a step that does not fit on it: its datasheet, and its time for each op.
 
-`datasheet_of` measures a datasheet on the spot. `LocalTimes` runs every kind of op of a fake step once or a
-few times by itself, on made-up numbers, so only one op's inputs and outputs need memory.
+`datasheet_of` measures a datasheet. `OpTimesOnDevice` runs each kind of op of a fake step by itself a few
+times, on made-up numbers, so only the inputs and outputs of one op need memory.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.profiler.timing.cache import Measured, Times, machine, processor
-from autoac.profiler.timing.op_timer import event_now, host_clock
+from autoac.profiler.timing.cache import OpTime, Times, machine, processor
+from autoac.profiler.timing.op_timer import host_clock, median_and_deviation, record_event
 from autoac.profiler.timing.roofline import Device, bytes_moved
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.op_signature import signature_of
@@ -29,25 +28,27 @@ from autoac.profiler.torch_facts.private import (
 )
 from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
 
-PRODUCT = 768  # rows and columns of the products that the peak is measured with; 4096 where there is a stream
-COPIED = 2**26  # bytes that are copied to measure the bandwidth
-TINY_CALLS = 200
+PRODUCT_ROWS = 768  # rows and columns of the products that measure the peak on the CPU
+PRODUCT_ROWS_ON_GPU = 4096
+COPIED_NBYTES = 2**26  # copied to measure the bandwidth
+TINY_CALLS = 200  # of an op on few elements, to measure the launch
 
 RUNS = 3  # of each kind of op, after one that warms up
 LONG_S = 0.2  # an op that takes longer than this runs once
-PART_OF_MEMORY = 0.5  # that one op may take
+PART_OF_MEMORY = 0.5  # that the tensors of one op may take
 
 _TYPES = (torch.float32, torch.bfloat16)
 
 
 def datasheet_of(device: torch.device) -> Device:
-    """Measure what `device` does: products by type, bandwidth, launch. Takes about a second.
+    """Measure the datasheet of `device`: products by type, bandwidth, launch. Takes about a second.
 
-    These are rates that kernels reached, with the threads that torch has now, so nothing is taken off them.
+    The rates are those that kernels reached, with torch's present number of threads, so the efficiencies
+    are 1.
     """
-    n = PRODUCT if device.type == "cpu" else 4096
+    n = PRODUCT_ROWS if device.type == "cpu" else PRODUCT_ROWS_ON_GPU
     rates = {dtype: 2 * n**3 / _product_s(n, dtype, device) for dtype in _TYPES}
-    source = torch.ones(COPIED // 4, device=device)
+    source = torch.ones(COPIED_NBYTES // 4, device=device)
     target = torch.empty_like(source)
     copy_s = least_s(lambda: target.copy_(source), device)
     x = torch.ones(8, device=device)
@@ -60,7 +61,7 @@ def datasheet_of(device: torch.device) -> Device:
         name=processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
         flops_per_s=MappingProxyType(rates),
         other_flops_per_s=rates[torch.float32],
-        bytes_per_s=2 * COPIED / copy_s,
+        bytes_per_s=2 * COPIED_NBYTES / copy_s,
         memory_bytes=_memory_of(device),
         launch_us=least_s(tiny, device) / TINY_CALLS * 1e6,
         flops_efficiency=1.0,
@@ -71,7 +72,7 @@ def datasheet_of(device: torch.device) -> Device:
 
 
 def datasheet_of_this_cpu() -> Device:
-    """The datasheet of the processor that this runs on, for torch's number of threads, measured now."""
+    """Measure the datasheet of this machine's CPU, for torch's present number of threads."""
     return datasheet_of(torch.device("cpu"))
 
 
@@ -87,49 +88,53 @@ def _memory_of(device: torch.device) -> int:
 
 
 def least_s(call: Callable[[], object], device: torch.device, runs: int = 5) -> float:
-    """The least time of several calls after one that warms up: what the device can do, in seconds."""
+    """Return the shortest time of several calls, in seconds. The first call warms up."""
     return min(seconds(call, device) for _ in range(runs + 1))
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """What one call takes: by the host's clock, elsewhere by events of the device's stream."""
+    """Return the time of one call: by the host's clock on the CPU, by events of the stream elsewhere."""
     if device.type == "cpu":
         now = host_clock(device)
-        began = now()
+        begin = now()
         call()
-        return (now() - began) / 1e9
-    began_event = event_now(device)
+        return (now() - begin) / 1e9
+    begin_event = record_event(device)
     call()
-    ended_event = event_now(device)
+    end_event = record_event(device)
     torch.get_device_module(device).synchronize(device)
-    return float(began_event.elapsed_time(ended_event)) / 1e3
+    return float(begin_event.elapsed_time(end_event)) / 1e3
 
 
-class LocalTimes:
-    """How long ops take on a device that is here, each kind run by itself and then remembered.
+class OpTimesOnDevice:
+    """Run times of ops on a device that is here. Each kind is measured once, by itself.
 
-    An op whose operands do not fit, or that does not run on made-up numbers, takes what the datasheet says.
+    An op whose operands do not fit, or that fails on made-up numbers, takes the time that the datasheet
+    gives.
 
     Args:
         device: where ops run.
-        sheet: its datasheet.
-        times: the file in which run times are kept, if any.
+        datasheet: of `device`.
+        times: the cache of run times, if any.
+
+    Attributes:
+        notes: ops that were not measured.
     """
 
-    def __init__(self, device: torch.device, sheet: Device, times: Times | None = None) -> None:
+    def __init__(self, device: torch.device, datasheet: Device, times: Times | None = None) -> None:
         self.notes: dict[str, None] = {}
         self.device = device
-        self.sheet = sheet
+        self.datasheet = datasheet
         self._times = times
-        self._here = machine(device, sheet.name)
-        self._known: dict[Hashable, Measured] = {}
-        self._fresh: dict[Hashable, Measured] = {}
+        self._machine = machine(device, datasheet.name)
+        self._known: dict[Hashable, OpTime] = {}
+        self._new: dict[Hashable, OpTime] = {}  # measured here, not in the cache so far
 
     def runtime_us(
         self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> float:
-        """Run time of one call, in microseconds; 0 for a view. Its tensors may be fake."""
-        estimate = self.sheet.runtime_us(facts, func, args, kwargs, out)
+        """Return the run time of one call in microseconds, 0 for a view. Its tensors may be fake."""
+        estimate = self.datasheet.runtime_us(facts, func, args, kwargs, out)
         if facts.view or facts.collective or facts.opaque:
             return estimate
         signature = signature_of(facts.name, args, kwargs)
@@ -142,8 +147,8 @@ class LocalTimes:
             self._known[signature] = measured
         return measured[0]
 
-    def _look_up(self, signature: Hashable) -> Measured | None:
-        return self._times.ops(self._here, [signature]).get(signature) if self._times is not None else None
+    def _look_up(self, signature: Hashable) -> OpTime | None:
+        return self._times.ops(self._machine, [signature]).get(signature) if self._times is not None else None
 
     def _measure(
         self,
@@ -153,8 +158,8 @@ class LocalTimes:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         out: Any,
-    ) -> Measured | None:
-        if bytes_moved(args, kwargs, out) > self.sheet.memory_bytes * PART_OF_MEMORY:
+    ) -> OpTime | None:
+        if bytes_moved(args, kwargs, out) > self.datasheet.memory_bytes * PART_OF_MEMORY:
             return None
         if not all(has_storage_or_fake(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
             return None
@@ -164,34 +169,33 @@ class LocalTimes:
                 runs = 1 if taken[0] > LONG_S else RUNS
                 taken = [self._once(func, args, kwargs) for _ in range(runs)]
             except (RuntimeError, IndexError, ValueError, NotImplementedError):
-                return None  # out of memory, or it wants other numbers: the caller notes it
-        middle = statistics.median(taken)
-        spread = statistics.median(abs(s - middle) for s in taken)
-        measured = (round(middle * 1e6, 3), round(spread * 1e6, 3), runs)
-        self._fresh[signature] = measured
+                return None  # out of memory, or the op needs other numbers
+        median, spread = median_and_deviation(taken)
+        measured = (round(median * 1e6, 3), round(spread * 1e6, 3), runs)
+        self._new[signature] = measured
         return measured
 
     def _once(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-        """Made anew each time, since an op may write its operands."""
-        real_args, real_kwargs = tree_map_only(Tensor, self._made_up, (tuple(args), dict(kwargs)))
+        """Return the time of one call, on new operands, since an op may write them."""
+        real_args, real_kwargs = tree_map_only(Tensor, self._real_operand, (tuple(args), dict(kwargs)))
         if isinstance(real_kwargs.get("device"), torch.device):
             real_kwargs["device"] = self.device
         return seconds(lambda: func(*real_args, **real_kwargs), self.device)
 
-    def _made_up(self, tensor: Tensor) -> Tensor:
-        """A tensor as `tensor` on the device: its values if they are known, else ones, or zeros to index."""
+    def _real_operand(self, tensor: Tensor) -> Tensor:
+        """Return a copy of `tensor` on the device; of a fake one, ones, or zeros if it may be an index."""
         if type(tensor) is not FakeTensor and not tensor.is_meta:
             return tensor.detach().to(self.device, copy=True)
-        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
-        return made.fill_(1 if tensor.is_floating_point() or tensor.is_complex() else 0)
+        real = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
+        return real.fill_(1 if tensor.is_floating_point() or tensor.is_complex() else 0)
 
     def keep(self) -> None:
-        """Write down what was measured, if there is a file."""
+        """Add what was measured to the cache, if there is one."""
         if self._times is not None:
-            self._times.keep_ops(self._here, self._fresh)
-        self._fresh = {}
+            self._times.keep_ops(self._machine, self._new)
+        self._new = {}
 
     @property
     def kinds(self) -> int:
-        """How many kinds of op have a measured time."""
+        """Return how many kinds of op have a measured time."""
         return sum(samples > 0 for _, _, samples in self._known.values())

@@ -1,7 +1,7 @@
-"""How long each op takes on the device.
+"""Measure how long each kind of op takes on the device.
 
-Times come from the profiled step itself and from further forwards, which keep nothing (`OpTimer`). One
-forward runs each kind of op once per block, so a few of them are many samples of most kinds.
+Times come from the profiled step itself and from further forwards, which save nothing (`OpTimer`). A forward
+runs each kind of op once per block, so a few forwards give many samples of most kinds.
 """
 
 from __future__ import annotations
@@ -15,80 +15,80 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autoac.profiler.restore.batch import Call
+from autoac.profiler.restore.isolated_call import Call
 from autoac.profiler.restore.written_tensors import Originals
+from autoac.profiler.timing.cache import OpTime
 from autoac.profiler.torch_facts.op_facts import facts_of
 from autoac.profiler.torch_facts.op_signature import signature_of
 from autoac.profiler.torch_facts.private import TorchDispatchMode
-from autoac.profiler.torch_facts.rng import GeneratorState, capture_generator, generator_of
+from autoac.profiler.torch_facts.rng import UsedGenerators
 from autoac.profiler.torch_facts.storage_table import has_storage
 
-SAMPLES = 5  # of each kind of op that more forwards are run for, and the most of these forwards
-LEAST_SAMPLES = 3  # of them, that do without those of the profiled step
-MOST_STEPS = 1.75  # that a profile may take, in steps, more forwards included, or
+SAMPLES = 5  # enough for one kind of op; also the most further forwards
+LEAST_SAMPLES = 3  # of further forwards, with which those of the profiled step are not used
+MOST_STEPS = 1.75  # time that a profile may take, in steps, further forwards included; or
+EXTRA_S = 0.1  # time that further forwards may take, in seconds, if steps are short
 CLOCK_READ_EVERY = 8  # stops of the clock
-EXTRA_S = 0.1  # that more forwards may take, in seconds, where steps are short
-RARE = 0.1  # part of forward's time that may be in kinds of op with fewer samples than that
+RARE = 0.1  # part of forward's time that may be in kinds of op with too few samples
 
 Samples = dict[Hashable, list[float]]
 """Run times in microseconds, by signature."""
 
+BETWEEN_OPS = ("between ops",)
+"""A pseudo-signature: the time from the end of one op to the beginning of the next (`OpTimer`)."""
+
 
 def host_clock(device: torch.device) -> Callable[[], int]:
-    """The clock of the host for a step on `device`, in nanoseconds.
+    """Return the host's clock for a step on `device`, in nanoseconds.
 
-    On the CPU with one thread it is that thread's own time, which runs only while it does: others on the
-    machine then do not count. With several, what this one does is not all, and it is the time of day; so it
-    is for other devices, whose backward torch runs on threads of their own.
+    With one thread on the CPU, it is the CPU time of that thread, which other processes do not affect. With
+    several threads it is the time of day, since one thread's time is not all; and for other devices too, for
+    which torch runs backward on threads of its own.
     """
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    return time.thread_time_ns if alone else time.perf_counter_ns
-
-
-BETWEEN = ("between ops",)
-"""Stands for a signature: the time from the end of one op to the beginning of the next (`OpTimer`)."""
+    single_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time_ns if single_thread else time.perf_counter_ns
 
 
 class Clock(Protocol):
-    """Tells when places in a step were come to; it is stopped at each of them."""
+    """Measure when each mark of a step is reached. The clock is stopped while a mark is placed."""
 
     def stop(self) -> None: ...
 
-    def go_on(self) -> None: ...
+    def resume(self) -> None: ...
 
     def times_ns(self) -> list[int]: ...
 
 
 class HostClock:
-    """The host's clock, which stands still from `stop` to `go_on`, while something else is done.
+    """The host's clock, which stands still from `stop` to `resume`.
 
-    Reading a thread's clock is a system call, which can take longer than an op. So how long it stood still is
-    read for one stop in `CLOCK_READ_EVERY`, and taken to be the median of these for all.
+    Reading a thread's clock is a system call, which can take longer than an op. So only one stop in
+    `CLOCK_READ_EVERY` is measured, and all stops count as long as the median of these.
     """
 
     def __init__(self, now_ns: Callable[[], int]) -> None:
         self._now_ns = now_ns
         self._stopped_ns: list[int] = []
-        self._lost_ns: list[int] = []  # while it stood still, where that was read
+        self._lost_ns: list[int] = []  # duration of each measured stop
 
     def stop(self) -> None:
         self._stopped_ns.append(self._now_ns())
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if len(self._stopped_ns) % CLOCK_READ_EVERY == 1:
             self._lost_ns.append(self._now_ns() - self._stopped_ns[-1])
 
     def times_ns(self) -> list[int]:
-        """When it was stopped, each time."""
+        """Return the time of each stop."""
         lost = round(statistics.median(self._lost_ns)) if self._lost_ns else 0
         times = (stopped - i * lost for i, stopped in enumerate(self._stopped_ns))
-        return list(itertools.accumulate(times, max))  # a stop that was shorter moves no time back
+        return list(itertools.accumulate(times, max))  # never backward
 
 
 class DeviceClock:
-    """Events in the device's stream: when the device came to each place, not when the host did.
+    """Events in the device's stream: when the device, not the host, reached each mark.
 
-    A device that waits for the host goes on counting.
+    The time in which the device waits for the host counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -96,23 +96,23 @@ class DeviceClock:
         self._events: list[torch.Event] = []
 
     def stop(self) -> None:
-        self._events.append(event_now(self._device))
+        self._events.append(record_event(self._device))
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         pass
 
     def times_ns(self) -> list[int]:
-        """When the device came to each place, from the first one on. Waits for the device."""
+        """Wait for the device, and return the time of each stop, relative to the first."""
         torch.get_device_module(self._device).synchronize(self._device)
-        # Of two neighbours, so that a float of milliseconds has microseconds in it.
+        # Between neighbors, so that a float of milliseconds can resolve microseconds.
         steps_ms = (a.elapsed_time(b) for a, b in itertools.pairwise(self._events))
         return [round(ms * 1e6) for ms in itertools.accumulate(steps_ms, initial=0.0)][: len(self._events)]
 
 
-def event_now(device: torch.device) -> torch.Event:
-    """An event in the stream that ops on `device` go to now: in backward, that of the op whose backward runs.
+def record_event(device: torch.device) -> torch.Event:
+    """Record an event in the stream that ops on `device` use now: in backward, that of the running node.
 
-    Without a stream it would be one of the *current* device, which need not be the model's.
+    Without a stream, the event would go to the *current* device, which need not be the model's.
     """
     event = torch.Event(device=device, enable_timing=True)
     event.record(torch.get_device_module(device).current_stream(device))
@@ -120,17 +120,18 @@ def event_now(device: torch.device) -> torch.Event:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What times the ops of a step on `device`."""
+    """Return the clock that times the ops of a step on `device`."""
     return HostClock(host_clock(device)) if device.type == "cpu" else DeviceClock(device)
 
 
 class OpTimer(TorchDispatchMode):
-    """Times the ops of a forward: by the clock on the CPU, elsewhere by events of the device's stream.
+    """Time the ops of a forward: by the clock on the CPU, by events of the device's stream elsewhere.
 
-    And what is between them: Python, the dispatcher, memory given back, a device that waits for its host. An
-    op that runs again takes that once more.
+    Also time the gaps between ops: Python, the dispatcher, freeing memory, a device that waits for its host.
+    A recomputed op takes that time again.
 
-    `generators` are the explicit ones that the forward drew from, as they were.
+    Attributes:
+        generators: the generators that the forward drew from.
     """
 
     supports_higher_order_operators = True
@@ -138,7 +139,7 @@ class OpTimer(TorchDispatchMode):
     def __init__(self, device: torch.device, originals: Originals) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._originals = originals
-        self.generators: dict[int, GeneratorState] = {}
+        self.generators = UsedGenerators()
         self._device = device
         self._host_now = host_clock(device)
         self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
@@ -155,22 +156,20 @@ class OpTimer(TorchDispatchMode):
         if facts.view:
             return func(*args, **kwargs)
         if facts.draws(args, kwargs):
-            generator = generator_of(args, kwargs)
-            if id(generator) not in self.generators:
-                self.generators[id(generator)] = capture_generator(generator)
+            self.generators.note(args, kwargs)
         signature = signature_of(facts.name, args, kwargs)
         self._originals.keep(facts, args, kwargs)
         began = self._now()
         out = func(*args, **kwargs)
         self._spans.append((signature, began, self._now()))
-        self._originals.note(args, kwargs, out)
+        self._originals.note_outputs(args, kwargs, out)
         return out
 
     def _now(self) -> Any:
-        return self._host_now() if self._device.type == "cpu" else event_now(self._device)
+        return self._host_now() if self._device.type == "cpu" else record_event(self._device)
 
     def samples(self) -> Samples:
-        """What was timed. On a device with a stream this waits for it."""
+        """Return the run times. Waits for a device with a stream."""
         on_cpu = self._device.type == "cpu"
         if not on_cpu and self._spans:
             torch.get_device_module(self._device).synchronize(self._device)
@@ -182,90 +181,94 @@ class OpTimer(TorchDispatchMode):
         for signature, began, ended in self._spans:
             found.setdefault(signature, []).append(us(began, ended))
         for (_, _, ended), (_, began, _) in itertools.pairwise(self._spans):
-            found.setdefault(BETWEEN, []).append(us(ended, began))
+            found.setdefault(BETWEEN_OPS, []).append(us(ended, began))
         return found
 
 
 def timed_forward(call: Call, device: torch.device) -> Samples:
-    """Run forward as in training, but so that autograd keeps nothing of it.
+    """Run and time a forward for which autograd saves only descriptions.
 
-    Explicit generators that it draws from are afterwards as before; torch's own are the caller's affair.
+    Explicit generators are restored; the default generators are not.
     """
     timer = OpTimer(device, call.originals)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_described, _ones), torch.enable_grad(), timer:
+        with torch.autograd.graph.saved_tensors_hooks(_describe, _ones), torch.enable_grad(), timer:
             call()
     finally:
         torch.clear_autocast_cache()
-        for state in timer.generators.values():
-            state.restore()
+        timer.generators.restore()
     return timer.samples()
 
 
-def forwards(
+def sample_forwards(
     call: Call,
     device: torch.device,
-    wanted: Mapping[Hashable, float],
+    total_us: Mapping[Hashable, float],
     forward_s: float,
     left_s: float,
 ) -> Samples:
-    """Run forward again and again, until the kinds of op in `wanted` have been seen often enough.
+    """Run forward until the kinds of op in `total_us` have enough samples.
 
-    Those that together take a small part of the time need not be (`RARE`).
+    Kinds of op that together take a small part of the time (`RARE`) may have fewer.
 
     Args:
         call: runs forward.
-        device: where.
-        wanted: kinds of op, and what all calls of each took.
-        forward_s: what one forward takes, in seconds.
-        left_s: what all may take, in seconds.
+        device: the device of the model.
+        total_us: by kind of op, the run time of all its calls in one forward.
+        forward_s: estimated time of one forward.
+        left_s: time that all forwards together may take.
     """
     samples: Samples = {}
     now_ns = host_clock(device)
     spent, last = 0.0, forward_s
     for _ in range(SAMPLES):
-        lacking = sum(took for key, took in wanted.items() if len(samples.get(key, ())) < SAMPLES)
-        if spent + last > left_s or (samples and lacking <= RARE * sum(wanted.values())):
+        lacking = sum(us for key, us in total_us.items() if len(samples.get(key, ())) < SAMPLES)
+        if spent + last > left_s or (samples and lacking <= RARE * sum(total_us.values())):
             break
-        began = now_ns()
+        begin = now_ns()
         found = timed_forward(call, device)
-        for key in wanted.keys() & found.keys():
+        for key in total_us.keys() & found.keys():
             samples.setdefault(key, []).extend(found[key])
-        last = (now_ns() - began) / 1e9
+        last = (now_ns() - begin) / 1e9
         spent += last
     return samples
 
 
-def _described(tensor: Tensor) -> Any:
+def _describe(tensor: Tensor) -> Any:
     if not has_storage(tensor):  # sparse, nested: they have no strides
         return tensor.detach()
     return tensor.size(), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _ones(packed: Any) -> Tensor:
-    """For a model that differentiates inside its forward."""
+    """Return ones for a model that differentiates inside its forward."""
     if isinstance(packed, Tensor):
         return packed
     size, stride, dtype, device = packed
     return torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
 
 
-def middle_and_spread(
+def median_and_spread(
     in_step_us: Sequence[float], signatures: Sequence[Hashable], more: Mapping[Hashable, Sequence[float]]
-) -> dict[Hashable, tuple[float, float, int]]:
-    """Median, median absolute deviation and number of samples, by kind of op.
+) -> dict[Hashable, OpTime]:
+    """Return median, median absolute deviation and number of samples, by kind of op.
 
-    Where `more` has enough samples, those taken in the profiled step are left out: the record of
-    allocations makes each op a little slower.
+    If `more` has enough samples of a kind, those of the profiled step are not used: recording the allocations
+    makes each op a little slower.
     """
-    samples: Samples = {BETWEEN: []} if more.get(BETWEEN) else {}
+    samples: Samples = {BETWEEN_OPS: []} if more.get(BETWEEN_OPS) else {}
     for runtime, signature in zip(in_step_us, signatures, strict=True):
         samples.setdefault(signature, []).append(runtime)
-    found: dict[Hashable, tuple[float, float, int]] = {}
+    found: dict[Hashable, OpTime] = {}
     for signature, own in samples.items():
         others = list(more.get(signature, ()))
-        taken = others if len(others) >= LEAST_SAMPLES else own + others
-        middle = statistics.median(taken)
-        spread = statistics.median(abs(value - middle) for value in taken)
-        found[signature] = (round(middle, 3), round(spread, 3), len(taken))
+        used = others if len(others) >= LEAST_SAMPLES else own + others
+        median, spread = median_and_deviation(used)
+        found[signature] = (round(median, 3), round(spread, 3), len(used))
     return found
+
+
+def median_and_deviation(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the median absolute deviation."""
+    median = statistics.median(samples)
+    return median, statistics.median(abs(sample - median) for sample in samples)

@@ -1,9 +1,9 @@
-"""Devices that are not here: their datasheets, and how long an op would take on one.
+"""Estimate how long an op takes on a device, from the datasheet of the device.
 
-The time of an op is a *roofline*: what the arithmetic takes at the device's peak or what moving its
-inputs and outputs takes at its bandwidth, whichever is longer, plus the launch. Peaks are the dense
-numbers (without structured sparsity) of the vendors' public datasheets; what fraction of them real
-kernels reach is `flops_efficiency` and `bandwidth_efficiency`.
+The time of an op is a *roofline*: the time of its arithmetic at the device's peak, or of moving its inputs
+and outputs at the device's bandwidth, whichever is longer, plus the launch. Peaks are the dense numbers
+(without structured sparsity) of the vendors' public datasheets. Real kernels reach the fractions
+`flops_efficiency` and `bandwidth_efficiency` of them.
 
 Source of the model: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model",
 CACM 52(4), 2009.
@@ -24,9 +24,9 @@ from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, tenso
 
 _TERA, _GB = 1e12, 10**9  # datasheets count in decimal units
 
-# Read rows of a table: they move what they return, and not the table.
+# Read rows of a table: these move what they return, and not the table.
 _GATHERS = {f"aten.{name}" for name in ("embedding", "index_select", "gather", "index", "take")}
-# Hand out memory and launch nothing.
+# Allocate memory and launch nothing.
 _ALLOCATES = {
     f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
@@ -34,7 +34,7 @@ _ALLOCATES = {
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The datasheet of a device, and how much of it kernels reach."""
+    """The datasheet of a device, and the fraction of it that kernels reach."""
 
     name: str
     flops_per_s: Mapping[torch.dtype, float]  # dense peak of matrix products, by type of the operands
@@ -44,19 +44,19 @@ class Device:
     launch_us: float = 4.0  # from one small kernel to the next in eager mode
     flops_efficiency: float = 0.7  # of the peak, by a large bf16 product
     bandwidth_efficiency: float = 0.85  # of the bandwidth, by a large copy
-    device_type: str = "cuda"  # "cuda" (also AMD's) or "cpu": whose kernels a model's ops are sent to
+    device_type: str = "cuda"  # "cuda" (AMD too) or "cpu": which kernels run
     allocator_rounding: int = 512  # bytes
 
     def runtime_us(
         self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> float:
-        """Estimated run time of one call, in microseconds; 0 for a view."""
+        """Return the estimated run time of one call in microseconds, 0 for a view."""
         name = facts.name.rpartition(".")[0]
         if facts.view or name in _ALLOCATES:
             return 0.0
         flops: float = flops_of(func, args, kwargs, out)
         if "scaled_dot_product" in name and _argument(func, "is_causal", args, kwargs):
-            flops /= 2  # torch counts the half that is masked, and kernels leave it out
+            flops /= 2  # torch counts the masked half, which kernels skip
         operands = _operand_type(args, kwargs)
         peak = self.flops_per_s.get(operands, self.other_flops_per_s) if operands else self.other_flops_per_s
         arithmetic_s = flops / (peak * self.flops_efficiency)
@@ -66,7 +66,7 @@ class Device:
 
 
 def _argument(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a call passes for an argument of its schema; None where it passes nothing."""
+    """Return what a call passes for an argument of its schema; None if it passes nothing."""
     for i, argument in enumerate(op._schema.arguments):
         if argument.name == name:
             return args[i] if i < len(args) else kwargs.get(name)
@@ -74,14 +74,14 @@ def _argument(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def bytes_moved(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Bytes of the elements that a call shows: each input once, each output once.
+    """Return the bytes of the elements in a call's inputs and outputs.
 
-    An element that is shown twice by strides of 0 counts once.
+    An element that appears twice because of a stride of 0 counts once.
     """
-    return sum(_shown_bytes(t) for t in (*tensors_in(args, kwargs), *outputs_of(out)))
+    return sum(_distinct_nbytes(t) for t in (*tensors_in(args, kwargs), *outputs_of(out)))
 
 
-def _shown_bytes(tensor: Tensor) -> int:
+def _distinct_nbytes(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return 0
     elements = 1
@@ -91,7 +91,7 @@ def _shown_bytes(tensor: Tensor) -> int:
 
 
 def _operand_type(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """The type of the first floating-point operand: products have operands of one type."""
+    """Return the type of the first floating-point operand. Products have operands of one type."""
     for tensor in tensors_in(args, kwargs):
         if tensor.is_floating_point() or tensor.is_complex():
             return tensor.dtype
@@ -102,7 +102,7 @@ def _half(flops_per_s: float) -> Mapping[torch.dtype, float]:
     return MappingProxyType({torch.float16: flops_per_s, torch.bfloat16: flops_per_s})
 
 
-# float32 is the peak of the ordinary cores: torch leaves TF32 off for matrix products unless it is told.
+# float32 is the peak of the ordinary cores: by default torch uses no TF32 for matrix products.
 
 H100 = Device("NVIDIA H100 SXM", _half(989.4 * _TERA), 66.9 * _TERA, 3.35 * _TERA, 80 * _GB)
 """NVIDIA H100 Tensor Core GPU datasheet; dense numbers: H100 architecture white paper, table 2."""
@@ -130,4 +130,4 @@ DATASHEETS = {
     "l40s": L40S,
     "rtx4090": RTX_4090,
 }
-"""By the short names that commands take."""
+"""Datasheets by the short names that commands accept."""

@@ -276,7 +276,7 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
             yield from tensors_in((kwargs[name],), {})
 
 
-def versions(operands: Any) -> list[tuple[Tensor, int]]:
+def tensor_versions(operands: Any) -> list[tuple[Tensor, int]]:
     """The plain tensors among the operands of an opaque op, with their versions: what moves, it writes."""
     return [
         (leaf, leaf._version)

@@ -1,4 +1,4 @@
-"""Generator states: which generator an op draws from, and putting states back."""
+"""Find the generator that an op draws from, and restore the states of generators."""
 
 from __future__ import annotations
 
@@ -16,47 +16,27 @@ from autoac.profiler.torch_facts.op_signature import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class GeneratorState:
-    """A generator and the state that it had.
+    """A generator and one of its states.
 
-    As bytes: a tensor would count as device memory where the device is the CPU.
+    The state is bytes: a tensor would count as device memory if the device is the CPU.
     """
 
     generator: torch.Generator
     state: bytes
 
     def restore(self) -> None:
-        """Put the generator back to this state."""
+        """Set the generator to this state."""
         self.generator.set_state(torch.frombuffer(bytearray(self.state), dtype=torch.uint8))
 
 
-def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that ops on `device` draw from when they are given none."""
-    if device.type in ("cpu", "meta"):  # on meta nothing is drawn, and there is no generator
-        return torch.default_generator
-    module = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
-    generator: torch.Generator = module.default_generators[index]
-    return generator
-
-
-def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
-    """The generator that an op with these arguments draws from."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator):
-            return value
-    for tensor in tensors_in(args, kwargs):
-        return default_generator(tensor.device)
-    return default_generator(torch.device(kwargs.get("device") or "cpu"))
-
-
 def capture_generator(generator: torch.Generator) -> GeneratorState:
-    """The state of `generator` now."""
+    """Return `generator` with the state that it has now."""
     return GeneratorState(generator, generator.get_state().numpy().tobytes())
 
 
 @contextmanager
 def generator_at(state: GeneratorState) -> Iterator[None]:
-    """Run with the generator in `state`, and leave it where it was."""
+    """Set the generator to `state` inside, and back to its present state afterwards."""
     now = capture_generator(state.generator)
     state.restore()
     try:
@@ -65,26 +45,64 @@ def generator_at(state: GeneratorState) -> Iterator[None]:
         now.restore()
 
 
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that ops on `device` draw from if none is passed to them."""
+    if device.type in ("cpu", "meta"):  # nothing is drawn on meta, which has no generator
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    index = device.index if device.index is not None else module.current_device()
+    generator: torch.Generator = module.default_generators[index]
+    return generator
+
+
+def generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    """Return the generator that an op with these arguments draws from."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return value
+    for tensor in tensors_in(args, kwargs):
+        return default_generator(tensor.device)
+    return default_generator(torch.device(kwargs.get("device") or "cpu"))
+
+
+class UsedGenerators:
+    """The generators that ops drew from, each with its state before the first draw."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, GeneratorState] = {}
+
+    def note(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the generator that an op with these arguments is about to draw from."""
+        generator = generator_of(args, kwargs)
+        if id(generator) not in self._states:
+            self._states[id(generator)] = capture_generator(generator)
+
+    def restore(self) -> None:
+        """Set each generator to its state before the first draw."""
+        for state in self._states.values():
+            state.restore()
+
+
 class DefaultGenerators:
-    """The default generators of the CPU, of `device`, of Python and of numpy as they are now."""
+    """The present states of the default generators: of the CPU, of `device`, of Python and of numpy."""
 
     def __init__(self, device: torch.device) -> None:
         self._states = [capture_generator(torch.default_generator)]
         if device.type not in ("cpu", "meta"):
             self._states.append(capture_generator(default_generator(device)))
-        self._of_python, self._of_numpy = random.getstate(), numpy.random.get_state()
+        self._python, self._numpy = random.getstate(), numpy.random.get_state()
 
     def restore(self) -> None:
-        """Put them back to that."""
+        """Set the generators to these states."""
         for state in self._states:
             state.restore()
-        random.setstate(self._of_python)
-        numpy.random.set_state(self._of_numpy)
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
 
 
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
-    """Leave the default generators of the CPU, of `device`, of Python and of numpy where they were."""
+    """Restore the default generators at the end."""
     before = DefaultGenerators(device)
     try:
         yield

@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoac.profiler.steps import hollow
+from autoac.profiler.steps import first_backward
 from autoac.profiler.torch_facts.op_facts import facts_of
 
 
 def test_on_a_gpu_alone_is_a_first_backward_unlike_the_others() -> None:
-    assert hollow.chooses_at_first(torch.device("cuda", 0))
-    assert not hollow.chooses_at_first(torch.device("cpu"))
+    assert first_backward.is_first_backward_special(torch.device("cuda", 0))
+    assert not first_backward.is_first_backward_special(torch.device("cpu"))
 
 
 def test_a_call_in_backward_is_made_once_by_the_engine() -> None:
     tasks: list[int] = []
     with torch.no_grad():
-        hollow.in_backward(lambda: tasks.append(torch._C._current_graph_task_id()), torch.device("cpu"))
+        first_backward.call_in_backward(
+            lambda: tasks.append(torch._C._current_graph_task_id()), torch.device("cpu")
+        )
     assert len(tasks) == 1
     assert tasks[0] >= 0
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from autoac.profiler import observe
 from autoac.profiler import static_memory as static
-from autoac.profiler.capture.garbage_collection import heap_frozen, not_collecting
-from autoac.profiler.restore.batch import Call
+from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
+from autoac.profiler.restore.isolated_call import Call
 from autoac.profiler.static_memory import optimizer_bytes
 from autoac.profiler.steps import hollow
 from autoac.profiler.timing import op_timer as timing
@@ -41,7 +41,7 @@ def test_what_the_user_froze_stays_frozen() -> None:
     gc.freeze()
     try:
         before = gc.get_freeze_count()
-        with heap_frozen():
+        with frozen_heap():
             pass
         assert gc.get_freeze_count() == before
     finally:
@@ -51,7 +51,7 @@ def test_what_the_user_froze_stays_frozen() -> None:
 def test_a_collector_that_is_off_stays_off() -> None:
     gc.disable()
     try:
-        with heap_frozen(), not_collecting():
+        with frozen_heap(), no_garbage_collection():
             pass
         assert not gc.isenabled()
     finally:
@@ -108,9 +108,9 @@ def test_forwards_for_the_clock_end_once_the_ops_that_take_time_were_seen_often(
     monkeypatch.setattr(timing, "timed_forward", forward)
     call: Call = None  # type: ignore[assignment]
     took = {"matmul": 95.0, "embedding": 5.0}
-    found = timing.forwards(call, CPU, took, 0.0, 10.0)
+    found = timing.sample_forwards(call, CPU, took, 0.0, 10.0)
     assert ran == 1
     assert found["embedding"] == [1.0]
     ran = 0
-    timing.forwards(call, CPU, took | {"embedding": 50.0}, 0.0, 10.0)
+    timing.sample_forwards(call, CPU, took | {"embedding": 50.0}, 0.0, 10.0)
     assert ran == timing.SAMPLES

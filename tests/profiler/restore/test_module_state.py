@@ -229,7 +229,7 @@ def test_an_iterator_that_forward_does_not_read_is_left_alone() -> None:
 
 
 def test_a_large_array_that_forward_writes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoac.profiler.restore.module_state.MOST_COPIED_NBYTES", 16)
+    monkeypatch.setattr("autoac.profiler.restore.object_holders.MOST_COPIED_NBYTES", 16)
     with pytest.raises(CannotProfile) as refused:
         profile(Plain(Frozen(numpy.zeros(3)).count), X)
     assert "count[0].numbers, a numpy array" in refused.value.why

@@ -23,8 +23,10 @@ def test_a_datasheet_is_what_kernels_reached(monkeypatch: pytest.MonkeyPatch) ->
     """Every call takes a second, so rates are the work of one call."""
     monkeypatch.setattr(local, "least_s", lambda call, device: 1.0)
     sheet = datasheet_of_this_cpu()
-    assert dict(sheet.flops_per_s) == dict.fromkeys((torch.float32, torch.bfloat16), 2.0 * local.PRODUCT**3)
-    assert sheet.bytes_per_s == 2 * local.COPIED  # read and written
+    assert dict(sheet.flops_per_s) == dict.fromkeys(
+        (torch.float32, torch.bfloat16), 2.0 * local.PRODUCT_ROWS**3
+    )
+    assert sheet.bytes_per_s == 2 * local.COPIED_NBYTES  # read and written
     assert sheet.launch_us == 1e6 / local.TINY_CALLS
     assert (sheet.flops_efficiency, sheet.bandwidth_efficiency, sheet.allocator_rounding) == (1, 1, 1)
 
@@ -71,13 +73,13 @@ def test_a_kind_of_op_is_run_once_and_then_read_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[Any] = []
-    once = local.LocalTimes._once
+    once = local.OpTimesOnDevice._once
 
     def counting(self: Any, func: Any, args: Any, kwargs: Any) -> float:
         ran.append(func)
         return once(self, func, args, kwargs)
 
-    monkeypatch.setattr(local.LocalTimes, "_once", counting)
+    monkeypatch.setattr(local.OpTimesOnDevice, "_once", counting)
     model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6))), torch.randn(3, 8)
     times = Times(tmp_path / "times.sqlite3")
     first = profile(model, x, on=CPU, times=times)
@@ -91,7 +93,7 @@ SMALL = Device("tiny", {}, 1e9, 1e9, 1000, device_type="cpu", allocator_rounding
 
 
 def test_what_does_not_fit_or_does_not_run_is_estimated_and_named() -> None:
-    here = local.LocalTimes(CPU, SMALL)
+    here = local.OpTimesOnDevice(CPU, SMALL)
     op = torch.ops.aten.mm.default
     large = torch.empty(100, 100, device="meta")
     assert here.runtime_us(facts_of(op), op, (large, large), {}, large) == SMALL.runtime_us(

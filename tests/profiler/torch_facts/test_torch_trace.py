@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.restore.backward_hooks import BackwardHooks
-from autoac.profiler.restore.batch import Batch, Call
+from autoac.profiler.restore.batch import Batch
+from autoac.profiler.restore.isolated_call import Call
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.timing.on_device import seconds
 from autoac.profiler.timing.op_timer import (
@@ -114,7 +115,7 @@ def test_the_clock_of_marks_stands_still_while_they_are_placed() -> None:
         now += 100  # work
         host.stop()
         now += 7  # a mark
-        host.go_on()
+        host.resume()
     assert host.times_ns() == list(range(100, 4100, 100))
     assert read == 40 + 40 // CLOCK_READ_EVERY  # a system call each
 
@@ -124,7 +125,7 @@ def test_the_clock_of_marks_never_runs_backward() -> None:
     host = HostClock(lambda: next(readings))
     for _ in range(4):
         host.stop()
-        host.go_on()
+        host.resume()
     assert host.times_ns() == [0, 0, 0, 0]
 
 
@@ -133,7 +134,7 @@ def test_a_record_counts_its_marks_by_the_clock() -> None:
     with AllocationRecord(CPU, HostClock(lambda: next(ticks))) as record:
         for _ in range(4):
             record.mark()
-    assert len(record.times_ns) == len(record.places) == 4
+    assert len(record.times_ns) == len(record.positions) == 4
 
 
 def test_the_clock_is_the_threads_own_only_where_backward_runs_on_that_thread() -> None:

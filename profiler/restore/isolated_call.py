@@ -1,0 +1,95 @@
+"""Call the user's model on aliases of its tensors, as often as needed, without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from autoac.profiler.restore.backward_hooks import BackwardHooks, backward_hooks
+from autoac.profiler.restore.batch import Batch
+from autoac.profiler.restore.module_state import clear_parametrization_cache, parametrization_cache_restored
+from autoac.profiler.restore.written_tensors import Originals
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A forward of the model on its batch. Each call finds the same model and the same batch."""
+
+    model: nn.Module
+    batch: Batch
+    originals: Originals
+    before: Callable[[], None]
+    hooks: BackwardHooks
+
+    def __call__(self) -> Any:
+        self.before()
+        self.originals.restore()
+        clear_parametrization_cache()
+        args, kwargs = self.batch.arguments()
+        return self.model(*args, **kwargs)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+@contextmanager
+def isolated_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    of_parameter: Callable[[Tensor], Tensor] = Tensor.detach,
+    of_buffer: Callable[[Tensor], Tensor] = _clone,
+    of_input: Callable[[Tensor], Tensor] = Tensor.detach,
+    *,
+    accumulates: bool,
+    excluded: Set[Tensor] = frozenset(),
+    before: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[Call, list[Tensor]]]:
+    """Yield a call of the model on aliases, and the leaves to which its backward may give gradients.
+
+    The aliases replace the model's own parameters and buffers until the end, for backward too: a part of
+    forward that runs again in backward (torch.utils.checkpoint), and hooks, find the aliases.
+
+    Args:
+        model, args, kwargs: as for `profile`.
+        of_parameter, of_buffer, of_input: return the alias of a tensor of the model or the batch. It needs no
+            gradient of its own.
+        accumulates: True if gradients are added to existing ones.
+        excluded: parameters that the caller replaces itself.
+        before: called before each call of the model.
+    """
+    leaves: list[Tensor] = []
+    aliases: dict[str, Tensor] = {}
+    originals = Originals()
+    for name, parameter in model.named_parameters():
+        if parameter in excluded:
+            continue
+        aliases[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
+        originals.share(parameter, aliases[name])
+        if parameter.requires_grad:
+            leaves.append(aliases[name])
+    for name, buffer in model.named_buffers():
+        aliases[name] = of_buffer(buffer)
+        originals.share(buffer, aliases[name])
+    batch = Batch(args, kwargs, of_input, originals)
+    leaves += batch.leaves
+    if accumulates:
+        for leaf in leaves:
+            free_gradient_when_accumulated(leaf)
+    with (
+        private.reparametrize_module(model, aliases, tie_weights=True),
+        parametrization_cache_restored(),
+        backward_hooks(model) as hooks,
+    ):
+        try:
+            yield Call(model, batch, originals, before, hooks), leaves
+        finally:
+            batch.release()
+            originals.restore()

@@ -1,0 +1,40 @@
+"""Handle what a device does only in its first backward, which later steps do not repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from autoac.profiler.torch_facts import private
+
+
+def is_first_backward_special(device: torch.device) -> bool:
+    """Return True if the first backward of an op on `device` takes other time and memory than later ones.
+
+    On a GPU, kernels are loaded and handles are created at first use. With `torch.backends.cudnn.benchmark`,
+    cuDNN tries several algorithms, each with its own memory, and remembers the result by thread. Backward
+    runs on a thread of its own, so no forward does any of this for it.
+    """
+    return device.type != "cpu"
+
+
+def free_workspaces(device: torch.device) -> bool:
+    """Free the memory that cuBLAS keeps from step to step. Return False if `device` has none.
+
+    torch allocates such a workspace for each stream and thread, and some versions of torch can free only
+    those of the calling thread.
+    """
+    if device.type != "cuda":
+        return False
+    private.clear_cublas_workspaces()
+    call_in_backward(private.clear_cublas_workspaces, device)
+    return True
+
+
+def call_in_backward(call: Callable[[], None], device: torch.device) -> None:
+    """Call `call` on the thread on which backward runs ops of `device`: on a GPU, not this thread."""
+    with torch.enable_grad():
+        out = torch.zeros((), device=device, requires_grad=True).clone()
+    out.register_hook(lambda _gradient: call())
+    out.backward()
