@@ -1,4 +1,4 @@
-"""The trade between memory and time: plans from the smallest peak to the peak with nothing recomputed."""
+"""Trade memory for time: plans from the smallest peak to the peak with nothing recomputed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autoac.planner.minimum_peak import MinimumPeak, search_minimum_peak
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, plan_of
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph
-from autoac.planner.solver.highs import OnProgress, Progress
+from autoac.planner.solver.highs import OnProgress
 from autoac.planner.solver.search import Problem, Search
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
 from autoac.planner.solver.variables import Options
 from autoac.planner.units import format_bytes, format_us
 
-FLOOR_WORK = 3.0  # that the search of the smallest peak gets
+PEAK_WORK = 3.0  # units of work for the search of the smallest peak
 KINK = 2.0  # slope before a kink over slope after it
 
 
@@ -39,7 +39,7 @@ class Frontier:
 
     @property
     def kinks(self) -> tuple[Kink, ...]:
-        """Where the curve bends most: budgets worth choosing, largest bend first."""
+        """Return where the curve bends most: budgets worth choosing, largest bend first."""
         found = []
         for before, here, after in zip(self.plans, self.plans[1:], self.plans[2:], strict=False):
             steep, flat = _slope(before, here), _slope(here, after)
@@ -60,21 +60,21 @@ def find_frontier(
     progress: OnProgress | None = None,
     options: Options | None = None,
 ) -> Frontier:
-    """Plans at budgets spread evenly from the smallest peak found to the peak with nothing recomputed.
+    """Plan budgets spread evenly from the smallest peak found to the peak with nothing recomputed.
 
-    Each starts from its neighbour of more memory: what is proven there holds here too, and the moments that
-    mattered there probably matter here. A plan that another one beats in memory and in time is left out,
-    so both axes are monotone.
+    Each plan starts from its neighbor with more memory: a bound proven there holds here too, and the moments
+    that mattered there probably matter here. A plan that another one beats in memory and in time is left
+    out, so both axes are monotone.
 
     Args:
         profile: one training step, or the Graph of one.
         points: how many budgets, both ends included; at least 2.
-        constraints: what must hold beside the budgets; no budget of forward.
+        constraints: rules in addition to the budgets, without a budget of forward.
         gap: stop each plan once its recompute time is proven to be within this fraction of the least.
         work_limit: as for `plan`, for each plan.
         time_limit_s, clock: as for `plan`, for each plan.
-        progress: called now and then while solving, with the `point` that is sought; returning True stops
-            the solver.
+        progress: called now and then while solving, with the number of the plan as `point`; returning True
+            stops the solver.
         options: switches of the program, for tests.
 
     Returns:
@@ -86,29 +86,24 @@ def find_frontier(
         InvalidConstraints: a pattern matches nothing, pins contradict each other, or forward has a budget.
     """
     if points < 2:
-        raise InvalidBudget(f"a frontier has at least 2 points, not {points}")
+        raise InvalidBudget(f"points must be at least 2, got {points}")
     check_limits(gap, time_limit_s, work_limit)
     observed = None if isinstance(profile, Graph) else profile
     graph = constrained(profile, without_forward_budget(constraints))
     problem = Problem(graph, options)
-    allowance = Allowance(FLOOR_WORK, Stopwatch(time_limit_s, clock), progress)
+    allowance = Allowance(PEAK_WORK, Stopwatch(time_limit_s, clock), progress)
     smallest = search_minimum_peak(problem, allowance)
     low, high = smallest.found, problem.ceiling
     plans = [plan_of(problem, observed, high, graph.everything, constraints=constraints)]
     bound_us, moments = 0.0, None
-    for i in reversed(range(points - 1)):
-
-        def reached(now: Progress, point: int = points - 1 - i) -> bool | None:
-            return None if progress is None else progress(replace(now, point=point, points=points - 1))
-
-        budget = low + (high - low) * i // (points - 1)
+    for point in range(1, points):
+        budget = low + (high - low) * (points - 1 - point) // (points - 1)
+        on_progress = None if progress is None else _with_point(progress, point, points - 1)
         search = Search(
             problem,
             budget,
             gap=gap,
-            allowance=Allowance(
-                work_limit, Stopwatch(time_limit_s, clock), None if progress is None else reached
-            ),
+            allowance=Allowance(work_limit, Stopwatch(time_limit_s, clock), on_progress),
             start=(smallest.save_set,),
             moments=moments or (),
             bound=bound_us,  # of a larger budget: less memory can do no better
@@ -124,22 +119,26 @@ def find_frontier(
     return Frontier(_monotone(plans), smallest)
 
 
+def _with_point(progress: OnProgress, point: int, points: int) -> OnProgress:
+    return lambda now: progress(replace(now, point=point, points=points))
+
+
 def _monotone(plans: list[Plan]) -> tuple[Plan, ...]:
-    """`plans`, from small budgets to large, without those that another beats in memory and in time."""
+    """Return `plans` from small budgets to large, without those that another beats in memory and time."""
     kept: list[Plan] = []
-    for made in sorted(plans, key=lambda p: (p.peak, p.recompute_us)):
-        if not kept or made.recompute_us < kept[-1].recompute_us:
-            kept.append(made)
+    for plan in sorted(plans, key=lambda plan: (plan.peak, plan.recompute_us)):
+        if not kept or plan.recompute_us < kept[-1].recompute_us:
+            kept.append(plan)
     return tuple(kept)
 
 
 def _slope(less: Plan, more: Plan) -> float:
-    """Microseconds that each further GiB saves, on the way from one plan to the next."""
+    """Return the microseconds that each further GiB saves, from one plan to the next."""
     return (less.recompute_us - more.recompute_us) / max((more.peak - less.peak) / 2**30, 1e-12)
 
 
 def frontier_in_words(found: Frontier) -> str:
-    """A line for each plan, and which budgets are worth choosing."""
+    """Write a line for each plan, and mark the budgets that are worth choosing."""
     kinks = {kink.plan.peak for kink in found.kinks}
     lines = [
         f"smallest peak {format_bytes(found.floor.found)}, proven {format_bytes(found.floor.proven)}",

@@ -42,7 +42,7 @@ def find_minimum_peak(
 
     Args:
         profile: one training step, or the Graph of one.
-        constraints: what every save set must keep to; no budget of forward.
+        constraints: rules that every save set must obey, without a budget of forward.
         work_limit: units of work, each about a second of one core; the same everywhere, unlike seconds.
         time_limit_s: seconds on `clock`, or else of the solver's own. A safety net: see `stopped`.
         clock: such as `time.monotonic`.

@@ -1,4 +1,4 @@
-"""Profile + budget -> Plan: solve, simulate, and accept or say more precisely where the memory goes."""
+"""Plan: find what to save within a budget, from a profile or a graph."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from autoac.planner.units import format_bytes
 DEFAULT_GAP = 0.01
 DEFAULT_WORK_LIMIT = 60.0  # see NOTE [ Work ] in highs.py
 DEFAULT_TIME_LIMIT_S = 600.0
-"""What a plan gets where the call does not say; the service's requests too."""
-FLOOR_SHARE = 1 / 4  # of the time: left to the search of the smallest peak while no plan is found
-EVIDENCE_WORK = 10.0  # to say what would fit, where it is proven that the budget does not
+"""Defaults of a plan, also for requests to the service."""
+FLOOR_SHARE = 1 / 4  # of the time, kept for the search of the smallest peak while no plan is found
+EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to save, with the evidence for it. Bytes and microseconds."""
+    """The decision what to save, with its evidence. Bytes and microseconds."""
 
     graph: Graph = field(repr=False)
     profile: Profile | None = field(repr=False)  # None: planned from a Graph
-    budget: int  # what the peak may be, headroom taken off
+    budget: int  # the upper bound of the peak, headroom taken off
     headroom: int
     save_set: SaveSet = field(repr=False)
     recompute_set: SaveSet = field(repr=False)  # ops that backward really runs again
@@ -52,34 +52,34 @@ class Plan:
     stopped: Stopped
     rounds: int  # how many relaxations were solved
     solver_s: float = field(default=0.0, compare=False)  # seconds of the solver's own clock
-    constraints: Constraints | None = None  # what it was planned under
+    constraints: Constraints | None = None  # that the plan obeys
 
     @property
     def gap(self) -> float:
-        """How much of the recompute time is not proven to be necessary: (time - bound) / time."""
+        """Return the share of the recompute time that is not proven necessary: (time - bound) / time."""
         return relative_gap(self.recompute_us, self.bound_us)
 
     @property
     def floor(self) -> int:
-        """Bytes: no save set has a smaller peak (proven)."""
+        """Return the proven bound of the peak, in bytes: no save set has a smaller peak."""
         return bounds(self.graph).floor
 
     @property
     def timeline(self) -> Timeline:
-        """The bytes live at each event of the step."""
+        """Return the bytes live at each event of the step."""
         return simulate(self.graph, self.save_set)
 
     @property
     def step_us(self) -> float:
-        """Forward and backward with nothing recomputed."""
+        """Return the time of forward and backward with nothing recomputed."""
         forward_us = sum(op.runtime_us for op in self.graph.ops)
         return forward_us + sum(step.runtime_us for step in self.graph.steps)
 
     def policy(self) -> Policy:
-        """The plan as the runtime loads it. The same plan gives the same text."""
+        """Return the plan as the runtime loads it. The same plan gives the same text."""
         profile = self.profile
         if profile is None:
-            raise PlannerError("a policy needs the Profile: call plan() with one, not with a Graph")
+            raise PlannerError("a policy needs the Profile: call plan() with a Profile instead of a Graph")
         return Policy(
             model=profile.model,
             fingerprint=profile.fingerprint,
@@ -120,22 +120,22 @@ def plan(
     progress: OnProgress | None = None,
     options: Options | None = None,
 ) -> Plan:
-    """The save set that fits in the budget at the least recompute time.
+    """Find the save set that fits in the budget at the least recompute time.
 
     The same input gives the same plan on every machine, idle or busy, unless `time_limit_s` is reached; then
-    `stopped` says so. Where everything fits, nothing is solved.
+    `stopped` says so. If everything fits, nothing is solved.
 
     Args:
         profile: one training step, or the Graph of one.
         budget_gb: GiB that the device may hold at any moment, everything included. Or:
         budget_bytes: the same in bytes.
-        headroom_bytes: of the budget, what to leave unused.
-        constraints: what must hold beside the budget. Bounds and floors are those under them.
+        headroom_bytes: how much of the budget to leave unused.
+        constraints: rules in addition to the budget. Bounds hold under these rules.
         gap: stop once the recompute time is proven to be within this fraction of the least.
         work_limit: units of work over all rounds, each about a second of one core; a count, not a clock.
         time_limit_s: seconds on `clock`, or else of the solver's own. A safety net: see `stopped`.
         clock: such as `time.monotonic`.
-        start: save sets that are known already, such as those of a `floor` or of an InfeasibleBudget.
+        start: save sets that are known already, such as that of a MinimumPeak or of an InfeasibleBudget.
         progress: called now and then while solving; returning True stops the solver.
         options: switches of the program, for tests.
 
@@ -145,7 +145,7 @@ def plan(
         InvalidConstraints: a pattern matches nothing, pins contradict each other, or the like.
         InfeasibleBudget: no save set fits. InfeasibleConstraints: because of the constraints.
         SolverOutOfTime: neither a plan nor a proof that there is none was found with that work and time.
-            Never within a budget that `floor` finds a save set for with its defaults.
+            Never within a budget that `find_minimum_peak` finds a save set for with its defaults.
     """
     budget = _budget(budget_gb, budget_bytes, headroom_bytes)
     check_limits(gap, time_limit_s, work_limit)

@@ -1,24 +1,23 @@
-"""Runs HiGHS and says why it stopped and, separately, what it left.
+"""Run HiGHS through PuLP, and report why it stopped apart from the candidate that it found.
 
-The only module that knows HiGHS. PuLP's own HiGHS class adds columns and rows one by one and reports a
-time-out with an incumbent as "Optimal" (PuLP 3.3.2), so `_Highs` hands everything over as arrays and
-nothing of PuLP's status is read.
+Only this module knows HiGHS. PuLP's own HiGHS class adds columns and rows one by one and reports a time-out
+with an incumbent as "Optimal" (PuLP 3.3.2). So `_Highs` passes columns and rows as arrays, and the status is
+read from HiGHS itself.
 
 NOTE [ Work ]
 
 A limit in seconds gives another answer on a slower or busier machine. So effort is counted in *units of
-work*, about a second of one core each, from what HiGHS counts by itself and what does not depend on a
-clock:
+work*, about a second of one core each, from counts of HiGHS that do not depend on a clock:
 
-- a program without integers: simplex iterations (`simplex_iteration_limit`);
-- one with integers: how often branch and bound looks at its limits, which is where HiGHS calls back
-  (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node. It does not say how many simplex
-  iterations it has made, so those are not counted there;
+- for a program without integers, simplex iterations (`simplex_iteration_limit`);
+- for a program with integers, how often branch and bound checks its limits. HiGHS calls back there
+  (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node. It does not report its simplex
+  iterations by then, so they are not counted.
 
-each weighed by the nonzeros of the program. The constants are measured means, off by a factor of three or
-four for a single program; only that the same program always takes the same work matters. HiGHS has no
-other limit that is both a count and read within the root node, where most of our time goes: `mip_max_nodes`
-is used in addition, for neighbourhoods.
+Each count is weighed by the nonzeros of the program. The constants are measured means, off by a factor of
+three or four for a single program; it matters only that the same program always takes the same work. HiGHS
+has no other limit that is a count and is checked within the root node, where most of our time goes. For
+neighborhoods, `mip_max_nodes` is used in addition.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ import numpy.typing as npt
 import pulp
 
 SEED = 20261121
-THREADS = 1  # one number for the whole process: HiGHS refuses a second one
+THREADS = 1  # the same number in the whole process, or HiGHS raises an error
 
 # Units of work.
 SOLVE = 0.01
 # The same, for each nonzero of a program.
-BUILD = 1e-6  # with presolve, and the simulation of what comes out
+BUILD = 1e-6  # with presolve, and the simulation of the candidate
 SIMPLEX_ITERATION = 1e-9
 MIP_ROOT = 1e-5  # of a program that branch and bound does not decide at once
 MIP_CHECK = 5e-7
-FEW_CHECKS = 10  # at once: with no more looks at its limits than that
-MOST_ITERATIONS = 2**31 - 1  # that HiGHS takes
+FEW_CHECKS = 10  # at once: with at most so many checks of its limits
+MOST_ITERATIONS = 2**31 - 1  # the largest value that HiGHS accepts
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -53,29 +52,27 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Stopped(StrEnum):
-    """Why the solver stopped. It says nothing about whether it left a candidate."""
+    """The reason why the solver stopped, with or without a candidate."""
 
-    OPTIMAL = "optimal"  # proven, within the gap asked for
-    TARGET = "target"  # a candidate as good as asked for
+    OPTIMAL = "optimal"  # proven, within the requested gap
+    TARGET = "target"  # a candidate as good as requested
     INFEASIBLE = "infeasible"  # proven
     WORK_LIMIT = "work limit"  # a count: the same on every machine
-    TIME_LIMIT = "time limit"  # seconds: another machine may come further
-    INTERRUPTED = "interrupted"  # the progress callback said so
+    TIME_LIMIT = "time limit"  # seconds: another machine may get further
+    INTERRUPTED = "interrupted"  # by the progress callback
     FAILED = "failed"  # numerical trouble
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a solve is. `gap` is relative, infinite while there is no candidate."""
+    """The state of a running solve. `gap` is relative, infinite while there is no candidate."""
 
     primal: float
     dual: float
     gap: float
     seconds: float  # since this solve began
-    point: int = (
-        0  # of a frontier: which plan is sought, from 1 on; 0 where only one is, or the smallest peak
-    )
-    points: int = 0  # of how many
+    point: int = 0  # of a frontier: the number of the plan, from 1; 0 for the smallest peak or a single plan
+    points: int = 0  # of a frontier: how many plans
 
 
 OnProgress = Callable[[Progress], bool | None]
@@ -118,11 +115,11 @@ class Program:
 
     @property
     def n_columns(self) -> int:
-        """How many columns there are."""
+        """Return the number of columns."""
         return len(self.costs)
 
     def costing_at_most(self, objective: float) -> Program:
-        """The same program with one more row: solutions that cost more do not count."""
+        """Return the program with one more row: the objective is at most this."""
         rows = self.rows
         columns = np.flatnonzero(self.costs).astype(np.int32)
         more = Rows(
@@ -135,7 +132,7 @@ class Program:
         return replace(self, rows=more)
 
     def fixed(self, columns: npt.NDArray[np.intp], values: Floats) -> Program:
-        """The same program with some columns fixed."""
+        """Return the program with some columns fixed to `values`."""
         lower, upper = self.lower.copy(), self.upper.copy()
         lower[columns] = upper[columns] = values
         return replace(self, lower=lower, upper=upper)
@@ -143,19 +140,19 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Two answers: why the solver stopped, and what it left."""
+    """Why the solver stopped, and the candidate that it found."""
 
     stopped: Stopped
     values: Floats | None  # of the candidate, by column; None if there is none
     objective: float | None  # of the candidate
-    bound: float  # proven: no solution costs less. -inf if nothing is proven, +inf if infeasible
+    bound: float  # proven lower bound of the cost: -inf if nothing is proven, +inf if infeasible
     seconds: float  # HiGHS's own run time
-    work: float  # what it took, in units of work
-    reduced_costs: Floats | None = None  # of a program without integers: what moving a column costs
+    work: float  # units of work that it took
+    reduced_costs: Floats | None = None  # of a program without integers: the cost of moving a column
 
 
 class _Meter:
-    """Counts the work of one solve. See NOTE [ Work ]."""
+    """Count the work of one solve. See NOTE [ Work ]."""
 
     def __init__(self, nonzeros: int, linear: bool, limit: float) -> None:
         self._nonzeros, self._linear, self._limit = max(nonzeros, 1), linear, limit
@@ -165,7 +162,7 @@ class _Meter:
         self.most = int(min(max(most, 0), MOST_ITERATIONS))  # iterations, or checks
 
     def check(self) -> bool:
-        """Count a look of branch and bound at its limits; return True if that was one too many."""
+        """Count a check that branch and bound makes of its limits; return True if it was one too many."""
         self._checks += 1
         return self.exhausted
 
@@ -174,7 +171,7 @@ class _Meter:
         return self._checks > self.most
 
     def work(self, iterations: int) -> float:
-        """Units of work so far: all of the limit, if that ended it."""
+        """Return the units of work so far: the whole limit if it ended the solve."""
         if self.exhausted or (self._linear and iterations >= self.most):
             return self._limit
         each = BUILD
@@ -186,7 +183,7 @@ class _Meter:
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """pulp.HiGHS that hands columns and rows over as arrays."""
+    """Pass columns and rows to HiGHS as arrays, where pulp.HiGHS adds them one by one."""
 
     def __init__(self, program: Program, start: Floats | None, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -195,7 +192,6 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
         model, program, rows = lp.solverModel, self._program, self._program.rows
-        nothing_int, nothing = np.empty(0, np.int32), np.empty(0, np.float64)
         model.addCols(
             program.n_columns,
             program.costs,
@@ -203,8 +199,8 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             program.upper,
             0,
             np.zeros(program.n_columns, np.int32),
-            nothing_int,
-            nothing,
+            np.empty(0, np.int32),
+            np.empty(0, np.float64),
         )
         integer = np.flatnonzero(program.integer).astype(np.int32)
         if self.mip and len(integer):
@@ -242,7 +238,7 @@ def solve(
     relaxed: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Minimise `program`, deterministically: one thread and a fixed seed. See NOTE [ Work ].
+    """Minimise `program` deterministically, with one thread and a fixed seed. See NOTE [ Work ].
 
     Args:
         program: what to solve.
@@ -252,8 +248,8 @@ def solve(
         target: stop at a candidate that costs no more than this.
         start: a feasible assignment to start from.
         progress: called now and then while solving; returning True stops the solver.
-        relaxed: forget that variables are integer.
-        options: further options of HiGHS, for experiments.
+        relaxed: ignore that variables are integer.
+        options: further options of HiGHS.
     """
     linear = relaxed or not program.integer.any()
     meter = _Meter(len(program.rows.columns), linear, work_limit)

@@ -39,9 +39,9 @@ END = NEVER - 1
 
 
 class Role(Enum):
-    """What the planner may decide about an op."""
+    """The part that an op has in a plan."""
 
-    FREE = auto()
+    FREE = auto()  # the planner decides
     SAVED = auto()  # must be saved
     FOLLOWS = auto()  # not worth saving by itself: runs again exactly when its leader does
     UNUSED = auto()  # no save set has it run again

@@ -1,4 +1,4 @@
-"""Limits of a search: units of work, seconds, and a user's patience."""
+"""Limit a search: units of work, seconds, and a callback that can stop it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from autoac.planner.errors import InvalidLimit
 from autoac.planner.solver.highs import Floats, OnProgress, Outcome, Program, Progress, Stopped, solve
 
 Clock = Callable[[], float]
-"""Seconds since some moment, such as `time.monotonic`. The planner itself reads no clock."""
+"""A function that returns seconds, such as `time.monotonic`. The planner itself reads no clock."""
 
 
 def check_limits(gap: float, time_limit_s: float, work_limit: float = 0.0) -> None:
-    """Refuse what no search can keep to; NaN would never end one.
+    """Refuse limits that no search can keep; NaN would never end one.
 
     Raises:
         InvalidLimit: `gap` is not from 0 to 1, or another limit is negative or NaN.
@@ -31,7 +31,7 @@ HEURISTICS_OFF = {"mip_heuristic_run_rins": False, "mip_heuristic_run_rens": Fal
 
 
 class Stopwatch:
-    """Seconds since a search began: on the caller's clock, or else those that the solver ran."""
+    """Count the seconds since a search began: on the caller's clock, or else the solver's own."""
 
     def __init__(self, time_limit_s: float, clock: Clock | None = None) -> None:
         self.limit_s, self._clock = time_limit_s, clock
@@ -40,21 +40,21 @@ class Stopwatch:
 
     @property
     def left_s(self) -> float:
-        """How many seconds are left, or how many too many it took."""
+        """Return the seconds that are left; negative if it took too long."""
         spent = self.solver_s if self._clock is None else self._clock() - self._began
         return self.limit_s - spent
 
 
 class Allowance:
-    """Solves one program after another until the work is done, the time is over, or `progress` says stop.
+    """Solve one program after another until the work or the time is used up, or `progress` stops it.
 
-    The work is what limits a search as a rule: the same input then gives the same plan on every machine.
-    Seconds are a safety net, and a search that fell into it says so (`stopped`).
+    As a rule the work limits a search: the same input then gives the same plan on every machine. Seconds
+    are a safety net, and `stopped` says if it was needed.
     """
 
     def __init__(self, work_limit: float, stopwatch: Stopwatch, progress: OnProgress | None) -> None:
         self.work_left = work_limit
-        self.reserved_s = 0.0  # of the time, what is left to a search that follows
+        self.reserved_s = 0.0  # of the time, kept for a search that follows
         self.interrupted = self.out_of_time = False
         self._stopwatch, self._progress = stopwatch, progress
 
@@ -69,23 +69,23 @@ class Allowance:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more may be solved."""
+        """Return True if nothing more may be solved."""
         self.out_of_time |= self._stopwatch.left_s <= self.reserved_s
         return self.interrupted or self.out_of_time or self.out_of_work
 
     @property
     def out_of_work(self) -> bool:
-        """True once the work that was allowed is done."""
+        """Return True once the work is used up."""
         return self.work_left <= 0
 
     @property
     def solver_s(self) -> float:
-        """Seconds of the solver's own clock, of all searches on this stopwatch."""
+        """Return the seconds of the solver's own clock, over all searches on this stopwatch."""
         return self._stopwatch.solver_s
 
     @property
     def stopped(self) -> Stopped:
-        """Why a search that did not come to its end has stopped."""
+        """Return why a search stopped before its end."""
         if self.interrupted:
             return Stopped.INTERRUPTED
         return Stopped.TIME_LIMIT if self.out_of_time else Stopped.WORK_LIMIT
@@ -135,5 +135,5 @@ class Allowance:
 
 
 def relative_gap(best: float, bound: float) -> float:
-    """(best - bound) / best, at least 0."""
+    """Return (best - bound) / best, at least 0."""
     return max(0.0, (best - bound) / best) if best > 0 else 0.0

@@ -64,7 +64,7 @@ def test_a_plan_that_another_beats_on_both_axes_is_left_out() -> None:
 
 
 def test_a_frontier_of_one_point_is_refused() -> None:
-    with pytest.raises(InvalidBudget, match="at least 2 points, not 1"):
+    with pytest.raises(InvalidBudget, match="points must be at least 2, got 1"):
         find_frontier(build(graphs.gpt2(2)), points=1)
 
 
