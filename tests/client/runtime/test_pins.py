@@ -153,5 +153,5 @@ def test_pins_that_contradict_each_other_are_an_error_that_names_both() -> None:
 
 
 def test_only_a_must_can_be_pinned() -> None:
-    with pytest.raises(ValueError, match="got .prefer_save"):
+    with pytest.raises(ValueError, match="got 'prefer_save'"):
         pin(model(), "prefer_save")
