@@ -1,4 +1,4 @@
-"""Random programs of ops, views, in-place writes and randomness, with autograd as the judge."""
+"""Generate random programs of ops, views, in-place writes and randomness, to compare with autograd."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, COLUMNS = 4, 6
 
 @dataclass(frozen=True)
 class Program:
-    """A forward pass, drawn from a seed; the same every time it runs."""
+    """A forward pass generated from a seed; it is the same every time it runs."""
 
     seed: int
     length: int
@@ -24,7 +24,7 @@ class Program:
     def run(
         self, inputs: list[Tensor], *, nested: Callable[[random.Random], object] | None = None
     ) -> list[Tensor]:
-        """The differentiable results."""
+        """Run the program and return its differentiable results."""
         chance, nesting = random.Random(self.seed), random.Random(self.seed + 1)
         pool = list(inputs)
         regions: list[save_recompute_policy] = []
@@ -98,9 +98,9 @@ def _instruction(chance: random.Random, pool: list[Tensor]) -> Tensor | None:
 def gradients(
     program: Program, policy: object, *, nested: bool = False, twice: bool = False
 ) -> list[Tensor | None] | str:
-    """Gradients of the inputs, and the results; or the error that autograd raises.
+    """Return the gradients of the inputs and the results, or the kind of error that autograd raises.
 
-    `policy` None is the plain run.
+    With `policy` None, run the program plainly.
     """
     torch.manual_seed(program.seed)
     inputs = [torch.randn(ROWS, COLUMNS, requires_grad=True) for _ in range(2)] + [torch.randn(ROWS, COLUMNS)]

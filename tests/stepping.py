@@ -1,4 +1,4 @@
-"""Run a training step plainly and under a policy, and see everything that came of it."""
+"""Run a training step plainly and under a policy, and compare all results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autoac.planner.problem.graph import SaveSet
 
 @dataclass
 class Outcome:
-    """All that a step leaves behind."""
+    """The results of a training step."""
 
     outputs: list[Tensor]
     gradients: dict[str, Tensor | None]
@@ -36,14 +36,14 @@ class Outcome:
     buffers: dict[str, Tensor]
     generator: Tensor
     log: EventLog
-    peak: int | None  # bytes, by the allocator's record; None: not measured
+    peak: int | None  # bytes, from the allocator's record; None if not measured
 
     def recomputed(self) -> list[str]:
         return [name for kind, name in self.log.events if kind == "recompute"]
 
 
 def scalar(out: Any) -> Tensor:
-    """Something to differentiate that depends on every differentiable output."""
+    """Return a scalar that depends on every differentiable output of a model."""
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(loss, Tensor):
         return loss
@@ -63,15 +63,15 @@ def step(
     standing: int | None = None,
     **kwargs: Any,
 ) -> Outcome:
-    """One training step of a fresh model.
+    """Run one training step of a new model.
 
     Args:
-        make: the model.
-        args, kwargs: its batch.
-        policy: None is the plain step; a Policy is carried out by `apply`, all else by a region.
-        around: the context of forward.
-        backward: from the loss.
-        standing: bytes live before the step; given, the peak is measured.
+        make: return the model.
+        args, kwargs: the batch.
+        policy: None for the plain step; a Policy runs through `apply`, anything else in a region.
+        around: return the context of forward.
+        backward: run backward from the loss.
+        standing: bytes live before the step; if given, the peak is measured.
     """
     torch.manual_seed(0)
     model = make()
@@ -104,7 +104,7 @@ def step(
 
 
 def expected_log(graph: Graph, save_set: SaveSet) -> list[tuple[str, str]]:
-    """What the runtime's log has to say of a step in which `save_set` is saved."""
+    """Return the events that the runtime must log for a step under `save_set`."""
     events: list[tuple[str, str]] = []
     for event in schedule(graph, save_set):
         if isinstance(event, Compute | Recompute):
@@ -114,7 +114,7 @@ def expected_log(graph: Graph, save_set: SaveSet) -> list[tuple[str, str]]:
 
 
 def assert_same(plain: Outcome, planned: Outcome) -> None:
-    """Outputs, gradients, buffers and the generator are equal, bit for bit."""
+    """Assert that outputs, gradients, buffers and the generator state are equal, bit for bit."""
 
     def same(a: Tensor | None, b: Tensor | None) -> bool:
         if a is None or b is None:
@@ -131,12 +131,12 @@ def assert_same(plain: Outcome, planned: Outcome) -> None:
     assert all_same(plain.input_gradients, planned.input_gradients), "gradients of inputs differ"
     for name, buffer in plain.buffers.items():
         assert same(buffer, planned.buffers[name]), f"buffer {name} differs"
-    assert torch.equal(plain.generator, planned.generator), "the generator moved"
+    assert torch.equal(plain.generator, planned.generator), "generator states differ"
 
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """What is made inside is gone at the end, without the garbage collector's help."""
+    """Assert that the body leaves no storage, version or node alive, without a garbage collection."""
 
     def alive() -> int:
         types = map(type, gc.get_objects())
@@ -152,13 +152,13 @@ def nothing_left() -> Iterator[None]:
     try:
         before = alive()
         yield
-        assert alive() == before, f"{alive() - before} storages, values or nodes are left"
+        assert alive() == before, f"{alive() - before} storages, versions or nodes are left"
     finally:
         gc.enable()
 
 
 class Replays:
-    """How many storages replays have made, are alive, and were alive at most at once."""
+    """Count the storages that replays made, that are alive, and that were alive at most at once."""
 
     made = alive = most = 0
 
@@ -174,14 +174,14 @@ class Replays:
 
 @contextlib.contextmanager
 def replays() -> Iterator[Replays]:
-    """Watch the storages that replays make, without a mode or a profiler."""
+    """Count the storages that replays make, without a mode or a profiler."""
     seen = Replays()
-    run_again = replay._replay
+    original = replay._replay
 
     def watched(node: Node, running: replay.Pass, *rest: Any) -> None:
-        run_again(node, running, *rest)
-        for value in live_versions(node):
-            tensor = running.cache.get(value.serial)
+        original(node, running, *rest)
+        for version in live_versions(node):
+            tensor = running.cache.get(version.serial)
             if tensor is not None:
                 seen.born(tensor.untyped_storage())
 
@@ -189,4 +189,4 @@ def replays() -> Iterator[Replays]:
     try:
         yield seen
     finally:
-        replay._replay = run_again
+        replay._replay = original

@@ -1,4 +1,4 @@
-"""A measured step over the predicted one: in the report, and on its page."""
+"""Test a measured step next to the predicted one: in the report and on its page."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def data_of(page: Path) -> dict[str, Any]:
     return data
 
 
-def test_the_measured_step_is_drawn_over_the_predicted_one(budget: int, tmp_path: Path) -> None:
+def test_measured_step_is_drawn_over_the_predicted_step(budget: int, tmp_path: Path) -> None:
     model = ac_client.apply(made(), budget / GIB)
     at = ac_client.applied(model)
     step(model)
@@ -64,7 +64,7 @@ def test_the_measured_step_is_drawn_over_the_predicted_one(budget: int, tmp_path
     assert data["budget_bytes"] == budget
     assert 2 in track["kind"]
     assert 1 in track["kind"], "something is recomputed"
-    # Nearly all that the plan does was seen, and where it was, there is as much as predicted.
+    # Nearly all moments of the plan were matched, with as many bytes as predicted.
     assert measured["matched"] >= 0.85 * measured["of"]
     for kind in (0, 1, 2):
         pairs = [
@@ -78,7 +78,7 @@ def test_the_measured_step_is_drawn_over_the_predicted_one(budget: int, tmp_path
         assert sum(near) >= 0.8 * len(near), kind
 
 
-def test_the_last_of_several_steps_is_drawn(budget: int, tmp_path: Path) -> None:
+def test_last_of_several_steps_is_drawn(budget: int, tmp_path: Path) -> None:
     model = ac_client.apply(made(), budget / GIB)
     at = ac_client.applied(model)
     step(model)
@@ -91,7 +91,7 @@ def test_the_last_of_several_steps_is_drawn(budget: int, tmp_path: Path) -> None
     assert measured["time_us"][0] == 0
 
 
-def test_the_text_says_what_is_live_at_the_peak(budget: int) -> None:
+def test_text_lists_what_is_live_at_the_peak(budget: int) -> None:
     model = ac_client.apply(made(), budget / GIB)
     at = ac_client.applied(model)
     step(model)
@@ -105,7 +105,7 @@ def test_the_text_says_what_is_live_at_the_peak(budget: int) -> None:
     assert "parameters, buffers, gradients, optimizer state, batch  (not planned)" in text
 
 
-def test_what_was_measured_is_drawn_with_the_plan_that_it_carried_out(budget: int, tmp_path: Path) -> None:
+def test_measured_step_is_drawn_with_the_plan_that_it_followed(budget: int, tmp_path: Path) -> None:
     model = ac_client.apply(made(), budget / GIB)
     at = ac_client.applied(model)
     step(model)
@@ -114,7 +114,7 @@ def test_what_was_measured_is_drawn_with_the_plan_that_it_carried_out(budget: in
     held = []
 
     def larger(*_: Any) -> None:
-        held.append(torch.empty(200_000, dtype=torch.uint8))  # not seen in profiling
+        held.append(torch.empty(200_000, dtype=torch.uint8))  # did not run while profiling
 
     handle = model.register_forward_hook(larger)
     with at.measure():
@@ -137,14 +137,14 @@ def test_what_was_measured_is_drawn_with_the_plan_that_it_carried_out(budget: in
     assert data["budget_bytes"] == budget
 
 
-def test_without_a_measurement_the_plan_alone_is_drawn(budget: int, tmp_path: Path) -> None:
+def test_plan_alone_is_drawn_without_a_measurement(budget: int, tmp_path: Path) -> None:
     model = ac_client.apply(made(), budget / GIB)
     step(model)
     ac_client.applied(model).report(html=tmp_path / "page.html")
     assert data_of(tmp_path / "page.html")["measured"] is None
 
 
-def test_a_page_needs_a_plan_and_its_bytes(budget: int, tmp_path: Path) -> None:
+def test_page_needs_a_plan_and_its_bytes(budget: int, tmp_path: Path) -> None:
     first = ac_client.apply(made(), budget / GIB)
     with pytest.raises(RuntimeError, match="run one training step first"):
         ac_client.applied(first).report(html=tmp_path / "page.html")

@@ -1,4 +1,4 @@
-"""The allocator's own report, read over a with-block."""
+"""Test the allocator's report over a with-block."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_every_allocation_and_free_is_counted():
     assert timeline.peak_bytes == 6000
 
 
-def test_what_a_kernel_allocates_for_itself_counts():
+def test_workspace_of_a_kernel_is_counted():
     a = torch.empty(64, 64)
     with AllocatorTimeline() as timeline:
         (a + 1.0).sum()
@@ -25,7 +25,7 @@ def test_what_a_kernel_allocates_for_itself_counts():
     assert timeline.events[-1].live_bytes == 0
 
 
-def test_a_peak_since_a_mark_begins_with_what_is_live_there():
+def test_peak_since_a_mark_starts_with_the_bytes_live_there():
     with AllocatorTimeline() as timeline:
         a = torch.empty(1000)
         del a
@@ -44,15 +44,15 @@ def test_counts_start_at_the_base():
     assert timeline.peak_bytes == 140
 
 
-def test_a_block_in_which_nothing_happens_peaks_at_its_base():
+def test_peak_of_an_empty_block_is_its_base():
     with AllocatorTimeline(base=7) as timeline:
         pass
     assert timeline.peak_bytes == 7
     assert timeline.events == ()
 
 
-def test_what_was_allocated_in_an_earlier_block_is_not_missed_in_this_one():
-    """torch reports a free if any profiler, however long ago, saw the allocation."""
+def test_frees_of_memory_from_an_earlier_block_are_ignored():
+    """Ignore a free that torch reports because an earlier profiler saw the allocation."""
     with AllocatorTimeline():
         old = torch.empty(1000)
     with AllocatorTimeline() as timeline:
@@ -63,12 +63,12 @@ def test_what_was_allocated_in_an_earlier_block_is_not_missed_in_this_one():
     assert [event.live_bytes for event in timeline.events] == [40, 120, 80, 0]
 
 
-def test_a_second_profiler_is_refused():
+def test_second_profiler_is_rejected():
     with AllocatorTimeline(), pytest.raises(RuntimeError, match="another torch profiler"):
         AllocatorTimeline().__enter__()
 
 
-def test_an_exception_inside_passes_and_leaves_the_profiler_free():
+def test_exception_inside_passes_and_ends_the_profiler():
     with pytest.raises(ZeroDivisionError), AllocatorTimeline():
         raise ZeroDivisionError
     with AllocatorTimeline() as timeline:
@@ -78,7 +78,7 @@ def test_an_exception_inside_passes_and_leaves_the_profiler_free():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_the_peak_is_the_allocators_and_the_events_are_absolute():
+def test_cuda_peak_is_that_of_the_allocator_and_events_are_absolute():
     held = torch.empty(1 << 20, device="cuda")
     with AllocatorTimeline("cuda") as timeline:
         a = torch.empty(1 << 20, device="cuda")

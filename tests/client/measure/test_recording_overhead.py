@@ -1,4 +1,4 @@
-"""What recording takes, measured on the spot."""
+"""Test the measured time of recording and replaying an op."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from benchmarks.models.modules import Transformer
 X = torch.linspace(-1, 1, 2 * 8 * 32).reshape(2, 8, 32)
 
 
-def test_the_op_alone_is_seen_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves a microsecond for each op that a region sees."""
+def test_only_the_op_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a clock that advances a microsecond for each op that a region sees."""
     seen = 0
     dispatch = Region.__torch_dispatch__
 
@@ -40,7 +40,7 @@ def test_the_op_alone_is_seen_and_timed(monkeypatch: pytest.MonkeyPatch) -> None
     assert active.region is None
 
 
-def test_it_is_not_measured_where_a_region_would_see_it() -> None:
+def test_measuring_inside_a_region_is_rejected() -> None:
     with (
         ac_client.save_recompute_policy("recompute_all"),
         pytest.raises(RuntimeError, match="outside of forward"),
@@ -59,7 +59,7 @@ def step(model: nn.Module) -> None:
 
 
 def planned() -> tuple[nn.Module, Policy]:
-    """A model after its first step, of which little runs again."""
+    """Return a planned model after its first step, with few recomputed ops."""
     graph = build(found := profile(Transformer(), X))
     policy = plan(found, budget_bytes=peak_bytes(graph, graph.everything) - 2000).policy()
     model = ac_client.apply(Transformer(), policy=policy)
@@ -68,7 +68,7 @@ def planned() -> tuple[nn.Module, Policy]:
 
 
 @pytest.mark.usefixtures("_two_us_an_op")
-def test_the_report_predicts_what_recording_adds() -> None:
+def test_report_predicts_the_time_of_recording() -> None:
     model, policy = planned()
     report = ac_client.applied(model).report()
     assert report.recorded == report.ops == len(policy.decisions)
@@ -84,7 +84,7 @@ def test_the_report_predicts_what_recording_adds() -> None:
 @pytest.mark.usefixtures("_two_us_an_op")
 def test_modules_that_run_without_the_mode_are_not_counted() -> None:
     model, policy = planned()
-    step(model)  # from the second step on they do
+    step(model)  # they do so from the second step on
     report = ac_client.applied(model).report()
     left_out = report.ops - report.recorded
     saved = sum(decision == "save" for decision in policy.decisions.values())
@@ -93,7 +93,7 @@ def test_modules_that_run_without_the_mode_are_not_counted() -> None:
 
 
 @pytest.mark.usefixtures("_two_us_an_op")
-def test_where_nothing_is_recomputed_nothing_is_recorded() -> None:
+def test_nothing_is_recorded_if_nothing_is_recomputed() -> None:
     model = ac_client.apply(Transformer(), 10.0)
     step(model)
     report = ac_client.applied(model).report()
@@ -102,7 +102,7 @@ def test_where_nothing_is_recomputed_nothing_is_recorded() -> None:
 
 
 @pytest.mark.usefixtures("_two_us_an_op")
-def test_while_a_peak_is_measured_it_is_not_told() -> None:
+def test_report_leaves_recording_time_out_while_a_peak_is_measured() -> None:
     model, _ = planned()
     at = ac_client.applied(model)
     with at.measure():
@@ -113,8 +113,8 @@ def test_while_a_peak_is_measured_it_is_not_told() -> None:
     assert at.report().recording_us == 2 * report.recorded
 
 
-def test_replay_takes_what_the_runtime_does_and_a_plain_op_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves a microsecond for each op that is recorded, and two for each that is replayed."""
+def test_replay_time_is_the_time_that_the_runtime_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use a clock that advances a microsecond for each recorded op and two for each replayed op."""
     us = 0
     unsaved, again = Region._run_recorded, replay._replay
 
@@ -134,7 +134,7 @@ def test_replay_takes_what_the_runtime_does_and_a_plain_op_does_not(monkeypatch:
     assert replay_us(rounds=2) == 3
 
 
-def test_what_replay_takes_is_measured_out_of_sight_of_the_callers_hooks() -> None:
+def test_replay_time_is_measured_unseen_by_the_hooks_of_the_caller() -> None:
     replay_us_of_process.cache_clear()
     packed = 0
 
@@ -148,7 +148,7 @@ def test_what_replay_takes_is_measured_out_of_sight_of_the_callers_hooks() -> No
     assert packed == 0
 
 
-def test_what_apply_plans_counts_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apply_includes_replay_time_in_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["ac_client.planning.plan_batch"], "replay_us_of_process", lambda: 7.0)
     model = ac_client.apply(Transformer(), 10.0)
     step(model)

@@ -1,4 +1,4 @@
-"""Several backward passes over one graph, partial ones, nested ones, and looks at the graph from outside."""
+"""Test several, partial and nested backward passes over one graph, and reads of the graph from outside."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_two_losses_over_one_graph() -> None:
     assert torch.equal(x.grad, want)
 
 
-def test_two_losses_that_share_what_the_first_pass_leaves() -> None:
+def test_two_losses_share_tensors_that_the_first_pass_recomputed() -> None:
     x = torch.randn(5, requires_grad=True)
     w = torch.randn(5, requires_grad=True)
 
     def losses() -> tuple[Tensor, Tensor]:
-        y = x.exp().sin().cos()  # needed by both, and never by a shared autograd node
+        y = x.exp().sin().cos()  # both losses need it, through different autograd nodes
         return (y.detach() * w).tanh().sum(), (y.detach() * w).exp().sum()
 
     a, b = losses()
@@ -126,7 +126,7 @@ def test_partial_backward_then_the_rest() -> None:
     assert torch.equal(w.grad, want[1])
 
 
-def test_backward_twice_without_retain_is_torchs_error() -> None:
+def test_backward_twice_without_retain_graph_raises_the_error_of_torch() -> None:
     x = torch.randn(5, requires_grad=True)
     with save_recompute_policy("recompute_all"):
         loss = chain(x).sum()
@@ -135,7 +135,7 @@ def test_backward_twice_without_retain_is_torchs_error() -> None:
         loss.backward()
 
 
-def test_a_look_at_the_graph_uses_nothing_up() -> None:
+def test_reading_a_saved_tensor_outside_of_backward_consumes_no_use() -> None:
     x = torch.randn(5, requires_grad=True)
     log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
@@ -147,7 +147,7 @@ def test_a_look_at_the_graph_uses_nothing_up() -> None:
     assert torch.equal(x.grad, want.cos() * want)
 
 
-def test_a_custom_function_may_unpack_twice() -> None:
+def test_custom_function_may_unpack_twice() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -195,7 +195,7 @@ def test_several_regions_alive_at_once() -> None:
 
 
 @pytest.mark.parametrize("written", ["parameter", "input", "view of input", "saved value"])
-def test_a_write_after_forward_is_an_error_as_in_autograd(written: str) -> None:
+def test_write_after_forward_is_an_error_as_in_autograd(written: str) -> None:
     parameter = torch.nn.Parameter(torch.randn(5, 5))
     given = torch.randn(5, 5, requires_grad=True)
     with save_recompute_policy([torch.ops.aten.mm]):
@@ -210,7 +210,7 @@ def test_a_write_after_forward_is_an_error_as_in_autograd(written: str) -> None:
     assert isinstance(raised.value, StaleError)
 
 
-def test_writes_inside_the_region_are_no_error() -> None:
+def test_writes_inside_the_region_are_allowed() -> None:
     def model(x: Tensor) -> Tensor:
         y = x.exp()
         a = y + 1

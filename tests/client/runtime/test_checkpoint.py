@@ -1,4 +1,4 @@
-"""`checkpoint` is torch's as to results and errors; what backward runs again is counted, op by op."""
+"""Compare `checkpoint` with torch's: the same results and errors. Count the ops that backward recomputes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ THEIRS = functools.partial(torchs.checkpoint, use_reentrant=False)
 
 
 class Ops(TorchDispatchMode):
-    """Counts the ops that run inside, by name."""
+    """Count the ops that run inside, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class Ops(TorchDispatchMode):
 
 
 def replayed(backward: Callable[[], Any], *names: str) -> list[int]:
-    """How often backward ran each op of `names`, none of which a derivative formula uses."""
+    """Return how often `backward` ran each op of `names`. No derivative formula uses these ops."""
     with Ops() as ops:
         backward()
     return [ops.ran[name] for name in names]
 
 
 def chain(x: Tensor, w: Tensor | None = None) -> Tensor:
-    """exp and sin are replayed, tanh is not: it is the last op, whose output backward wants itself."""
+    """Run exp, sin and tanh. Backward replays exp and sin, and needs the output of tanh itself."""
     y = x.exp().sin()
     return (y if w is None else y @ w).tanh()
 
@@ -83,7 +83,7 @@ def w() -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "checkpoint_sequential"])
-def test_every_parameter_of_torchs_function_is_here_under_its_name(name: str) -> None:
+def test_signature_has_every_parameter_of_the_function_of_torch(name: str) -> None:
     ours = inspect.signature(getattr(ac_client, name)).parameters
     for parameter in inspect.signature(getattr(torchs, name)).parameters.values():
         assert ours[parameter.name].kind is parameter.kind
@@ -96,16 +96,16 @@ def test_every_parameter_of_torchs_function_is_here_under_its_name(name: str) ->
 # What is recomputed
 
 
-def test_backward_runs_again_what_it_needs_and_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
+def test_backward_recomputes_what_it_needs_and_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
     want = torch.autograd.grad(chain(x, w).sum(), (x, w))
     loss = checkpoint(chain, x, w).sum()
     got: list[Tensor] = []
     counts = replayed(lambda: got.extend(torch.autograd.grad(loss, (x, w))), "exp", "sin", "mm", "tanh")
     assert same(got, want)
-    assert counts == [1, 1, 3, 1]  # two of the three mm are the derivative of the third
+    assert counts == [1, 1, 3, 1]  # two of the three mm are derivatives of the first
 
 
-def test_what_only_the_last_op_wants_is_not_run_again(x: Tensor) -> None:
+def test_input_of_the_last_op_is_not_recomputed_unless_its_derivative_reads_it(x: Tensor) -> None:
     loss = checkpoint(lambda t: t.exp().sin() + 1, x).sum()
     assert replayed(loss.backward, "exp", "sin") == [1, 0]
 
@@ -121,7 +121,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def stepped(how: Callable[..., Any], model: str) -> tuple[list[Tensor], int]:
-    """Gradients of one step with `how(module, batch)`, and the allocator's peak from forward on."""
+    """Return the gradients of one step with `how(module, batch)`, and the allocator's peak since forward."""
     make, shape = MODELS[model]
     torch.manual_seed(0)
     module, batch = make(), torch.randn(shape, requires_grad=True)
@@ -131,7 +131,7 @@ def stepped(how: Callable[..., Any], model: str) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_are_the_plain_ones_and_the_peak_is_not_above_torchs(model: str) -> None:
+def test_gradients_are_plain_and_the_peak_is_at_most_that_of_torch(model: str) -> None:
     want, _ = stepped(lambda module, batch: module(batch), model)
     got, peak = stepped(checkpoint, model)
     _, theirs = stepped(THEIRS, model)
@@ -140,7 +140,7 @@ def test_gradients_are_the_plain_ones_and_the_peak_is_not_above_torchs(model: st
 
 
 class Stack(nn.Module):
-    """Blocks, each run by `how(block, x)`."""
+    """Run each block by `how(block, x)`."""
 
     def __init__(self, how: Callable[..., Any], blocks: int = 6) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def stack_peak(how: Callable[..., Any]) -> tuple[list[Tensor], int]:
     return [p.grad for p in model.parameters() if p.grad is not None], timeline.peak_bytes
 
 
-def test_a_checkpoint_around_every_block_peaks_far_below_the_plain_step() -> None:
+def test_checkpoint_around_every_block_peaks_far_below_the_plain_step() -> None:
     want, plain = stack_peak(lambda block, x: block(x))
     got, peak = stack_peak(checkpoint)
     _, theirs = stack_peak(THEIRS)
@@ -170,7 +170,7 @@ def test_a_checkpoint_around_every_block_peaks_far_below_the_plain_step() -> Non
     assert peak < plain / 2
 
 
-def test_what_decides_is_kept_unless_a_policy_insists(x: Tensor) -> None:
+def test_ops_whose_results_decide_are_saved_unless_a_policy_insists(x: Tensor) -> None:
     def f(t: Tensor) -> Tensor:
         return t.exp().where(t > 0, t).sin()
 
@@ -181,7 +181,7 @@ def test_what_decides_is_kept_unless_a_policy_insists(x: Tensor) -> None:
     assert replayed(checkpoint(f, x, context_fn=insist).sum().backward, "exp", "gt") == [1, 1]
 
 
-def test_forward_keeps_the_inputs_and_nothing_in_between(x: Tensor) -> None:
+def test_forward_saves_the_inputs_and_no_intermediate_tensor(x: Tensor) -> None:
     inside: list[weakref.ref[Any]] = []
 
     def watched(t: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def test_forward_keeps_the_inputs_and_nothing_in_between(x: Tensor) -> None:
     assert held() is None
 
 
-def test_a_loss_that_is_dropped_leaves_nothing_behind(x: Tensor) -> None:
+def test_dropped_loss_frees_everything(x: Tensor) -> None:
     x.grad = torch.zeros_like(x)
     checkpoint(chain, x).sum().backward()
     with nothing_left():
@@ -211,7 +211,7 @@ def test_a_loss_that_is_dropped_leaves_nothing_behind(x: Tensor) -> None:
 # Arguments and outputs
 
 
-def test_several_calls_in_one_graph_each_run_again(x: Tensor) -> None:
+def test_each_of_several_calls_in_one_graph_is_recomputed(x: Tensor) -> None:
     def twice(how: Callable[..., Tensor]) -> Tensor:
         return (how(chain, how(chain, x)) * how(chain, x)).sum()
 
@@ -235,7 +235,7 @@ def test_parameters_get_gradients_where_no_input_needs_one() -> None:
     assert same(got, want)
 
 
-def test_a_function_without_tensor_arguments(w: Tensor) -> None:
+def test_function_without_tensor_arguments(w: Tensor) -> None:
     def f(scale: float, name: str) -> Tensor:
         assert name == "a"
         return (w * scale).exp().sin()
@@ -267,13 +267,13 @@ def test_outputs_keep_their_structure_and_identity(x: Tensor) -> None:
     assert same(got, want)
 
 
-def test_an_output_that_is_a_view_of_an_input(x: Tensor) -> None:
+def test_output_that_is_a_view_of_an_input(x: Tensor) -> None:
     want = torch.autograd.grad((x[1:] * 2).exp().sum(), x)
     got = torch.autograd.grad((checkpoint(lambda t: t[1:], x) * 2).exp().sum(), x)
     assert same(got, want)
 
 
-def test_without_grad_mode_the_function_runs_plainly_and_no_context_is_entered(x: Tensor) -> None:
+def test_without_grad_mode_no_context_is_entered(x: Tensor) -> None:
     made: list[str] = []
 
     @contextlib.contextmanager
@@ -292,7 +292,7 @@ def test_without_grad_mode_the_function_runs_plainly_and_no_context_is_entered(x
     assert made == ["made"]
 
 
-def test_an_exception_in_the_function_passes_and_takes_the_mode_away(x: Tensor) -> None:
+def test_exception_in_the_function_passes_and_removes_the_mode(x: Tensor) -> None:
     def fails(t: Tensor) -> Tensor:
         t.exp()
         raise KeyError("mine")
@@ -303,12 +303,12 @@ def test_an_exception_in_the_function_passes_and_takes_the_mode_away(x: Tensor) 
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_an_exception_in_the_function_leaves_nothing_behind(x: Tensor) -> None:
+def test_exception_in_the_function_frees_everything(x: Tensor) -> None:
     def fails(t: Tensor) -> Tensor:
         y = t.exp().sin()
         raise KeyError(y.shape)
 
-    checkpoint(chain, x).sum()  # what is made once and stays is there
+    checkpoint(chain, x).sum()  # create objects that are made once and stay
     with nothing_left(), contextlib.suppress(KeyError):
         checkpoint(fails, x)
 
@@ -317,7 +317,7 @@ def test_an_exception_in_the_function_leaves_nothing_behind(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3, 10])
-def test_nested_to_any_depth_each_op_runs_again_once(x: Tensor, depth: int) -> None:
+def test_ops_of_nested_checkpoints_are_recomputed_once(x: Tensor, depth: int) -> None:
     def f(how: Callable[..., Tensor], level: int, t: Tensor) -> Tensor:
         y = t.neg().exp()
         y = (how(f, how, level - 1, y) if level > 1 else y).sin()
@@ -330,7 +330,7 @@ def test_nested_to_any_depth_each_op_runs_again_once(x: Tensor, depth: int) -> N
     assert same(got, want)
 
 
-def test_a_checkpoint_in_a_checkpoint_peaks_as_if_it_were_not_there() -> None:
+def test_inner_checkpoint_does_not_change_the_peak() -> None:
     def pairs(inner: Callable[..., Any]) -> Callable[..., Any]:
         return lambda block, x: checkpoint(lambda t: inner(block, inner(block, t)), x)
 
@@ -340,7 +340,7 @@ def test_a_checkpoint_in_a_checkpoint_peaks_as_if_it_were_not_there() -> None:
     assert nested_peak == peak
 
 
-def test_around_it_must_save_all_saves_and_recompute_all_changes_nothing(x: Tensor) -> None:
+def test_must_save_all_around_a_checkpoint_saves_and_recompute_all_changes_nothing(x: Tensor) -> None:
     with save_recompute_policy("must_save_all"):
         saved = checkpoint(chain, x).sum()
     with save_recompute_policy("recompute_all"):
@@ -349,7 +349,7 @@ def test_around_it_must_save_all_saves_and_recompute_all_changes_nothing(x: Tens
     assert replayed(remade.backward, "exp", "sin") == [1, 1]
 
 
-def test_inside_a_region_that_prefers_to_save_only_its_own_ops_run_again(x: Tensor) -> None:
+def test_checkpoint_in_a_region_that_prefers_to_save_recomputes_only_its_own_ops(x: Tensor) -> None:
     log = EventLog()
     with save_recompute_policy(CheckpointPolicy.PREFER_SAVE, log=log):
         loss = checkpoint(lambda t: t.exp().sin(), x.cos()).tan().sum()
@@ -358,7 +358,7 @@ def test_inside_a_region_that_prefers_to_save_only_its_own_ops_run_again(x: Tens
     assert [name for kind, name in log.events if kind == "recompute"] == ["aten.exp.default"]
 
 
-def test_inside_it_a_policy_can_insist_on_saving(x: Tensor) -> None:
+def test_policy_inside_a_checkpoint_can_insist_on_saving(x: Tensor) -> None:
     def f(t: Tensor) -> Tensor:
         with save_recompute_policy("must_save_all"):
             t = t.exp()
@@ -367,7 +367,7 @@ def test_inside_it_a_policy_can_insist_on_saving(x: Tensor) -> None:
     assert replayed(checkpoint(f, x).sum().backward, "exp", "sin") == [0, 1]
 
 
-def test_two_selective_policies_that_insist_differently_are_an_error(x: Tensor, w: Tensor) -> None:
+def test_conflicting_selective_policies_are_an_error(x: Tensor, w: Tensor) -> None:
     def insist(word: CheckpointPolicy) -> Any:
         return functools.partial(create_selective_checkpoint_contexts, lambda ctx, op, *a, **k: word)
 
@@ -379,13 +379,13 @@ def test_two_selective_policies_that_insist_differently_are_an_error(x: Tensor, 
     assert active.region is None
 
 
-def test_torchs_own_checkpoint_inside_ours_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
+def test_checkpoint_of_torch_inside_ours_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
     want = torch.autograd.grad(chain(chain(x, w).exp()).sum(), (x, w))
     loss = checkpoint(lambda t, v: chain(THEIRS(chain, t, v).exp()), x, w).sum()
     assert same(torch.autograd.grad(loss, (x, w)), want)
 
 
-def test_ours_inside_torchs_own_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
+def test_our_checkpoint_inside_that_of_torch_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
     want = torch.autograd.grad(chain(chain(x, w).exp()).sum(), (x, w))
     loss = THEIRS(lambda t, v: chain(checkpoint(chain, t, v).exp()), x, w).sum()
     assert same(torch.autograd.grad(loss, (x, w)), want)
@@ -403,7 +403,7 @@ def test_grad_inside_the_function_and_backward_through_it(x: Tensor) -> None:
     want = torch.autograd.grad(f(x).sum(), x)
     with Ops() as ops:
         loss = checkpoint(f, x).sum()
-    assert ops.ran["exp"] == 2  # the pass inside forward makes what it needs
+    assert ops.ran["exp"] == 2  # the pass inside forward recomputes what it needs
     got: list[Tensor] = []
     (again,) = replayed(lambda: got.extend(torch.autograd.grad(loss, x)), "exp")
     assert again >= 1
@@ -426,7 +426,7 @@ def test_backward_inside_the_function_without_retaining_its_graph(x: Tensor, w: 
     assert torch.equal(w.grad, want[1]), "the backward inside must not run a second time"
 
 
-def test_with_retain_graph_each_pass_runs_the_ops_again(x: Tensor) -> None:
+def test_each_pass_with_retain_graph_recomputes_the_ops(x: Tensor) -> None:
     want = torch.autograd.grad(chain(x).sum(), x)
     loss = checkpoint(chain, x).sum()
     for retain in (True, True, False):
@@ -437,14 +437,14 @@ def test_with_retain_graph_each_pass_runs_the_ops_again(x: Tensor) -> None:
         assert same(got, want)
 
 
-def test_backward_a_second_time_without_retaining_is_torchs_error(x: Tensor) -> None:
+def test_second_backward_without_retain_graph_raises_the_error_of_torch(x: Tensor) -> None:
     loss = checkpoint(chain, x).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
 
-def test_in_a_group_of_backward_passes_each_still_runs_its_own_ops(x: Tensor, w: Tensor) -> None:
+def test_each_backward_pass_of_a_group_recomputes_its_own_ops(x: Tensor, w: Tensor) -> None:
     def halves(how: Callable[..., Any]) -> tuple[list[Tensor], list[int]]:
         a, b = how(lambda t, v: (t.exp().sin(), v.exp().sin()), x, w)
         got: list[Tensor] = []
@@ -462,7 +462,7 @@ def test_in_a_group_of_backward_passes_each_still_runs_its_own_ops(x: Tensor, w:
     assert counts == [2]
 
 
-def test_a_partial_backward_runs_only_what_its_inputs_need(x: Tensor, w: Tensor) -> None:
+def test_partial_backward_recomputes_only_what_its_inputs_need(x: Tensor, w: Tensor) -> None:
     def f(t: Tensor, v: Tensor) -> Tensor:
         return t.exp().sin() + v.tan().cos()
 
@@ -475,7 +475,7 @@ def test_a_partial_backward_runs_only_what_its_inputs_need(x: Tensor, w: Tensor)
     assert same([x.grad, w.grad], want)
 
 
-def test_double_backward_runs_the_ops_again_in_each_pass(x: Tensor) -> None:
+def test_each_pass_of_a_double_backward_recomputes_the_ops(x: Tensor) -> None:
     def second(y: Tensor) -> tuple[list[Tensor], list[int]]:
         got: list[Tensor] = []
         counts = replayed(
@@ -500,7 +500,7 @@ def test_gradcheck_and_gradgradcheck() -> None:
     assert torch.autograd.gradgradcheck(f, (x, w))
 
 
-def test_a_custom_function_may_unpack_its_saved_tensors_twice(x: Tensor) -> None:
+def test_custom_function_may_unpack_its_saved_tensors_twice(x: Tensor) -> None:
     class Exp(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, t: Tensor) -> Tensor:
@@ -526,7 +526,7 @@ def test_a_custom_function_may_unpack_its_saved_tensors_twice(x: Tensor) -> None
         THEIRS(f, x).sum().backward()
 
 
-def test_an_input_written_after_forward_is_torchs_error(x: Tensor) -> None:
+def test_input_written_after_forward_raises_the_error_of_torch(x: Tensor) -> None:
     given = x * 1
     loss = checkpoint(lambda t: t.exp().sin(), given).sum()
     with torch.no_grad():
@@ -535,10 +535,10 @@ def test_an_input_written_after_forward_is_torchs_error(x: Tensor) -> None:
         loss.backward()
 
 
-# Once, where torch does it twice
+# Happens once, where torch does it twice
 
 
-def test_side_effects_of_the_function_happen_once_where_torch_repeats_them(x: Tensor) -> None:
+def test_side_effects_of_the_function_happen_once(x: Tensor) -> None:
     def calls(how: Callable[..., Tensor]) -> int:
         seen: list[int] = []
 
@@ -553,7 +553,7 @@ def test_side_effects_of_the_function_happen_once_where_torch_repeats_them(x: Te
     assert calls(THEIRS) == 2
 
 
-def test_statistics_of_batch_norm_move_once_where_torch_moves_them_twice() -> None:
+def test_running_statistics_of_checkpointed_batch_norm_are_updated_once() -> None:
     def stepped(how: Callable[..., Tensor]) -> tuple[list[int], Tensor, Tensor]:
         norm, x = nn.BatchNorm1d(4), leaf(8, 4)
         loss = how(lambda t: norm(t.exp()).sin(), x).sum()
@@ -570,7 +570,7 @@ def test_statistics_of_batch_norm_move_once_where_torch_moves_them_twice() -> No
     assert their_batches == 2
 
 
-def test_a_buffer_that_the_function_writes_is_written_once(x: Tensor) -> None:
+def test_buffer_that_the_function_writes_is_written_once(x: Tensor) -> None:
     def f(buffer: Tensor, t: Tensor) -> Tensor:
         with torch.no_grad():
             buffer.add_(1)
@@ -586,7 +586,7 @@ def test_a_buffer_that_the_function_writes_is_written_once(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("preserve", [True, False])
-def test_dropout_is_the_same_whatever_preserve_rng_state_says(x: Tensor, preserve: bool) -> None:
+def test_dropout_is_the_same_for_each_preserve_rng_state(x: Tensor, preserve: bool) -> None:
     def f(t: Tensor) -> Tensor:
         return nn.functional.dropout(t.exp(), 0.5).sin()
 
@@ -605,7 +605,7 @@ def test_dropout_is_the_same_whatever_preserve_rng_state_says(x: Tensor, preserv
     assert (nothing, draws) == (0, 1)
 
 
-# Arguments that speak of torch's second run
+# Arguments about the second run of torch's checkpoint
 
 
 @pytest.mark.parametrize("check", ["default", "none"])
@@ -615,7 +615,7 @@ def test_determinism_check_and_debug_change_nothing(x: Tensor, check: str, debug
     assert replayed(loss.backward, "exp") == [1]
 
 
-def test_a_function_that_would_take_another_branch_the_second_time_is_right(x: Tensor) -> None:
+def test_function_that_would_take_another_branch_in_a_second_run_is_correct(x: Tensor) -> None:
     turns = iter([True, False])
 
     def f(t: Tensor) -> Tensor:
@@ -635,7 +635,7 @@ BAD_CALLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_bad_argument_is_torchs_error_before_the_function_runs(x: Tensor, case: str) -> None:
+def test_invalid_argument_raises_the_error_of_torch_before_the_function_runs(x: Tensor, case: str) -> None:
     def never(*_: Any, **__: Any) -> Tensor:
         raise AssertionError("the function ran")
 
@@ -647,7 +647,7 @@ def test_a_bad_argument_is_torchs_error_before_the_function_runs(x: Tensor, case
     assert str(raised[0]) == str(raised[1])
 
 
-def test_the_debug_switch_of_torch_counts_as_debug(x: Tensor) -> None:
+def test_global_debug_switch_of_torch_counts_as_debug(x: Tensor) -> None:
     with set_checkpoint_debug_enabled(True), pytest.raises(ValueError, match="debug"):
         checkpoint(chain, x, context_fn=lambda: noop_context_fn())
     with set_checkpoint_debug_enabled(False):
@@ -655,7 +655,7 @@ def test_the_debug_switch_of_torch_counts_as_debug(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_recomputation_stops_early_whatever_is_asked(x: Tensor, enabled: bool) -> None:
+def test_recomputation_stops_early_for_each_early_stop(x: Tensor, enabled: bool) -> None:
     def f(t: Tensor) -> Tensor:
         return t.exp().sin() + 1
 
@@ -682,13 +682,13 @@ def selective(policy: Any, **kwargs: Any) -> Any:
     ],
     ids=["list", "bools", "policies"],
 )
-def test_a_selective_policy_saves_what_it_names(x: Tensor, w: Tensor, policy: Any) -> None:
+def test_selective_policy_saves_the_ops_that_it_names(x: Tensor, w: Tensor, policy: Any) -> None:
     def f(t: Tensor, v: Tensor) -> Tensor:
         return (t.exp() @ v).sin().cos()
 
     want = torch.autograd.grad(f(x, w).sum(), (x, w))
     loss = checkpoint(f, x, w, context_fn=selective(policy)).sum()
-    for retain in (True, False):  # torch's allows one backward only
+    for retain in (True, False):  # torch's checkpoint allows one backward only
         got: list[Tensor] = []
         backward = functools.partial(torch.autograd.grad, loss, (x, w), retain_graph=retain)
         counts = replayed(lambda got=got, backward=backward: got.extend(backward()), "exp", "mm")
@@ -696,7 +696,7 @@ def test_a_selective_policy_saves_what_it_names(x: Tensor, w: Tensor, policy: An
         assert same(got, want)
 
 
-def test_a_selective_policy_sees_the_op_its_arguments_and_what_it_will_return(x: Tensor, w: Tensor) -> None:
+def test_selective_policy_sees_the_op_its_arguments_and_its_output(x: Tensor, w: Tensor) -> None:
     def asked(how: Callable[..., Tensor]) -> list[Any]:
         seen: list[Any] = []
 
@@ -711,12 +711,12 @@ def test_a_selective_policy_sees_the_op_its_arguments_and_what_it_will_return(x:
     assert asked(checkpoint) == asked(THEIRS)
 
 
-def test_a_selective_policy_with_a_wrong_op_is_torchs_error(x: Tensor) -> None:
+def test_selective_policy_with_an_invalid_op_raises_the_error_of_torch(x: Tensor) -> None:
     with pytest.raises(ValueError, match="OpOverload"):
         checkpoint(chain, x, context_fn=selective([torch.ops.aten.mm]))
 
 
-def test_a_first_context_is_entered_around_forward_only(x: Tensor) -> None:
+def test_first_context_is_entered_around_forward_only(x: Tensor) -> None:
     seen: list[str] = []
 
     @contextlib.contextmanager
@@ -734,7 +734,7 @@ def test_a_first_context_is_entered_around_forward_only(x: Tensor) -> None:
     assert seen == ["in", "run", "out"]
 
 
-def test_a_first_context_may_change_what_the_function_computes(x: Tensor) -> None:
+def test_first_context_may_change_what_the_function_computes(x: Tensor) -> None:
     def contexts() -> Any:
         return torch.autocast("cpu", dtype=torch.bfloat16), contextlib.nullcontext()
 
@@ -749,7 +749,7 @@ def test_a_first_context_may_change_what_the_function_computes(x: Tensor) -> Non
     assert same(got, want)
 
 
-def test_a_second_context_that_does_something_is_entered_by_torchs_checkpoint(x: Tensor) -> None:
+def test_nontrivial_second_context_is_entered_by_the_checkpoint_of_torch(x: Tensor) -> None:
     seen: list[str] = []
 
     @contextlib.contextmanager
@@ -774,7 +774,7 @@ def test_a_second_context_that_does_something_is_entered_by_torchs_checkpoint(x:
     assert made == [1]
 
 
-def test_a_first_context_that_swallows_an_exception_is_an_error(x: Tensor) -> None:
+def test_first_context_that_swallows_an_exception_is_an_error(x: Tensor) -> None:
     def fails(t: Tensor) -> Tensor:
         raise KeyError("mine")
 
@@ -787,7 +787,7 @@ def test_a_first_context_that_swallows_an_exception_is_an_error(x: Tensor) -> No
 # Inside a planned model
 
 
-def test_in_a_planned_model_its_ops_run_again_and_the_gradients_are_the_plain_ones() -> None:
+def test_checkpoint_in_a_planned_model_is_recomputed_with_plain_gradients() -> None:
     class Model(nn.Module):
         def __init__(self, how: Callable[..., Any]) -> None:
             super().__init__()
@@ -818,7 +818,7 @@ def test_in_a_planned_model_its_ops_run_again_and_the_gradients_are_the_plain_on
 # Other ways of running
 
 
-def test_use_reentrant_is_torchs_own(x: Tensor) -> None:
+def test_use_reentrant_calls_the_checkpoint_of_torch(x: Tensor) -> None:
     y = checkpoint(chain, x, use_reentrant=True)
     assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
     want = torch.autograd.grad(chain(x).sum(), x)[0]
@@ -826,7 +826,7 @@ def test_use_reentrant_is_torchs_own(x: Tensor) -> None:
     assert torch.equal(x.grad, want)
 
 
-def test_use_reentrant_none_is_torchs_default_with_its_warning(x: Tensor) -> None:
+def test_use_reentrant_none_calls_torch_and_warns(x: Tensor) -> None:
     with pytest.warns(UserWarning, match="use_reentrant parameter should be passed explicitly"):
         y = checkpoint(chain, x, use_reentrant=None)
     assert type(y.grad_fn).__name__ == "CheckpointFunctionBackward"
@@ -834,14 +834,14 @@ def test_use_reentrant_none_is_torchs_default_with_its_warning(x: Tensor) -> Non
         checkpoint_sequential([chain, chain], 2, x, use_reentrant=None)
 
 
-def test_left_out_use_reentrant_is_false_and_does_not_warn(x: Tensor) -> None:
+def test_use_reentrant_defaults_to_false_without_a_warning(x: Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert replayed(checkpoint(chain, x).sum().backward, "exp") == [1]
 
 
 @pytest.mark.parametrize("context_fn", [noop_context_fn, selective([MM])], ids=["plain", "selective"])
-def test_under_torch_compile_it_is_torchs_checkpoint(x: Tensor, w: Tensor, context_fn: Any) -> None:
+def test_checkpoint_in_compiled_code_is_that_of_torch(x: Tensor, w: Tensor, context_fn: Any) -> None:
     graphs: list[Any] = []
 
     def backend(graph: Any, example: Any) -> Any:
@@ -858,7 +858,7 @@ def test_under_torch_compile_it_is_torchs_checkpoint(x: Tensor, w: Tensor, conte
 
 
 @pytest.mark.parametrize("kind", ["function", "module", "module in place"])
-def test_what_is_compiled_is_handed_to_torchs_checkpoint(x: Tensor, kind: str) -> None:
+def test_compiled_function_goes_to_the_checkpoint_of_torch(x: Tensor, kind: str) -> None:
     runs: list[int] = []
 
     def backend(graph: Any, example: Any) -> Any:
@@ -882,7 +882,7 @@ def test_what_is_compiled_is_handed_to_torchs_checkpoint(x: Tensor, kind: str) -
     assert len(runs) == 2
 
 
-def test_make_fx_traces_what_backward_runs_again(x: Tensor) -> None:
+def test_make_fx_traces_the_recompute(x: Tensor) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def f(t: Tensor) -> Tensor:
@@ -894,7 +894,7 @@ def test_make_fx_traces_what_backward_runs_again(x: Tensor) -> None:
     assert torch.equal(traced(other), f(other))
 
 
-def test_meta_tensors_have_their_ops_run_again() -> None:
+def test_ops_on_meta_tensors_are_recomputed() -> None:
     t = torch.empty(4, 4, device="meta", requires_grad=True)
     loss = checkpoint(lambda t: nn.functional.dropout(t.exp(), 0.5).sin(), t).sum()
     assert replayed(loss.backward, "exp") == [1]
@@ -902,7 +902,7 @@ def test_meta_tensors_have_their_ops_run_again() -> None:
     assert t.grad.device.type == "meta"
 
 
-def test_fake_tensors_have_their_ops_run_again() -> None:
+def test_ops_on_fake_tensors_are_recomputed() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     with FakeTensorMode():
@@ -912,7 +912,7 @@ def test_fake_tensors_have_their_ops_run_again() -> None:
     assert isinstance(t.grad, FakeTensor)
 
 
-def test_the_default_device_and_type_are_those_of_forward(x: Tensor) -> None:
+def test_recompute_uses_the_default_device_and_dtype_of_forward(x: Tensor) -> None:
     def f(t: Tensor) -> Tensor:
         return (t.exp() * torch.full((4,), 3.0)).sin()
 
@@ -930,7 +930,7 @@ def test_the_default_device_and_type_are_those_of_forward(x: Tensor) -> None:
     assert same(torch.autograd.grad(loss, x), want)
 
 
-def test_autocast_of_forward_holds_in_backward_whatever_is_around_it(x: Tensor, w: Tensor) -> None:
+def test_recompute_uses_the_autocast_of_forward(x: Tensor, w: Tensor) -> None:
     def f(t: Tensor, v: Tensor) -> Tensor:
         return (t.exp() @ v).sin().float()
 
@@ -942,7 +942,7 @@ def test_autocast_of_forward_holds_in_backward_whatever_is_around_it(x: Tensor, 
     assert same(got, want)
 
 
-def test_hooks_of_tensors_and_modules_run_in_their_order_and_once() -> None:
+def test_hooks_of_tensors_and_modules_run_once_and_in_order() -> None:
     def events(how: Callable[..., Tensor]) -> list[str]:
         seen: list[str] = []
         torch.manual_seed(0)
@@ -978,7 +978,7 @@ def test_hooks_of_tensors_and_modules_run_in_their_order_and_once() -> None:
     assert events(checkpoint) == want
 
 
-def test_saved_tensor_hooks_around_it_see_nothing_of_what_is_inside(x: Tensor) -> None:
+def test_saved_tensor_hooks_around_a_checkpoint_see_no_recomputed_tensor(x: Tensor) -> None:
     packed: list[Tensor] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t)[1], lambda t: t)
     with hooks:
@@ -991,7 +991,7 @@ def test_saved_tensor_hooks_around_it_see_nothing_of_what_is_inside(x: Tensor) -
 
 
 @pytest.mark.parametrize("segments", [1, 2, 3, 5])
-def test_every_segment_but_the_last_runs_again(x: Tensor, segments: int) -> None:
+def test_every_segment_but_the_last_is_recomputed(x: Tensor, segments: int) -> None:
     def step(t: Tensor) -> Tensor:
         return t.exp().sin() * 1
 
@@ -1008,7 +1008,7 @@ def test_every_segment_but_the_last_runs_again(x: Tensor, segments: int) -> None
     assert same(got, want)
 
 
-def test_a_sequential_model_of_modules() -> None:
+def test_checkpoint_sequential_runs_a_sequential_module() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     x = leaf(3, 4)
     want = torch.autograd.grad(model(x).sum(), model.parameters())
@@ -1021,7 +1021,7 @@ def test_a_sequential_model_of_modules() -> None:
     assert same(got, want)
 
 
-def test_what_checkpoint_sequential_refuses_is_what_torchs_refuses(x: Tensor) -> None:
+def test_checkpoint_sequential_rejects_what_torch_rejects(x: Tensor) -> None:
     refused = "segments must be from 1 to the 1 functions", "must not be zero"
     for how, words in zip((checkpoint_sequential, torchs.checkpoint_sequential), refused, strict=True):
         with pytest.raises(ValueError, match="Unexpected keyword arguments: mode"):
@@ -1030,13 +1030,13 @@ def test_what_checkpoint_sequential_refuses_is_what_torchs_refuses(x: Tensor) ->
             how([chain], 2, x, use_reentrant=False)
 
 
-def test_checkpoint_sequential_hands_use_reentrant_on(x: Tensor) -> None:
+def test_checkpoint_sequential_passes_use_reentrant_on(x: Tensor) -> None:
     seen = checkpoint_sequential([chain, lambda t: t.grad_fn], 2, x, use_reentrant=True)
     assert type(seen).__name__ == "CheckpointFunctionBackward"
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_nested_tensors_go_to_torchs_checkpoint_and_need_as_little() -> None:
+def test_nested_tensors_go_to_the_checkpoint_of_torch_with_the_same_peak() -> None:
     layers = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())])
 
     def run(how: Callable[..., Any]) -> tuple[list[Tensor], int]:
@@ -1060,7 +1060,7 @@ def doubled(layer: nn.Module, t: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("way", ["module", "method", "closure", "partial"])
-def test_modules_of_wrapped_parameters_go_to_torchs_checkpoint(x: Tensor, way: str) -> None:
+def test_modules_with_wrapped_parameters_go_to_the_checkpoint_of_torch(x: Tensor, way: str) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     layer = nn.Linear(4, 4)
@@ -1076,7 +1076,7 @@ def test_modules_of_wrapped_parameters_go_to_torchs_checkpoint(x: Tensor, way: s
     checkpoint(call, x).sum().backward()
     assert len(calls) == (
         1 if way == "partial" else 2
-    )  # torch's calls again; in a partial's arguments none look
+    )  # torch's checkpoint calls again; arguments of a partial are not inspected
 
 
 def test_backwards_of_one_group_recompute_once(x: Tensor, w: Tensor) -> None:
@@ -1125,7 +1125,7 @@ def test_offload_saves_with_one_warning(x: Tensor, word: str) -> None:
     assert replayed(t.sum().backward, "exp", "sin") == [0, 1]
 
 
-def test_the_reason_why_hooks_are_disabled_is_kept(x: Tensor) -> None:
+def test_error_repeats_why_saved_tensor_hooks_are_disabled(x: Tensor) -> None:
     with (
         torch.autograd.graph.disable_saved_tensors_hooks("the reason of somebody else"),
         pytest.raises(RuntimeError, match="the reason of somebody else"),

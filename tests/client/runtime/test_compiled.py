@@ -1,4 +1,4 @@
-"""torch.compile around, before and after `apply`: planned with right numbers, or refused in one sentence."""
+"""Test torch.compile around, before and after `apply`: a correct plan, or a rejection in one sentence."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ac_client import CompiledModel, save_recompute_policy
 from autoac.profiler import CannotProfile
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.compiler.disable:UserWarning"),  # said of hooks, once
-    # Dynamo hides these two from users, by means that do not work where warnings are errors.
+    pytest.mark.filterwarnings("ignore:.*torch.compiler.disable:UserWarning"),  # of hooks, issued once
+    # Dynamo hides these two from users in a way that fails if warnings are errors.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*set_eval_frame:UserWarning"),
 ]
@@ -68,7 +68,7 @@ def equal(got: list[Tensor | None], want: list[Tensor | None]) -> bool:
     return all(g is not None and w is not None and torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_a_model_compiled_in_place_is_refused_by_apply() -> None:
+def test_apply_rejects_a_model_compiled_in_place() -> None:
     model = Net()
     model.compile(backend=BACKEND)
     with pytest.raises(CompiledModel, match=r"Net\.compile\(\)"):
@@ -76,7 +76,7 @@ def test_a_model_compiled_in_place_is_refused_by_apply() -> None:
     assert not model._forward_hooks
 
 
-def test_what_torch_compile_returns_is_refused_by_apply() -> None:
+def test_apply_rejects_the_result_of_torch_compile() -> None:
     with pytest.raises(CompiledModel, match=r"torch\.compile\(Net\)"):
         ac_client.apply(torch.compile(Net(), backend=BACKEND), BUDGET_GB)
 
@@ -123,7 +123,7 @@ def a_block_compiled_after(model: Net) -> Callable[[Tensor], Tensor]:
         a_block_compiled_after,
     ],
 )
-def test_a_planned_forward_inside_compiled_code_is_refused_and_can_be_undone(
+def test_planned_forward_inside_compiled_code_is_rejected_and_can_be_removed(
     order: Callable[[Net], Callable[[Tensor], Tensor]],
 ) -> None:
     want = gradients(Net())
@@ -131,7 +131,7 @@ def test_a_planned_forward_inside_compiled_code_is_refused_and_can_be_undone(
     call = order(model)
     with pytest.raises(CannotProfile, match=r"inside of torch\.compile"):
         call(batch())
-    if order is a_block_compiled_after:  # it fails while it is profiled, which takes the plan off
+    if order is a_block_compiled_after:  # profiling fails, which removes the plan
         model.blocks[1]._compiled_call_impl = None
     else:
         ac_client.applied(model).remove()
@@ -164,7 +164,7 @@ def test_blocks_compiled_before_apply_stay_whole_and_give_the_same_gradients(
     assert (ac_client.applied(model).report().recomputed > 0) == (budget_gb == TIGHT_GB)
 
 
-def test_an_infeasible_budget_names_the_compiled_parts() -> None:
+def test_infeasible_budget_names_the_compiled_parts() -> None:
     model = Net()
     for block in model.blocks[:2]:
         block.compile(backend=BACKEND)
@@ -184,13 +184,13 @@ def test_evaluation_may_be_compiled() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("trace", [torch.export.export, torch.jit.trace])
-def test_a_planned_model_in_training_is_not_traced(trace: Callable[..., Any]) -> None:
+def test_tracing_a_planned_model_in_training_is_rejected(trace: Callable[..., Any]) -> None:
     model = ac_client.apply(Net(), BUDGET_GB)
     with pytest.raises(CannotProfile, match=r"remove\(\) first"):
         trace(model, (batch(),))
 
 
-def test_a_region_inside_compiled_code_is_refused() -> None:
+def test_region_inside_compiled_code_is_rejected() -> None:
     @torch.compile(backend=BACKEND)
     def step(x: Tensor) -> Tensor:
         with save_recompute_policy("recompute_all"):
@@ -200,7 +200,7 @@ def test_a_region_inside_compiled_code_is_refused() -> None:
         step(torch.ones(3, requires_grad=True))
 
 
-def test_a_checkpoint_behind_a_graph_break_gives_the_same_gradients() -> None:
+def test_checkpoint_behind_a_graph_break_gives_the_same_gradients() -> None:
     def chain(x: Tensor) -> Tensor:
         return x.sin().exp().cos()
 

@@ -1,4 +1,4 @@
-"""Backward under compiled autograd: the unpack hooks are traced, and must stay lazy and opaque."""
+"""Test backward under compiled autograd, which traces the unpack hooks; they must stay lazy and opaque."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ac_client.runtime.write_guard import StaleError
 
 
 class Compiled:
-    """Compiled autograd with a backend, and what it compiled."""
+    """Enable compiled autograd with a backend, and record what it compiles."""
 
     def __init__(self, backend: str) -> None:
         self.counter = CompileCounterWithBackend(backend)
@@ -43,7 +43,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
 
 
 def chain(x: Tensor) -> Tensor:
-    """32 ops; every 8th is saved by `EVERY_8TH`."""
+    """Run 32 ops, of which `EVERY_8TH` saves every 8th."""
     for _ in range(4):
         for _ in range(7):
             x = x.sin()
@@ -57,7 +57,7 @@ EVERY_8TH = [torch.ops.aten.tanh]
 def step(
     run: Callable[[], Tensor], policy: Any, around: contextlib.AbstractContextManager[Any]
 ) -> tuple[EventLog, Replays]:
-    """One step, its backward alone under `around`."""
+    """Run one step, with only its backward under `around`."""
     log = EventLog()
     torch.manual_seed(1)
     with save_recompute_policy(policy, log=log):
@@ -72,7 +72,7 @@ def recomputed(log: EventLog) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", ["recompute_all", EVERY_8TH], ids=["all", "every 8th saved"])
-def test_as_many_values_are_alive_as_under_the_engine(compiled: Compiled, policy: Any) -> None:
+def test_as_many_tensors_are_alive_as_under_the_engine(compiled: Compiled, policy: Any) -> None:
     x = torch.randn(8, requires_grad=True)
     log, engine = step(lambda: chain(x).sum(), policy, contextlib.nullcontext())
     want, x.grad = x.grad, None
@@ -89,7 +89,7 @@ def test_as_many_values_are_alive_as_under_the_engine(compiled: Compiled, policy
     assert not counters["graph_break"]
 
 
-def test_new_steps_compile_nothing_new(compiled: Compiled) -> None:
+def test_further_steps_compile_nothing(compiled: Compiled) -> None:
     x = torch.randn(8, requires_grad=True)
     frames = []
     for _ in range(5):
@@ -123,7 +123,7 @@ def test_dropout_views_and_writes_in_place(compiled: Compiled) -> None:
         model.zero_grad()
 
 
-def test_a_pass_ends_with_its_graph_task_though_its_callback_is_not_called(compiled: Compiled) -> None:
+def test_pass_ends_with_its_graph_task_although_its_callback_is_not_called(compiled: Compiled) -> None:
     x = torch.randn(8, requires_grad=True)
     (want,) = torch.autograd.grad(chain(x).sum(), x)
     with save_recompute_policy("recompute_all"):
@@ -138,7 +138,7 @@ def test_a_pass_ends_with_its_graph_task_though_its_callback_is_not_called(compi
     assert torch.equal(second, want)
 
 
-def test_a_stale_input_is_an_error(compiled: Compiled) -> None:
+def test_stale_input_is_an_error(compiled: Compiled) -> None:
     x = torch.randn(8, requires_grad=True)
     given = torch.randn(8)
     with save_recompute_policy("recompute_all"):
@@ -154,7 +154,7 @@ def linears() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*layers), torch.randn(3, 4, requires_grad=True)
 
 
-def test_a_split_backward_gives_the_same_gradients_and_recomputes_in_both_halves(compiled: Compiled) -> None:
+def test_split_backward_has_the_same_gradients_and_recomputes_in_both_halves(compiled: Compiled) -> None:
     model, x = linears()
     model(x).sum().backward()
     want = [x.grad, *(p.grad for p in model.parameters())]
@@ -165,7 +165,7 @@ def test_a_split_backward_gives_the_same_gradients_and_recomputes_in_both_halves
         out = model(x)
     with compiled_autograd._enable(compiled), replays() as made_again:
         _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
-        assert made_again.alive == 0, "the halves are no one pass here"
+        assert made_again.alive == 0, "the halves are separate passes here"
         halfway = len(recomputed(log))
         stage_backward_weight(model.parameters(), groups)
         assert made_again.alive == 0
@@ -176,7 +176,7 @@ def test_a_split_backward_gives_the_same_gradients_and_recomputes_in_both_halves
         assert torch.equal(found, wanted)
 
 
-def test_a_split_backward_in_a_block_gives_the_same_gradients(compiled: Compiled) -> None:
+def test_split_backward_in_a_block_gives_the_same_gradients(compiled: Compiled) -> None:
     model, x = linears()
     want = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
     with save_recompute_policy("recompute_all"):

@@ -1,4 +1,4 @@
-"""Threads, generators, coroutines, interrupts and copies: nothing gets mixed up, nothing stays open."""
+"""Test regions with threads, generators, coroutines, interrupts and copies."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.inside: Callable[[], None] = int  # called half way; a copy takes it along
+        self.inside: Callable[[], None] = int  # called in the middle of forward; a copy includes it
 
     def forward(self, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
@@ -62,13 +62,13 @@ class Deep(nn.Module):
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:
-    """Recomputes everything."""
+    """Return a policy that recomputes everything."""
     made = plan(profile(Deep(), torch.ones(4, 8)), budget_bytes=1 << 30).policy()
     return made.model_copy(update={"decisions": dict.fromkeys(made.decisions, "recompute")})
 
 
 def gradients_of(model: nn.Module, x: Tensor, *, dropout: bool = True) -> list[Tensor]:
-    """Of one step of a model that is only read: nothing is accumulated."""
+    """Return the gradients of one step without accumulating them in the model."""
     if dropout:
         torch.manual_seed(1)
     return list(torch.autograd.grad(model(x).sum(), list(model.parameters())))
@@ -116,7 +116,7 @@ def test_forwards_of_one_planned_model_on_several_threads(given: str) -> None:
         ac_client.apply(model, policy=made.model_copy(update={"decisions": decisions}))
         model.inside = threading.Barrier(3, timeout=30).wait
     else:
-        ac_client.apply(model, 1.0)  # the first of them plans, and the others wait for it
+        ac_client.apply(model, 1.0)  # the first thread plans, and the others wait for it
 
     def run(_: int) -> bool:
         found = [gradients_of(model, torch.ones(4, 8), dropout=False) for _ in range(5)]
@@ -129,7 +129,7 @@ def test_forwards_of_one_planned_model_on_several_threads(given: str) -> None:
     assert (report.recomputed > 0) == (given == "policy")
 
 
-def test_backward_in_a_thread_while_another_forward_runs() -> None:
+def test_backward_on_one_thread_while_forward_runs_on_another() -> None:
     x = torch.randn(64, requires_grad=True)
     with save_recompute_policy("recompute_all"):
         first = chain(x)
@@ -144,7 +144,7 @@ def test_backward_in_a_thread_while_another_forward_runs() -> None:
     assert is_plain(second, x)
 
 
-def test_uses_are_counted_right_while_other_threads_run_backward_over_the_same_region() -> None:
+def test_uses_are_counted_correctly_while_other_threads_run_backward() -> None:
     x = torch.ones(2, requires_grad=True)
     want = (x.detach().sin().exp() * 2).cos() * 2
     wrong: list[Tensor] = []
@@ -166,7 +166,7 @@ def test_uses_are_counted_right_while_other_threads_run_backward_over_the_same_r
             before = value.uses, value.node.used_outs
             running = []
             for _ in range(100):
-                outs = [(base * 2).sin() for _ in range(10)]  # each adds a use, and backward takes it away
+                outs = [(base * 2).sin() for _ in range(10)]  # each adds a use, and backward removes it
                 running.append(pool.submit(backward, outs))
                 del outs
             for one in running:
@@ -203,7 +203,7 @@ def suspended(x: Tensor, policy: str, log: EventLog | None = None) -> Iterator[T
 
 @pytest.mark.parametrize("between", ["plain code", "another region", "another generator"])
 @pytest.mark.parametrize("leaves_first", ["the generator", "the other"])
-def test_a_generator_that_suspends_inside_a_region(between: str, leaves_first: str) -> None:
+def test_generator_that_suspends_inside_a_region(between: str, leaves_first: str) -> None:
     x, log = torch.randn(4, requires_grad=True), EventLog()
     outs = []
     mine = suspended(x, "recompute_all", log)
@@ -256,7 +256,7 @@ def test_coroutines_that_interleave() -> None:
     assert all(is_plain(z, x) for z in outs)
 
 
-def test_a_region_left_on_another_thread_is_a_clear_error_and_heals() -> None:
+def test_leaving_a_region_on_another_thread_is_an_error_and_heals() -> None:
     x = torch.randn(4, requires_grad=True)
     mine = suspended(x, "recompute_all")
     next(mine)
@@ -273,7 +273,7 @@ def test_a_region_left_on_another_thread_is_a_clear_error_and_heals() -> None:
     thread.start()
     thread.join()
     assert "left on the thread that entered it" in str(raised[0])
-    between = chain(x)  # what it sees from now on, it saves
+    between = chain(x)  # the region saves all ops from here on
     log = EventLog()
     with save_recompute_policy("recompute_all"):
         after = chain(x)
@@ -290,7 +290,7 @@ class Nothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_leaving_before_a_mode_that_was_entered_inside_is_a_clear_error_and_heals() -> None:
+def test_leaving_a_region_before_an_inner_mode_is_an_error_and_heals() -> None:
     region, mode = save_recompute_policy("recompute_all"), Nothing()
     region.__enter__()
     mode.__enter__()
@@ -302,7 +302,7 @@ def test_leaving_before_a_mode_that_was_entered_inside_is_a_clear_error_and_heal
     assert active.region is None
 
 
-def test_entering_one_object_twice_is_a_clear_error() -> None:
+def test_entering_one_policy_object_twice_is_an_error() -> None:
     one = save_recompute_policy("recompute_all")
     with one, pytest.raises(RuntimeError, match="entered already"):
         one.__enter__()
@@ -311,7 +311,7 @@ def test_entering_one_object_twice_is_a_clear_error() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_an_interrupted_region_leaves_nothing(error: type[BaseException]) -> None:
+def test_interrupted_region_frees_everything(error: type[BaseException]) -> None:
     x = torch.randn(4, requires_grad=True)
 
     def interrupted() -> None:
@@ -327,9 +327,7 @@ def test_an_interrupted_region_leaves_nothing(error: type[BaseException]) -> Non
 
 
 @pytest.mark.parametrize("next_call", ["training", "evaluation", "remove"])
-def test_an_interrupted_forward_of_a_planned_model_is_over_with_the_next_call(
-    policy: Policy, next_call: str
-) -> None:
+def test_next_call_of_a_planned_model_ends_an_interrupted_forward(policy: Policy, next_call: str) -> None:
     torch.manual_seed(0)
     model = Deep()
     x = torch.ones(4, 8)
@@ -365,7 +363,7 @@ def through_torch_save(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_torch_save], ids=["deepcopy", "torch.save"])
-def test_a_copy_is_plain_and_may_be_planned_itself(
+def test_copy_of_a_planned_model_is_plain_and_may_be_planned(
     policy: Policy, copied: Callable[[nn.Module], nn.Module]
 ) -> None:
     torch.manual_seed(0)
@@ -382,7 +380,7 @@ def test_a_copy_is_plain_and_may_be_planned_itself(
     assert ac_client.applied(twin).report().recomputed > 0
 
 
-def test_a_state_dict_is_that_of_the_plain_model_before_and_after_planning() -> None:
+def test_state_dict_is_that_of_the_plain_model_before_and_after_planning() -> None:
     torch.manual_seed(0)
     plain = ConvNet()
     planned = ac_client.apply(copy.deepcopy(plain), 1.0)
@@ -397,7 +395,7 @@ def test_a_state_dict_is_that_of_the_plain_model_before_and_after_planning() -> 
     plain.load_state_dict(planned.state_dict())
 
 
-def test_a_region_entered_by_hand_and_never_left_ends_with_its_object() -> None:
+def test_region_entered_by_hand_and_never_left_ends_with_its_object() -> None:
     def entered_and_lost() -> None:
         save = save_recompute_policy("must_save_all")
         save.__enter__()

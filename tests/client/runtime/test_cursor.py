@@ -1,4 +1,4 @@
-"""The cursor knows where it is, and finds its way back at the next module (rule 10). No torch."""
+"""Test that a cursor follows a forward and recovers at the next module (rule 10). Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUTE = Route(
 
 
 def walk(cursor: Cursor, *events: str) -> list[str | None]:
-    """`>a` enters a module, `<a` leaves it, anything else is an op."""
+    """Follow `events` and return the decisions: `>a` enters a module, `<a` leaves it, others are ops."""
     decisions = []
     for event in events:
         if event[0] == ">":
@@ -32,7 +32,7 @@ def walk(cursor: Cursor, *events: str) -> list[str | None]:
     return decisions
 
 
-def test_on_the_path() -> None:
+def test_ops_on_the_path_get_their_decisions() -> None:
     cursor = Cursor(ROUTE)
     got = walk(
         cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", ">c", "mm", "<c", "loss"
@@ -41,8 +41,8 @@ def test_on_the_path() -> None:
     assert cursor.off_path is None
 
 
-def test_what_a_wrapper_runs_itself_is_beside_the_path() -> None:
-    """DistributedDataParallel rebuilds buckets and sends buffers before it calls its module."""
+def test_ops_of_a_side_module_do_not_leave_the_path() -> None:
+    """Model DistributedDataParallel, which rebuilds buckets and sends buffers before it calls its module."""
     route = Route({"module/mm#0": "recompute", "module/gelu#0": "save"})
     wrapper = Cursor(route, strict=True, side_modules={"."})
     got = walk(wrapper, "empty", "mm", "copy_", ">module", "mm", "gelu", "<module", "copy_")
@@ -54,9 +54,9 @@ def test_what_a_wrapper_runs_itself_is_beside_the_path() -> None:
         walk(Cursor(route, strict=True), "empty")
 
 
-def test_an_unknown_op_is_left_to_the_default_until_the_next_module() -> None:
-    told: list[OffPath] = []
-    cursor = Cursor(ROUTE, report=told.append)
+def test_unknown_op_gets_the_default_until_the_next_module() -> None:
+    reports: list[OffPath] = []
+    cursor = Cursor(ROUTE, report=reports.append)
     got = walk(
         cursor,
         "embed",
@@ -75,17 +75,17 @@ def test_an_unknown_op_is_left_to_the_default_until_the_next_module() -> None:
         "loss",
     )
     assert got == ["save", "recompute", None, None, "recompute", "save", "recompute", "save"]
-    assert [str(off) for off in told] == ["expected a/gelu#0, found relu"]
+    assert [str(off) for off in reports] == ["expected a/gelu#0, found relu"]
 
 
-def test_a_module_that_is_left_out_is_skipped_and_told() -> None:
+def test_skipped_module_is_reported() -> None:
     cursor = Cursor(ROUTE)
     got = walk(cursor, "embed", ">c", "mm", "<c", "loss")
     assert got == ["save", "recompute", "save"]
     assert cursor.off_path == OffPath("a/mm#0", "c/mm#0")
 
 
-def test_a_module_that_is_called_once_more_is_left_to_its_last_call_and_told() -> None:
+def test_additional_call_of_a_module_repeats_its_last_decisions_and_is_reported() -> None:
     cursor = Cursor(ROUTE)
     walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a")
     got = walk(cursor, ">c", "mm", "<c", ">c", "mm", "<c", "loss")
@@ -93,7 +93,7 @@ def test_a_module_that_is_called_once_more_is_left_to_its_last_call_and_told() -
     assert cursor.off_path == OffPath("./loss#0", "c/mm#0")
 
 
-def test_ops_that_are_left_at_the_end_are_told_unless_they_may_be_the_loss() -> None:
+def test_missing_ops_at_the_end_are_reported_unless_they_may_be_the_loss() -> None:
     whole, short = Cursor(ROUTE), Cursor(ROUTE)
     for cursor, rest in ((whole, [">c", "mm", "<c"]), (short, [])):
         walk(cursor, "embed", ">a", "mm", "gelu", ">a.b", "mm", "<a.b", "mm", "<a", *rest)
@@ -117,7 +117,7 @@ SHARED = Route(
 )
 
 
-def test_a_module_may_begin_with_a_call_of_one_that_lives_elsewhere() -> None:
+def test_module_may_begin_with_a_call_of_a_module_from_another_part() -> None:
     cursor = Cursor(SHARED, strict=True)
     walk(cursor, ">encoder", ">shared", "embedding", "<shared", "mm", "<encoder")
     got = walk(
@@ -130,7 +130,7 @@ def test_a_module_may_begin_with_a_call_of_one_that_lives_elsewhere() -> None:
 CALLED_TWICE = Route({"cell/mm#0": "save", "cell/mm#1": "save", "./exp#0": "recompute"})
 
 
-def test_calls_in_a_row_of_one_module_are_told_apart() -> None:
+def test_consecutive_calls_of_one_module_are_distinguished() -> None:
     cursor = Cursor(CALLED_TWICE, strict=True)
     calls = []
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_calls_in_a_row_of_one_module_are_told_apart() -> None:
     assert walk(again, "exp") == ["recompute"]
 
 
-def test_what_left_the_path_is_no_known_call() -> None:
+def test_call_that_leaves_the_path_has_no_certain_span() -> None:
     cursor = Cursor(ROUTE)
     walk(cursor, "embed", ">a", "mm", "conv", ">a.b", "mm")
     assert cursor.leave("a.b") == (3, 4)
@@ -163,8 +163,8 @@ COPIES = Route(
 )
 
 
-def test_copies_may_be_left_out() -> None:
-    """`reshape` copies nothing where a dimension of size 1 makes a view possible."""
+def test_copies_may_be_missing() -> None:
+    """Leave out the copy of a `reshape` that can return a view because a dimension has size 1."""
     cursor = Cursor(COPIES, strict=True)
     assert walk(cursor, ">a", "mm", ">a.b", "mm", "<a.b", "<a") == ["recompute", "save"]
     cursor.finish()
@@ -172,40 +172,40 @@ def test_copies_may_be_left_out() -> None:
         walk(Cursor(COPIES, strict=True), ">a", "exp")
 
 
-def test_ops_after_an_interrupted_forward_are_none_of_its_own() -> None:
-    told: list[OffPath] = []
+def test_ops_after_an_interrupted_forward_do_not_belong_to_it() -> None:
+    reports: list[OffPath] = []
     for strict in (False, True):
-        cursor = Cursor(ROUTE, strict=strict, report=told.append, in_forward=lambda: False)
+        cursor = Cursor(ROUTE, strict=strict, report=reports.append, in_forward=lambda: False)
         assert walk(cursor, "embed", ">a", "randn", "mm", "<a", "add") == ["save", None, None, None]
         assert cursor.interrupted
         cursor.finish()
-    assert not told
+    assert not reports
 
 
-def test_what_is_not_certain_is_not_run_unseen() -> None:
-    """A module that is saved whole may run without the mode, but not while one may have been left out."""
+def test_uncertain_position_is_not_run_unseen() -> None:
+    """Refuse to run a fully saved module without the mode while another may have been skipped."""
     cursor = Cursor(SHARED)
     walk(cursor, ">encoder", ">shared", "embedding", "<shared", "mm", "<encoder")
-    assert cursor.enter("head") is None  # decoder may still come, from there
+    assert cursor.enter("head") is None  # a call of decoder may still follow, from there
     assert cursor.next_decision("mm") == "save"
     assert cursor.off_path == OffPath("shared/embedding#1", "head/mm#0")
 
 
-def test_an_unknown_module_is_left_to_the_default() -> None:
+def test_unknown_module_gets_the_default() -> None:
     got = walk(
         Cursor(ROUTE), "embed", ">new", "conv", "<new", ">a", "mm", "gelu", "<a", ">c", "mm", "<c", "loss"
     )
     assert got == ["save", None, "recompute", "save", "recompute", "save"]
 
 
-def test_it_tells_once() -> None:
-    told: list[OffPath] = []
-    cursor = Cursor(ROUTE, report=told.append)
+def test_leaving_the_path_is_reported_once() -> None:
+    reports: list[OffPath] = []
+    cursor = Cursor(ROUTE, report=reports.append)
     walk(cursor, "x", ">a", "y", "<a", ">c", "z", "<c")
-    assert len(told) == 1
-    assert told[0] == OffPath("./embed#0", "x")
+    assert len(reports) == 1
+    assert reports[0] == OffPath("./embed#0", "x")
 
 
-def test_strict_raises_with_both_names() -> None:
+def test_strict_cursor_raises_with_the_expected_and_the_found_op() -> None:
     with pytest.raises(LeftThePath, match=r"expected \./embed#0, found relu"):
         walk(Cursor(ROUTE, strict=True), "relu")

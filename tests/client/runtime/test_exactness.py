@@ -1,4 +1,4 @@
-"""With the loss outside of the model: the peak is the allocator's, the events are the runtime's."""
+"""Compare predicted peaks with the allocator and predicted events with the runtime, for an outside loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[[], nn.Module]
 
 
 class Penalised(nn.Module):
-    """Differentiates inside its forward what it differentiates again in backward."""
+    """Differentiate in forward, with a graph that backward differentiates again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def save_sets(found: Profile, n: int) -> list[SaveSet]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_predicted_peak_is_the_measured_one(case: str, autocast: bool) -> None:
+def test_predicted_peak_equals_the_measured_peak(case: str, autocast: bool) -> None:
     make, shape = CASES[case]
     if autocast and case in ("in place", "views"):
         pytest.skip("these models mix types by hand")
@@ -109,7 +109,7 @@ def test_predicted_peak_is_the_measured_one(case: str, autocast: bool) -> None:
 
 
 class Late(torch.autograd.Function):
-    """Unpacks what it saved twice, with work in between, for which it drops what it had."""
+    """Unpack a saved tensor twice, dropping it for other work in between."""
 
     @staticmethod
     def forward(ctx, x, w):  # type: ignore[no-untyped-def]
@@ -127,7 +127,7 @@ class Late(torch.autograd.Function):
 
 
 class Twice(nn.Module):
-    """Values that are asked for in two steps of backward, by themselves and with what they are made from."""
+    """Unpack tensors in two steps of backward, alone and together with the tensors they are computed from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Twice(nn.Module):
         return Late.apply(self.after(y).sin(), y.cos() * 2)
 
 
-def test_what_is_unpacked_in_two_steps_runs_as_often_as_predicted() -> None:
+def test_tensors_unpacked_in_two_steps_are_recomputed_as_often_as_predicted() -> None:
     batch = torch.randn(64, 16)
     found = profile(made(Twice), batch, loss=scalar)
     graph = build(found)

@@ -1,4 +1,4 @@
-"""Custom functions and ops, parametrizations, transforms, subclasses, hooks, modes and compiled parts."""
+"""Test custom functions and ops, parametrizations, transforms, subclasses, hooks, modes, compiled parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F = nn.functional
 
 
 class OldStyle(torch.autograd.Function):
-    """Keeps a tensor as an attribute, and unpacks twice."""
+    """Store a tensor as an attribute, and unpack twice."""
 
     @staticmethod
     def forward(ctx, x, w):  # type: ignore[no-untyped-def]
@@ -37,7 +37,7 @@ class OldStyle(torch.autograd.Function):
 
 
 class NewStyle(torch.autograd.Function):
-    """Saves an input and an output, has one that is not differentiable, and no second derivative."""
+    """Save an input and an output, return one output without a gradient, and have no second derivative."""
 
     @staticmethod
     def forward(x, w):  # type: ignore[no-untyped-def]
@@ -56,7 +56,7 @@ class NewStyle(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """Writes its input, and saves what was there and what it wrote."""
+    """Write to the input, and save its contents before and after."""
 
     @staticmethod
     def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -189,7 +189,7 @@ def hooks_inside(m: Net, x: Tensor) -> Any:
 
 
 class Net(nn.Module):
-    """A model of two weights, one buffer and a body."""
+    """A model with two weights, one buffer and a body."""
 
     def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -219,10 +219,10 @@ BODIES = [
     hooks_inside,
 ]
 pytestmark = [
-    # torch's own, when it loads decompositions for forward mode, or sees nested tensors of strided layout.
+    # Warnings of torch itself, for decompositions of forward mode and for nested tensors of strided layout.
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
-    # And Dynamo, when it looks at an input that is no leaf.
+    # A warning of Dynamo about an input that is not a leaf.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint.*:UserWarning"),
@@ -231,7 +231,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("policy", ["recompute_all", "must_save_all"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.replace("_", " "))
-def test_it_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
+def test_region_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
     plain = step(lambda: Net(body), x)
     planned = step(lambda: Net(body), x, policy=policy)
@@ -241,10 +241,10 @@ def test_it_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [body for body in BODIES if body is not conditional],  # torch.cond makes cycles of its own
+    [body for body in BODIES if body is not conditional],  # torch.cond makes reference cycles itself
     ids=lambda body: body.__name__.replace("_", " "),
 )
-def test_it_leaves_nothing_behind(body: Callable[..., Any]) -> None:
+def test_region_frees_everything(body: Callable[..., Any]) -> None:
     model, x = Net(body), torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
     for t in (x, *model.parameters()):
         t.grad = torch.zeros_like(t)
@@ -260,7 +260,7 @@ def test_it_leaves_nothing_behind(body: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("body", [functions, custom_ops, conditional, called_with_other_weights, sparse])
-def test_apply_changes_no_bit_either(body: Callable[..., Any]) -> None:
+def test_apply_changes_no_bit(body: Callable[..., Any]) -> None:
     def run(*, planned: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = Wide(body)
@@ -280,14 +280,14 @@ def test_apply_changes_no_bit_either(body: Callable[..., Any]) -> None:
 
 
 class Wide(Net):
-    """As Net, and large enough that a plan has something to gain."""
+    """Like Net, and large enough for a plan to save memory."""
 
     def forward(self, x: Tensor) -> Any:
         return self.body(self, x.sin().exp().sin())
 
 
 def everything_recomputed(model: nn.Module, x: Tensor | None = None) -> Any:
-    """A policy that recomputes all that may be."""
+    """Return a policy that recomputes every op that may be recomputed."""
     from autoac.planner import plan
     from autoac.planner.problem.build import build
     from autoac.profiler import profile
@@ -328,7 +328,7 @@ def test_parametrized_layers(parametrize: Callable[[nn.Module], nn.Module], cach
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp])
-def test_a_region_inside_a_reverse_transform_is_a_clear_error(transform: Any) -> None:
+def test_region_inside_a_reverse_transform_is_an_error(transform: Any) -> None:
     ran = []
 
     def body(t: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ def test_a_region_inside_a_reverse_transform_is_a_clear_error(transform: Any) ->
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_a_reverse_transform_over_a_planned_model_is_a_clear_error_before_anything_runs() -> None:
+def test_reverse_transform_over_a_planned_model_is_an_error_before_anything_runs() -> None:
     ran = []
     model = nn.Linear(4, 4)
     model.register_forward_pre_hook(lambda *_: ran.append(1))
@@ -361,7 +361,7 @@ def test_a_reverse_transform_over_a_planned_model_is_a_clear_error_before_anythi
     torch.func.grad(loss)(weights)
 
 
-def test_a_reverse_transform_inside_a_region_is_torchs_error() -> None:
+def test_reverse_transform_inside_a_region_raises_the_error_of_torch() -> None:
     x = torch.randn(4, requires_grad=True)
     with (
         save_recompute_policy("recompute_all"),
@@ -371,7 +371,7 @@ def test_a_reverse_transform_inside_a_region_is_torchs_error() -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_wrapped_tensors_are_kept_as_they_are() -> None:
+def test_wrapped_tensors_stay_saved() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     def run(policy: str | None) -> tuple[list[Tensor], EventLog]:
@@ -393,7 +393,7 @@ def test_wrapped_tensors_are_kept_as_they_are() -> None:
     assert ("recompute", "aten.sin.default") in log.events
 
 
-def test_a_wrapped_tensor_written_after_forward_is_an_error() -> None:
+def test_wrapped_tensor_written_after_forward_is_an_error() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     w = nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))
@@ -439,7 +439,7 @@ def test_distributed_tensors(mesh: Any) -> None:
 
 
 class PartlyWrapped(nn.Module):
-    """Plain layers, and one whose weights `wrap` has replaced by wrapped tensors."""
+    """Plain layers, and one layer whose weights `wrap` has replaced by wrapped tensors."""
 
     def __init__(self, wrap: Callable[[Tensor], Tensor], enter: Any, leave: Any) -> None:
         super().__init__()
@@ -489,7 +489,7 @@ def distributed_tensors(mesh: Any) -> Callable[[], nn.Module]:
 
 
 def insides(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a wrapper holds."""
+    """Return the plain tensors that a wrapper holds."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return [tensor]
     inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
@@ -497,7 +497,7 @@ def insides(tensor: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["two tensors", "distributed tensors"])
-def test_a_model_with_wrapped_weights(kind: str, request: pytest.FixtureRequest) -> None:
+def test_model_with_wrapped_weights(kind: str, request: pytest.FixtureRequest) -> None:
     make = two_tensors() if kind == "two tensors" else distributed_tensors(request.getfixturevalue("mesh"))
     x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
 
@@ -521,7 +521,7 @@ def test_a_model_with_wrapped_weights(kind: str, request: pytest.FixtureRequest)
 
 
 @pytest.mark.parametrize("kind", ["two tensors", "distributed tensors"])
-def test_a_plan_counts_wrapped_activations_as_saved(kind: str, request: pytest.FixtureRequest) -> None:
+def test_plan_counts_wrapped_tensors_as_saved(kind: str, request: pytest.FixtureRequest) -> None:
     from autoac.planner.problem.build import build
     from autoac.profiler import profile
 
@@ -532,7 +532,7 @@ def test_a_plan_counts_wrapped_activations_as_saved(kind: str, request: pytest.F
 
 
 class Ragged(nn.Module):
-    """Sequences of several lengths in one nested tensor, with plain layers behind it."""
+    """Sequences of several lengths in one nested tensor, followed by plain layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -541,7 +541,7 @@ class Ragged(nn.Module):
 
     def forward(self, sequences: Tensor) -> Tensor:
         attended = F.gelu(self.inside(sequences))
-        if sequences.layout is torch.jagged:  # on a CPU that makes nested tensors of the other layout
+        if sequences.layout is torch.jagged:  # on a CPU this makes nested tensors of the other layout
             heads = attended.unflatten(-1, (2, 4)).transpose(1, 2)
             attended = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(-2)
         out: Tensor = self.behind(torch.cat(list(attended.unbind())))
@@ -549,7 +549,7 @@ class Ragged(nn.Module):
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_planned_model_with_nested_tensors(layout: torch.layout) -> None:
+def test_planned_model_with_nested_tensors(layout: torch.layout) -> None:
     def gradients(recomputed: bool) -> list[Tensor | None]:
         torch.manual_seed(0)
         model = Ragged()
@@ -567,7 +567,7 @@ def test_a_planned_model_with_nested_tensors(layout: torch.layout) -> None:
 
 
 class Counts(TorchDispatchMode):
-    """Counts the ops that it sees."""
+    """Count the ops that run under the mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -586,7 +586,7 @@ def gradient(out: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(out.sum(), x)[0]
 
 
-def test_the_users_modes_around_and_inside() -> None:
+def test_dispatch_modes_around_and_inside_see_every_op() -> None:
     x, log = torch.randn(4, requires_grad=True), EventLog()
     outer, inner, later = Counts(), Counts(), Counts()
     with outer, save_recompute_policy("recompute_all", log=log), inner:
@@ -598,7 +598,7 @@ def test_the_users_modes_around_and_inside() -> None:
     assert later.ops.count("aten.exp.default") == 1, "a mode around backward sees the recompute"
 
 
-def test_hooks_around_a_region_see_its_inputs_and_what_it_saves() -> None:
+def test_hooks_around_a_region_see_its_inputs_and_saved_tensors() -> None:
     x, log = torch.randn(4, requires_grad=True), EventLog()
     seen: list[Tensor] = []
 
@@ -629,7 +629,7 @@ def test_offload_around_a_region() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_part_stays_compiled(backend: str) -> None:
+def test_compiled_part_stays_compiled(backend: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -647,7 +647,7 @@ def test_a_compiled_part_stays_compiled(backend: str) -> None:
     assert ("recompute", "aten.exp.default") in log.events
 
 
-def test_a_planned_model_with_a_compiled_part() -> None:
+def test_planned_model_with_a_compiled_part() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -669,7 +669,7 @@ def test_a_planned_model_with_a_compiled_part() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("cached", [False, True])
-def test_autocast_of_every_dtype_that_cpu_has(dtype: torch.dtype, cached: bool) -> None:
+def test_autocast_of_every_dtype_of_the_cpu(dtype: torch.dtype, cached: bool) -> None:
     def around() -> Any:
         return torch.autocast("cpu", dtype=dtype, cache_enabled=cached, enabled=dtype is not torch.float32)
 

@@ -1,4 +1,4 @@
-"""Gradients, outputs, buffers and generators are those of the plain step, bit for bit."""
+"""Test that gradients, outputs, buffers and generators equal those of the plain step, bit for bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", CASES)
-def test_a_policy_changes_no_bit(case: str, policy: str) -> None:
+def test_policy_changes_no_bit(case: str, policy: str) -> None:
     make, batch = CASES[case]
     torch.manual_seed(5)
     args, kwargs = batch()
@@ -75,7 +75,7 @@ def test_autocast_in_forward_and_around_backward(dtype: torch.dtype, backward_in
     assert_same(plain, planned)
 
 
-def test_a_replay_makes_the_type_that_was_the_default_in_forward() -> None:
+def test_replay_uses_the_default_dtype_of_forward() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return (x.exp() * torch.full((4,), 3.0)).sin()
 
@@ -95,7 +95,7 @@ def test_a_replay_makes_the_type_that_was_the_default_in_forward() -> None:
 
 @torch.library.custom_op("tests::switches", mutates_args=())
 def switches(x: torch.Tensor) -> torch.Tensor:
-    """`x` plus a number that tells what an op that runs now finds switched on."""
+    """Return `x` plus a number that encodes the global flags in force."""
     found = (
         torch.backends.mkldnn.enabled,
         torch.backends.mkldnn.deterministic,
@@ -134,7 +134,7 @@ SWITCHES: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
 
 @pytest.mark.parametrize("within", [False, True])
 @pytest.mark.parametrize("switched", SWITCHES)
-def test_a_replay_finds_the_switches_of_forward(
+def test_replay_uses_the_global_flags_of_forward(
     switched: Callable[[], contextlib.AbstractContextManager[Any]], within: bool
 ) -> None:
     around, inside = (contextlib.nullcontext, switched) if within else (switched, contextlib.nullcontext)
@@ -163,7 +163,7 @@ def test_convolutions_without_mkldnn_have_the_plain_gradients() -> None:
 
 
 class Leaky(nn.Module):
-    """A random op whose noise autograd packs before the op has drawn it."""
+    """Run a random op whose noise autograd packs before the op has drawn it."""
 
     def __init__(self, inplace: bool) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Leaky(nn.Module):
     ["recompute_all", [torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_]],
     ids=["recompute all", "save rrelu"],
 )
-def test_noise_that_is_packed_before_it_is_drawn(inplace: bool, policy: Any) -> None:
+def test_noise_that_is_packed_before_it_is_drawn_stays_saved(inplace: bool, policy: Any) -> None:
     x = torch.randn(8, 8, requires_grad=True)
     plain = step(lambda: Leaky(inplace), x)
     planned = step(lambda: Leaky(inplace), x, policy=policy)
@@ -188,7 +188,7 @@ def test_noise_that_is_packed_before_it_is_drawn(inplace: bool, policy: Any) -> 
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_nested_tensors_are_kept_as_they_are() -> None:
+def test_nested_tensors_stay_saved() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         ragged = torch.nested.as_nested_tensor([x[:2], x[2:3]])
         return torch.nested.to_padded_tensor(ragged.sin(), 0.0).exp().cos()
@@ -203,14 +203,14 @@ def test_nested_tensors_are_kept_as_they_are() -> None:
     assert ("recompute", "aten.exp.default") in log.events
 
 
-def test_an_lstm_that_runs_again_makes_its_workspace_again() -> None:
+def test_replayed_lstm_fills_its_workspace_again() -> None:
     batch = torch.randn(2, 5, 8, requires_grad=True)
     plain, planned = step(Recurrent, batch), step(Recurrent, batch, policy="recompute_all")
     assert_same(plain, planned)
     assert "aten.mkldnn_rnn_layer.default" in planned.recomputed()
 
 
-def test_what_a_mask_or_an_index_shapes_runs_again() -> None:
+def test_ops_shaped_by_a_mask_or_an_index_are_recomputed() -> None:
     index = torch.tensor([2, 0, 0])
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ def unsteady_mask(x: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(x)) > next(flips)
 
 
-def test_a_mask_that_runs_again_and_differs_is_an_error() -> None:
+def test_recomputed_mask_that_differs_is_an_error() -> None:
     x = torch.randn(6, requires_grad=True)
     with save_recompute_policy("recompute_all"):
         y = (x * 2)[unsteady_mask(x)].exp().sum()
@@ -246,7 +246,7 @@ def test_a_mask_that_runs_again_and_differs_is_an_error() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-def test_a_workspace_that_a_replay_would_not_fill_is_kept() -> None:
+def test_workspace_that_a_replay_would_not_fill_is_saved() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         sparse = torch.eye(4).to_sparse_csr().requires_grad_()
         return torch.sparse.mm(sparse, x.exp(), "amax").sin()
@@ -268,14 +268,14 @@ def test_random_ops_on_meta_tensors_are_recorded() -> None:
     assert x.grad is not None
 
 
-def test_statistics_of_batch_norm_move_once() -> None:
+def test_running_statistics_of_batch_norm_are_updated_once() -> None:
     planned = step(ConvNet, torch.randn(4, 3, 8, 8), policy="recompute_all")
     assert planned.buffers["bn1.num_batches_tracked"] == 1
     assert "aten.native_batch_norm.default" in planned.recomputed()
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_statistics_that_were_made_in_the_region(both: bool) -> None:
+def test_running_statistics_made_in_the_region_are_recomputed(both: bool) -> None:
     def model(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor) -> torch.Tensor:
         mean = mean * 2
         if both:
@@ -295,7 +295,7 @@ def test_statistics_that_were_made_in_the_region(both: bool) -> None:
     assert all(map(torch.equal, gradients("recompute_all"), want))
 
 
-def test_every_op_is_run_again_at_most_once() -> None:
+def test_every_op_is_recomputed_at_most_once() -> None:
     planned = step(Transformer, torch.randn(2, 8, 32), policy="recompute_all")
     computed = [name for kind, name in planned.log.events if kind == "compute"]
     assert len(planned.recomputed()) <= len(computed)

@@ -1,4 +1,4 @@
-"""Higher-order ops inside regions and planned models: control flow, shared subgraphs, flex attention."""
+"""Test higher-order ops in regions and planned models: control flow, shared subgraphs, flex attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoac.planner.problem.build import build
 from autoac.profiler import profile
 
 pytestmark = [
-    # torch's own, when Dynamo is loaded and when it looks at an input that is no leaf.
+    # Warnings of torch itself when Dynamo is loaded, and about an input that is not a leaf.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
@@ -133,13 +133,13 @@ RUN_THROUGH = {"invoke_subgraph", "associative_scan"}  # outside of torch.compil
 
 @pytest.fixture
 def flex_attention_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses its backward there; the eager ops behind it are the same as on a GPU."""
+    """Allow flex attention's backward on the CPU, which torch rejects; its eager ops are those of a GPU."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
 
 
 @pytest.mark.usefixtures("flex_attention_on_the_cpu")
 @pytest.mark.parametrize("body", BODIES)
-def test_it_changes_no_bit(body: str) -> None:
+def test_region_changes_no_bit(body: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
     plain = step(lambda: Net(BODIES[body]), x)
     for policy in ("recompute_all", "must_save_all"):
@@ -154,7 +154,7 @@ def test_it_changes_no_bit(body: str) -> None:
 
 @pytest.mark.usefixtures("flex_attention_on_the_cpu")
 @pytest.mark.parametrize("body", BODIES)
-def test_a_planned_model_changes_no_bit_either(body: str) -> None:
+def test_planned_model_changes_no_bit(body: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
     policy = plan(profile(Net(BODIES[body]), x), budget_bytes=1 << 30).policy()
     decisions = {k: "save" if "higher_order" in k else "recompute" for k in policy.decisions}
@@ -164,7 +164,7 @@ def test_a_planned_model_changes_no_bit_either(body: str) -> None:
     assert planned.recomputed()
 
 
-def test_flex_attention_without_gradients_on_a_cpu_is_as_without_a_region() -> None:
+def test_flex_attention_without_gradients_on_a_cpu_works_in_a_region() -> None:
     q = torch.randn(1, 2, 4, 2)
     x = torch.randn(4, 2, requires_grad=True)
 
@@ -176,7 +176,7 @@ def test_flex_attention_without_gradients_on_a_cpu_is_as_without_a_region() -> N
     assert all(map(torch.equal, run("recompute_all"), run(None)))
 
 
-def test_flex_attention_with_gradients_on_a_cpu_is_torchs_error_and_leaves_the_region() -> None:
+def test_flex_attention_with_gradients_on_a_cpu_raises_the_error_of_torch() -> None:
     q = torch.randn(1, 2, 4, 2, requires_grad=True)
     with pytest.raises(NotImplementedError, match="CPU"), save_recompute_policy("recompute_all"):
         flex.flex_attention(q, q, q)
@@ -206,7 +206,7 @@ WRITING = {"cond": cond_that_writes, "while_loop": loop_that_writes}
 
 
 @pytest.mark.parametrize("op", WRITING)
-def test_what_is_written_inside_was_read_before_and_is_read_after(op: str) -> None:
+def test_tensor_written_by_a_higher_order_op_may_be_read_before_and_after(op: str) -> None:
     def run(policy: str | None) -> list[Tensor]:
         x = torch.linspace(0.1, 1, 4).requires_grad_()
         with save_recompute_policy(policy) if policy else nullcontext():
@@ -220,7 +220,7 @@ def test_what_is_written_inside_was_read_before_and_is_read_after(op: str) -> No
 
 
 @pytest.mark.parametrize("op", WRITING)
-def test_an_input_that_is_written_inside_after_it_was_read_is_an_error(op: str) -> None:
+def test_input_written_by_a_higher_order_op_after_a_read_is_an_error(op: str) -> None:
     x, given = torch.ones(4, requires_grad=True), torch.ones(4)
     with save_recompute_policy("recompute_all"):
         early = (x + given).sin()
@@ -231,7 +231,7 @@ def test_an_input_that_is_written_inside_after_it_was_read_is_an_error(op: str) 
         early.sum().backward()
 
 
-def test_a_plan_keeps_what_has_read_an_input_that_is_written_inside() -> None:
+def test_plan_saves_readers_of_an_input_that_a_higher_order_op_writes() -> None:
     class Writes(Net):
         def __init__(self) -> None:
             super().__init__(loop)

@@ -1,7 +1,7 @@
-"""Inductor's compiled code inside regions and planned models, and as the backend of compiled autograd.
+"""Test Inductor's code inside regions and planned models, and as the backend of compiled autograd.
 
-What its kernels compute differs in the last bits from the plain ops, so the same compiled code without a
-region is what is compared with.
+The results of its kernels differ in the last bits from those of the plain ops. So each test compares with the
+same compiled code without a region.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ pytestmark = [
         not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))),
         reason="Inductor's code for the CPU needs a C++ compiler",
     ),
-    # torch's own, when Inductor is loaded and when Dynamo looks at an input that is no leaf.
+    # Warnings of torch itself when Inductor is loaded, and of Dynamo about an input that is not a leaf.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
@@ -47,7 +47,7 @@ def nothing_is_open() -> Iterator[None]:
 
 
 def greatest(x: Tensor) -> Tensor:
-    """Inductor calls cummax by the dispatcher, and its kernel for exp writes over what that returned."""
+    """Run cummax, which Inductor dispatches, and exp, whose kernel overwrites the result of cummax."""
     return torch.cummax(x, 0).values.exp()
 
 
@@ -60,7 +60,7 @@ def outcome(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-def test_ops_that_compiled_code_calls_are_not_run_again() -> None:
+def test_ops_that_compiled_code_calls_are_not_recomputed() -> None:
     compiled = torch.compile(greatest, backend="inductor")
     x = torch.randn(4, 4, requires_grad=True)
 
@@ -77,7 +77,7 @@ def test_ops_that_compiled_code_calls_are_not_run_again() -> None:
 
 
 @pytest.mark.parametrize("written", ["a value", "an input", "a buffer of a module"])
-def test_what_compiled_code_writes_was_read_before_and_is_read_after(written: str) -> None:
+def test_tensor_written_by_compiled_code_may_be_read_before_and_after(written: str) -> None:
     class Doubles(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -108,13 +108,13 @@ def test_what_compiled_code_writes_was_read_before_and_is_read_after(written: st
     try:
         found = run("recompute_all")
     except StaleError:
-        # Autograd itself holds what is not made inside, and finds it written over.
+        # Autograd itself holds tensors from outside, and detects that they were overwritten.
         assert written != "a value"
     else:
         assert all(map(torch.equal, found, run(None)))
 
 
-def test_an_input_that_is_only_recomputed_from_is_copied_before_compiled_code_writes_it() -> None:
+def test_input_that_only_recomputes_read_is_copied_before_compiled_code_writes_it() -> None:
     compiled = torch.compile(doubled, backend="inductor")
     x, given = torch.randn(4, requires_grad=True), torch.ones(4)
     with save_recompute_policy("recompute_all"):
@@ -126,7 +126,7 @@ def test_an_input_that_is_only_recomputed_from_is_copied_before_compiled_code_wr
 
 
 class Parts(nn.Module):
-    """A compiled part between two plain ones."""
+    """A compiled part between two plain parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,12 +142,12 @@ def all_recomputed(policy: Policy) -> Policy:
     return policy.model_copy(update={"decisions": dict.fromkeys(policy.decisions, "recompute")})
 
 
-def test_a_planned_model_with_a_compiled_part() -> None:
+def test_planned_model_with_a_compiled_part() -> None:
     torch.manual_seed(0)
     model, x = Parts(), torch.randn(3, 4)
     want = outcome(model(x), *model.parameters())
     policy = plan(profile(model, x), budget_bytes=1 << 30).policy()
-    assert not any("cummax" in key for key in policy.decisions), "a compiled part is no op of a plan"
+    assert not any("cummax" in key for key in policy.decisions), "a compiled part is not an op of a plan"
     ac_client.apply(model, policy=all_recomputed(policy))
     for _ in range(2):
         with replays() as made_again:
@@ -156,7 +156,7 @@ def test_a_planned_model_with_a_compiled_part() -> None:
     assert ac_client.applied(model).report().off_path == ""
 
 
-def test_a_region_in_which_the_first_function_was_compiled_is_an_error(
+def test_first_compilation_inside_a_region_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiled = torch.compile(greatest, backend="inductor")

@@ -1,4 +1,4 @@
-"""Gathers, routing, cells, packed sequences: the smallest peak is at most that of torch's checkpoint."""
+"""Test irregular models: the smallest planned peak is at most that of torch's checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.models.tiny import IRREGULAR, ZooModel
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """oneDNN takes more workspace with more threads, and so makes other plans."""
+    """Use one thread, because oneDNN's workspaces, and so the plans, depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,7 +34,7 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model of the zoo, observed, and trained for a step without us."""
+    """A model of the zoo, observed, and trained plainly for a step."""
 
     entry: ZooModel
     profile: Profile
@@ -42,7 +42,7 @@ class Subject:
     plain: Outcome
 
     def carry_out(self, save_set: SaveSet) -> Outcome:
-        """The step under a save set, which is the plain one but for memory, and the schedule's."""
+        """Run a step under a save set; check that it equals the plain step and follows the schedule."""
         saved = with_forced_saves(self.graph, save_set)
         policy = plan(self.profile, budget_bytes=bounds(self.graph).ceiling).policy()
         policy = policy.model_copy(update={"decisions": decisions(self.profile, saved)})
@@ -64,7 +64,7 @@ def subject(one_thread: None, request: pytest.FixtureRequest) -> Subject:
 
 
 def dense(outcome: Outcome) -> Outcome:
-    """`outcome` with sparse gradients made dense, which can be compared."""
+    """Return `outcome` with dense copies of sparse gradients, which can be compared."""
     for name, gradient in outcome.gradients.items():
         if isinstance(gradient, Tensor) and gradient.is_sparse:
             outcome.gradients[name] = gradient.to_dense()
@@ -72,18 +72,18 @@ def dense(outcome: Outcome) -> Outcome:
 
 
 def checkpointed(entry: ZooModel) -> nn.Module:
-    """The model of `entry` with each of its blocks under torch's checkpoint."""
+    """Return the model of `entry` with each of its blocks under torch's checkpoint."""
     model = entry.make()
     for block in model.blocks:  # type: ignore[union-attr]
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
-def test_the_plain_peak_is_foretold(subject: Subject) -> None:
+def test_plain_peak_is_predicted(subject: Subject) -> None:
     assert subject.plain.peak == bounds(subject.graph).ceiling
 
 
-def test_the_smallest_peak_is_reached_and_at_most_that_of_checkpointed_blocks(subject: Subject) -> None:
+def test_smallest_peak_is_reached_and_at_most_that_of_checkpointed_blocks(subject: Subject) -> None:
     found = find_minimum_peak(subject.profile, gap=0.12, time_limit_s=20)
     ours = subject.carry_out(found.save_set)
     make = functools.partial(checkpointed, subject.entry)
@@ -92,7 +92,7 @@ def test_the_smallest_peak_is_reached_and_at_most_that_of_checkpointed_blocks(su
     assert ours.peak <= torchs.peak
 
 
-def test_any_save_set_changes_no_bit_and_is_foretold(subject: Subject) -> None:
+def test_any_save_set_changes_no_bit_and_its_peak_is_predicted(subject: Subject) -> None:
     chance = random.Random(3)
     drawn = frozenset(OpId(op.id) for op in subject.graph.ops if chance.random() < 0.5)
     assert subject.carry_out(drawn).peak == peak_bytes(subject.graph, drawn)

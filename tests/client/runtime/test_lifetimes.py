@@ -1,4 +1,4 @@
-"""Memory goes back when it should, in every way that a step can end, without the garbage collector."""
+"""Test that memory is freed at once, without the garbage collector, however a step ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = torch.randn(2, 8, 32)
 
 
 class Boom(Exception):
-    """The user's own."""
+    """An exception of the user."""
 
 
 class Raises(torch.autograd.Function):
@@ -36,7 +36,7 @@ class Raises(torch.autograd.Function):
 def model() -> Transformer:
     model = Transformer()
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # so that a step leaves nothing new behind
+        parameter.grad = torch.zeros_like(parameter)  # so that a step creates no new gradients
     return model
 
 
@@ -46,26 +46,26 @@ def forward(model: Transformer) -> Tensor:
 
 
 def warmed_up(model: Transformer) -> None:
-    """What is made once and stays (the Python objects of the parameters' storages) is there."""
+    """Create the objects that are made once and stay, such as the Python objects of parameter storages."""
     forward(model).backward()
     with save_recompute_policy("recompute_all"):
         loss = scalar(model(BATCH))
     loss.backward()
 
 
-def test_after_backward(model: Transformer) -> None:
+def test_backward_frees_everything(model: Transformer) -> None:
     warmed_up(model)
     with nothing_left():
         forward(model).backward()
 
 
-def test_without_backward(model: Transformer) -> None:
+def test_graph_without_backward_is_freed(model: Transformer) -> None:
     warmed_up(model)
     with nothing_left():
         forward(model)
 
 
-def test_after_an_exception_in_forward(model: Transformer) -> None:
+def test_exception_in_forward_frees_everything(model: Transformer) -> None:
     warmed_up(model)
     with nothing_left():
         try:
@@ -78,7 +78,7 @@ def test_after_an_exception_in_forward(model: Transformer) -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_after_an_exception_in_backward(model: Transformer) -> None:
+def test_exception_in_backward_frees_everything(model: Transformer) -> None:
     warmed_up(model)
     with nothing_left():
         with save_recompute_policy("recompute_all"):
@@ -96,7 +96,7 @@ def test_after_an_exception_in_backward(model: Transformer) -> None:
         del loss
 
 
-def test_after_a_partial_backward(model: Transformer) -> None:
+def test_partial_backward_frees_everything(model: Transformer) -> None:
     warmed_up(model)
     with nothing_left():
         loss = forward(model)
@@ -123,7 +123,7 @@ def storages() -> int:
     return sum(type(o) is torch.UntypedStorage for o in gc.get_objects())
 
 
-def test_a_dropped_value_is_gone_right_after_forward() -> None:
+def test_dropped_tensor_is_freed_right_after_forward() -> None:
     seen: list[weakref.ref[torch.UntypedStorage]] = []
     with save_recompute_policy("recompute_all"):
         x = torch.randn(8, requires_grad=True)
@@ -135,7 +135,7 @@ def test_a_dropped_value_is_gone_right_after_forward() -> None:
         z.sum().backward()
 
 
-def test_a_saved_value_that_backward_does_not_want_is_not_held() -> None:
+def test_saved_tensor_that_backward_does_not_need_is_not_held() -> None:
     with save_recompute_policy("must_save_all"):
         x = torch.randn(8, requires_grad=True)
         y = x + 1
@@ -146,7 +146,7 @@ def test_a_saved_value_that_backward_does_not_want_is_not_held() -> None:
     z.sum().backward()
 
 
-def test_use_counts_do_not_explode_over_residual_adds() -> None:
+def test_use_counts_stay_small_over_residual_adds() -> None:
     def seconds(adds: int) -> float:
         x = torch.randn(4, requires_grad=True)
         with save_recompute_policy("recompute_all"):
@@ -158,10 +158,10 @@ def test_use_counts_do_not_explode_over_residual_adds() -> None:
         return time.perf_counter() - began
 
     seconds(8)
-    assert seconds(1000) < 250 * max(seconds(8), 0.01)  # 2**1000 at the time of the first attempt
+    assert seconds(1000) < 250 * max(seconds(8), 0.01)  # 2**1000 if every path were counted
 
 
-def test_a_chain_of_many_ops_recurses_nowhere() -> None:
+def test_long_chain_of_ops_does_not_recurse() -> None:
     log = EventLog()
     x = torch.randn(2, requires_grad=True)
     with save_recompute_policy("recompute_all", log=log):

@@ -1,4 +1,4 @@
-"""Writes in place, moved storages, aliases and randomness inside a region change no bit."""
+"""Test that in-place writes, moved storages, aliases and randomness in a region change no bit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ac_client.runtime.write_guard import StaleError
 
 F = nn.functional
 
-# Forward mode loads torch's own decompositions, which it scripts.
+# Forward mode loads decompositions, which torch scripts.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 
 
 class Does(nn.Module):
-    """A model of one parameter, two buffers and a body."""
+    """A model with one parameter, two buffers and a body."""
 
     def __init__(self, body: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def moves_storages(m: Does, x: Tensor) -> Any:
 
 
 def shows_its_storage_otherwise(m: Does, x: Tensor) -> Any:
-    # Assigning to .data runs no op, and leaves the version where it is.
+    # Assigning to .data runs no op and does not change the version counter.
     with torch.no_grad():
         made = x.sin()
         once = made * made.exp()
@@ -198,7 +198,7 @@ POLICIES = {"recompute all": "recompute_all", "save some": [torch.ops.aten.sin, 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.replace("_", " "))
-def test_it_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
+def test_region_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
     x = torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
     want = x.detach().clone()
     plain = step(lambda: Does(body), x)
@@ -213,7 +213,7 @@ def test_it_changes_no_bit(body: Callable[..., Any], policy: str) -> None:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__.replace("_", " "))
-def test_it_leaves_nothing_behind(body: Callable[..., Any]) -> None:
+def test_region_frees_everything(body: Callable[..., Any]) -> None:
     model, x = Does(body), torch.linspace(-1, 2, 16).view(4, 4).requires_grad_()
 
     def once(*, backward: bool) -> None:
@@ -232,7 +232,7 @@ def test_it_leaves_nothing_behind(body: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("norm", ["instance norm", "cumulative batch norm"])
-def test_statistics_move_once_in_every_norm(norm: str) -> None:
+def test_running_statistics_are_updated_once_in_every_norm(norm: str) -> None:
     def make() -> nn.Module:
         if norm == "instance norm":
             layer: nn.Module = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)
@@ -246,7 +246,7 @@ def test_statistics_move_once_in_every_norm(norm: str) -> None:
     assert "aten.native_batch_norm.default" in planned.recomputed()
 
 
-def test_an_op_that_moves_a_storage_is_kept_though_the_policy_insists() -> None:
+def test_op_that_moves_a_storage_is_saved_although_the_policy_insists() -> None:
     from torch.utils.checkpoint import CheckpointPolicy
 
     log = EventLog()
@@ -267,7 +267,7 @@ def sparse(t: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("wrapped", [sparse, torch.Tensor.clone])
-def test_an_argument_that_is_written_after_it_was_read(wrapped: Callable[[Tensor], Tensor]) -> None:
+def test_argument_may_be_written_after_it_was_read(wrapped: Callable[[Tensor], Tensor]) -> None:
     def run(policy: str | None) -> Tensor:
         x = torch.linspace(0, 1, 16).view(4, 4).requires_grad_()
         s = wrapped(torch.eye(4))
@@ -295,7 +295,7 @@ SPARSE_WRITES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "after"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
-def test_a_sparse_tensor_written_after_it_was_read_is_autograds_error(
+def test_sparse_tensor_written_after_a_read_raises_the_error_of_autograd(
     layout: torch.layout, written: str, inside: bool
 ) -> None:
     def run(policy: str | None) -> Tensor:
@@ -313,11 +313,11 @@ def test_a_sparse_tensor_written_after_it_was_read_is_autograds_error(
     except RuntimeError:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             run("recompute_all")
-    else:  # autograd does not notice it, and makes of it what it makes of it
+    else:  # autograd does not detect the write, and uses the new contents
         assert torch.equal(run("recompute_all"), want)
 
 
-def test_the_values_of_a_sparse_tensor_written_after_a_recomputed_op_read_them_is_an_error() -> None:
+def test_values_of_a_sparse_tensor_written_after_a_recomputed_read_are_an_error() -> None:
     s, x = torch.eye(4).to_sparse(), torch.ones(4, requires_grad=True)
     with save_recompute_policy("recompute_all"):
         z = (x + s._values()).sin()
@@ -327,7 +327,7 @@ def test_the_values_of_a_sparse_tensor_written_after_a_recomputed_op_read_them_i
 
 
 @pytest.mark.parametrize("read_by", ["a recomputed op", "autograd"])
-def test_a_write_through_an_alias_of_a_tensor_that_is_gone_is_an_error(read_by: str) -> None:
+def test_write_through_an_alias_of_a_freed_tensor_is_an_error(read_by: str) -> None:
     x = torch.randn(4, requires_grad=True)
     with save_recompute_policy([torch.ops.aten.cos]):
         h = x.cos()
@@ -339,7 +339,7 @@ def test_a_write_through_an_alias_of_a_tensor_that_is_gone_is_an_error(read_by: 
         z.sum().backward()
 
 
-def test_an_inference_tensor_may_be_written_after_forward() -> None:
+def test_inference_tensor_may_be_written_after_forward() -> None:
     x, log = torch.randn(4, requires_grad=True), EventLog()
     with torch.inference_mode():
         mask = torch.ones(4)
@@ -352,7 +352,7 @@ def test_an_inference_tensor_may_be_written_after_forward() -> None:
     assert ("recompute", "aten.add.Tensor") in log.events
 
 
-def test_training_goes_on_after_inference_mode() -> None:
+def test_training_continues_after_inference_mode() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     with torch.inference_mode(), save_recompute_policy("recompute_all"):
         layer(x).sin()
@@ -366,7 +366,7 @@ def test_training_goes_on_after_inference_mode() -> None:
     assert ("recompute", "aten.addmm.default") in log.events
 
 
-def test_a_freed_storage_of_an_input_is_an_error() -> None:
+def test_freed_storage_of_an_input_is_an_error() -> None:
     x, given = torch.randn(4, requires_grad=True), torch.ones(4)
     with save_recompute_policy("recompute_all"):
         z = (x * 1 + given).sin()
@@ -375,11 +375,11 @@ def test_a_freed_storage_of_an_input_is_an_error() -> None:
         z.sum().backward()
 
 
-def test_a_storage_that_is_freed_and_filled_again_is_none() -> None:
+def test_storage_that_is_freed_and_filled_again_is_allowed() -> None:
     x, given = torch.randn(4, requires_grad=True), torch.ones(4)
     with save_recompute_policy("recompute_all"):
         z = (x * 1 + given).sin()
-    given.untyped_storage().resize_(0)  # as FSDP does between forward and backward
+    given.untyped_storage().resize_(0)  # like FSDP between forward and backward
     given.untyped_storage().resize_(16)
     given.data.copy_(torch.ones(4))
     z.sum().backward()
@@ -387,7 +387,7 @@ def test_a_storage_that_is_freed_and_filled_again_is_none() -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_an_output_may_be_written_after_the_region_or_raises(kept: bool) -> None:
+def test_output_written_after_the_region_is_correct_or_raises(kept: bool) -> None:
     x = torch.randn(4, requires_grad=True)
     with save_recompute_policy([torch.ops.aten.exp] if kept else "recompute_all"):
         y = x.exp()
@@ -417,7 +417,7 @@ class WritesOver(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("through", ["autograd", "a recomputed op"])
-def test_a_backward_that_writes_over_what_others_read_is_an_error(through: str) -> None:
+def test_backward_that_overwrites_a_tensor_of_others_is_an_error(through: str) -> None:
     x = torch.ones(4, requires_grad=True)
     with save_recompute_policy("recompute_all"):
         y = x.cos().exp()
@@ -427,7 +427,7 @@ def test_a_backward_that_writes_over_what_others_read_is_an_error(through: str) 
         (a + b).sum().backward()
 
 
-def test_a_backward_may_write_over_what_is_its_own() -> None:
+def test_backward_may_overwrite_its_own_tensor() -> None:
     x = torch.ones(4, requires_grad=True)
     with save_recompute_policy("recompute_all"):
         z = WritesOver.apply((x * 3).sin())

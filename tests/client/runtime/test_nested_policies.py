@@ -1,4 +1,4 @@
-"""Nested policies resolve from the outermost to the innermost (rule 9)."""
+"""Test that nested policies resolve from the outermost to the innermost (rule 9)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def asked(word: P) -> object:
         ([], P.PREFER_SAVE),
         (["recompute_all"], P.PREFER_RECOMPUTE),
         (["recompute_all", [MM]], P.MUST_SAVE),
-        ([[MM], "recompute_all"], P.MUST_SAVE),  # a MUST beats a PREFER, wherever it stands
+        ([[MM], "recompute_all"], P.MUST_SAVE),  # a MUST beats a PREFER at any position
         ([asked(P.PREFER_RECOMPUTE), asked(P.PREFER_SAVE)], P.PREFER_SAVE),
         ([asked(P.PREFER_SAVE), asked(P.PREFER_RECOMPUTE)], P.PREFER_RECOMPUTE),
         ([asked(P.MUST_RECOMPUTE), asked(P.PREFER_SAVE)], P.MUST_RECOMPUTE),
@@ -37,12 +37,12 @@ def asked(word: P) -> object:
         ([lambda ctx, out, op, *a, **k: False], P.PREFER_RECOMPUTE),
     ],
 )
-def test_how_a_stack_resolves(stack: list[object], result: P) -> None:
+def test_stack_resolves_from_the_outermost_policy_to_the_innermost(stack: list[object], result: P) -> None:
     frames = [PolicyFrame(parse_policy(policy), "train.py", 1) for policy in stack]
     assert resolve(frames, MM, facts_of(MM), (), {}, None)[0] is result
 
 
-def test_two_different_musts_are_an_error_that_names_both() -> None:
+def test_different_musts_are_an_error_that_names_both_policies() -> None:
     x = torch.randn(2, 2, requires_grad=True)
     with (
         pytest.raises(
@@ -63,7 +63,7 @@ def test_only_the_outermost_region_installs_the_mode() -> None:
             assert torch._C._len_torch_dispatch_stack() == depth
 
 
-def test_an_inner_policy_holds_inside_only() -> None:
+def test_inner_policy_applies_inside_only() -> None:
     x = torch.randn(3, 3, requires_grad=True)
     log = EventLog()
     with save_recompute_policy("recompute_all", log=log):
@@ -78,12 +78,12 @@ def test_an_inner_policy_holds_inside_only() -> None:
 
 
 @pytest.mark.parametrize("policy", ["save_everything", 3, [torch.mm], ["mm"]])
-def test_what_is_no_policy_is_refused(policy: object) -> None:
+def test_invalid_policy_is_rejected(policy: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         save_recompute_policy(policy)
 
 
-def test_a_function_that_answers_neither_policy_nor_bool_is_an_error() -> None:
+def test_function_that_returns_neither_policy_nor_bool_is_an_error() -> None:
     with (
         pytest.raises(TypeError, match="got 'save'"),
         save_recompute_policy(lambda ctx, out, op, *a, **k: "save"),
@@ -91,7 +91,7 @@ def test_a_function_that_answers_neither_policy_nor_bool_is_an_error() -> None:
         torch.ones(2) + 1
 
 
-def test_a_function_sees_the_output_of_the_op() -> None:
+def test_function_sees_the_output_of_the_op() -> None:
     x = torch.randn(3, 3, requires_grad=True)
     seen = []
 
@@ -105,17 +105,17 @@ def test_a_function_sees_the_output_of_the_op() -> None:
         y = row.exp().sum()
     y.backward()
     assert seen[0] == (MM, (3, 3))
-    # The sum over rows is small, so it is saved, and exp as well; of what is large only mm is wanted.
+    # The sum over rows is small, so it is saved, and so is exp; of the large tensors, backward needs only mm.
     assert [name for kind, name in log.events if kind == "recompute"] == ["aten.mm.default"]
 
 
-def test_a_function_in_the_form_of_torchs_selective_checkpoint_is_refused_with_advice() -> None:
+def test_function_in_the_form_of_selective_checkpoint_is_rejected_with_advice() -> None:
     with pytest.raises(TypeError, match=r"\(ctx, out, op, \*args, \*\*kwargs\)"):
         save_recompute_policy(lambda ctx, op, *args, **kwargs: True)
 
 
 def recomputed(policy: Any, tag: Any, **options: Any) -> tuple[list[str], Tensor]:
-    """What runs again of sin, exp, cos, with a tag on exp's output; and the gradient."""
+    """Return the recomputed ops among sin, exp and cos with a tag on the output of exp, and the gradient."""
     x, log = torch.linspace(0.1, 1, 6, requires_grad=True), EventLog()
     with save_recompute_policy(policy, log=log, **options):
         y = ac_client.tag(x.sin().exp(), tag).cos()
@@ -125,20 +125,20 @@ def recomputed(policy: Any, tag: Any, **options: Any) -> tuple[list[str], Tensor
 
 
 @pytest.mark.parametrize("tag", ["must_save", "prefer_save", P.MUST_SAVE])
-def test_a_tagged_tensor_is_saved(tag: Any) -> None:
+def test_tagged_tensor_is_saved(tag: Any) -> None:
     again, gradient = recomputed("recompute_all", tag)
     without, plain = recomputed("recompute_all", "prefer_recompute")
     assert without == ["aten.sin.default", "aten.exp.default"]
-    assert again == []  # exp's own saved tensor is the one that is tagged, and nothing asks for sin's output
+    assert again == []  # exp saves its output, which is tagged, and nothing needs the output of sin
     assert torch.equal(gradient, plain)
 
 
-def test_a_tag_outside_of_regions_says_nothing() -> None:
+def test_tag_outside_of_regions_has_no_effect() -> None:
     x = torch.ones(2)
     assert ac_client.tag(x, "must_save") is x
 
 
-def test_a_tag_against_a_policy_that_insists_is_an_error_that_names_both() -> None:
+def test_tag_against_a_policy_that_insists_is_an_error_that_names_both() -> None:
     with pytest.raises(
         PolicyConflict, match=r"MUST_RECOMPUTE by .*test_nested_policies.py:\d+.* and MUST_SAVE by the tag"
     ):
@@ -148,7 +148,7 @@ def test_a_tag_against_a_policy_that_insists_is_an_error_that_names_both() -> No
     assert recomputed(P.MUST_RECOMPUTE, "prefer_save")[0] == ["aten.sin.default", "aten.exp.default"]
 
 
-def test_what_is_saved_already_cannot_be_tagged_for_recomputation() -> None:
+def test_saved_tensor_cannot_be_tagged_must_recompute() -> None:
     with pytest.raises(RuntimeError, match="was saved when it was made"):
         recomputed("must_save_all", "must_recompute")
     with pytest.raises(ValueError, match="policy must be one of"):
@@ -156,7 +156,7 @@ def test_what_is_saved_already_cannot_be_tagged_for_recomputation() -> None:
 
 
 @pytest.mark.parametrize("policy", ["recompute_all", "must_save_all", [torch.ops.aten.exp]])
-def test_a_packing_decides_how_a_saved_tensor_is_held(policy: Any) -> None:
+def test_packing_decides_how_a_saved_tensor_is_held(policy: Any) -> None:
     packed: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Any:
@@ -170,7 +170,7 @@ def test_a_packing_decides_how_a_saved_tensor_is_held(policy: Any) -> None:
     assert packed
 
 
-def test_a_packing_of_half_the_width_changes_the_gradient_it_should() -> None:
+def test_packing_in_half_precision_changes_the_expected_gradient() -> None:
     half = (lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32))
     _, plain = recomputed("must_save_all", "prefer_save")
     _, coarse = recomputed("must_save_all", "prefer_save", packing=half)

@@ -1,8 +1,8 @@
-"""Every operator that torch tests itself with: recomputed, it gives the bits of the plain step.
+"""Test that every operator in torch's own tests gives the bits of the plain step when it is recomputed.
 
-The samples are torch's own (`torch.testing._internal`). AUTOAC_OP_SAMPLES says how many of each operator
-and dtype are taken, and of which dtypes: without it two (and one that is complex); a number, or "all", goes
-over every dtype of DTYPES.
+The samples are from `torch.testing._internal`. AUTOAC_OP_SAMPLES sets how many samples of each operator and
+dtype run. Without it there are two, and one complex sample. With a number or "all", each dtype of DTYPES
+runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ READS_UNINITIALISED = "LAPACK's driver reads memory as it finds it"
 LOSES_OUT = "torch: under any dispatch mode, also an empty one, the result does not get into `out`"
 OTHER_ALGORITHM = "torch: under any dispatch mode, also an empty one, another algorithm, and other last bits"
 
-# What may give other bits, and why.
+# Operators that may give other bits, and why.
 EXCEPTIONS = {
     "empty": UNINITIALISED,
     "empty_like": UNINITIALISED,
@@ -46,11 +46,11 @@ EXCEPTIONS = {
     "linalg.lstsq.grad_oriented": READS_UNINITIALISED,
     "linalg.matrix_rank": LOSES_OUT,
     "linalg.matrix_rank.hermitian": LOSES_OUT,
-    "linalg.cond": OTHER_ALGORITHM,  # with out=; as the two norms
+    "linalg.cond": OTHER_ALGORITHM,  # with out=, like the two norms
     "linalg.matrix_norm": OTHER_ALGORITHM,
     "linalg.norm": OTHER_ALGORITHM,
     "norm.nuc": OTHER_ALGORITHM,
-    "linalg.pinv": OTHER_ALGORITHM,  # of complex numbers
+    "linalg.pinv": OTHER_ALGORITHM,  # for complex numbers
     "linalg.pinv.singular": OTHER_ALGORITHM,
     "pinverse": OTHER_ALGORITHM,
 }
@@ -61,7 +61,7 @@ def called(function: Function, args: Any, kwargs: Any) -> Any:
 
 
 def in_place(function: Function, args: Any, kwargs: Any) -> Any:
-    """What is written, a part of something larger that is written, and what was read before."""
+    """Return variants of in-place writes: to a whole tensor, to a part of one, and after a read."""
     first, *rest = args
     larger = torch.stack([first, first])
     before = first.clone() if first.dtype == torch.bool else first + 1
@@ -71,7 +71,7 @@ def in_place(function: Function, args: Any, kwargs: Any) -> Any:
 
 
 def through_out(function: Function, args: Any, kwargs: Any) -> Any:
-    """Buffers of the right size, and buffers that the op makes larger."""
+    """Return variants of out=: buffers of the right size, and buffers that the op enlarges."""
     with torch.no_grad():
         like = function(*args, **kwargs)
         right = tree_map_only(Tensor, torch.zeros_like, like)
@@ -89,7 +89,7 @@ FORMS: dict[str, tuple[Function, Callable[[Any], Function | None]]] = {
 
 
 def samples(op: Any, *, complex_too: bool) -> Iterator[tuple[str, Any]]:
-    """Samples of an operator, with their names."""
+    """Yield samples of an operator with their names."""
     dtypes = [dtype for dtype in DTYPES if dtype in op.supported_dtypes("cpu")]
     if not SAMPLES:
         dtypes = [d for d in dtypes[:2] if d is dtypes[0] or (complex_too and d.is_complex)]
@@ -104,16 +104,16 @@ def samples(op: Any, *, complex_too: bool) -> Iterator[tuple[str, Any]]:
 def results(
     run: Callable[..., Any], given: Any, policy: Any, log: EventLog | None = None
 ) -> list[Tensor | None]:
-    """What `run` makes of `given`, and does to it; all gradients; the generator.
+    """Return the outputs of `run`, its inputs afterwards, all gradients, and the generator state.
 
-    Backward reads every value, also those without a derivative, to find the gradient of a factor. So it
-    is recomputed values that are compared.
+    Backward reads every tensor, also those without a derivative, for the gradient of a factor. So recomputed
+    tensors are compared.
     """
     torch.manual_seed(0)
     leaves = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), given)
     factor = torch.tensor(1.25, dtype=torch.float64, requires_grad=True)
     with save_recompute_policy(policy, log=log) if policy is not None else contextlib.nullcontext():
-        arguments = tree_map_only(Tensor, torch.clone, leaves)  # values that are not saved
+        arguments = tree_map_only(Tensor, torch.clone, leaves)  # tensors that are not saved
         out = run(*arguments)
         made = [t for t in tree_leaves((out, arguments)) if isinstance(t, Tensor)]
         products = [t * factor for t in made if t.layout is torch.strided and not t.is_nested]
@@ -124,7 +124,7 @@ def results(
 
 
 def same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether these are the same bits; one NaN is as good as another."""
+    """Return True if two results have the same bits; all NaNs count as equal."""
     if a is None or b is None:
         return a is b
     if (a.layout, a.dtype, a.shape) != (b.layout, b.dtype, b.shape):
@@ -148,7 +148,7 @@ def all_same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.filterwarnings("ignore")
-def test_an_op_that_is_recomputed_gives_the_same_bits(name: str) -> None:
+def test_recomputed_op_gives_the_same_bits(name: str) -> None:
     from torch.testing._internal.common_methods_invocations import op_db
 
     form, variant = FORMS[name]
@@ -191,7 +191,7 @@ def test_an_op_that_is_recomputed_gives_the_same_bits(name: str) -> None:
                 wrong.append(f"{what}: other bits")
     print(name, dict(counts), dict(Counter(kind for kind, _ in log.events)))
     assert not wrong, "\n".join(wrong)
-    # A sweep that compares little, or recomputes little, proves nothing.
+    # Require that enough was compared and recomputed.
     assert counts["compared"] > 2 * (counts["raises plainly"] + counts["differs plainly"])
     assert sum(kind == "recompute" for kind, _ in log.events) > counts["compared"]
 
@@ -322,7 +322,7 @@ BY_HAND = (
 
 
 def one_in(number: int, rest: int) -> Callable[..., bool]:
-    """Save every so manieth op."""
+    """Return a policy that saves every n-th op."""
     calls = iter(range(10**9))
     return lambda ctx, out, op, *args, **kwargs: next(calls) % number == rest
 
@@ -340,7 +340,7 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", BY_HAND)
 @pytest.mark.filterwarnings("ignore")
-def test_what_samples_leave_out_gives_the_same_bits(case: Function, policy: str) -> None:
+def test_ops_without_samples_give_the_same_bits(case: Function, policy: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     c = torch.randn(3, 6, dtype=torch.complex128, generator=generator, requires_grad=True)
@@ -350,7 +350,7 @@ def test_what_samples_leave_out_gives_the_same_bits(case: Function, policy: str)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_sparse_tensor_that_is_written_over_was_read_before() -> None:
+def test_sparse_tensor_may_be_overwritten_after_a_read() -> None:
     def product(x: Tensor) -> Tensor:
         rows = (x.detach() * 2).to_sparse()
         product = rows.to_dense() * x

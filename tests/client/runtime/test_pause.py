@@ -1,4 +1,4 @@
-"""Modules that a plan saves whole run without the mode, and nothing goes unnoticed there."""
+"""Test that fully saved modules run without the mode, and that writes there are detected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoac.profiler import profile
 
 
 class Block(nn.Module):
-    """Ten ops, of which two write into what they have just made."""
+    """Run ten ops, of which two write to tensors that were just made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def gradients(model: nn.Module, x: Tensor, steps: int) -> list[Tensor]:
     return found
 
 
-def test_blocks_that_are_saved_whole_run_without_the_mode_from_the_second_step_on(
+def test_fully_saved_blocks_run_without_the_mode_from_the_second_step_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.randn(32, 8)
@@ -76,14 +76,14 @@ def test_blocks_that_are_saved_whole_run_without_the_mode_from_the_second_step_o
     first = gradients(model, x, 1)
     in_first = len(seen)
     second = gradients(model, x, 2)
-    assert len(seen) - 2 * in_first < -20  # the other blocks' ops were not seen
+    assert len(seen) - 2 * in_first < -20  # the mode did not see the ops of the other blocks
     plain = gradients(Stack(), x, 2)
     assert all(map(torch.equal, first + second, plain[: len(first)] + plain))
     assert ac_client.applied(model).report().off_path == ""
 
 
 def in_a_pause(write: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients with a write that the region does not see, and without a region."""
+    """Return gradients with a write that the region does not see, and without a region."""
 
     def run(region: save_recompute_policy | None) -> list[Tensor]:
         torch.manual_seed(0)
@@ -107,17 +107,17 @@ def in_a_pause(write: Any) -> tuple[list[Tensor], list[Tensor]]:
     return run(save_recompute_policy("recompute_all")), run(None)
 
 
-def test_a_write_to_what_an_unsaved_op_made_is_noticed_when_the_mode_comes_back() -> None:
+def test_write_to_the_output_of_a_recorded_op_is_detected_after_the_pause() -> None:
     planned, plain = in_a_pause(lambda made, constant: made.mul_(2))
     assert all(map(torch.equal, planned, plain))
 
 
-def test_a_write_to_what_an_unsaved_op_has_read_is_an_error_in_backward() -> None:
+def test_write_to_a_tensor_that_a_recorded_op_read_is_an_error_in_backward() -> None:
     with pytest.raises((StaleError, RuntimeError), match="modified by an inplace operation"):
         in_a_pause(lambda made, constant: constant.add_(1))
 
 
-def test_a_write_is_noticed_by_what_is_saved_before_the_mode_comes_back() -> None:
+def test_write_is_detected_when_autograd_saves_the_tensor_during_the_pause() -> None:
     def run(region: save_recompute_policy | None) -> list[Tensor]:
         leaf = torch.linspace(-1, 1, 5).requires_grad_()
         if region is not None:
@@ -137,7 +137,7 @@ def test_a_write_is_noticed_by_what_is_saved_before_the_mode_comes_back() -> Non
     assert all(map(torch.equal, run(save_recompute_policy("recompute_all")), run(None)))
 
 
-def test_a_value_of_which_only_a_view_is_left_is_taken_as_written_in_a_pause() -> None:
+def test_version_with_only_a_view_left_counts_as_written_in_a_pause() -> None:
     def run(region: save_recompute_policy | None) -> list[Tensor]:
         leaf = torch.linspace(-1, 1, 6).requires_grad_()
         if region is not None:
@@ -172,7 +172,7 @@ class Alternating(nn.Module):
         return x.sum()
 
 
-def test_one_saved_op_is_enough_for_its_module_to_run_without_the_mode(
+def test_module_with_one_saved_op_runs_without_the_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.linspace(-1, 1, 8).view(2, 4)
@@ -203,7 +203,7 @@ def test_one_saved_op_is_enough_for_its_module_to_run_without_the_mode(
     assert all(map(torch.equal, first + second, 2 * gradients(model, x, 1)))
 
 
-def test_nothing_is_left_of_a_region_that_ends_while_paused() -> None:
+def test_region_that_ends_while_paused_frees_everything() -> None:
     with nothing_left():
         x = torch.randn(4, requires_grad=True)
         with save_recompute_policy("recompute_all") as _:

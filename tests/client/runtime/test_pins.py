@@ -1,4 +1,4 @@
-"""Pins hold in regions and in plans."""
+"""Test pins in regions and in plans."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recomputed(net: nn.Module, x: Tensor, policy: object) -> list[str]:
     return [name for kind, name in log.events if kind == "recompute"]
 
 
-def test_a_pinned_module_is_saved_in_a_region_that_recomputes() -> None:
+def test_pinned_module_is_saved_in_a_region_that_recomputes() -> None:
     net, x = model(), torch.randn(4, 16)
     everything = len(recomputed(net, x, "recompute_all"))
     pinned = pin(net[2], "must_save")
@@ -44,7 +44,7 @@ def test_a_pinned_module_is_saved_in_a_region_that_recomputes() -> None:
     assert len(recomputed(net, x, "recompute_all")) == everything
 
 
-def test_pins_take_the_words_of_a_policy_file() -> None:
+def test_pins_accept_the_decisions_of_a_policy_file() -> None:
     net, x = model(), torch.randn(4, 16)
     everything = len(recomputed(net, x, "recompute_all"))
     pin(net[2], "save")
@@ -53,7 +53,7 @@ def test_pins_take_the_words_of_a_policy_file() -> None:
     assert pins_of(net)["3"] == "must_recompute"
 
 
-def test_a_pin_changes_no_gradient() -> None:
+def test_pin_changes_no_gradient() -> None:
     x = torch.randn(4, 16, requires_grad=True)
 
     def make() -> nn.Module:
@@ -65,7 +65,7 @@ def test_a_pin_changes_no_gradient() -> None:
     assert_same(step(model, x), step(make, x, policy="recompute_all"))
 
 
-def test_a_policy_that_insists_on_the_opposite_is_an_error_that_names_both() -> None:
+def test_policy_that_contradicts_a_pin_is_an_error_that_names_both() -> None:
     net, x = model(), torch.randn(4, 16)
     pin(net[2], "must_recompute")
     expected = (
@@ -93,7 +93,7 @@ def test_plans_obey_pins(share: float) -> None:
     assert made.gap <= 0.01
 
 
-def test_a_planned_step_with_pins_has_the_plain_gradients() -> None:
+def test_planned_step_with_pins_has_the_plain_gradients() -> None:
     x = torch.randn(256, 16)
     torch.manual_seed(0)
     plain, planned = model(), model()
@@ -114,7 +114,7 @@ def in_place() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16))
 
 
-def test_a_pin_on_a_module_that_writes_in_place_takes_along_what_it_writes_over() -> None:
+def test_pin_on_an_in_place_module_also_pins_what_it_overwrites() -> None:
     x = torch.randn(256, 16)
     torch.manual_seed(0)
     plain, planned = in_place(), in_place()
@@ -133,7 +133,7 @@ def test_a_pin_on_a_module_that_writes_in_place_takes_along_what_it_writes_over(
         assert torch.equal(a.grad, b.grad)
 
 
-def test_a_pin_to_run_again_what_writes_over_a_pinned_save_is_an_error_that_names_both() -> None:
+def test_recomputing_pin_that_overwrites_a_pinned_save_is_an_error_that_names_both() -> None:
     net = in_place()
     pin(net[0], "must_save")
     pin(net[1], "must_recompute")
@@ -144,7 +144,7 @@ def test_a_pin_to_run_again_what_writes_over_a_pinned_save_is_an_error_that_name
         net(torch.randn(4, 16))
 
 
-def test_pins_that_contradict_each_other_are_an_error_that_names_both() -> None:
+def test_contradicting_pins_are_an_error_that_names_both() -> None:
     net = model()
     pin(net, "must_save")
     pin(net[2], "must_recompute")

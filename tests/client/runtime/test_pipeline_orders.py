@@ -1,4 +1,4 @@
-"""The planner's pipeline orders beside those of torch.distributed.pipelining."""
+"""Compare the planner's pipeline orders with those of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = {
 
 
 def of_torch(schedule: Any, p: int, m: int, v: int, rank: int) -> list[tuple[Kind, int, int]]:
-    """The order of one rank, as (kind, chunk, microbatch)."""
+    """Return torch's order for one rank, as (kind, chunk, microbatch)."""
     rounds = max(1, m // p)
     fields = SimpleNamespace(
         pp_group_size=p,
@@ -45,7 +45,7 @@ def of_torch(schedule: Any, p: int, m: int, v: int, rank: int) -> list[tuple[Kin
         (Schedule.ZB_V, theirs.ScheduleZBVZeroBubble),
     ],
 )
-def test_a_stage_does_the_same_in_the_same_order(ours: Schedule, schedule: Any, p: int, m: int) -> None:
+def test_stage_runs_the_same_actions_in_the_same_order(ours: Schedule, schedule: Any, p: int, m: int) -> None:
     for rank in range(p):
         order = [(a.kind, a.chunk, a.microbatch) for a in actions(ours, rank, p, m)]
         assert order == of_torch(schedule, p, m, 2, rank)

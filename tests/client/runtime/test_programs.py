@@ -1,4 +1,4 @@
-"""Random programs under random policies have the plain run's gradients, bit for bit."""
+"""Test that random programs under random policies have the plain gradients, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import Program, gradients
 
-PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "300"))  # the nightly target asks for more
+PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "300"))  # the nightly target runs more
 
 
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
@@ -27,7 +27,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     nested=st.booleans(),
     twice=st.booleans(),
 )
-def test_any_program_has_the_plain_gradients(
+def test_random_program_has_the_plain_gradients(
     seed: int, length: int, save: float, nested: bool, twice: bool
 ) -> None:
     program = Program(seed, length)
@@ -37,7 +37,7 @@ def test_any_program_has_the_plain_gradients(
         program, lambda ctx, out, op, *args, **kwargs: coin.random() < save, nested=nested, twice=twice
     )
     if plain == "modified":
-        return  # autograd cannot differentiate it; what is recomputed may
+        return  # plain autograd rejects the program; under recomputation it may run
     assert isinstance(plain, list) == isinstance(planned, list), (plain, planned)
     if isinstance(plain, list):
         assert len(plain) == len(planned)

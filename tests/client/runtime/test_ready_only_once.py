@@ -1,4 +1,4 @@
-"""DistributedDataParallel with checkpoints: no "Expected to mark a variable ready only once"."""
+"""Test checkpoints under DistributedDataParallel: no "Expected to mark a variable ready only once"."""
 
 from __future__ import annotations
 

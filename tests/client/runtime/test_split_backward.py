@@ -1,4 +1,4 @@
-"""Input gradients first, weight gradients later: one backward pass in several graph tasks."""
+"""Test a split backward: input gradients first, weight gradients later, in one backward pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 def linears() -> nn.Module:
-    """8 linears, each with something after it that saves its output."""
+    """Return 8 linear layers, each followed by a function that saves its output."""
     return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(4, 4), nn.Tanh())))
 
 
@@ -87,7 +87,7 @@ def assert_equal(a: list[Tensor | None], b: list[Tensor | None]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
+def test_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
     model, x = made(name)
     want = plainly(model, x)
     log = EventLog()
@@ -107,7 +107,7 @@ def test_a_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
         assert len(recomputed(log)) == len(halfway), "the weight half recomputes nothing"
 
 
-def test_two_microbatches_may_have_their_halves_interleaved() -> None:
+def test_halves_of_two_microbatches_may_interleave() -> None:
     model, x = made("linears")
     other = torch.randn(3, 4, requires_grad=True)
     want = plainly(model, x), plainly(model, other)
@@ -126,7 +126,7 @@ def test_two_microbatches_may_have_their_halves_interleaved() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["recompute_all", [torch.ops.aten.addmm]], ids=["all", "some"])
-def test_nothing_is_left_after_the_second_half(name: str, policy: Any) -> None:
+def test_second_half_frees_everything(name: str, policy: Any) -> None:
     model, x = made(name)
     for p in [x, *model.parameters()]:
         p.grad = torch.zeros_like(p)
@@ -141,10 +141,10 @@ def test_nothing_is_left_after_the_second_half(name: str, policy: Any) -> None:
     forward(model, x, EventLog(), policy).sum().backward()
     with nothing_left():
         both()
-        gc.collect()  # torch's functions leave cycles of their own, through their hooks
+        gc.collect()  # torch's functions leave reference cycles through their hooks
 
 
-def test_a_stage_that_never_runs_its_weight_half_frees_all_with_its_graph() -> None:
+def test_stage_without_a_weight_half_frees_everything_with_its_graph() -> None:
     model, x = made("linears")
     out = forward(model, x, EventLog())
     with replays() as made_again:
@@ -155,7 +155,7 @@ def test_a_stage_that_never_runs_its_weight_half_frees_all_with_its_graph() -> N
         assert made_again.alive == 0
 
 
-def test_the_end_of_the_block_frees_what_was_kept() -> None:
+def test_end_of_the_block_frees_cached_tensors() -> None:
     model, x = made("linears")
     loss = forward(model, x, EventLog()).sum()
     with replays() as made_again:
@@ -165,7 +165,7 @@ def test_the_end_of_the_block_frees_what_was_kept() -> None:
         assert made_again.alive == 0
 
 
-def test_a_partial_backward_outside_of_a_split_keeps_nothing() -> None:
+def test_partial_backward_outside_of_a_split_caches_nothing() -> None:
     model, x = made("linears")
     loss = forward(model, x, EventLog()).sum()
     with replays() as made_again:
@@ -174,7 +174,7 @@ def test_a_partial_backward_outside_of_a_split_keeps_nothing() -> None:
         assert made_again.alive == 0
 
 
-def test_an_input_half_that_raises_keeps_nothing() -> None:
+def test_input_half_that_raises_caches_nothing() -> None:
     model, x = made("linears")
     loss = forward(model, x, EventLog()).sum()
 
@@ -189,7 +189,7 @@ def test_an_input_half_that_raises_keeps_nothing() -> None:
         assert made_again.alive == 0
 
 
-def test_the_tasks_in_a_block_are_one_pass() -> None:
+def test_graph_tasks_in_a_block_are_one_pass() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     want = torch.autograd.grad((x.exp() @ w).sin().sum(), (x, w))
     log = EventLog()
@@ -204,7 +204,7 @@ def test_the_tasks_in_a_block_are_one_pass() -> None:
     assert_equal([dx, dw], list(want))
 
 
-def test_a_second_part_that_goes_the_whole_way_again_is_a_pass_of_its_own() -> None:
+def test_second_part_that_unpacks_everything_again_is_a_separate_pass() -> None:
     model, x = made("linears")
     want = plainly(model, x)
     log = EventLog()
@@ -216,7 +216,7 @@ def test_a_second_part_that_goes_the_whole_way_again_is_a_pass_of_its_own() -> N
     assert len(recomputed(log)) <= 2 * 16
 
 
-def test_a_whole_backward_in_a_block_is_as_any_other() -> None:
+def test_whole_backward_in_a_block_works_as_outside() -> None:
     model, x = made("attention")
     want = plainly(model, x)
     plain, split = EventLog(), EventLog()
@@ -231,7 +231,7 @@ def test_a_whole_backward_in_a_block_is_as_any_other() -> None:
     assert outside.most == inside.most
 
 
-def test_a_second_whole_backward_in_a_block_is_a_pass_of_its_own() -> None:
+def test_second_whole_backward_in_a_block_is_a_separate_pass() -> None:
     model, x = made("attention")
     want = plainly(model, x)
     log = EventLog()

@@ -1,4 +1,4 @@
-"""Architectures that people train: the plain step's numbers, the schedule's events, the predicted peak."""
+"""Test real architectures: results of the plain step, events of the schedule, the predicted peak."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASTINGS: dict[str, Casting] = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model of the zoo, observed, planned, and trained for a step without us."""
+    """A model of the zoo, observed, planned, and trained plainly for a step."""
 
     entry: ZooModel
     casting: Casting
@@ -42,7 +42,7 @@ class Subject:
     save_set: SaveSet  # the plan's
     policy: Policy  # the plan's
     plain: Outcome
-    binds: bool  # whether any plan takes less memory than saving everything
+    binds: bool  # True if some plan takes less memory than saving everything
 
     def step(self, policy: Any) -> Outcome:
         return measured(self.entry, self.casting, self.graph, policy)
@@ -61,14 +61,14 @@ def measured(entry: ZooModel, casting: Casting, graph: Graph, policy: Any) -> Ou
 
 
 def timed_by_flops(found: Profile) -> Profile:
-    """Run times that are the same on every machine, and so the same plan."""
+    """Replace run times by FLOPs, so that every machine makes the same plan."""
     times = tuple(1 + flops / 1000 for flops in found.ops.flops)
     return found.model_copy(update={"ops": found.ops.model_copy(update={"runtime_us": times})})
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """oneDNN takes more workspace with more threads, and so makes other plans."""
+    """Use one thread, because oneDNN's workspaces, and so the plans, depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -81,7 +81,7 @@ def one_thread() -> Iterator[None]:
     ids=[f"{entry.name}, {casting}" for entry in ZOO for casting in CASTINGS],
 )
 def subject(one_thread: None, request: pytest.FixtureRequest) -> Subject:
-    """Planned at a budget half way between the smallest peak, or one near it, and the plain step's."""
+    """Plan at a budget halfway between the plain peak and a peak near the smallest."""
     entry, casting = request.param
     torch.manual_seed(0)
     with casting():
@@ -94,11 +94,11 @@ def subject(one_thread: None, request: pytest.FixtureRequest) -> Subject:
     return Subject(entry, casting, found, graph, planned.save_set, planned.policy(), plain, binds)
 
 
-def assert_foretold(outcome: Outcome, graph: Graph, save_set: SaveSet) -> None:
-    """The log is the schedule's. So is the peak, to the byte, but for what no op is seen to allocate.
+def assert_predicted(outcome: Outcome, graph: Graph, save_set: SaveSet) -> None:
+    """Check that log and peak equal the schedule's, except for bytes that no visible op allocates.
 
-    `x[0] = 3` is a `fill_` that reads the 3 from a tensor made in C++ below every dispatch mode. To run the
-    `fill_` again the runtime holds that tensor, 8 bytes for an integer.
+    `x[0] = 3` is a `fill_` that reads the 3 from a tensor that C++ makes below every dispatch mode. To replay
+    the `fill_`, the runtime holds that tensor, 8 bytes for an integer.
     """
     assert outcome.recomputed()
     assert outcome.log.events == expected_log(graph, save_set)
@@ -120,31 +120,31 @@ REGIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_the_plain_peak_is_foretold(subject: Subject) -> None:
+def test_plain_peak_is_predicted(subject: Subject) -> None:
     measured, predicted = subject.plain.peak, bounds(subject.graph).ceiling
     assert measured == predicted
 
 
 @pytest.mark.parametrize("region", REGIONS)
-def test_a_region_changes_no_bit(subject: Subject, region: str) -> None:
+def test_region_changes_no_bit(subject: Subject, region: str) -> None:
     outcome = subject.step(REGIONS[region]())
     assert outcome.recomputed()
     assert_same(subject.plain, outcome)
 
 
-def test_a_plan_changes_no_bit_and_is_foretold(subject: Subject) -> None:
+def test_plan_changes_no_bit_and_its_peak_is_predicted(subject: Subject) -> None:
     outcome = subject.step(subject.policy)
     assert_same(subject.plain, outcome)
     if not subject.binds:
         pytest.skip("with this CPU's kernels the peak is one kernel's workspace, whatever is saved")
-    assert_foretold(outcome, subject.graph, subject.save_set)
+    assert_predicted(outcome, subject.graph, subject.save_set)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2, 0.5, 0.8])
-def test_any_save_set_changes_no_bit_and_is_foretold(subject: Subject, probability: float) -> None:
+def test_any_save_set_changes_no_bit_and_its_peak_is_predicted(subject: Subject, probability: float) -> None:
     chance = random.Random(1)
     drawn = frozenset(OpId(op.id) for op in subject.graph.ops if chance.random() < probability)
     save_set = with_forced_saves(subject.graph, drawn)
     outcome = subject.carry_out(save_set)
     assert_same(subject.plain, outcome)
-    assert_foretold(outcome, subject.graph, save_set)
+    assert_predicted(outcome, subject.graph, save_set)
