@@ -25,7 +25,6 @@ import transformers
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.demo.baselines import BASELINES, wrap_blocks
 from autoac.planner import InfeasibleBudget, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import observe
@@ -33,6 +32,7 @@ from benchmarks.models.batches import Batch, tokens
 from benchmarks.models.gpt2 import gpt2
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.step_timing import loss_of
+from benchmarks.torch_checkpoint import BASELINES, wrap_blocks
 
 STEPS = 15
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ac_client
-from ac_client.demo.baselines import SAVED_BY_SELECTIVE, overload
 from ac_client.demo.setting import Setting, build_model, make_batch
 from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner import Policy, plan
@@ -31,6 +30,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.profiler import profile
 from benchmarks.results import markdown_table, write_result
+from benchmarks.torch_checkpoint import SAVED_BY_SELECTIVE, overload
 
 OPS = 400
 Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
@@ -118,7 +118,9 @@ def per_op(function: Callable[[Tensor], Tensor], rounds: int) -> dict[str, dict[
 def block_steps(rounds: int) -> dict[str, float]:
     """Return the time of a GPT-2 block's forward and backward, divided by the plain one's."""
     x = torch.randn(1, 256, 768, requires_grad=True)
-    block = build_model(Setting(layers=1)).get_submodule("transformer.h.0")
+    block = build_model(Setting(layers=1, width=768, heads=12, vocabulary=8192, batch=1)).get_submodule(
+        "transformer.h.0"
+    )
     planned = copy.deepcopy(block)
     found = profile(block, x)
     graph = build(found)
@@ -217,7 +219,7 @@ def main() -> int:
         ]
         print(f"\n{markdown_table([f'a tiny {name}', 'forward us', 'above plain', 'backward us'], rows)}")
     result["block"] = block_steps(options.rounds)
-    setting = Setting(layers=4)
+    setting = Setting(layers=4, width=768, heads=12, vocabulary=8192, batch=1)
     result["gpt2"] = gpt2_steps(setting, max(7, options.rounds // 2))
     for title, name in (("a GPT-2 block, width 768, 256 tokens", "block"), (setting.describe(), "gpt2")):
         rows = [[way, f"{ratio:.3f}"] for way, ratio in result[name].items()]

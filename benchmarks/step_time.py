@@ -28,13 +28,6 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.demo.baselines import (
-    BASELINES,
-    SAVED_BY_SELECTIVE,
-    Baseline,
-    replayed_us,
-    wrap_blocks,
-)
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import replay_us
 from autoac.planner import Policy, plan
@@ -45,6 +38,7 @@ from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.step_timing import keep_freed_memory, loss_of, rotated, standard_error
+from benchmarks.torch_checkpoint import BASELINES, SAVED_BY_SELECTIVE, Baseline, replayed_us, wrap_blocks
 
 # The paths of each model's blocks.
 BLOCKS = {

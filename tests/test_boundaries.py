@@ -133,11 +133,10 @@ KNOWN_ARROWS: dict[str, set[str]] = {
     "ac_client/planning/oom_retry.py": {"profiler/restore"},
 }
 KNOWN_LATE_IMPORTS = {
-    "ac_client/demo/child.py",
     "ac_client/integrations/transformers.py",
 }
-KNOWN_FILE_NAMES = {"page.py", "arguments.py", "demo.py"}
-KNOWN_CLASS_NAMES = {"Outcome"}
+KNOWN_FILE_NAMES = {"arguments.py"}
+KNOWN_CLASS_NAMES: set[str] = set()
 
 
 def product_files(package: str) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""What the demo measures: rows, their results, and the child processes that turn one into the other."""
+"""Define the rows of the demo and their results, and measure each row in a child process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from ac_client.demo.setting import Setting
 
-Method = Literal["plain", "checkpoint", "selective", "ours"]
-
-TIMEOUT_S = 600.0  # a guard: a row takes half a minute on two idle cores
+TIMEOUT_S = 600.0  # for one row, which takes seconds on two idle cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,67 +23,68 @@ class Row:
     """One way to train."""
 
     name: str
-    method: Method
+    method: str  # "plain", "ours", or a wrapper of the blocks such as "checkpoint"
     budget_bytes: int | None = None  # of ours
-    pairs: int = 7  # timed steps of this row, each beside one of plain
+    pairs: int = 5  # timed steps, each paired with a plain one
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the child process found. Times in seconds, sizes in bytes."""
+    """The result of one row. Times are medians in seconds, sizes are in bytes."""
 
     peak_bytes: int  # from the second step on
-    first_step_peak_bytes: int  # of the first step, building the model included
-    predicted_peak_bytes: int | None
-    step_s: float  # median
-    plain_step_s: float  # median of the plain steps in the same pairs
+    first_step_peak_bytes: int  # building the model included
+    predicted_peak_bytes: int | None  # of ours
+    first_step_s: float | None  # of ours: profile, plan, and the step itself
+    step_s: float
+    plain_step_s: float  # of the plain steps in the same pairs
     slowdown: float  # median over the pairs of step / plain step
-    gradients_equal: bool  # to plain's, bit for bit, at every step, and the loss
+    gradients_equal: bool  # loss and gradients equal those of plain bit for bit at every step
     compared_steps: int
-    plan_s: float | None = None
-    gap: float | None = None
-    # Of ours, by the profile that its plan was made from: its own recompute time, and the baselines'.
-    own_recompute_us: float | None = None
-    own_baselines_us: dict[str, float] = field(default_factory=dict)
     timeline: list[tuple[float, int]] = field(default_factory=list)  # (ms, live bytes) of the last step
 
 
 class ChildFailed(Exception):
-    """The process that measured a row ended without a result; carries the end of what it said."""
+    """The process that measured a row ended without a result. `output` is what it printed on stderr."""
 
-    def __init__(self, row: str, said: str) -> None:
-        self.row, self.said = row, said
-        last = said.strip().splitlines()[-1:] or ["no message"]
-        super().__init__(f"the process that measures {row!r} failed: {last[0]}")
-
-
-def profile_path(folder: Path) -> Path:
-    """Where the child that measures plain writes the model's profile."""
-    return folder / "profile.json"
+    def __init__(self, row: str, output: str) -> None:
+        self.row, self.output = row, output
+        last_line = output.strip().splitlines()[-1:] or ["no message"]
+        super().__init__(f"the process that measures {row!r} failed: {last_line[0]}")
 
 
 def policy_path(folder: Path, row: str) -> Path:
-    """Where the child that measures a row of ours writes the policy it carried out."""
+    """Return the file to which the child of a row of ours writes its policy."""
     return folder / f"{row.replace(' ', '-').replace('%', '')}.policy.json"
 
 
-class Children:
-    """Measures rows, each in a child process of its own. Use as a context manager.
+def profile_path(folder: Path, row: str) -> Path:
+    """Return the file to which the child of a row of ours writes the profile that it planned from."""
+    return folder / f"{row.replace(' ', '-').replace('%', '')}.profile.json"
 
-    One process imports torch and transformers, runs nothing, and forks itself for every row: a row saves
-    the five seconds of importing, and all of them start from the same state.
+
+class Children:
+    """Measure rows, each in a child process. Use as a context manager.
+
+    One server process imports torch and transformers and forks itself for every row. So a row saves five
+    seconds of imports, and all rows start from the same state.
+
+    Args:
+        setting: the model.
+        folder: where the children write their files.
+        module: what the server process runs; `ac_client.demo.child` or a module that calls its `main`.
     """
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
-        self._setting, self._folder = setting, folder
+    def __init__(self, setting: Setting, folder: Path, module: str = "ac_client.demo.child") -> None:
+        self._setting, self._folder, self._module = setting, folder, module
         self._server: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        # numpy's threads would be there before the fork; torch's own begin with the first large op.
+        # numpy would start its threads before the fork; torch starts its own with the first large op.
         quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
         with (self._folder / "stderr").open("w") as stderr:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "ac_client.demo.child"],
+                [sys.executable, "-m", self._module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -99,7 +98,7 @@ class Children:
         server = self._server
         if server is not None:
             with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)  # a row that is still running, too
+                os.killpg(server.pid, signal.SIGKILL)  # also a row that is still running
             server.communicate()
 
     def measure(self, row: Row) -> Measured:
@@ -126,6 +125,6 @@ class Children:
 
 
 def read_measured(data: dict[str, Any]) -> Measured:
-    """The result from what a JSON reader returned."""
+    """Build the result from the JSON that the child wrote."""
     timeline = [(float(ms), int(live)) for ms, live in data.pop("timeline")]
     return Measured(timeline=timeline, **data)

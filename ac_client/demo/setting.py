@@ -1,31 +1,31 @@
-"""The model that the demo trains: GPT-2 from a config, random weights, token ids made on the spot."""
+"""Build the model that the demo trains: GPT-2 with random weights, and token ids from a seed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the parent process needs no torch
+if TYPE_CHECKING:  # the parent process does not load torch
     import torch
     from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained. docs/cli.md says why these numbers."""
+    """Size of the model and its batch. The default fits three rows into a minute on two cores."""
 
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
-    vocabulary: int = 8192
-    batch: int = 1
+    layers: int = 6
+    width: int = 384
+    heads: int = 6
+    vocabulary: int = 2048
+    batch: int = 2
     tokens: int = 256
     dropout: float = 0.1
     seed: int = 0
     keep_gradients: bool = True  # between steps, zeroed; else they are freed
 
     def describe(self) -> str:
-        """The setting in one line."""
+        """Describe the setting in one line."""
         return (
             f"GPT-2, {self.layers} layers of width {self.width}, dropout {self.dropout:g}, "
             f"vocabulary {self.vocabulary}, batch {self.batch} x {self.tokens} tokens, SGD"
@@ -37,7 +37,7 @@ TINY = Setting(layers=2, width=32, heads=2, vocabulary=64, batch=2, tokens=16)
 
 
 def build_model(setting: Setting) -> nn.Module:
-    """The model in training mode; the same weights for the same setting."""
+    """Build the model in training mode; the same setting gives the same weights."""
     import torch
     import transformers
 
@@ -61,24 +61,24 @@ def build_model(setting: Setting) -> nn.Module:
 
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Plain SGD: it has no state, so what a budget is about are activations and gradients."""
+    """Build plain SGD, which has no state, so that the peak consists of saved tensors and gradients."""
     import torch
 
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
 def block_paths(setting: Setting) -> list[str]:
-    """The module paths of the transformer blocks."""
+    """Return the module paths of the transformer blocks."""
     return [f"transformer.h.{i}" for i in range(setting.layers)]
 
 
 def blocks(model: nn.Module, setting: Setting) -> list[nn.Module]:
-    """The transformer blocks."""
+    """Return the transformer blocks of `model`."""
     return [model.get_submodule(path) for path in block_paths(setting)]
 
 
 def make_batch(setting: Setting) -> Tensor:
-    """Token ids, the same for every row and step."""
+    """Return token ids, the same for every row and step."""
     import torch
 
     generator = torch.Generator().manual_seed(setting.seed + 1)

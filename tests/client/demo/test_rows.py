@@ -1,4 +1,4 @@
-"""One row of the demo, on a tiny model."""
+"""Measuring one row of the demo, on a tiny model."""
 
 import pytest
 import torch
@@ -8,40 +8,36 @@ from ac_client.demo.rows import ChildFailed, Children, Row, policy_path, profile
 from ac_client.demo.setting import TINY
 from ac_client.measure.memory_timeline import LiveBytes
 from autoac.planner import Policy, Profile
+from benchmarks.demo_table.child import WRAPPERS
+from benchmarks.torch_checkpoint import BASELINES
 
 
-def test_plain_leaves_the_profile_that_predicts_its_peak(tmp_path):
-    found = child.measure(Row("plain", "plain", pairs=1), TINY, tmp_path)
-    profile = Profile.from_json(profile_path(tmp_path).read_text())
-    assert profile.static.gradients == profile.static.parameters
-    assert found.predicted_peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
-    assert found.slowdown == 1
-
-
-@pytest.mark.parametrize("method", ["checkpoint", "selective"])
-def test_a_baseline_needs_less_memory_and_has_plains_gradients(method, tmp_path):
+@pytest.mark.parametrize("method", BASELINES)
+def test_baseline_needs_less_memory_and_has_the_gradients_of_plain(method, tmp_path):
     plain = child.measure(Row("plain", "plain", pairs=1), TINY, tmp_path)
-    found = child.measure(Row("baseline", method, pairs=1), TINY, tmp_path)
+    found = child.measure(Row("baseline", method, pairs=1), TINY, tmp_path, WRAPPERS)
     assert found.peak_bytes < plain.peak_bytes
     assert found.gradients_equal
     assert found.compared_steps == child.MEMORY_STEPS + 1
 
 
-def test_ours_stays_within_its_budget_with_plains_gradients(tmp_path):
+def test_ours_stays_within_its_budget_with_the_gradients_of_plain(tmp_path):
     plain = child.measure(Row("plain", "plain", pairs=1), TINY, tmp_path)
     budget = int(0.9 * plain.peak_bytes)
     found = child.measure(Row("ours, 1%", "ours", budget, pairs=1), TINY, tmp_path)
     assert found.peak_bytes <= budget
     assert found.predicted_peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
     assert found.gradients_equal
-    assert found.plan_s is not None
+    assert found.first_step_s > 0
     policy = Policy.from_json(policy_path(tmp_path, "ours, 1%").read_text())
     assert policy.budget_bytes == budget
     assert "recompute" in policy.decisions.values()
+    profile = Profile.from_json(profile_path(tmp_path, "ours, 1%").read_text())
+    assert profile.digest == policy.profile_digest
 
 
-def test_other_gradients_are_noticed(tmp_path, monkeypatch):
-    """Another seed for the model under test means other dropout masks, and must not count as equal."""
+def test_different_gradients_are_noticed(tmp_path, monkeypatch):
+    """Another seed gives the model under test other dropout masks."""
     step = child.Trainee.step
     seen = []
 
@@ -55,13 +51,13 @@ def test_other_gradients_are_noticed(tmp_path, monkeypatch):
     assert not child.measure(Row("baseline", "checkpoint", pairs=1), TINY, tmp_path).gradients_equal
 
 
-def test_bits_are_compared_not_numbers():
+def test_gradients_are_compared_by_their_bits():
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
     assert child._same_bits(nan, nan.clone())
     assert not child._same_bits(zero, -zero)
 
 
-def test_rows_are_measured_in_processes_of_their_own(tmp_path):
+def test_each_row_is_measured_in_its_own_process(tmp_path):
     row = Row("baseline", "checkpoint", pairs=1)
     here = child.measure(row, TINY, tmp_path)
     with Children(TINY, tmp_path) as children:
@@ -71,20 +67,20 @@ def test_rows_are_measured_in_processes_of_their_own(tmp_path):
     assert first.gradients_equal
 
 
-def test_a_child_that_fails_says_why_and_the_next_one_runs(tmp_path):
+def test_failed_child_reports_its_error_and_the_next_one_runs(tmp_path):
     with Children(TINY, tmp_path) as children:
         with pytest.raises(ChildFailed, match=r"'broken' failed: .*budget"):
             children.measure(Row("broken", "ours", budget_bytes=1, pairs=1))
         assert children.measure(Row("plain", "plain", pairs=1)).peak_bytes > 0
 
 
-def test_a_child_that_is_late_is_stopped(tmp_path, monkeypatch):
+def test_late_child_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "TIMEOUT_S", 0.01)
     with Children(TINY, tmp_path) as children, pytest.raises(ChildFailed, match=r"no result in 0\.01 s"):
         children.measure(Row("plain", "plain", pairs=1))
 
 
-def test_a_thinned_timeline_keeps_the_peak_and_the_end():
+def test_thinned_timeline_keeps_the_peak_and_the_end():
     changes = [LiveBytes(1000 * i, live) for i, live in enumerate([1, 5, 2, 9, 3, 4, 0, 7, 6, 2])]
     thin = child.since(changes, changes[1], points=4)
     assert thin[0] == (0.0, 5)

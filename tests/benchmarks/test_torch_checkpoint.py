@@ -1,4 +1,4 @@
-"""What torch's checkpoint runs again, predicted from a profile and counted on the real thing."""
+"""The predicted recomputes of torch's checkpoint are those that are counted in a real backward."""
 
 from collections import Counter
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ac_client.demo.baselines import SAVED_BY_SELECTIVE, replayed_ops, wrap_blocks
 from ac_client.demo.setting import TINY, block_paths, blocks, build_model, make_batch
 from autoac.profiler import profile
+from benchmarks.torch_checkpoint import SAVED_BY_SELECTIVE, replayed_ops, wrap_blocks
 
 FORWARD_ONLY = (
     "aten.addmm.default",
@@ -19,6 +19,8 @@ FORWARD_ONLY = (
 
 
 class Count(TorchDispatchMode):
+    """Count calls of each op."""
+
     def __init__(self):
         super().__init__()
         self.calls = Counter()
@@ -35,7 +37,7 @@ def observed():
 
 
 @pytest.mark.parametrize("baseline", ["checkpoint", "selective"])
-def test_predicted_replays_are_the_ones_that_happen(observed, baseline):
+def test_predicted_replays_equal_counted_ones(observed, baseline):
     predicted = Counter(
         observed.overloads[observed.ops.overload[op]]
         for op in replayed_ops(observed, block_paths(TINY), baseline)
@@ -54,12 +56,12 @@ def test_selective_replays_no_matmul(observed):
     assert not {observed.overloads[observed.ops.overload[op]] for op in replayed} & set(SAVED_BY_SELECTIVE)
 
 
-def test_a_block_that_does_not_exist_replays_nothing(observed):
+def test_unknown_block_replays_nothing(observed):
     assert replayed_ops(observed, ["nowhere"], "checkpoint") == []
 
 
 @pytest.mark.parametrize("baseline", ["checkpoint", "selective"])
-def test_wrapped_blocks_have_plains_gradients(baseline):
+def test_wrapped_blocks_have_the_gradients_of_plain(baseline):
     torch.manual_seed(3)
     model, ids = build_model(TINY), make_batch(TINY)
     torch.manual_seed(4)

@@ -1,18 +1,16 @@
-"""What people do today: `torch.utils.checkpoint` around every block, whole and selective.
-
-`wrap_blocks` does it, `replayed_ops` says which ops it runs again, from a profile of the plain model.
-"""
+"""Wrap every block in `torch.utils.checkpoint`, whole and selective, and predict what it recomputes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:  # the parent process needs no torch
-    from torch import nn
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    from autoac.planner.formats.profile import Profile
+from autoac.planner.formats.profile import Profile
 
 Baseline = Literal["checkpoint", "selective"]
 BASELINES: tuple[Baseline, ...] = ("checkpoint", "selective")
@@ -26,16 +24,13 @@ SAVED_BY_SELECTIVE = (
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
 )
-"""Matmuls and attention. With dropout torch splits attention on CPU into two `bmm` and a softmax."""
+"""Matmuls and attention. With dropout, torch on CPU splits attention into two `bmm` and a softmax."""
 
 
 def wrap_blocks(
     blocks: Iterable[nn.Module], baseline: Baseline, saved_by_selective: Sequence[str] = SAVED_BY_SELECTIVE
 ) -> None:
-    """Run every block's forward under torch's non-reentrant checkpoint from now on."""
-    import torch
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
+    """Run every block's forward under torch's non-reentrant checkpoint."""
     options: dict[str, Any] = {"use_reentrant": False}
     if baseline == "selective":
         saved = [overload(torch.ops, name) for name in saved_by_selective]
@@ -45,7 +40,7 @@ def wrap_blocks(
 
 
 def overload(ops: Any, name: str) -> Any:
-    """The op of that name: `overload(torch.ops, "aten.mm.default")`."""
+    """Return the op of that name: `overload(torch.ops, "aten.mm.default")`."""
     for part in name.split("."):
         ops = getattr(ops, part)
     return ops
@@ -57,7 +52,7 @@ def replayed_us(
     baseline: Baseline,
     saved_by_selective: Sequence[str] = SAVED_BY_SELECTIVE,
 ) -> float:
-    """The run time, by the profile, of what `baseline` runs again."""
+    """Return the run time, by the profile, of the ops that `baseline` recomputes."""
     replayed = replayed_ops(profile, blocks, baseline, saved_by_selective)
     return sum(profile.ops.runtime_us[op] for op in replayed)
 
@@ -68,14 +63,14 @@ def replayed_ops(
     baseline: Baseline,
     saved_by_selective: Sequence[str] = SAVED_BY_SELECTIVE,
 ) -> list[int]:
-    """Forward ops that torch's checkpoint around each of `blocks` runs again in backward.
+    """Return the forward ops that torch's checkpoint around each of `blocks` recomputes in backward.
 
-    It starts at the block's first op and stops where the last tensor that backward needs has been
-    packed again ("early stop"). A tensor packed after the block's last op counts as the next block's.
-    Selective checkpoint runs the same ops but for those whose outputs it has kept.
+    The recompute starts at the block's first op and stops as soon as the last tensor that backward needs is
+    packed again ("early stop"). A tensor packed after the block's last op belongs to the next block.
+    Selective checkpoint recomputes the same ops except for those whose outputs it saved.
     """
     modules = [profile.modules[row] for row in profile.ops.module]
-    kept = set(saved_by_selective) if baseline == "selective" else set()
+    saved = set(saved_by_selective) if baseline == "selective" else set()
     replayed = []
     for block in blocks:
         inside = [op for op, name in enumerate(modules) if name == block or name.startswith(block + ".")]
@@ -84,6 +79,6 @@ def replayed_ops(
         first, last = inside[0], inside[-1]
         stop = max((packed for packed in profile.saved.packed if first <= packed <= last), default=first)
         replayed += [
-            op for op in inside if op < stop and profile.overloads[profile.ops.overload[op]] not in kept
+            op for op in inside if op < stop and profile.overloads[profile.ops.overload[op]] not in saved
         ]
     return replayed

@@ -1,0 +1,67 @@
+"""Write rows and memory timelines as one HTML file that makes no network requests: uPlot is inlined."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from ac_client.demo.comparison import Comparison, Line
+from ac_client.demo.terminal import facts, gradients, mib, slowdown
+from autoac.planner.report.page import embedded, fill, read
+
+COLUMNS = ("row", "budget MiB", "predicted MiB", "peak MiB", "step time / plain", "gradients equal")
+
+
+def render_page(comparison: Comparison) -> str:
+    """Return the page: memory over one step for every row, the table, and the promises."""
+    parts = {
+        "UPLOT_CSS": read("vendor/uPlot.min.css"),
+        "UPLOT_JS": read("vendor/uPlot.iife.min.js"),
+        "UPLOT_LICENSE": html.escape(read("vendor/uPlot.LICENSE")),
+        "SETTING": html.escape(comparison.setting.describe()),
+        "FACTS": html.escape(facts(comparison)),
+        "TABLE": _table(comparison.lines),
+        "CHECKS": "\n".join(
+            f'<li class="{"kept" if check.kept else "missed"}">{html.escape(check.promise)}: '
+            f"<b>{html.escape(check.found)}</b></li>"
+            for check in comparison.checks
+        ),
+        "DATA": embedded([_series(line) for line in comparison.lines]),
+    }
+    return fill(files("ac_client.demo").joinpath("page.html").read_text("utf-8"), parts)
+
+
+def cells(line: Line) -> list[str]:
+    """Format one row of the table, in the order of `COLUMNS`."""
+    row, measured = line.row, line.measured
+    return [
+        row.name,
+        mib(row.budget_bytes),
+        mib(measured.predicted_peak_bytes),
+        mib(measured.peak_bytes),
+        slowdown(line),
+        gradients(line),
+    ]
+
+
+def _series(line: Line) -> dict[str, Any]:
+    return {
+        "name": line.row.name,
+        "method": line.row.method,
+        "budget": line.row.budget_bytes,
+        "ms": [ms for ms, _ in line.measured.timeline],
+        "bytes": [live for _, live in line.measured.timeline],
+    }
+
+
+def _table(lines: Sequence[Line]) -> str:
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
+    rows = "\n".join(
+        f'<tr class="{line.row.method}">'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(line))
+        + "</tr>"
+        for line in lines
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>"

@@ -1,0 +1,87 @@
+"""The promises, the terminal output, the JSON and the page of the demo."""
+
+import io
+import json
+import re
+
+import pytest
+from client.demo.synthetic import comparison, measured
+from rich.console import Console
+
+from ac_client.demo.comparison import OURS
+from ac_client.demo.demo_page import COLUMNS, cells, render_page
+from ac_client.demo.terminal import render
+
+
+def missed(result):
+    return [check.promise for check in result.checks if not check.kept]
+
+
+def test_good_result_keeps_every_promise():
+    assert missed(comparison()) == []
+    assert not comparison().failed
+
+
+def ours(peak_mib=40, **changes):
+    return measured(peak_mib, **({"predicted_mib": 40, "slowdown": 1.1, "first_step_s": 2.0} | changes))
+
+
+@pytest.mark.parametrize(
+    ("row", "promise", "fails"),
+    [
+        (ours(40.001), "within the budget", True),
+        (ours(equal=False), "bit for bit", True),
+        (ours(predicted_mib=39.5), "predicted within 1 %", False),
+        (ours(predicted_mib=40.5), "predicted within 1 %", False),
+        (ours(slowdown=1.4), "less extra time", False),
+    ],
+)
+def test_broken_promise_is_found_and_budget_and_gradients_fail_the_demo(row, promise, fails):
+    result = comparison(row)
+    (only,) = missed(result)
+    assert promise in only
+    assert result.failed is fails
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_terminal_shows_a_bar_for_each_peak_and_time(width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render(comparison()))
+    lines = console.export_text().splitlines()
+    rows = {
+        name: next(line for line in lines if line.strip().startswith(name))
+        for name in ("plain", "checkpoint")
+    }
+    assert rows["plain"].count("\u2588") > rows["checkpoint"].count("\u2588") > 0
+    assert any(OURS in line and "1.10" in line for line in lines)
+
+
+def test_unequal_gradients_stand_out_in_the_table():
+    row = cells(comparison(ours(equal=False)).line(OURS))
+    assert row[COLUMNS.index("gradients equal")] == "NO"
+
+
+def test_data_is_json_without_timelines():
+    data = json.loads(json.dumps(comparison().data()))
+    assert len(data["rows"]) == 3
+    assert "timeline" not in data["rows"][0]
+    assert {"promise", "found", "kept", "binding"} == set(data["checks"][0])
+
+
+def test_page_makes_no_network_requests():
+    page = render_page(comparison())
+    without_licences = re.sub(r"<!--.*?-->|/\*!.*?\*/", "", page, flags=re.DOTALL)
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", without_licences)
+    assert not re.findall(r"https?://(?!github\.com/leeoniya|www\.w3\.org)", without_licences)
+    assert "default-src 'none'" in page
+    assert "@@" not in page
+
+
+def test_page_contains_every_timeline():
+    page = render_page(comparison())
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    series = json.loads(match.group(1))
+    assert [row["name"] for row in series] == [line.row.name for line in comparison().lines]
+    assert series[1]["bytes"] == [10 << 20, 40 << 20, 10 << 20]
+    assert series[1]["budget"] is None
