@@ -127,7 +127,7 @@ def _format_problems(kind: object, text: bytes) -> Iterator[str]:
 
 
 def _contradictions(policy: Policy) -> Iterator[str]:
-    from ac_client.regenerate.lock import is_op_key
+    from autoac.planner.formats.op_key import OpKey
 
     predicted = policy.predicted
     if predicted.peak_bytes > policy.budget_bytes:
@@ -138,7 +138,8 @@ def _contradictions(policy: Policy) -> Iterator[str]:
             f"{predicted.recompute_us}, which it bounds from below"
         )
     for key in policy.decisions:
-        if not is_op_key(key):
+        parsed = OpKey.parse(key)
+        if parsed.occurrence is None or str(parsed) != key:
             yield f"decisions: a key must have the form MODULE/OP#N, got {json.dumps(key)}"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -26,8 +25,6 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.json$", m
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 OpSummary = tuple[Count, Count, Annotated[str, Field(max_length=64)]]
 """Allocated bytes of an op, its FLOPs, and a digest of its inputs, its flags and its saved tensors."""
-
-_OP_KEY = re.compile(r".*/[^/]+#\d+", re.DOTALL)  # "layers.3.mlp/aten.mm.default#1"
 
 
 class UnreadableLock(Exception):
@@ -115,11 +112,6 @@ class Lock(BaseModel):
 def sha256(text: bytes) -> str:
     """Return the SHA-256 of a file's text in hexadecimal."""
     return hashlib.sha256(text).hexdigest()
-
-
-def is_op_key(key: str) -> bool:
-    """Return True if `key` has the form `MODULE/OP#N`."""
-    return _OP_KEY.fullmatch(key) is not None
 
 
 def op_summaries(profile: Profile) -> dict[str, OpSummary]:
