@@ -1,4 +1,4 @@
-"""The frontier: its laws, and what carries from one budget to the next."""
+"""Check the laws of a frontier."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_plan_of_a_frontier_is_the_fastest_that_fits_its_peak(seed: int) -
         assert plan.peak == peak_bytes(graph, plan.save_set) <= max(plan.budget, made.floor.found)
 
 
-def test_a_transformers_frontier_goes_one_way_on_both_axes_from_floor_to_ceiling() -> None:
+def test_frontier_of_a_transformer_is_monotone_from_floor_to_ceiling() -> None:
     graph = build(graphs.gpt2(3))
     made = find_frontier(graph, points=6)
     peaks = [plan.peak for plan in made.plans]
@@ -68,7 +68,7 @@ def test_a_frontier_of_one_point_is_refused() -> None:
         find_frontier(build(graphs.gpt2(2)), points=1)
 
 
-def test_a_frontier_keeps_to_the_constraints_and_says_so_in_each_policy() -> None:
+def test_frontier_obeys_constraints_and_writes_them_into_each_policy() -> None:
     profile = graphs.gpt2(2)
     rules = Constraints(extra_static_bytes=512)
     plain, under = find_frontier(profile, points=3), find_frontier(profile, points=3, constraints=rules)
@@ -77,7 +77,7 @@ def test_a_frontier_keeps_to_the_constraints_and_says_so_in_each_policy() -> Non
     assert find_minimum_peak(profile, constraints=rules).found == find_minimum_peak(profile).found + 512
 
 
-def test_a_budget_of_forward_is_refused_where_there_is_no_budget_of_the_step() -> None:
+def test_forward_budget_without_a_budget_of_the_step_is_refused() -> None:
     rules = Constraints(forward_budget_bytes=100)
     for ask in (find_frontier, find_minimum_peak):
         with pytest.raises(InvalidConstraints, match="forward's budget of 100 bytes"):

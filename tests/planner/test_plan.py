@@ -1,4 +1,4 @@
-"""plan() and find_minimum_peak() against brute force, and their laws."""
+"""Compare plan() and find_minimum_peak() with brute force, and check their laws."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ few = settings(max_examples=25, derandomize=True, deadline=None)
 
 
 def problem(seed: int, most_ops: int = 7) -> tuple[Graph, int, random.Random]:
-    """A random graph, and a budget that is one of its peaks and below the ceiling where there is one."""
+    """Return a random graph and one of its peaks as a budget, below the ceiling if there is one."""
     rng = random.Random(seed)
     graph = build(graphs.random_profile(rng, most_ops))
     peaks = sorted({peak for peak, _ in oracles.peaks_and_times(graph).values()})
@@ -70,7 +70,7 @@ def test_plan_is_the_fastest_save_set_that_fits(seed: int) -> None:
 
 @few
 @given(seeds)
-def test_what_replaying_an_op_takes_is_part_of_its_cost(seed: int) -> None:
+def test_replay_time_is_part_of_the_cost(seed: int) -> None:
     graph, budget, _ = problem(seed)
     graph = replace(graph, ops=tuple(replace(op, replay_us=5.0) for op in graph.ops))
     made = plan(graph, budget_bytes=budget, gap=0.0)
@@ -122,7 +122,7 @@ def test_plans_are_equally_fast_with_each_switch(options: Options) -> None:
 
 @laws
 @given(seeds)
-def test_one_byte_below_the_smallest_peak_is_infeasible_and_says_so_rightly(seed: int) -> None:
+def test_one_byte_below_the_smallest_peak_is_infeasible_with_true_bounds(seed: int) -> None:
     graph, _, _ = problem(seed, most_ops=6)
     smallest = oracles.smallest_peak(oracles.peaks_and_times(graph))
     if smallest > 1:
@@ -138,7 +138,7 @@ def test_one_byte_below_the_smallest_peak_is_infeasible_and_says_so_rightly(seed
 
 @few
 @given(seeds)
-def test_floor_finds_the_smallest_peak(seed: int) -> None:
+def test_find_minimum_peak_finds_the_smallest(seed: int) -> None:
     graph, _, _ = problem(seed, most_ops=6)
     found = find_minimum_peak(graph, gap=0.0)
     smallest = oracles.smallest_peak(oracles.peaks_and_times(graph))
@@ -274,7 +274,7 @@ def test_a_limit_that_no_search_can_keep_to_is_an_error(
         search(chain(1, 8, 1, 8, 0), **budget, **limits)
 
 
-def test_the_same_policy_comes_out_twice() -> None:
+def test_planning_twice_gives_the_same_policy() -> None:
     profile = graphs.gpt2(2)
     budget = _between(build(profile), 0.4)
     first = plan(profile, budget_bytes=budget).policy().to_json()
@@ -301,7 +301,7 @@ def test_a_transformer_is_planned_within_the_gap_and_below_the_baselines() -> No
     ("limits", "stopped"),
     [({"time_limit_s": 1e-3}, Stopped.TIME_LIMIT), ({"work_limit": 1e-3}, Stopped.WORK_LIMIT)],
 )
-def test_at_a_limit_the_plan_is_a_simple_one_and_says_so(limits: dict[str, float], stopped: Stopped) -> None:
+def test_plan_at_a_limit_is_a_simple_one_with_the_reason(limits: dict[str, float], stopped: Stopped) -> None:
     graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
     budget = _between(graph, 0.4)
     made = plan(graph, budget_bytes=budget, gap=0.0, **limits)  # type: ignore[arg-type]
@@ -310,7 +310,7 @@ def test_at_a_limit_the_plan_is_a_simple_one_and_says_so(limits: dict[str, float
     assert made.gap > 0
 
 
-def test_out_of_time_says_the_smallest_peak_found() -> None:
+def test_out_of_time_error_has_the_smallest_peak_found() -> None:
     graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
     with pytest.raises(SolverOutOfTime, match=r"\(0\.001 s\).* budget_gb=") as caught:
         plan(graph, budget_bytes=_between(graph, 0.01), time_limit_s=1e-3)
@@ -348,7 +348,7 @@ def test_the_time_limit_counts_on_the_callers_clock() -> None:
     assert len(reads) < 20  # a second each
 
 
-def test_a_budget_that_floor_finds_a_save_set_for_is_always_planned() -> None:
+def test_budget_of_a_known_save_set_is_always_planned() -> None:
     sizes = [1, 2**50, 3, 2**30, 5, 2**51, 7, 11] * 2  # too far apart for the solver's tolerances
     graph = chain(*sizes, runtime_us=range(1, 17))
     smallest = find_minimum_peak(graph, work_limit=1.0, gap=0.0)
@@ -372,7 +372,7 @@ def test_an_infeasible_budget_carries_the_save_set_of_the_smallest_peak() -> Non
     assert peak_bytes(graph, caught.value.save_set) == caught.value.smallest_found
 
 
-def test_a_save_set_that_is_known_is_a_start() -> None:
+def test_known_save_set_is_used_as_a_start() -> None:
     graph = build(graphs.gpt2(2))
     smallest = find_minimum_peak(graph, work_limit=1.0, gap=0.0)
     with pytest.raises(SolverOutOfTime):
@@ -383,7 +383,7 @@ def test_a_save_set_that_is_known_is_a_start() -> None:
 
 @laws
 @given(seeds)
-def test_what_is_filled_fits_and_recomputes_no_more(seed: int) -> None:
+def test_filled_save_set_fits_and_recomputes_no_more(seed: int) -> None:
     graph, budget, _ = problem(seed)
     for save_set in simple_save_sets(graph):
         if fits(graph, save_set, budget):
@@ -400,7 +400,7 @@ def test_many_small_ops_are_filled_in_a_few_tries() -> None:
     assert recompute_us(graph, more) < 0.3 * recompute_us(graph, start)
 
 
-def test_where_everything_fits_nothing_is_worked_out() -> None:
+def test_solver_stays_unused_if_everything_fits() -> None:
     profile = graphs.gpt2(2)
     ceiling = peak_bytes(build(profile), build(profile).everything)
     entered: set[str] = set()
@@ -430,7 +430,7 @@ def test_fits_is_the_peak_compared_with_the_budget(seed: int) -> None:
     assert peak_of(graph, save_set) == simulate(graph, save_set).peak
 
 
-def test_run_times_far_below_a_microsecond_are_planned_as_any_others() -> None:
+def test_run_times_far_below_a_microsecond_are_planned_like_others() -> None:
     times = [float(i + 1) for i in range(16)]
     long, short = (
         chain(*[4, 8, 1, 9, 3, 7, 2, 6] * 2, runtime_us=[t * unit for t in times]) for unit in (1.0, 1e-12)
@@ -440,22 +440,22 @@ def test_run_times_far_below_a_microsecond_are_planned_as_any_others() -> None:
         assert plan(short, budget_bytes=budget, gap=0.0).recompute_us == pytest.approx(expected, rel=1e-6)
 
 
-def test_progress_is_told_in_microseconds_and_can_stop_the_solver() -> None:
+def test_progress_is_in_microseconds_and_can_stop_the_solver() -> None:
     graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
-    told: list[Progress] = []
+    reports: list[Progress] = []
 
     def stop(now: Progress) -> bool:
-        told.append(now)
+        reports.append(now)
         return True
 
     made = plan(graph, budget_bytes=_between(graph, 0.4), gap=0.0, progress=stop)
     assert made.stopped is Stopped.INTERRUPTED
-    assert told[0].dual <= made.recompute_us
-    assert np.isfinite(told[0].seconds)
+    assert reports[0].dual <= made.recompute_us
+    assert np.isfinite(reports[0].seconds)
 
 
 def _between(graph: Graph, share: float) -> int:
-    """The budget that is `share` of the way from the floor to the ceiling."""
+    """Return the budget at `share` of the range from the floor to the ceiling."""
     known = bounds(graph)
     return int(known.floor + share * (known.ceiling - known.floor))
 
@@ -473,7 +473,7 @@ def test_a_plan_crosses_a_process_boundary() -> None:
     assert pickle.loads(pickle.dumps(made)) == made  # noqa: S301 (our own bytes)
 
 
-def test_a_plan_that_saves_less_than_it_could_is_found_where_saving_costs_memory() -> None:
+def test_unneeded_saves_are_dropped_if_they_cost_memory() -> None:
     # Here saving everything peaks above save sets that recompute nothing either: what nobody asks for is
     # held as well, for the sake of a saved tensor that is dropped without having been unpacked.
     graph = build(graphs.random_profile(random.Random(5492658), 6))
@@ -488,7 +488,7 @@ def test_a_plan_that_saves_less_than_it_could_is_found_where_saving_costs_memory
 
 @laws
 @given(seeds)
-def test_a_plan_obeys_pins_on_ops_that_write_in_place_and_is_the_fastest_that_does(seed: int) -> None:
+def test_plan_obeys_pins_on_in_place_ops_and_is_the_fastest(seed: int) -> None:
     rng = random.Random(seed)
     found = graphs.random_profile(rng, 6)
     found = found.model_copy(update={"reasons": (), "ops": pinned_at_random(found.ops, rng)})
@@ -503,6 +503,6 @@ def test_a_plan_obeys_pins_on_ops_that_write_in_place_and_is_the_fastest_that_do
 
 
 def pinned_at_random(ops: Ops, rng: random.Random) -> Ops:
-    """`ops` with a pin on some of those that may be saved or not, and on no other."""
+    """Return `ops` with pins on some of those that are free to be saved or not."""
     flags = tuple(int(OpFlag.MUST_RECOMPUTE) * (rng.random() < 0.3) for _ in range(len(ops)))
     return ops.model_copy(update={"flags": flags, "must_save": (-1,) * len(ops)})

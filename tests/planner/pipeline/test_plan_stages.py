@@ -75,7 +75,7 @@ def small(seed: int, most_ops: int = 6) -> tuple[Graph, random.Random]:
 
 @laws
 @given(seeds)
-def test_the_simulator_with_others_has_the_peak_of_the_whole_pipeline(seed: int) -> None:
+def test_simulated_peak_with_waiting_microbatches_is_the_pipelines(seed: int) -> None:
     graph, rng = small(seed)
     save_set = rng.choice(list(oracles.every_save_set(graph)))
     for order in (Schedule.GPIPE, Schedule.ONE_F_ONE_B):
@@ -127,14 +127,14 @@ def test_every_save_set_satisfies_the_rows_and_no_bound_exceeds_its_peak(seed: i
 
 @laws
 @given(seeds)
-def test_the_floor_with_others_is_the_smallest_peak(seed: int) -> None:
+def test_minimum_peak_with_waiting_microbatches_is_the_smallest(seed: int) -> None:
     graph, _ = small(seed, 5)
     graph = replace(graph, waiting_microbatches=2)
     found = find_minimum_peak(graph, gap=0.0)
     assert found.found == oracles.smallest_peak(oracles.peaks_and_times(graph))
 
 
-def test_a_chain_holds_what_is_saved_once_for_each_microbatch() -> None:
+def test_saved_bytes_of_a_chain_count_once_for_each_microbatch() -> None:
     graph = chain(1, 8, 1, 8, 0)
     assert waiting_bytes(graph, frozenset({0, 2})) == 2
     # Alone 10 at the peak; two more microbatches hold 2 each.
@@ -148,7 +148,7 @@ def test_a_chain_holds_what_is_saved_once_for_each_microbatch() -> None:
     assert plan_stage(graph, in_flight=1, budget_bytes=24).recompute_us == 0.0
 
 
-def test_another_decision_is_right_when_others_wait() -> None:
+def test_waiting_microbatches_change_the_best_decision() -> None:
     # a: 4 bytes over all of forward and backward; b: 10 bytes. One microbatch alone keeps both.
     graph = chain(4, 10, runtime_us=[1.0, 5.0])
     kept = {n: plan_stage(graph, in_flight=n, budget_bytes=30).save_set for n in (1, 2, 3)}
@@ -190,7 +190,7 @@ def test_an_infeasible_stage_is_named() -> None:
         plan_stages(profiles, "gpipe", n_microbatches=4, budget_gb=[1.0])
 
 
-def test_microbatches_that_wait_for_their_weight_half_count_what_the_caller_says() -> None:
+def test_weight_half_bytes_count_for_microbatches_that_wait_for_it() -> None:
     profiles = [graphs.gpt2(1, vocabulary=1024)] * 2
     made = plan_stages(
         profiles, "zb-h1", n_microbatches=4, budget_gb=4.0, weight_half_bytes=[1 << 20, 2 << 20]

@@ -53,7 +53,7 @@ def test_no_schedule_waits_for_itself(schedule: Schedule, p: int, m: int) -> Non
 
 
 @pytest.mark.parametrize(("p", "m"), [size for size in SIZES if size[1] >= 2 * size[0]])
-def test_in_flight_is_what_the_papers_say(p: int, m: int) -> None:
+def test_in_flight_equals_the_published_forms(p: int, m: int) -> None:
     for s in range(p):
         assert in_flight("gpipe", s, p, m) == m  # Huang et al.: all of a step
         assert in_flight("1f1b", s, p, m) == p - s  # Narayanan et al., section 2.2
@@ -74,7 +74,7 @@ def test_in_flight_is_what_the_papers_say(p: int, m: int) -> None:
             assert (sum(fullest.backward), sum(fullest.weights)) == (full, waiting)
 
 
-def test_the_first_stage_of_interleaved_1f1b_holds_the_published_share_more() -> None:
+def test_first_stage_of_interleaved_1f1b_has_the_published_extra_share() -> None:
     # Korthikanti et al. 2022: 1 + (p - 1) / (pv) times what 1F1B holds.
     p, m = 8, 64
     for v in (1, 2, 4):
@@ -82,7 +82,7 @@ def test_the_first_stage_of_interleaved_1f1b_holds_the_published_share_more() ->
         assert n / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
 
 
-def test_few_microbatches_are_all_that_is_in_flight() -> None:
+def test_few_microbatches_are_all_in_flight() -> None:
     for schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.ZB_H1, Schedule.ZB_H2):
         assert in_flight(schedule, 0, 8, 2) == 2
 
@@ -99,7 +99,7 @@ def test_forward_and_backward_both_meet_the_fullest_moment(schedule: Schedule, p
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 12), (8, 32)])
-def test_bubbles_are_what_the_papers_say(p: int, m: int) -> None:
+def test_bubbles_equal_the_published_forms(p: int, m: int) -> None:
     f, b, w = 2.0, 3.0, 2.0
     one = [[Cost(f, b, w)]] * p
     assert times("gpipe", one, m).step_us == (m + p - 1) * (f + b + w)

@@ -1,4 +1,4 @@
-"""The page in Chromium: it draws, says what is under the cursor, and works from the keyboard."""
+"""Check the page in Chromium: the drawing, the readout under the cursor, the keyboard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def browser() -> Iterator[Any]:
 
 
 class Opened:
-    """A page that has drawn itself, and what it complained about."""
+    """Open a page, wait until it has drawn itself, and collect its errors and requests."""
 
     def __init__(self, browser: Any, picture: Picture, folder: Path, **options: Any) -> None:
         file = folder / "page.html"
@@ -63,7 +63,7 @@ def opened(browser: Any, small_picture: Picture, tmp_path: Path) -> Iterator[Ope
     assert [url for url in made.requests if not url.startswith(("file:", "data:"))] == []
 
 
-def test_it_opens_at_the_peak_with_what_is_live_there(opened: Opened, small_picture: Picture) -> None:
+def test_page_opens_at_the_peak_with_what_is_live_there(opened: Opened, small_picture: Picture) -> None:
     track, measured = small_picture.tracks[0], small_picture.measured
     assert measured is not None
     peak = format_bytes(track.live_bytes[track.peak])
@@ -78,7 +78,7 @@ def test_it_opens_at_the_peak_with_what_is_live_there(opened: Opened, small_pict
     assert "+1.00 %" in opened.text("peaks")
 
 
-def test_what_is_live_by_op_names_ops_and_reasons(opened: Opened) -> None:
+def test_live_table_by_op_names_ops_and_reasons(opened: Opened) -> None:
     opened.page.select_option('[data-part="live-by"]', "op")
     assert "transformer.h.1.attn/" in opened.text("live")
     assert "saved" in opened.text("live")
@@ -106,8 +106,8 @@ def test_the_cursor_shows_the_module_under_it_and_a_click_stays(opened: Opened) 
     assert opened.text("readout") == here
 
 
-def test_a_click_does_not_wait_for_a_frame_and_leaving_calls_the_cursor_off(opened: Opened) -> None:
-    """Events of one task, so that no frame comes between them."""
+def test_click_takes_effect_before_the_next_frame_and_leaving_hides_the_cursor(opened: Opened) -> None:
+    """Dispatch the events in one task, so that no frame comes between them."""
     in_one_task = """async kinds => {
         const over = document.querySelector('.u-over'), area = over.getBoundingClientRect();
         const at = {clientX: area.x + area.width * 0.1, clientY: area.y + area.height / 2, bubbles: true};
@@ -121,7 +121,7 @@ def test_a_click_does_not_wait_for_a_frame_and_leaving_calls_the_cursor_off(open
     assert "forward, " in opened.page.evaluate(in_one_task, clicked)
 
 
-def test_the_keyboard_walks_over_the_step_and_what_it_finds_is_spoken(opened: Opened) -> None:
+def test_keys_move_over_the_step_and_values_are_announced(opened: Opened) -> None:
     opened.page.focus('[data-part="plot"]')
     first = opened.press("Home")
     assert first.startswith("0.000 ms")
@@ -196,7 +196,7 @@ def test_hostile_names_are_shown_and_not_run(browser: Any, tmp_path: Path) -> No
 
 
 def test_a_long_step_is_drawn_whole(browser: Any, tmp_path: Path) -> None:
-    """Thousands of events; how long that takes is noted in docs/pictures.md, and no test's business."""
+    """Draw thousands of events. docs/pictures.md notes the time; no test measures it."""
     picture = drawn(small(80))
     assert len(picture.tracks[0].kind) > 4000
     made = Opened(browser, picture, tmp_path)

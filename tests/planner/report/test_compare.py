@@ -1,4 +1,4 @@
-"""The difference between two plans or policies."""
+"""Check the difference between two plans or policies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_plan_does_not_differ_from_itself() -> None:
     assert difference(made.policy(), made.policy()).same
 
 
-def test_one_op_more_is_one_op_more() -> None:
+def test_one_more_saved_op_is_the_only_change() -> None:
     before, after = plan(graphs.greedy_trap(), budget_bytes=10), plan(graphs.greedy_trap(), budget_bytes=16)
     found = difference(before, after)
     (change,) = found.changes
@@ -33,7 +33,7 @@ def test_one_op_more_is_one_op_more() -> None:
     assert "  only large keeps a  (6 B)" in text
 
 
-def test_turning_it_round_swaps_gains_and_losses() -> None:
+def test_reversed_comparison_swaps_gains_and_losses() -> None:
     small, large = at(0.3), at(0.7)
     there, back = difference(small, large), difference(large, small)
     assert (there.before, there.after) == (back.after, back.before)
@@ -42,7 +42,7 @@ def test_turning_it_round_swaps_gains_and_losses() -> None:
     assert sum(c.gained_bytes - c.lost_bytes for c in there.changes) > 0
 
 
-def test_layers_that_change_alike_are_told_once() -> None:
+def test_layers_that_change_alike_share_one_entry() -> None:
     found = difference(at(0.1), at(0.9))
     assert any(len(change.modules) == 3 for change in found.changes)
 
@@ -56,7 +56,7 @@ def test_plans_of_two_models_name_the_ops_that_only_one_has() -> None:
     assert "more" in text.splitlines()[-1]
 
 
-def test_ops_that_the_first_was_made_without_are_never_lost() -> None:
+def test_ops_unknown_to_the_first_are_never_lost() -> None:
     small, large = at(0.3), at(0.7)
     lost = [f"{c.modules[0]}/" for c in difference(large, small).changes if c.lost]
     assert lost
@@ -67,7 +67,7 @@ def test_ops_that_the_first_was_made_without_are_never_lost() -> None:
     assert not [c for c in found.changes if c.lost and lost[0].removesuffix("/") in c.modules]
 
 
-def test_ops_that_the_first_was_made_without_are_gained_where_the_second_keeps_them() -> None:
+def test_ops_unknown_to_the_first_are_gained_if_the_second_keeps_them() -> None:
     made = at(0.7)
     assert made.profile is not None
     found = difference(made, made, made.profile.keys())

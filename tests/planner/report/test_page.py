@@ -1,4 +1,4 @@
-"""Pages as text: one file, nothing from the network, and no data that becomes markup."""
+"""Check pages as text: one file, nothing from the network, and data that never becomes markup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoac.planner.report.page import embedded, fill, timeline_page
 
 
 class Elements(HTMLParser):
-    """The elements of a page, as a browser's parser sees them."""
+    """Collect the elements of a page as a browser's parser sees them."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -77,13 +77,13 @@ def test_hostile_names_stay_names() -> None:
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_data_cannot_end_the_element_that_it_stands_in(text: str) -> None:
+def test_data_cannot_end_their_script_element(text: str) -> None:
     written = embedded([text, {text: 1}])
     assert json.loads(written) == [text, {text: 1}]
     assert not set("<>&") & set(written)
 
 
-def test_a_part_is_not_looked_at_again() -> None:
+def test_names_inside_a_part_are_not_replaced() -> None:
     assert fill("@@A@@ @@B@@", {"A": "@@B@@", "B": "2"}) == "@@B@@ 2"
     with pytest.raises(KeyError):
         fill("@@A@@ @@C@@", {"A": "1"})

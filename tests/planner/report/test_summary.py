@@ -70,7 +70,7 @@ def test_a_folded_name_spells_its_modules_and_no_other(paths: list[str], names: 
 
 @laws
 @given(seeds)
-def test_kept_bytes_are_what_saving_holds_when_backward_begins(seed: int) -> None:
+def test_kept_bytes_are_held_when_backward_begins(seed: int) -> None:
     rng = random.Random(seed)
     graph = build(graphs.random_profile(rng))
     save_set = frozenset(OpId(op.id) for op in graph.ops if rng.random() < 0.5)

@@ -1,4 +1,4 @@
-"""What a page draws: the same bytes as the simulator's, and a measured step where it belongs."""
+"""Check the data of a page: the simulator's bytes, and a measured step aligned with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planned() -> Plan:
 
 @quick
 @given(seeds, st.sampled_from([0.1, 0.5, 0.9]))
-def test_at_every_instant_what_is_live_adds_up(seed: int, share: float) -> None:
+def test_live_versions_add_up_at_every_instant(seed: int, share: float) -> None:
     chance = random.Random(seed)
     graph = build(graphs.random_profile(chance, 8))
     save_set: SaveSet = frozenset(OpId(op.id) for op in graph.ops if chance.random() < share)
@@ -47,8 +47,8 @@ def test_at_every_instant_what_is_live_adds_up(seed: int, share: float) -> None:
         assert graph.static_bytes + held + beside(graph, timeline, i) == instant.live_bytes
 
 
-def test_memory_that_is_written_over_changes_hands() -> None:
-    """`x -> empty_like -> bernoulli_ -> div_`: one buffer that each has in turn."""
+def test_overwritten_memory_belongs_to_the_new_version() -> None:
+    """Follow one buffer through `x -> empty_like -> bernoulli_ -> div_`."""
     graph = build(graphs.dropout())
     names = {op.id: op.name.partition("/")[2].partition("#")[0] for op in graph.ops}
     timeline = simulate(graph, frozenset())
@@ -65,7 +65,7 @@ def test_memory_that_is_written_over_changes_hands() -> None:
 
 
 def live_by_module(drawn: Picture, track: Track, e: int) -> dict[str, int]:
-    """As the page sums it."""
+    """Return the sum as the page computes it."""
     found: dict[str, int] = {}
     for op, nbytes, begin, end in zip(
         track.lives.op, track.lives.nbytes, track.lives.begin, track.lives.end, strict=True
@@ -88,7 +88,7 @@ def test_at_every_event_the_modules_bytes_add_up_to_what_is_live() -> None:
     assert_adds_up(picture(planned()))
 
 
-def test_with_other_microbatches_in_flight_too() -> None:
+def test_live_bytes_add_up_with_waiting_microbatches() -> None:
     graph = replace(chain(4, 8, 2, 8, static_bytes=3), waiting_microbatches=2)
     made = plan(graph, budget_bytes=simulate(graph, graph.everything).peak.live_bytes - 1)
     drawn = picture(made)
@@ -111,7 +111,7 @@ def test_peaks_and_times_are_the_plans() -> None:
     assert sum(layer.recompute_us for layer in drawn.layers) == pytest.approx(made.recompute_us)
 
 
-def test_a_timeline_is_drawn_once() -> None:
+def test_equal_save_sets_share_one_track() -> None:
     profile = graphs.gpt2(1, batch=1, length=32, vocabulary=64)
     drawn = picture(plan(profile, budget_gb=100))  # nothing is recomputed, and there is but one block
     assert [track.id for track in drawn.tracks] == ["plan"]
@@ -123,7 +123,7 @@ def test_a_policy_and_its_profile_give_the_same_picture() -> None:
     assert picture(again).tracks == picture(made).tracks
 
 
-def test_a_step_of_backward_is_in_the_module_whose_op_it_is_the_backward_of() -> None:
+def test_backward_step_is_in_the_module_of_its_forward_op() -> None:
     drawn = picture(planned())
     where = {
         (drawn.labels[label], drawn.modules[module])
@@ -138,7 +138,7 @@ def test_a_step_of_backward_is_in_the_module_whose_op_it_is_the_backward_of() ->
 
 
 def as_measured(graph: Graph, save_set: SaveSet, *, slower: float, lost: frozenset[int]) -> MeasuredStep:
-    """What a profiler would see of the simulated step, on a slower clock, with calls that no plan knows.
+    """Return the simulated step as a profiler sees it: slower, and with calls that no plan knows.
 
     Args:
         slower: how much longer everything takes, after a pause between forward and backward.
@@ -186,7 +186,7 @@ def as_measured(graph: Graph, save_set: SaveSet, *, slower: float, lost: frozens
 
 
 @pytest.mark.parametrize("lost", [frozenset[int](), frozenset(range(3, 60, 7))])
-def test_a_measured_step_is_drawn_where_the_plan_does_the_same(lost: frozenset[int]) -> None:
+def test_measured_step_is_drawn_at_the_same_ops_of_the_plan(lost: frozenset[int]) -> None:
     made = planned()
     step = as_measured(made.graph, made.save_set, slower=3.0, lost=lost)
     drawn = picture(made, step)
@@ -202,7 +202,7 @@ def test_a_measured_step_is_drawn_where_the_plan_does_the_same(lost: frozenset[i
     assert exact >= len(track.kind) - 2 * len(lost)
 
 
-def test_a_measured_step_that_knows_nothing_of_the_plan_is_stretched_over_it() -> None:
+def test_unmatched_measured_step_is_stretched_over_the_plan() -> None:
     made = planned()
     step = MeasuredStep((0.0, 10.0, 20.0), (5, 9, 5), (), 20.0)
     drawn = picture(made, step).measured
@@ -222,7 +222,7 @@ def test_kinds_come_in_the_order_of_the_step() -> None:
 
 @quick
 @given(st.text("abcd", max_size=9), st.text("abcde", max_size=9))
-def test_what_two_sequences_have_in_common_is_as_long_as_can_be(a: str, b: str) -> None:
+def test_common_subsequence_is_the_longest(a: str, b: str) -> None:
     longest = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i, x in enumerate(a):
         for j, y in enumerate(b):

@@ -1,4 +1,4 @@
-"""Why a tensor is dropped or kept, and what more memory buys: checked against the simulator."""
+"""Check why an op is saved or recomputed, and what more memory saves, against the simulator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def some_plan(seed: int) -> Plan:
 
 @laws
 @given(seeds)
-def test_the_other_decision_is_what_the_simulator_says_of_it(seed: int) -> None:
+def test_opposite_decision_has_the_simulated_peak_and_time(seed: int) -> None:
     made = some_plan(seed)
     graph = made.graph
     for op, row in zip(graph.ops, op_decisions(graph, made.save_set), strict=True):
@@ -74,7 +74,7 @@ def test_chunks_that_are_written_in_place_are_judged_together(op: str) -> None:
 
 @laws
 @given(seeds)
-def test_what_a_plan_is_told_to_keep_is_all_that_it_keeps(seed: int) -> None:
+def test_plan_keeps_exactly_its_save_set(seed: int) -> None:
     made = some_plan(seed)
     graph = made.graph
     kept = {
@@ -99,14 +99,14 @@ def test_saving_the_dropped_op_of_the_greedy_trap_costs_its_bytes() -> None:
     assert "6 B over the budget of 10 B" in text
 
 
-def test_dropping_a_kept_op_says_what_it_frees_and_what_it_costs() -> None:
+def test_dropping_a_saved_op_reports_freed_bytes_and_cost() -> None:
     made = plan(graphs.greedy_trap(), budget_bytes=16)
     answer = why(made, "b")
     assert (answer.fate, answer.gain_us, answer.at_peak_bytes) == (Decision.SAVED, -2.0, -5)
     assert "Dropping it would have backward recompute 2 us more (2 us in all)." in why_in_words(answer)
 
 
-def test_an_op_that_must_be_saved_says_why() -> None:
+def test_op_that_must_be_saved_has_its_reason() -> None:
     tape = graphs.Tape()
     (v,) = tape.op("rand", [], 4, must="random")
     tape.op("loss", [v], 0)
@@ -115,7 +115,7 @@ def test_an_op_that_must_be_saved_says_why() -> None:
     assert why_in_words(why(made, "rand")) == "m/rand#0 is kept. It must be: random."
 
 
-def test_a_merged_op_names_the_one_that_is_saved_in_its_place() -> None:
+def test_follower_names_its_leader() -> None:
     made = plan(build(graphs.dropout()), budget_bytes=30)
     answer = why(made, "empty_like")
     assert answer.follows == "m/div_#0"
@@ -128,7 +128,7 @@ def test_a_chain_of_writes_in_place_is_dropped_together() -> None:
     assert answer.recompute_us == 9.0  # x, empty_like, bernoulli_, div_: nothing before the mask is kept
 
 
-def test_an_unknown_key_says_which_come_near() -> None:
+def test_unknown_key_suggests_similar_keys() -> None:
     graph = build(graphs.gpt2(2))
     assert graph.ops[find_op(graph, "h.1.mlp.act/aten.tanh.default")].name.startswith("transformer.h.1.mlp")
     with pytest.raises(UnknownKey) as caught:
@@ -140,7 +140,7 @@ def test_an_unknown_key_says_which_come_near() -> None:
         find_op(chain(1, 2), "softmax")
 
 
-def test_more_memory_buys_what_planning_again_says_and_nothing_above_the_ceiling() -> None:
+def test_more_memory_saves_what_a_new_plan_saves_and_nothing_above_the_ceiling() -> None:
     graph = build(graphs.gpt2(2))
     known = bounds(graph)
     made = plan(graph, budget_bytes=find_minimum_peak(graph).found)
@@ -157,7 +157,7 @@ def test_more_memory_buys_what_planning_again_says_and_nothing_above_the_ceiling
     assert some.next.key in more_in_words(some)
 
 
-def test_more_memory_buys_nothing_where_nothing_is_recomputed() -> None:
+def test_more_memory_saves_nothing_if_nothing_is_recomputed() -> None:
     made = plan(chain(1, 8, 1), budget_bytes=100)
     assert more(made).plan is None
     assert marginal(made) is None
@@ -166,7 +166,7 @@ def test_more_memory_buys_nothing_where_nothing_is_recomputed() -> None:
         more(made, 0)
 
 
-def test_more_asks_the_planner_that_it_is_given() -> None:
+def test_more_uses_the_planning_argument() -> None:
     asked = []
 
     def planning(subject: Profile | Graph, budget: int) -> Plan:
@@ -181,7 +181,7 @@ def test_more_asks_the_planner_that_it_is_given() -> None:
 
 @laws
 @given(seeds)
-def test_the_marginal_op_is_the_best_by_itself(seed: int) -> None:
+def test_marginal_op_is_the_best_single_op(seed: int) -> None:
     made = some_plan(seed)
     graph = made.graph
     found = marginal(made, tried=100)
@@ -195,7 +195,7 @@ def test_the_marginal_op_is_the_best_by_itself(seed: int) -> None:
         assert found.gain_us / max(found.extra_bytes, 1) == pytest.approx(max(rates))
 
 
-def test_a_policy_and_its_profile_give_the_plan_back() -> None:
+def test_policy_and_its_profile_rebuild_the_plan() -> None:
     profile = graphs.gpt2(2)
     known = bounds(build(profile))
     made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
@@ -218,7 +218,7 @@ def test_words_never_contradict_the_save_set() -> None:
     assert recompute_us(graph, made.save_set) == made.recompute_us
 
 
-def test_a_policy_on_a_model_that_grew_saves_what_it_does_not_know() -> None:
+def test_policy_on_a_grown_model_saves_unknown_ops() -> None:
     small, large = graphs.gpt2(2), graphs.gpt2(3)
     known = bounds(build(small))
     made = plan(small, budget_bytes=(known.floor + known.ceiling) // 2)

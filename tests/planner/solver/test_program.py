@@ -1,4 +1,4 @@
-"""The program is a relaxation of the simulator, and PuLP and the arrays say the same."""
+"""Check that the program is a relaxation of the simulator, and that PuLP reads it the same way."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def small(seed: int) -> Graph:
 
 @pytest.mark.parametrize("options", [Options(), Options(False, True, False)], ids=["default", "switched"])
 @pytest.mark.parametrize("everywhere", [False, True], ids=["few moments", "all moments"])
-def test_every_save_set_satisfies_every_row_with_no_more_than_its_peak(
-    options: Options, everywhere: bool
-) -> None:
+def test_every_save_set_satisfies_every_row_with_at_most_its_peak(options: Options, everywhere: bool) -> None:
     # This is what makes the solver's bound a bound on every plan.
     for seed in range(60):
         graph = small(seed)
@@ -53,7 +51,7 @@ def test_every_save_set_satisfies_every_row_with_no_more_than_its_peak(
             assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
 
 
-def test_with_all_moments_the_least_peak_of_most_graphs_is_exact() -> None:
+def test_least_peak_of_most_graphs_is_exact_with_all_moments() -> None:
     # Not of all: uses that only saved tensors that are never unpacked hold back are left to the simulator.
     exact = 0
     for seed in range(40):
@@ -140,7 +138,7 @@ def test_an_infeasible_program_has_no_candidate_and_an_infinite_bound() -> None:
     assert (outcome.stopped, outcome.values, outcome.bound) == (Stopped.INFEASIBLE, None, np.inf)
 
 
-def test_without_time_there_is_no_candidate_and_no_claim() -> None:
+def test_solve_without_time_has_neither_a_candidate_nor_a_bound() -> None:
     graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
     windows = find_windows(graph)
     program = build_program(
@@ -193,7 +191,7 @@ def test_worked_example_of_the_documentation() -> None:
     ]
 
 
-def test_dropout_in_place_and_the_value_that_it_alone_rereads_are_one_decision() -> None:
+def test_in_place_ops_of_a_dropout_mask_are_one_decision() -> None:
     graph = build(graphs.dropout())
     windows = find_windows(graph)
     assert windows.leader[:4] == (3, 3, 3, 3)

@@ -1,4 +1,4 @@
-"""The search for a save set: where it starts, and the neighbourhoods it looks into."""
+"""Check the first moments of a search and its perturbed relaxation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_first_program_of_a_large_graph_has_fewer_moments() -> None:
     assert of_backward(large) in range(1, few + 2)
 
 
-def test_costs_that_rise_along_the_model_keep_every_row_and_change_no_cost_by_more_than_the_tilt() -> None:
+def test_tilted_costs_keep_every_row_and_change_by_at_most_the_tilt() -> None:
     graph = build(graphs.gpt2(2))
     problem = Problem(graph)
     built = build_program(
@@ -69,5 +69,5 @@ def test_relaxation_is_perturbed_only_if_many_decisions_are_open(
     assert first.best is not None
     assert second.best is not None
     rounding = 1 + 1e-9
-    assert second.bound <= first.best[0] * rounding  # the tilted costs are no bound
+    assert second.bound <= first.best[0] * rounding  # tilted costs do not give a bound
     assert first.bound <= second.best[0] * rounding
