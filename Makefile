@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test nightly check policies policies-check fmt bench bench-plans bench-peak bench-profile clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-peak bench-profile clean
 
 setup: $(READY)
 
@@ -17,6 +17,10 @@ demo: $(READY)
 # In two processes: many tests wait for children, ranks or a database.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+# Planner and service without torch, a database server or a browser: under a minute.
+test-fast: $(READY)
+	$(BIN)/python -m pytest -n 2 tests/planner tests/api -m "not slow"
 
 # The fuzzer on 3,000 programs and the op sweep on every sample: an hour or so.
 nightly: $(READY)
@@ -44,15 +48,17 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.shapes
 	$(BIN)/python -m benchmarks.demo_table
 
-# Plans for real architectures beside every baseline -> docs/benchmarks.md: hours; goes on where it stopped.
+# These print Markdown; run the modules with --out FILE or --page FILE to write it (docs/measurements.md).
+
+# Our plans and nine baselines on large models: hours; a second run continues where the first stopped.
 bench-plans: $(READY)
 	$(BIN)/python -m benchmarks.plans
 
-# Predicted and measured peak of the zoo's models, optimizer included -> docs/peaks.md: a quarter of an hour.
+# Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)
 	$(BIN)/python -m benchmarks.peak
 
-# What profiles cost, and whether recompute takes as long as predicted -> docs/profile-cost.md, docs/recompute-time.md: three quarters of an hour.
+# Cost of a profile, predicted and measured recompute time: three quarters of an hour.
 bench-profile: $(READY)
 	$(BIN)/python -m benchmarks.profile_cost
 	$(BIN)/python -m benchmarks.recompute_time
