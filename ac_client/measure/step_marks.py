@@ -46,8 +46,8 @@ def last_step(timeline: AllocatorTimeline) -> MeasuredStep | None:
             elif entry.name.startswith(_LEAVE) and len(path) > 1:
                 path.pop()
             continue
-        last_ns = max(last_ns, entry.ended_ns)
-        ran.append(ProfiledCall(entry.time_ns / 1e3, entry.ended_ns / 1e3, entry.name, entry.node, path[-1]))
+        last_ns = max(last_ns, entry.end_ns)
+        ran.append(ProfiledCall(entry.time_ns / 1e3, entry.end_ns / 1e3, entry.name, entry.node, path[-1]))
     return MeasuredStep(
         time_us=tuple(change.time_ns / 1e3 for change in (start, *after)),
         live_bytes=tuple(change.live_bytes for change in (start, *after)),

@@ -238,9 +238,9 @@ class Region(RecordingMode):
                 saved = policy.saves_all or policy.saves(func, facts, args, kwargs)
             if not saved and facts.in_place and not self.storages.writes_a_version(facts, args, kwargs):
                 saved = True  # it writes a tensor from outside, whose new contents are from outside too
-            if saved or facts.kept:
+            if saved or facts.never_recomputed:
                 return self._run_saved(func, facts, args, kwargs)
-        elif facts.kept:
+        elif facts.never_recomputed:
             return self._run_saved(func, facts, args, kwargs)
         return self._run_recorded(func, facts, args, kwargs)
 

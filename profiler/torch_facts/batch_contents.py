@@ -1,4 +1,4 @@
-"""The tensors of a batch, in containers, dataclasses and other objects, at any depth."""
+"""Find the tensors of a batch, in containers, dataclasses and other objects, at any depth."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PLAIN = frozenset({int, float, complex, str, bytes, bool, type(None)})
 
 
 def batch_tensors(items: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among `items`, in containers, dataclasses and other objects, at any depth."""
-    return (thing for thing in reached_items(items) if isinstance(thing, Tensor))
+    """Yield the tensors among `items`, in containers, dataclasses and other objects, at any depth."""
+    return (item for item in reached_items(items) if isinstance(item, Tensor))
 
 
 def reached_items(items: Iterable[Any]) -> Iterator[Any]:
-    """Tensors, and what holds the content of each object. Objects may be linked in long chains."""
+    """Yield tensors, and for each other object what holds its content. Objects may form long chains."""
     seen: set[int] = set()
     waiting: deque[Iterable[Any]] = deque([items])
     while waiting:
@@ -54,8 +54,8 @@ def _leaves(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _holders(item: Any) -> Iterator[Any]:
-    """A dictionary that torch's pytree does not know, an object's attributes, or a dataclass with slots."""
-    if isinstance(item, _NOT_LOOKED_INTO):
+    """Yield what holds the content of `item`: a derived dictionary, attributes, or a dataclass with slots."""
+    if isinstance(item, _OPAQUE_TYPES):
         return
     if isinstance(item, dict):
         yield item
@@ -67,10 +67,11 @@ def _holders(item: Any) -> Iterator[Any]:
         yield item
 
 
-_NOT_LOOKED_INTO = (type, nn.Module, ModuleType, FunctionType)
+_OPAQUE_TYPES = (type, nn.Module, ModuleType, FunctionType)
 
 
 def content_of(holder: Any) -> dict[Any, Any]:
+    """Return the content of a dictionary, or of a dataclass with slots."""
     if isinstance(holder, dict):
         return holder
     names = [field.name for field in dataclasses.fields(holder)]

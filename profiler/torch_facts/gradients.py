@@ -1,4 +1,4 @@
-"""Gradients of leaves."""
+"""Read and free the gradients of leaves."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from torch import Tensor
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return the gradient that is there.
+    """Return the gradient of a parameter, if it has one.
 
-    What `torch.func.functional_call` puts in place of a parameter need not be a leaf: then torch warns.
+    A tensor that `torch.func.functional_call` puts in place of a parameter need not be a leaf, and torch
+    warns if its gradient is read.
     """
     return parameter.grad if parameter.is_leaf else None
 
 
 def free_gradient_when_accumulated(leaf: Tensor) -> None:
-    """Free each gradient of `leaf` at once, as a gradient that exists already would take it in."""
+    """Free each gradient of `leaf` at once, as if it were added to an existing one."""
     leaf.register_post_accumulate_grad_hook(_free_gradient)
 
 

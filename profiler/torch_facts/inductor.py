@@ -1,10 +1,12 @@
-"""Inductor's compiled code inside a recorded forward: one opaque step, of which only its writes are told.
+"""Hide Inductor's compiled code from the modes that record: one opaque step, of which only its writes are
+known.
 
-FSDP's hooks around a module (distributed/fsdp.py) pass as one too, which writes nothing that is planned.
+Its kernels write over buffers that no dispatch mode sees, also over outputs of ops that it calls through
+the dispatcher. Recorded one by one, these ops would be recomputed from memory that holds something else by
+then. And only the compiled graph itself knows which of its inputs it writes.
 
-Its kernels write over buffers of which no dispatch mode is told, also over what the ops returned that it
-calls by the dispatcher. So recorded one by one those ops would be made again from memory that is something
-else by then. And what it writes of its own inputs, only the graph itself knows.
+FSDP's hooks around a module (distributed/fsdp.py) are hidden in the same way, and write nothing that is
+planned.
 """
 
 from __future__ import annotations
@@ -44,12 +46,14 @@ def compiled_parts(model: nn.Module) -> list[str]:
 
 
 def keep_dynamo_out(function: Callable[..., Any], reason: str) -> None:
-    """Have Dynamo run `function` as it is, as `torch.compiler.disable(recursive=False)` without its wrapper.
+    """Have Dynamo run `function` as it is.
 
-    Unlike that, this imports no Dynamo, and `function` can ask `dynamo_is_active`.
+    Unlike `torch.compiler.disable(recursive=False)`, this adds no wrapper and imports no Dynamo, and
+    `function` can call `dynamo_is_active`.
 
     Args:
-        reason: shown to users whose code asks for `fullgraph=True`.
+        function: not compiled.
+        reason: shown to users of `fullgraph=True`.
     """
     skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
     _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, default))
@@ -58,15 +62,15 @@ def keep_dynamo_out(function: Callable[..., Any], reason: str) -> None:
 
 
 def dynamo_is_active() -> bool:
-    """Return True if the calling code runs inside of a function that torch.compile compiles."""
+    """Return True if the calling code runs inside a function that torch.compile compiles."""
     return bool(_frames.get_eval_frame_callback())
 
 
-keep_dynamo_out(dynamo_is_active, "it asks for the state of Dynamo itself")
+keep_dynamo_out(dynamo_is_active, "it reads the state of Dynamo itself")
 
 
 def call_outside_dynamo(call: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Return `call(*args)`, run without Dynamo, also where a compiled function calls this."""
+    """Return `call(*args)`, run without Dynamo even if a compiled function makes the call."""
     callback = _frames.set_eval_frame(None)
     try:
         return call(*args)
@@ -78,59 +82,62 @@ keep_dynamo_out(call_outside_dynamo, "it switches Dynamo off")
 
 
 class RecordingMode(TorchDispatchMode):
-    """A mode that is told where compiled code begins and ends."""
+    """A dispatch mode that records ops, and does not see those of compiled code and of FSDP."""
 
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
-        """Compiled code runs next, and writes these of its inputs."""
+        """Stop recording, before compiled code runs that writes the inputs `written`."""
         raise NotImplementedError
 
     def leave_compiled(self) -> None:
-        """It has run, or raised."""
+        """Record again, after compiled code has returned or raised."""
         raise NotImplementedError
 
     def cross_units(self, tensors: Iterable[Tensor]) -> None:
-        """These go into an FSDP unit, or come out of it. See NOTE [ Units ] in distributed/fsdp.py."""
+        """Handle the inputs or outputs of an FSDP unit. See NOTE [ Units ] in distributed/fsdp.py."""
         raise NotImplementedError
 
 
 def watch_compiled() -> bool:
-    """From now on tell the modes; False if nothing can have been compiled in this process so far.
+    """Call `enter_compiled` and `leave_compiled` of the modes from now on.
 
-    torch has no hook there. `torch._inductor.config.wrap_inductor_compiled_regions` shows the code as one
-    op, but only code that is compiled after it was set, and it does not say what is written.
+    torch has no hook for this. `torch._inductor.config.wrap_inductor_compiled_regions` shows compiled code as
+    one op, but only code compiled after it was set, and without the inputs that it writes.
+
+    Returns:
+        False if nothing can have been compiled in this process so far.
     """
     if "torch._dynamo" not in sys.modules:
         return False
     graph_class = private.compiled_graph_class()
     if not hasattr(graph_class.__call__, "__wrapped__"):
-        graph_class.__call__ = _telling(graph_class.__call__)
+        graph_class.__call__ = _wrapped_call(graph_class.__call__)
     return True
 
 
 def anything_compiled() -> bool:
-    """Whether Inductor's code exists in this process. Slow."""
+    """Return True if compiled code of Inductor exists in this process. Slow."""
     graph_class = private.compiled_graph_class()
     return any(type(thing) is graph_class for thing in gc.get_objects())
 
 
-def _telling(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[Any]], Any]:
+def _wrapped_call(call: Callable[[Any, Sequence[Any]], Any]) -> Callable[[Any, Sequence[Any]], Any]:
     @wraps(call)
-    def telling(graph: Any, inputs: Sequence[Any]) -> Any:
+    def hidden_call(graph: Any, inputs: Sequence[Any]) -> Any:
         if not recording_modes():
             return call(graph, inputs)
         with opaque_region([inputs[i] for i in graph.mutated_input_idxs if isinstance(inputs[i], Tensor)]):
             return call(graph, inputs)
 
-    return telling
+    return hidden_call
 
 
 def recording_modes() -> list[RecordingMode]:
-    """Those that are active on this thread."""
+    """Return the recording modes that are active on this thread."""
     return [mode for mode in get_current_dispatch_mode_stack() if isinstance(mode, RecordingMode)]
 
 
 class opaque_region:
-    """What runs inside is not shown to the modes that are recording, except that it writes `written`."""
+    """Hide the ops inside from the modes that record, except that they write `written`."""
 
     __slots__ = ("_modes", "_written")
 

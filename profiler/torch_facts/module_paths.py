@@ -1,4 +1,4 @@
-"""Which module is being called: the first half of an op's name."""
+"""Follow which module is being called: the first half of an op key."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ROOT = "."
 
 
 class ModuleHook:
-    """A hook that a copy of the module does not take along: it belongs to this one.
+    """A hook that stays with its module: a copy of the module gets a hook that does nothing.
 
-    Dynamo does not trace it. A `before` hook, which runs before forward, refuses to be called by compiled
-    code in training: a plan's hooks would break the graph at each module, and what runs inside is not seen.
+    Dynamo does not trace it. A hook that runs before forward (`before=True`) raises if compiled code calls it
+    in training: a plan's hooks would break the graph at each module, and the ops inside are not seen.
     """
 
     __slots__ = ("before", "call")
@@ -41,7 +41,7 @@ class ModuleHook:
         if self.before and module.training and torch.is_grad_enabled():
             raise CannotProfile(
                 type(module).__name__,
-                "it runs inside of torch.compile, where no forward can be planned",
+                "it runs inside torch.compile, where no forward can be planned",
                 _COMPILE_BEFORE,
             )
         return call_outside_dynamo(self.call, args)
@@ -66,9 +66,11 @@ def watch_modules(
 ) -> list[RemovableHandle]:
     """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
 
-    A module that sits at several paths has the first of them. A compiled module and what is inside of it are
-    left to the compiler, which would trace the calls: their ops count as the enclosing module's. Returns the
-    handles that undo it.
+    A module with several paths is called by the first one. Compiled modules and their submodules are skipped,
+    since the compiler would trace the calls: their ops count as the enclosing module's.
+
+    Returns:
+        Handles that remove the hooks.
     """
     handles: list[RemovableHandle] = []
     compiled: set[nn.Module] = set()
@@ -77,7 +79,7 @@ def watch_modules(
             continue
         if is_compiled(module):
             compiled.update(module.modules())
-            if not is_optimized(module):  # that one is called as it is, and calls the compiled one
+            if not is_optimized(module):  # an optimized module is called as it is, and calls the compiled one
                 continue
 
         def before(_module: nn.Module, _args: Any, path: str = path) -> None:

@@ -1,4 +1,4 @@
-"""What a user insists on for all ops of a module: the profiler tells the planner, the runtime obeys."""
+"""Keep the user's pins: modules whose ops must be saved or must be recomputed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def set_pin(module: nn.Module, word: str) -> None:
 
 
 def drop_pin(module: nn.Module) -> None:
-    """Take the pin off."""
+    """Remove the pin of `module`, if there is one."""
     _pins.pop(module, None)
 
 
 def pins_of(model: nn.Module) -> Mapping[str, str]:
-    """The pin in force at each module path of `model`; paths without one are left out.
+    """Return the pin that applies at each module path of `model`, without paths that have none.
 
     Raises:
         PinConflict: a module is pinned one way and one inside it the other way.
     """
-    found: dict[str, tuple[str, str]] = {}  # path -> pin, and the path it was set at
+    found: dict[str, tuple[str, str]] = {}  # path -> pin, and the path at which it was set
     for name, module in model.named_modules():
         path = name or ROOT
         parent = name.rpartition(".")[0] or ROOT

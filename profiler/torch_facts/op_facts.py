@@ -1,8 +1,8 @@
-"""Facts about each operator, worked out once: what it writes, whether it draws random numbers, and so on.
+"""Derive facts about each op once: what it writes, whether it draws random numbers, why it must be saved.
 
-Profiler and runtime decide with the same facts, so the ops that one records are the ops that the other
-sees. Schemas do not tell everything (`aten.native_batch_norm` writes running statistics, and every
-attention overload is tagged random, also without dropout); what they leave out is listed here.
+Profiler and runtime use the same facts, so both see the same ops. An op's schema is not complete
+(`aten.native_batch_norm` writes running statistics; every attention overload is tagged random, with dropout
+or without). The tables of this file list what schemas leave out.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
 from autoac.profiler.torch_facts.storage_table import has_storage
 
-# Return a tensor on their input's storage, which their schema does not say.
-_HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias"}
 
-# Ask a tensor something that is no tensor. Only tensors that are fake or wrap others dispatch it.
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
+# Return a view of their input, which their schema does not say.
+_HIDDEN_VIEWS = _aten("_unsafe_view lift_fresh _reshape_alias")
+
+# Return a property of a tensor. Only fake and wrapper tensors dispatch them.
 _QUESTIONS = {"prim::device"}
 
-_LABELS = "profiler"  # the namespace of record_function, which names a stretch of code and computes nothing
+_LABELS = "profiler"  # namespace of record_function, which labels a stretch of code and computes nothing
 
 _STATISTICS = (3, 4)  # running_mean and running_var as arguments of a batch norm
 
-# Write them in training, though their schema says nothing.
+# Write these arguments in training, which their schema does not say.
 _HIDDEN_WRITES = {
     "aten::native_batch_norm": _STATISTICS,
     "aten::cudnn_batch_norm": _STATISTICS,
@@ -39,118 +44,71 @@ _HIDDEN_WRITES = {
 # Higher-order ops that write some of their arguments.
 _WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_code", "auto_functionalized"}
 
-# Shape their output by an index or a mask, an argument of theirs. The same argument gives the same shape.
-_SHAPED_BY_ARGUMENT = {"aten::index.Tensor", "aten::masked_select"}
+# The shape of their output depends on an index or a mask. The same argument gives the same shape.
+_SHAPED_BY_ARGUMENT = _aten("index.Tensor masked_select")
 
-# Return floating-point numbers for backward in a tensor of bytes, which neither index nor decide.
-_NUMBERS_AS_BYTES = {"aten::mkldnn_rnn_layer"}
+# Return floating-point numbers for backward as a tensor of bytes.
+_NUMBERS_AS_BYTES = _aten("mkldnn_rnn_layer")
 
-# Draw from a state that cuDNN or MIOpen keeps, an argument of theirs, and move it on, though their schema
-# says nothing: run again they would draw other numbers, whatever torch's generators are set to.
-_OWN_STATE = {"aten::_cudnn_rnn", "aten::miopen_rnn", "aten::_cudnn_init_dropout_state"}
+# Draw from a state that cuDNN or MIOpen keeps (an argument) and advance it, which their schema does not say.
+# Run again they would draw other numbers, whatever the state of torch's generators.
+_OWN_STATE = _aten("_cudnn_rnn miopen_rnn _cudnn_init_dropout_state")
 
-# Fill an argument, by its position, after autograd has packed it, and leave its version counter where it was.
+# Fill this argument after autograd has packed it, without a change of its version counter.
 _FILLS_PACKED = {"aten::rrelu_with_noise": 1, "aten::rrelu_with_noise_": 1}
 
-# Give a tensor another storage, or a storage another size: run again on a private buffer, they would be
-# seen by none of the tensors that show the old one.
-_REBINDS = {
-    f"aten::{name}"
-    for name in [
-        "set_",
-        "set",
-        "resize_",
-        "resize",
-        "resize_as_",
-        "resize_as_sparse_",
-        "_resize_output_",
-        "_resize_output",
-    ]
-}
+# Give a tensor another storage, or a storage another size. Recomputed on a private buffer, they would have no
+# effect on the tensors that view the old storage.
+_REBINDS = _aten("set_ set resize_ resize resize_as_ resize_as_sparse_ _resize_output_ _resize_output")
 
-# Outputs that decide: where something goes, how large it is. A kernel that is not deterministic to the
-# bit could decide otherwise the second time.
-_DECIDING = {
-    f"aten::{name}"
-    for name in [
-        "argmax",
-        "argmin",
-        "topk",
-        "sort",
-        "argsort",
-        "msort",
-        "kthvalue",
-        "mode",
-        "multinomial",
-        "bucketize",
-        "searchsorted",
-        "histc",
-        "bincount",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "isnan",
-        "isinf",
-        "isfinite",
-        "any",
-        "all",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "logical_xor",
-        "is_nonzero",
-        "equal",
-        "_local_scalar_dense",
-        "allclose",
-        "isclose",
-        "isin",
-        "signbit",
-        "cummax",
-        "cummin",
-        "frexp",
-    ]
-}
-_DECIDING_OVERLOADS = {"aten::max.dim", "aten::min.dim", "aten::median.dim", "aten::nanmedian.dim"}
+# Their outputs decide where something goes or how large it is. Without bitwise determinism, a kernel could
+# decide otherwise the second time.
+_DECIDING = _aten(
+    "argmax argmin topk sort argsort msort kthvalue mode multinomial bucketize searchsorted histc bincount "
+    "eq ne lt le gt ge isnan isinf isfinite any all logical_and logical_or logical_not logical_xor "
+    "is_nonzero equal _local_scalar_dense allclose isclose isin signbit cummax cummin frexp"
+)
+_DECIDING_OVERLOADS = _aten("max.dim min.dim median.dim nanmedian.dim")
 
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
-_OWN_NAMESPACES = {"aten", "prims", "prim"} | _COLLECTIVE_NAMESPACES  # torch's own, tagged where they draw
+_OWN_NAMESPACES = {"aten", "prims", "prim"} | _COLLECTIVE_NAMESPACES  # torch's own: tagged if they draw
 
 _DROPOUT_ARGUMENTS = ("dropout_p", "p")
 
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What holds for every call of one overload."""
+    """Facts that hold for every call of one overload.
+
+    Invariant: `mutates` is True if the op may write any argument.
+    """
 
     name: str  # "aten.addmm.default"
-    call: Callable[..., Any]  # the op, or what its own __call__ goes to
-    view: bool  # makes a view, or nothing: costs nothing, is not recorded
+    call: Callable[..., Any]  # the op, or the function that its own __call__ calls
+    view: bool  # returns a view, or computes nothing: not recorded
     writes: tuple[int, ...]  # positional arguments that it writes
     writes_named: tuple[str, ...]  # keyword arguments that it writes
-    in_place: bool  # returns nothing but what it writes
+    in_place: bool  # returns only arguments that it writes
     random: bool  # may draw from a generator
-    dropout_at: int  # position of the dropout probability; -1: draws whatever the arguments are
+    dropout_at: int  # position of the dropout probability; -1: draws for all arguments
     must_save: str  # why its outputs are saved by default; "" if there is no reason
     collective: bool
-    writes_any: bool = False  # may write any of its arguments
-    kept: bool = False  # never run again, whatever a policy says
-    opaque: bool = False  # a higher-order op: what runs inside is not seen
-    fills_packed: int = -1  # the argument that it fills after autograd has packed it
-    statistics: tuple[int, ...] = ()  # arguments that it only updates, and that its outputs do not depend on
-    numbers_as_bytes: bool = False  # what it returns as uint8 are floating-point numbers
+    writes_any: bool = False  # may write any argument
+    never_recomputed: bool = False  # whatever a policy says
+    opaque: bool = False  # a higher-order op: the ops inside are not seen
+    fills_packed: int = -1  # argument that it fills after autograd has packed it
+    statistics: tuple[int, ...] = ()  # arguments that it updates, and that do not affect its outputs
+    numbers_as_bytes: bool = False  # returns floating-point numbers as uint8
     shaped_by_argument: bool = False  # the values of a mask or an index set the shape of its output
-    mutates: bool = field(init=False)  # may write an argument
+    mutates: bool = field(init=False)
 
     def __post_init__(self) -> None:
         writes = bool(self.writes or self.writes_named or self.writes_any or self.opaque)
         object.__setattr__(self, "mutates", writes)
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether this call draws random numbers: not if its dropout probability is 0."""
+        """Return True if a call draws random numbers: not if its dropout probability is 0."""
         if not self.random or self.dropout_at < 0:
             return self.random
         if self.dropout_at < len(args):
@@ -159,43 +117,43 @@ class OpFacts:
 
 
 known_facts: dict[int, OpFacts] = {}
-"""What `facts_of` has worked out, by identity; for those who have no time for a call. Ops never go away."""
+"""Results of `facts_of` by the id of an op, for code too hot for a call. Ops are never deleted."""
 
 _known_ops: list[Any] = []
 
 
 def facts_of(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
-    """The facts about `op`, worked out at its first use."""
+    """Return the facts about `op`, derived at its first use."""
     facts = known_facts.get(id(op))  # an OpOverload's own hash is a call in Python
     if facts is None:
-        facts = known_facts[id(op)] = _learn(op)
+        facts = known_facts[id(op)] = _derive(op)
         _known_ops.append(op)
     return facts
 
 
-def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
+def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     if not isinstance(op, OpOverload):
-        # What runs inside cannot be seen from here, so it is kept and never guessed.
+        # The ops inside are not seen, so its outputs are always saved.
         return OpFacts(
-            f"higher_order.{op.name()}",
-            op,
-            False,
-            (),
-            (),
-            False,
-            False,
-            -1,
-            "higher-order op",
-            False,
+            name=f"higher_order.{op.name()}",
+            call=op,
+            view=False,
+            writes=(),
+            writes_named=(),
+            in_place=False,
+            random=False,
+            dropout_at=-1,
+            must_save="higher-order op",
+            collective=False,
             writes_any=op.name() in _WRITING_HIGHER_ORDER,
-            kept=True,
+            never_recomputed=True,
             opaque=True,
         )
     schema = op._schema
     written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     hidden = _HIDDEN_WRITES.get(schema.name, ())
     positional = [a for a in schema.arguments if not a.kwarg_only]
-    # What an op from elsewhere draws, only its author knows, and few tag it.
+    # Few authors of ops outside torch tag those that draw, so all of them may.
     random = torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in _OWN_NAMESPACES
     aliases = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
     collective = op.namespace in _COLLECTIVE_NAMESPACES
@@ -212,7 +170,7 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         dropout_at=_dropout_position(positional) if random else -1,
         must_save=_must_save(op, collective),
         collective=collective,
-        kept=schema.name in _REBINDS | _OWN_STATE,
+        never_recomputed=schema.name in _REBINDS | _OWN_STATE,
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
         numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
@@ -221,15 +179,14 @@ def _learn(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
 
 
 def _key(op: OpOverload[Any, Any]) -> str:
-    """Return the name of `op` as the tables above spell it: with its overload, if that is not the default."""
+    """Return the name of `op` in the tables above: with its overload, if that is not the default."""
     name: str = op._schema.name
     return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
 
 
 def _dropout_position(positional: Sequence[Any]) -> int:
     names = [a.name for a in positional]
-    # Only a probability argument of an op that is also something else can switch the randomness off:
-    # bernoulli's p cannot.
+    # Only an op that also does something else is not random at probability 0: bernoulli's p does not count.
     return names.index("dropout_p") if "dropout_p" in names else -1
 
 
@@ -250,26 +207,26 @@ def _must_save(op: OpOverload[Any, Any], collective: bool) -> str:
 
 
 def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> bool:
-    """Whether this call turns numbers into integers or truth values, which may say where something goes.
+    """Return True if a call turns floating-point numbers into integers or bools, which may index or decide.
 
-    From integers and truth values the same ones come a second time, whatever the kernel.
+    Integers computed from integers are the same a second time, for every kernel.
     """
     made = [tensor.dtype for tensor in outputs_of(out)]
     if not made or any(dtype.is_floating_point or dtype.is_complex for dtype in made):
         return False
     if facts.name.startswith("aten.new_") or facts.name.partition(".")[2].partition(".")[0].endswith("_like"):
-        return False  # asks for no number of its argument
+        return False  # reads no number of its argument
     return any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors_in(args, kwargs))
 
 
 def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors that this call writes."""
+    """Yield the tensors that a call writes."""
     if facts.writes_any:
         yield from (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     batch_norm = bool(facts.writes) and facts.name.startswith("aten.") and "batch_norm" in facts.name
-    unmoved = _STATISTICS if batch_norm and not _trains(args, kwargs) else ()
+    unchanged = _STATISTICS if batch_norm and not _trains(args, kwargs) else ()
     for i in facts.writes:
-        if i < len(args) and i not in unmoved:
+        if i < len(args) and i not in unchanged:
             yield from tensors_in((args[i],), {})
     for name in facts.writes_named:
         if name in kwargs:
@@ -277,7 +234,7 @@ def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def tensor_versions(operands: Any) -> list[tuple[Tensor, int]]:
-    """The plain tensors among the operands of an opaque op, with their versions: what moves, it writes."""
+    """Return the plain tensors among `operands` with their version counters, which writes advance."""
     return [
         (leaf, leaf._version)
         for leaf in tree_leaves(operands)
@@ -286,10 +243,10 @@ def tensor_versions(operands: Any) -> list[tuple[Tensor, int]]:
 
 
 def updates_statistics(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call only moves `facts.statistics`: batch norm in training."""
+    """Return True if a call updates `facts.statistics`: batch norm in training."""
     return bool(facts.statistics) and _trains(args, kwargs)
 
 
 def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a batch norm call uses, and so moves, the statistics of its batch (argument 5)."""
+    """Return True if a batch norm call uses, and so updates, the statistics of its batch (argument 5)."""
     return bool(args[5] if len(args) > 5 else kwargs.get("training", True))

@@ -1,4 +1,4 @@
-"""The tensors, the signature and the arithmetic of one call of an op, read off its arguments and outputs."""
+"""Read the tensors, the signature and the arithmetic of one call of an op off its arguments and outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of an op, also those in lists."""
+    """Yield the tensors among the arguments of an op, also those in lists."""
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg
@@ -26,17 +26,12 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
 
 
 def outputs_of(out: Any) -> Iterator[Tensor]:
-    """The tensors that an op returned, in order."""
-    if isinstance(out, Tensor):
-        yield out
-    elif isinstance(out, (list, tuple)):
-        for item in out:
-            if isinstance(item, Tensor):
-                yield item
+    """Yield the tensors that an op returned, in order."""
+    return tensors_in((out,), {})
 
 
 def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a call does, without its numbers: op, types, shapes and strides. Equal ones do the same work."""
+    """Return op, types, shapes and strides of a call. Calls with equal signatures do the same work."""
 
     def describe(arg: Any) -> Any:
         if isinstance(arg, Tensor):
@@ -53,7 +48,7 @@ def signature_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating-point operations of a call as torch's own counter counts; 0 where there is no formula."""
+    """Return the floating-point operations of a call, as torch counts them; 0 without a formula."""
     packet = getattr(op, "_overloadpacket", None)
     if packet is torch.ops.aten._grouped_mm:  # torch has no formula for it
         a, b = args[0], args[1]

@@ -1,8 +1,8 @@
-"""One entry for each storage, for as long as the storage lives; views share it.
+"""Keep one entry for each storage for as long as the storage lives; views share it.
 
-torch keeps the Python object of a storage for as long as the storage itself, attributes included. So an
-entry is an attribute there, under the table's own name: it is found without a search, goes with the
-storage, and no address can come to mean another one.
+torch keeps the Python object of a storage, attributes included, for as long as the storage itself. So an
+entry is an attribute of that object, under a name of the table's own: it is found without a search, it is
+deleted with the storage, and it cannot be mistaken for that of another storage at the same address.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _STRIDED = torch.strided
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether `tensor` is a plain window on one storage, so that storage and recipe say all about it.
+    """Return True if `tensor` is a plain window on one storage.
 
-    Not so: sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, the
-    zeros that forward-mode AD makes without any memory, and the fake tensors with which torch traces: their
-    storages have no address.
+    False for sparse and mkldnn layouts, nested and quantized tensors, subclasses that wrap other tensors, the
+    zeros that forward-mode AD makes without any memory, and fake tensors, whose storages have no address.
     """
     kind = type(tensor)
     if kind is not Tensor and kind is not Parameter and (kind is FakeTensor or is_wrapper(tensor)):
@@ -37,7 +36,7 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def has_storage_or_fake(tensor: Tensor) -> bool:
-    """As `has_storage`, for a step on fake tensors: one has a storage of the right size like any other."""
+    """Return True as `has_storage` does, and for fake tensors too, whose storages have the right size."""
     if type(tensor) is FakeTensor:
         return _is_window(tensor)
     return has_storage(tensor)
@@ -53,12 +52,12 @@ def _is_window(tensor: Tensor) -> bool:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether `tensor` is a subclass with a dispatch of its own."""
+    """Return True if `tensor` is of a subclass with its own dispatch."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 class Window(NamedTuple):
-    """The bytes of its storage that a tensor shows."""
+    """The bytes of its storage that a tensor views."""
 
     offset: int  # of the first element, in bytes
     itemsize: int
@@ -75,9 +74,8 @@ def window_of(tensor: Tensor) -> Window:
 def disjoint(a: Window, b: Window) -> bool:
     """Return True if it is certain that no byte is in both windows of one storage.
 
-    Chunks of a tensor along any dimension are: modulo the stride of the next outer dimension, each covers an
-    interval, and the intervals do not meet. The stride may be that of any dimension; without one, the
-    windows lie one behind the other.
+    Chunks of a tensor along any dimension are disjoint: modulo the stride of the next outer dimension, each
+    covers an interval, and the intervals do not meet. Try the stride of each dimension, and no stride.
 
     >>> left, right = Window(0, 4, (8, 2), (4, 1)), Window(8, 4, (8, 2), (4, 1))
     >>> disjoint(left, right), disjoint(left, left)
@@ -93,16 +91,16 @@ def _steps(window: Window) -> Iterable[int]:
 
 
 def _apart(a: Window, b: Window, period: int) -> bool:
-    """Return True if the windows do not meet modulo `period`; 0: as they are."""
+    """Return True if the windows do not meet modulo `period`; 0 stands for no modulus."""
     first, second = _interval(a, period), _interval(b, period)
     if not period:
         return first[1] <= second[0] or second[1] <= first[0]
-    behind = (second[0] - first[0]) % period  # of `second`, seen from the beginning of `first`
-    return first[1] - first[0] <= behind and behind + second[1] - second[0] <= period
+    distance = (second[0] - first[0]) % period  # from the start of `first` to the start of `second`
+    return first[1] - first[0] <= distance and distance + second[1] - second[0] <= period
 
 
 def _interval(window: Window, period: int) -> tuple[int, int]:
-    """The bytes from the first to the last, those left out that repeat after `period`."""
+    """Return the bytes from the first to the last, without dimensions that repeat after `period`."""
     dimensions = zip(window.size, window.stride, strict=True)
     steps = [(n, s * window.itemsize) for n, s in dimensions if not period or s * window.itemsize % period]
     return window.offset, window.offset + sum((n - 1) * s for n, s in steps) + window.itemsize
@@ -110,80 +108,80 @@ def _interval(window: Window, period: int) -> tuple[int, int]:
 
 _names = (f"_autoac_{number}" for number in itertools.count())
 
-PRUNED_AT = 64  # notes of storages, before those that are gone are forgotten for the first time
+PRUNED_AT = 64  # references to storages, before dead ones are removed for the first time
 
 
 class StorageTable(Generic[T]):
-    """What is known of each storage, found by any tensor that shows it; forgotten when the storage goes.
+    """A table from storages to entries. Any view finds the entry, which is deleted with its storage.
 
     Attributes:
-        name: of the attribute of storages that holds their entry: `storage.__dict__.get(table.name)` is for
-            those who have no time for a call.
+        name: the attribute of storages that holds their entry, for code too hot for a call:
+            `storage.__dict__.get(table.name)`.
     """
 
-    __slots__ = ("__weakref__", "_noted", "_prune_at", "name")
+    __slots__ = ("__weakref__", "_prune_at", "_refs", "name")
 
     def __init__(self) -> None:
         self.name = next(_names)
-        self._noted: list[weakref.ref[torch.UntypedStorage]] = []
+        self._refs: list[weakref.ref[torch.UntypedStorage]] = []
         self._prune_at = PRUNED_AT
 
     def of(self, storage: torch.UntypedStorage) -> T | None:
-        """The entry of `storage`, or None."""
+        """Return the entry of `storage`, or None."""
         return storage.__dict__.get(self.name)
 
     def get(self, tensor: Tensor) -> T | None:
-        """The entry of `tensor`'s storage, or None."""
+        """Return the entry of `tensor`'s storage, or None."""
         return tensor.untyped_storage().__dict__.get(self.name)
 
     def set(self, tensor: Tensor, value: T) -> None:
-        """Make `value` the entry of `tensor`'s storage."""
+        """Set the entry of `tensor`'s storage."""
         self.put(tensor.untyped_storage(), value)
 
     def put(self, storage: torch.UntypedStorage, value: T) -> None:
-        """Make `value` the entry of `storage`."""
+        """Set the entry of `storage`."""
         entries: dict[str, Any] = storage.__dict__
         known = self.name in entries
         entries[self.name] = value
         if not known:
-            self._noted.append(weakref.ref(storage))
-            if len(self._noted) > self._prune_at:
+            self._refs.append(weakref.ref(storage))
+            if len(self._refs) > self._prune_at:
                 self._prune()
 
     def drop(self, tensor: Tensor) -> None:
-        """Forget `tensor`'s storage."""
+        """Delete the entry of `tensor`'s storage."""
         tensor.untyped_storage().__dict__.pop(self.name, None)
 
     def values(self) -> list[T]:
-        """The entries of the storages that are alive."""
+        """Return the entries of the storages that are alive."""
         self._prune()
         found = []
-        for ref in self._noted:
+        for ref in self._refs:
             storage = ref()
             if storage is not None:
                 found.append(storage.__dict__[self.name])
         return found
 
     def clear(self) -> None:
-        """Forget everything."""
-        noted, self._noted = self._noted, []
+        """Delete all entries."""
+        noted, self._refs = self._refs, []
         for ref in noted:
             storage = ref()
             if storage is not None:
                 storage.__dict__.pop(self.name, None)
 
     def __len__(self) -> int:
-        """About how many storages have an entry: never less, up to `PRUNED_AT` or twice as many."""
-        return len(self._noted)
+        """Return an upper bound of the number of entries: at most twice as many, or `PRUNED_AT`."""
+        return len(self._refs)
 
     def _prune(self) -> None:
-        kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        for ref in self._noted:
+        alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for ref in self._refs:
             storage = ref()
             if storage is not None and self.name in storage.__dict__:
-                kept[id(ref)] = ref  # noted twice if it was dropped between: a storage has one such reference
-        self._noted = list(kept.values())
-        self._prune_at = max(PRUNED_AT, 2 * len(kept))
+                alive[id(ref)] = ref  # by id: listed twice if its entry was deleted in between
+        self._refs = list(alive.values())
+        self._prune_at = max(PRUNED_AT, 2 * len(alive))
 
     def __del__(self) -> None:
         self.clear()

@@ -1,24 +1,24 @@
-"""torch.profiler over a with-block, and what it recorded: allocations, marks, and which ops ran.
+"""Run torch.profiler over a with-block and read its trace: allocations, marks, and the ops that ran.
 
-PyTorch's profiler reports each allocation and free of its CPU and CUDA allocators, those inside kernels
-included. A mark is a named range in the same record, so what happened between two marks is known
-exactly, without a clock of our own.
+PyTorch's profiler reports each allocation and free of its CPU and CUDA allocators, also inside kernels. A
+mark is a named range in the same trace, so the allocations between two marks are known exactly, without a
+clock.
 
-NOTE [ Ops are left out of the record ]
-Unless somebody asks which ops ran, the profiler is told to record the scope of marks alone, which
-torch.profiler has no argument for. An op's entry holds its name for as long as the record is open, in a few
-bytes of the C library's heap, and those come to lie in the gaps that aligned allocations leave beside
-tensors. glibc before 2.39 then finds no room in what a tensor gave back for another of its size
-(sourceware.org, bug 30723) and lets the heap grow, far beyond what the step holds, and the kernel empties all
-these pages. The record is shorter, too.
+NOTE [ Ops are left out of the trace ]
+Unless the caller asks for ops, the profiler records the scope of marks alone, for which torch.profiler has
+no argument. The entry of an op holds its name for as long as the trace is open, in a few bytes of the C
+library's heap, and these come to lie in the gaps that aligned allocations leave next to tensors. glibc
+before 2.39 then cannot reuse the memory of a freed tensor for another one of its size (sourceware.org, bug
+30723). The heap grows far beyond what the step holds, and the kernel clears all these pages. The trace is
+shorter, too.
 
 NOTE [ Allocations of other devices need a range around them ]
-torch.profiler lists events twice: in a tree, with addresses, and flat, without. In the tree an event of the
-CPU's allocator may stand alone. An event of another device's allocator appears only inside a recorded range
-of its thread, and is dropped elsewhere. So for such a device one range stays open from the beginning to the
-end, which covers this thread; and autograd's nodes are recorded, which covers the thread that runs backward
-on that device. Code that allocates on further threads (a TorchScript `fork`) is still dropped. The flat list
-has these events too, so `check_complete` compares the two. (`materializeOpEvents` in profiler_kineto.cpp.)
+torch.profiler lists events twice: in a tree, with addresses, and flat, without. In the tree, an event of
+the CPU's allocator may stand alone, but an event of another device's allocator appears only inside a
+recorded range of its thread. So for such a device one range stays open from beginning to end, for this
+thread, and autograd's nodes are recorded, for the thread that runs backward. Events of further threads (a
+TorchScript `fork`) are dropped from the tree, but not from the flat list, so `check_complete` compares the
+two. (`materializeOpEvents` in profiler_kineto.cpp.)
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _NO_KINETO_BANNER = "6"  # kineto writes a line at start and stop at every lower
 
 
 def profiler_is_running() -> bool:
-    """Whether torch.profiler runs on this thread, so that no record can be taken."""
+    """Return True if torch.profiler runs on this thread, so that no trace can be taken."""
     return private.profiler_enabled()
 
 
 @dataclass(frozen=True, slots=True)
 class AllocationEvent:
-    """The allocator gave out memory or took it back. Times are on the profiler's clock."""
+    """An allocation or a free. Times are on the profiler's clock."""
 
     time_ns: int
     address: int
@@ -60,7 +60,7 @@ class AllocationEvent:
 
 @dataclass(frozen=True, slots=True)
 class MarkEvent:
-    """A mark was placed."""
+    """A mark."""
 
     time_ns: int
     name: str
@@ -68,10 +68,10 @@ class MarkEvent:
 
 @dataclass(frozen=True, slots=True)
 class OpEvent:
-    """An op, or a node of autograd from its first unpack until its function returned."""
+    """The run of an op; or of a node of autograd, from its first unpack until its function returned."""
 
     time_ns: int
-    ended_ns: int
+    end_ns: int
     name: str  # "aten::mm"; of a node "MmBackward0"
     node: bool
 
@@ -80,12 +80,12 @@ TraceEvent = AllocationEvent | MarkEvent | OpEvent
 
 
 class TorchTrace:
-    """Use as a context manager; `mark()` inside it, `events()` after it.
+    """Trace a with-block. Call `mark()` inside it, and `events()` after it.
 
     Args:
-        device: whose allocator is recorded; None: every device's. The CPU's is always in the record.
-        ops: names of ops, `aten::mm`, whose runs `events` is to tell, and those of all nodes of autograd
-            with them. By default neither is recorded (NOTE [ Ops are left out of the record ]).
+        device: the device whose allocator is traced; None: every device. The CPU's allocator always is.
+        ops: names of ops, such as `aten::mm`, whose runs are traced, and with them the runs of all nodes of
+            autograd. By default neither is (NOTE [ Ops are left out of the trace ]).
 
     Raises:
         ProfilerBusy: another torch profiler is running on this thread.
@@ -95,7 +95,7 @@ class TorchTrace:
         self._ranged = device is None or device.type != "cpu"
         self._range: Any = None  # open on this thread; NOTE [ Allocations of other devices need a range ... ]
         self._ops = frozenset(ops)
-        # Without CUDA's own activities: the host's allocator reports, and no kernel needs to be traced.
+        # Without CUDA's activities: the allocator reports on the host, and no kernel needs to be traced.
         self._settings = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
         self._results: Any = None
 
@@ -127,20 +127,20 @@ class TorchTrace:
         self._results = private.disable_profiler()
 
     def mark(self, name: str = "") -> None:
-        """Name this moment."""
+        """Place a mark."""
         with _unseen():
             private.end_range(private.begin_range(_MARK + name, None))
 
     def check_complete(self, where: str) -> None:
-        """Compare the allocations of `events`, but the CPU's, with torch.profiler's flat list of events.
+        """Compare the allocations of `events`, without the CPU's, with torch.profiler's flat list of events.
 
         See NOTE [ Allocations of other devices need a range around them ].
 
         Args:
-            where: what was recorded, for the error.
+            where: names the traced code in the error.
 
         Raises:
-            CannotProfile: `events` lacks some.
+            CannotProfile: `events` lacks some of them.
         """
         if not self._ranged:
             return
@@ -160,7 +160,7 @@ class TorchTrace:
             )
 
     def events(self) -> Iterator[TraceEvent]:
-        """What was recorded, in order of time. Of an op that runs inside another only the outer one."""
+        """Yield the events in order of time. Of nested ops, only the outer one."""
         ops = self._ops
         for event, inside in sorted(self._walk(), key=lambda found: int(found[0].start_time_ns)):
             time_ns = int(event.start_time_ns)
@@ -173,10 +173,10 @@ class TorchTrace:
                 if name in ops:
                     yield OpEvent(time_ns, int(event.end_time_ns), name, node=False)
                 elif name.startswith(_NODE):
-                    yield OpEvent(time_ns, _returned_ns(event), name.removeprefix(_NODE), node=True)
+                    yield OpEvent(time_ns, _function_end_ns(event), name.removeprefix(_NODE), node=True)
 
     def _walk(self) -> Iterator[tuple[Any, bool]]:
-        """Every event of the tree, and whether it lies inside one of the ops that were asked for."""
+        """Yield every event of the tree, and True if it lies inside an op that is traced."""
         ops = self._ops
         stack = [(event, False) for event in reversed(self._results.experimental_event_tree())]
         while stack:
@@ -195,7 +195,7 @@ def _unseen() -> Iterator[None]:
     del unseen
 
 
-def _returned_ns(node: Any) -> int:
-    """When a node's own function returned; then autograd checks and accumulates what it gave out."""
+def _function_end_ns(node: Any) -> int:
+    """Return when a node's own function returned. Autograd then checks and accumulates its gradients."""
     name = node.name.removeprefix(_NODE)
     return int(next((child for child in node.children if child.name == name), node).end_time_ns)

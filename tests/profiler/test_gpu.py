@@ -28,6 +28,6 @@ def test_a_call_in_backward_is_made_once_by_the_engine() -> None:
 def test_recurrent_layers_of_a_gpu_are_never_run_again(name: str) -> None:
     """Their dropout draws from a buffer of cuDNN's that each call moves on: a second call draws otherwise."""
     facts = facts_of(getattr(torch.ops.aten, name).default)
-    assert facts.kept
+    assert facts.never_recomputed
     assert facts.must_save == "it draws from a state that its library keeps"
     assert facts.draws((), {}), "torch's generator too, for what it says of itself"
