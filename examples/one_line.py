@@ -1,8 +1,8 @@
-"""The whole product in one line: a training step that fits in a memory budget.
+"""Fit a training step into a memory budget with one line.
 
     python examples/one_line.py
 
-Trains a small transformer for a few steps, first as it is, then with its memory budget cut.
+Train a small transformer for a few steps: first plain, then with a budget of 60 % of the plain peak.
 """
 
 import torch
@@ -34,7 +34,7 @@ class SmallTransformer(nn.Module):
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """An ordinary training loop."""
+    """Run an ordinary training loop."""
     for _ in range(steps):
         loss = model(torch.randint(512, (8, 128)))
         loss.backward()
@@ -44,7 +44,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 def main() -> None:
     torch.manual_seed(0)
-    with AllocatorTimeline() as timeline:  # PyTorch's own report of its allocator
+    with AllocatorTimeline() as timeline:  # reads PyTorch's allocator
         model = SmallTransformer()
         optimizer = torch.optim.AdamW(model.parameters())
         train(model, optimizer, steps=2)

@@ -1,9 +1,9 @@
-"""The same one line, planned by a service: `autoac serve` in a process of its own.
+"""Plan with a service, `autoac serve` in another process, through the same one line.
 
-    python examples/with_service.py http://127.0.0.1:8421    # the address of one that runs
+    python examples/with_service.py http://127.0.0.1:8421    # a running service
     python examples/with_service.py                          # starts one on a free port, and stops it
 
-Trains a small model whose policy comes from the service.
+Train a small model whose policy comes from the service.
 """
 
 import re
@@ -20,7 +20,7 @@ import ac_client
 
 @contextmanager
 def service() -> Iterator[str]:
-    """The address of a planning service that runs for as long as the block does."""
+    """Start a planning service for the block; yield its address."""
     server = subprocess.Popen(
         [sys.executable, "-m", "ac_client.cli.main", "serve", "--port", "0"],
         stdout=subprocess.DEVNULL,
@@ -29,13 +29,13 @@ def service() -> Iterator[str]:
     )
     try:
         assert server.stderr is not None
-        said = []
+        output = []
         for line in server.stderr:
-            said.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                yield found.group()
+            output.append(line)
+            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+                yield match.group()
                 return
-        raise RuntimeError("the service did not start:\n" + "".join(said))
+        raise RuntimeError("the service did not start:\n" + "".join(output))
     finally:
         server.terminate()
         server.communicate()

@@ -1,4 +1,4 @@
-"""A loop under accelerate and a memory budget: prepare first, then plan.
+"""Run a loop under accelerate and a memory budget: prepare first, then plan.
 
 accelerate launch examples/loops/with_accelerate.py
 """
@@ -19,15 +19,15 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(TensorDataset(torch.randn(2148, 128)), batch_size=512)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    with planned(accelerator, model, budget_gb=0.004, optimizer=optimizer) as at:
+    with planned(accelerator, model, budget_gb=0.004, optimizer=optimizer) as plan:
         for step, (x,) in enumerate(loader):
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), x)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            accelerator.log(at.report().metrics(), step=step)  # to the trackers, if there are any
-    accelerator.print(at.report())
+            accelerator.log(plan.report().metrics(), step=step)  # to the trackers, if there are any
+    accelerator.print(plan.report())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lightning's Trainer under a memory budget: one callback. The loss is part of the plan.
+"""Run Lightning's Trainer under a memory budget with one callback. The plan includes the loss.
 
 python examples/loops/with_lightning.py
 """
@@ -12,7 +12,7 @@ from ac_client.integrations.lightning import AutoACCallback
 
 
 class AutoEncoder(lp.LightningModule):
-    """Linear layers with dropout that are to give back what they are given."""
+    """Linear layers with dropout that learn to reproduce their input."""
 
     def __init__(self) -> None:
         super().__init__()

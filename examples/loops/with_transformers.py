@@ -1,4 +1,4 @@
-"""transformers' Trainer under a memory budget: one callback. Trains a tiny GPT-2 on random tokens.
+"""Run transformers' Trainer under a memory budget with one callback: a tiny GPT-2 on random tokens.
 
 python examples/loops/with_transformers.py
 """

@@ -2,7 +2,7 @@
 
     autoac regenerate --config examples/regenerate/autoac.toml --check
 
-Neither needs a GPU: their policies are planned for one by its datasheet, and nothing is allocated.
+Neither needs a GPU: their policies are planned by the datasheet of one, and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and with dropout."""
+    """Attention and a feed-forward layer, each after a norm and with dropout."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class Decoder(nn.Module):
 
 
 def decoder() -> dict[str, object]:
-    """A decoder in bfloat16 with AdamW. autoac.toml gives its batch and asks for the meta device."""
+    """Build a decoder in bfloat16 with AdamW. autoac.toml has its batch and asks for the meta device."""
     model = Decoder(vocabulary=8192, width=1024, layers=8, heads=16).to(torch.bfloat16)
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
 def convnet() -> tuple[nn.Module, tuple[Tensor], dict[str, Tensor], Callable[[Tensor], Tensor]]:
-    """A convolutional network with its own batch and loss."""
+    """Build a convolutional network with its own batch and loss."""
     channels = (3, 64, 128, 256)
     stages = [
         nn.Sequential(

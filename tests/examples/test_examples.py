@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them."""
+"""Run each example as a reader would."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
-def test_the_example_runs_and_reports(name):
+def test_example_runs_and_reports(name):
     done = subprocess.run(
         [sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=300, check=False
     )
