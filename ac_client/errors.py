@@ -9,8 +9,8 @@
     RankFailed (RuntimeError)  another rank could not be profiled or planned
     CommandError               a command of `autoac` cannot go on
 
-Further: InvalidBudget and InfeasibleBudget of the planner, PolicyConflict of policies.py, LeftThePath of
-cursor.py (strict mode), StaleError of nodes.py.
+Further: InvalidBudget and InfeasibleBudget of the planner, PolicyConflict of
+runtime/nested_policies.py, LeftThePath of runtime/cursor.py, StaleError of runtime/write_guard.py.
 """
 
 from __future__ import annotations

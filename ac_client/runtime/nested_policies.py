@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -21,6 +21,8 @@ from autoac.planner.formats.profile import DECIDES
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.private import OpOverload, OpOverloadPacket
 
+Args = Sequence[Any]
+Kwargs = dict[str, Any]
 PolicyCallable = Callable[..., CheckpointPolicy | bool]
 
 MUSTS = frozenset({CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE})
@@ -61,21 +63,8 @@ class PolicyConflict(RuntimeError):
         )
 
 
-class OpPolicy(Protocol):
-    """A policy on the stack."""
-
-    @property
-    def description(self) -> str:
-        """Describe the policy in error messages."""
-
-    @property
-    def needs_output(self) -> bool:
-        """Return True if `decide` must see the output of the op."""
-
-    def decide(
-        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> CheckpointPolicy | None:
-        """Return the decision for this call of `op`, or None to leave it to the other policies."""
+# Each policy below has a `description` for error messages; `needs_output`, True if `decide` must see the
+# output of the op; and `decide`, which returns the decision for one call of an op, or None to abstain.
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +75,7 @@ class ConstantPolicy:
     description: str
     needs_output = False
 
-    def decide(
-        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> CheckpointPolicy:
+    def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
         return self.decision
 
 
@@ -103,9 +90,7 @@ class OpListPolicy:
     def description(self) -> str:
         return f"a list of {len(self.ops)} ops to save"
 
-    def decide(
-        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> CheckpointPolicy:
+    def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
         listed = op in self.ops or getattr(op, "overloadpacket", None) in self.ops
         return CheckpointPolicy.MUST_SAVE if listed else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -121,9 +106,7 @@ class FunctionPolicy:
     def description(self) -> str:
         return _describe(self.function)
 
-    def decide(
-        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> CheckpointPolicy:
+    def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
         passed = {name: value for name, value in kwargs.items() if name != "out"}  # the same tensor as `out`
         return parse_decision(self.function(_CONTEXT, out, op, *args, **passed), self.description, op)
 
@@ -139,9 +122,7 @@ class TorchFunctionPolicy:
     def description(self) -> str:
         return _describe(self.function)
 
-    def decide(
-        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
-    ) -> CheckpointPolicy:
+    def decide(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any) -> CheckpointPolicy:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
         return parse_decision(self.function(context, op, *args, **kwargs), self.description, op)
 
@@ -180,12 +161,15 @@ class PlannedPolicy:
         return "the plan"
 
     def decide(
-        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], out: Any
+        self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any
     ) -> CheckpointPolicy | None:
         decision = self.cursor.next_decision(facts.name)
         if decision is None:
             return None
         return CheckpointPolicy.PREFER_SAVE if decision == "save" else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+OpPolicy = ConstantPolicy | OpListPolicy | FunctionPolicy | TorchFunctionPolicy | PlannedPolicy
 
 
 def parse_policy(policy: Any) -> OpPolicy:
@@ -200,7 +184,7 @@ def parse_policy(policy: Any) -> OpPolicy:
     """
     if isinstance(policy, Cursor):
         return PlannedPolicy(policy)
-    if isinstance(policy, (ConstantPolicy, OpListPolicy, FunctionPolicy, TorchFunctionPolicy, PlannedPolicy)):
+    if isinstance(policy, OpPolicy):
         return policy
     if isinstance(policy, str):
         match policy:
@@ -296,9 +280,7 @@ class PolicyStack:
         if self._constant is CheckpointPolicy.MUST_RECOMPUTE:
             self.forced_by = str(self.frames[0])
 
-    def saves(
-        self, op: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None, out: Any = None
-    ) -> bool:
+    def saves(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs | None, out: Any = None) -> bool:
         """Return True if the outputs of this call are saved.
 
         Raises:
@@ -306,10 +288,8 @@ class PolicyStack:
         """
         if self._cursor is not None:
             # A plan recomputes ops whose results decide only where the user lifted the default.
-            return self._cursor.next_decision(facts.name) != "recompute" or facts.must_save not in (
-                "",
-                DECIDES,
-            )
+            decision_of_plan = self._cursor.next_decision(facts.name)
+            return decision_of_plan != "recompute" or facts.must_save not in ("", DECIDES)
         decision = self._constant
         if decision is None:
             decision, decided_by = resolve(self.frames, op, facts, args, kwargs or {}, out)
@@ -320,12 +300,7 @@ class PolicyStack:
 
 
 def resolve(
-    frames: Sequence[PolicyFrame],
-    op: Any,
-    facts: OpFacts,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    out: Any,
+    frames: Sequence[PolicyFrame], op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any
 ) -> tuple[CheckpointPolicy, PolicyFrame | None]:
     """Return the decision of the whole stack for one call, and the policy that made it.
 
