@@ -109,11 +109,11 @@ def find_frontier(
             bound=bound_us,  # of a larger budget: less memory can do no better
         )
         stopped = search.run()
-        assert search.best is not None  # the smallest save set fits everywhere
+        assert search.best.save_set is not None  # the smallest save set fits everywhere
         plans.append(
-            plan_of(problem, observed, budget, search.best[1], search, stopped, constraints=constraints)
+            plan_of(problem, observed, budget, search.best.save_set, search, stopped, constraints=constraints)
         )
-        bound_us, moments = search.bound, search.moments
+        bound_us, moments = search.best.bound, search.moments
     if plans[-1].peak < smallest.found:
         smallest = replace(smallest, found=plans[-1].peak, save_set=plans[-1].save_set)
     return Frontier(_monotone(plans), smallest)

@@ -82,6 +82,6 @@ def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
 
 
 def _result(search: Search, stopped: Stopped) -> MinimumPeak:
-    assert search.best is not None
-    peak, save_set = search.best
-    return MinimumPeak(int(search.bound), int(peak), save_set, stopped)
+    best = search.best
+    assert best.save_set is not None
+    return MinimumPeak(int(best.bound), int(best.cost), best.save_set, stopped)

@@ -190,8 +190,8 @@ def _find_save_set(
     if stopped is Stopped.INFEASIBLE:
         evidence = search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK))
         raise infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
-    if search.best is not None:
-        return search.best[1], search, stopped
+    if search.best.save_set is not None:
+        return search.best.save_set, search, stopped
     smallest = search_peak_within(problem, allowance.with_work(FLOOR_WORK_LIMIT), budget)
     if smallest.proven > budget:
         raise infeasible(graph, budget, smallest)
@@ -227,7 +227,7 @@ def plan_of(
         peak_at=instant_name(graph, peak),
         ceiling=problem.ceiling,
         recompute_us=spent,
-        bound_us=min(search.bound, spent) if search else spent,
+        bound_us=min(search.best.bound, spent) if search else spent,
         stopped=stopped,
         rounds=search.rounds if search else 0,
         solver_s=search.allowance.solver_s if search else 0.0,

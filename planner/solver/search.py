@@ -30,11 +30,12 @@ from autoac.planner.solver.bounds import Bounds, bounds_of
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
 from autoac.planner.solver.heuristics import filled, greedy, simple_save_sets
 from autoac.planner.solver.highs import Outcome, Program, Stopped
+from autoac.planner.solver.incumbent import Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import BuiltProgram, assignment, build_program
 from autoac.planner.solver.recompute_windows import Windows, find_windows
 from autoac.planner.solver.repeated_blocks import RepeatedBlocks
-from autoac.planner.solver.time_limit import Allowance, relative_gap
+from autoac.planner.solver.time_limit import Allowance
 from autoac.planner.solver.variables import Options
 
 # Neighborhoods of the relaxation: which share of the slack a change may cost, and how many times the slack a
@@ -101,10 +102,7 @@ class Search:
     candidate is looked for by rounding; then with all columns fixed that are dear to change; and at last
     with only those fixed that no plan as good as asked for can change, which is a proof if there is none.
 
-    Costs are microseconds of recompute, or bytes of the peak if there is no budget.
-
     Source: docs/formulation.md, section 7.
-    Invariant: `bound` holds for every save set that fits; `best` fits, by the simulator.
     """
 
     def __init__(
@@ -131,16 +129,16 @@ class Search:
         """
         self.problem, self.graph, self.windows = problem, problem.graph, problem.windows
         self.budget, self.gap, self.options = budget, gap, problem.options
-        self.allowance, self.bound, self.rounds = allowance, bound, 0
+        self.allowance, self.rounds = allowance, 0
+        self.best = Incumbent(self.graph, budget, bound, allowance)
         self.enough: int | None = None  # a best cost of no more than this, or a bound above it, is an answer
-        self.best: tuple[float, SaveSet] | None = None  # the cost, and the save set that has it
         self.excluded: list[SaveSet] = []
         self._dearest_us = float(problem.arrays.cost_us.sum())  # what running everything again takes
         self._slack = 0.0  # cost above the bound that the next cutoff allows
         self._up_to_best = False  # the last cutoff was the best cost
         self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
         for save_set in start:
-            self._keep_if_better(save_set)
+            self.best.offer(save_set)
         self.moments = set(moments) or first_moments(self.windows, (self.graph.everything, self._likely()))
 
     def run(self, *, polish: bool = False) -> Stopped:
@@ -158,23 +156,21 @@ class Search:
     def _run_to_gap(self) -> Stopped:
         stopped = self._refine()
         if self.budget is not None and stopped is not Stopped.OPTIMAL:
-            if self.best is None or stopped is not Stopped.INFEASIBLE:
+            if self.best.save_set is None or stopped is not Stopped.INFEASIBLE:
                 self._fall_back()
             if self.is_good_enough:
                 stopped = Stopped.OPTIMAL
-        if stopped is Stopped.INFEASIBLE and self.best is not None:
-            self.bound = self.best[0]  # nothing is better
+        if stopped is Stopped.INFEASIBLE and self.best.save_set is not None:
+            self.best.bound = self.best.cost  # nothing is better
             return Stopped.OPTIMAL
         return stopped
 
     @property
     def is_good_enough(self) -> bool:
         """Return True if the best cost is proven to be within the gap, or `enough` is decided."""
-        if self.best is None:
-            return False
-        if self.enough is not None and (self.best[0] <= self.enough or self.bound > self.enough):
+        if self.enough is not None and (self.best.cost <= self.enough or self.best.bound > self.enough):
             return True
-        return relative_gap(self.best[0], self.bound) <= self.gap
+        return self.best.gap <= self.gap
 
     def _refine(self) -> Stopped:
         """Solve round after round, each with the rows that the last one lacked.
@@ -225,47 +221,45 @@ class Search:
         Only columns that a better plan can have elsewhere are left free (15). The effort is a count of
         nodes, so the same problem gives the same plan.
         """
-        if self.best is None:
-            return
-        if not self.allowance.over and relative_gap(self.best[0], self.bound) > POLISHED:
+        if not self.allowance.over and self.best.gap > POLISHED:
             self._polish_near_relaxation()
-        if relative_gap(self.best[0], self.bound) > 0:
-            self._keep_if_better(greedy(self.graph, self.best[0]))
+        if self.best.gap > 0:
+            self.best.offer(greedy(self.graph, self.best.cost))
 
     def _polish_near_relaxation(self) -> None:
-        assert self.best is not None
         built, relaxed = self._last
         if relaxed.values is None or _undecided(built, relaxed) > FEW_UNDECIDED:
             return
-        before = self.best[0]
+        before = self.best.cost
         for share in POLISH_SHARES:
             cutoff = before * (1 - POLISHED / 2) / built.cost_scale
             slack = cutoff - relaxed.bound
             if slack <= 0:
                 return
-            target = self.bound / (1 - POLISHED) / built.cost_scale
+            target = self.best.bound / (1 - POLISHED) / built.cost_scale
             outcome = self._solve_few_nodes(built, relaxed, cutoff, share * slack, target)
             if share == 1:
-                self._raise_bound(min(outcome.bound, cutoff) * built.cost_scale)
-            if self.best[0] < before:
+                self.best.raise_bound(min(outcome.bound, cutoff) * built.cost_scale)
+            if self.best.cost < before:
                 return
 
     def _fall_back(self) -> None:
         """Try the simple save sets, so that no plan is slower than what people do by hand; fill the best."""
         assert self.budget is not None
         for spent, save_set in self.problem.simple:
-            if self.best is not None and spent >= self.best[0]:
+            if spent >= self.best.cost:
                 break
             if fits(self.graph, save_set, self.budget):
-                self._keep(spent, save_set)
+                self.best.take(spent, save_set)
                 break
-        if self.best is not None and not (self.is_good_enough or self.allowance.out_of_time):
-            self._keep_if_better(filled(self.graph, self.best[1], self.budget))
+        known = self.best.save_set
+        if known is not None and not (self.is_good_enough or self.allowance.out_of_time):
+            self.best.offer(filled(self.graph, known, self.budget))
 
     def _likely(self) -> SaveSet:
         """Return a save set with peaks where a plan is likely to have them: the second simple one."""
-        if self.best is not None:
-            return self.best[1]
+        if self.best.save_set is not None:
+            return self.best.save_set
         return next(islice(simple_save_sets(self.graph), 1, None), self.graph.everything)
 
     # Efforts of a round
@@ -277,8 +271,8 @@ class Search:
             self.problem.arrays, self.budget, self.moments, excluded=self.excluded, options=self.options
         )
         outcome = self.allowance.solve(built.program, built.cost_scale, relaxed=True)
-        self._raise_bound(outcome.bound * built.cost_scale)
-        self._slack = max(self._target - self.bound, 1e-4 * self._dearest_us)
+        self.best.raise_bound(outcome.bound * built.cost_scale)
+        self._slack = max(self._target - self.best.bound, 1e-4 * self._dearest_us)
         self._last = built, outcome
         return built, outcome
 
@@ -319,8 +313,7 @@ class Search:
         change may cost `share` of it, and the candidate may be `reach` times as far away.
         """
         if self.budget is None:
-            assert self.best is not None
-            cutoff = self.best[0] / built.cost_scale
+            cutoff = self.best.cost / built.cost_scale
             slack = max(cutoff - relaxed.bound, 0.0)
             target = relaxed.bound + slack / 4
         else:
@@ -335,11 +328,11 @@ class Search:
         The cutoff starts at what is asked for and moves away twice as far each time, up to the best; of the
         peak it is the best from the start.
         """
-        best = cutoff_cost = self.best[0] if self.best is not None else math.inf
-        if self.budget is not None and self.bound + self._slack < self._dearest_us:
-            cutoff_cost = min(self.bound + self._slack, best)
+        known, cutoff_cost = self.best.save_set, self.best.cost
+        if self.budget is not None and self.best.bound + self._slack < self._dearest_us:
+            cutoff_cost = min(self.best.bound + self._slack, cutoff_cost)
         self._slack *= 2
-        self._up_to_best = cutoff_cost >= best
+        self._up_to_best = cutoff_cost >= self.best.cost
         cutoff = cutoff_cost / built.cost_scale
         program = built.program
         if math.isfinite(cutoff):
@@ -351,9 +344,9 @@ class Search:
             built.cost_scale,
             gap=self.gap * SHARE,
             target=None if self.budget is None else self._target / built.cost_scale,
-            start=assignment(self.windows, built, self.best[1]) if self.best and self._up_to_best else None,
+            start=assignment(self.windows, built, known) if known is not None and self._up_to_best else None,
         )
-        self._raise_bound(min(outcome.bound * built.cost_scale, cutoff_cost))
+        self.best.raise_bound(min(outcome.bound * built.cost_scale, cutoff_cost))
         self._consider(built, outcome)
         return outcome
 
@@ -371,17 +364,9 @@ class Search:
     @property
     def _target(self) -> float:
         """Return the cost up to which a plan is proven to be good enough."""
-        return self.bound / max(1 - self.gap * SHARE, 0.01)
+        return self.best.bound / max(1 - self.gap * SHARE, 0.01)
 
     # Bounds and candidates
-
-    def _raise_bound(self, bound: float) -> None:
-        if math.isfinite(bound):
-            if self.budget is None:  # peaks are whole, and the best one is known to exist
-                assert self.best is not None
-                bound = min(math.ceil(bound * (1 - 1e-9)), self.best[0])
-            self.bound = max(self.bound, bound)
-        self.allowance.report(self.best[0] if self.best else None, self.bound)
 
     def _consider(self, built: BuiltProgram, outcome: Outcome) -> None:
         """Simulate the save set of an assignment: keep it if it is better, and note where it is too large.
@@ -396,18 +381,18 @@ class Search:
         tidy = without_cost_free_recomputes(self.graph, found)
         tidy_peak = peak_bytes(self.graph, tidy)
         if self.budget is not None and tidy_peak <= self.budget:
-            self._keep(recompute_us(self.graph, tidy), tidy)
+            self.best.take(recompute_us(self.graph, tidy), tidy)
             return
         timeline = simulate(self.graph, found)  # seldom less than with what nothing needs saved as well
         peak = timeline.peak.live_bytes
         if self.budget is None:
-            self._keep(tidy_peak, tidy)
-            self._keep(peak, found)
+            self.best.take(tidy_peak, tidy)
+            self.best.take(peak, found)
             limit = math.ceil((outcome.objective or 0.0) * built.cost_scale)
             over = moments_over_budget(self.windows, limit, found, timeline, self.problem.blocks)
             self._missing = [moment for moment in over if moment not in self.moments] or None
         elif peak <= self.budget:
-            self._keep(recompute_us(self.graph, found), found)
+            self.best.take(recompute_us(self.graph, found), found)
         else:
             blocks = self.problem.blocks
             self._missing = moments_over_budget(self.windows, self.budget, found, timeline, blocks)
@@ -417,21 +402,7 @@ class Search:
         if self.budget is not None and self._missing is not None and outcome.values is not None:
             # Without what it saves only in part: takes less memory, and in a large model hardly more time.
             whole = built.save_set(np.floor(outcome.values + UNDECIDED))
-            self._keep_if_better(without_cost_free_recomputes(self.graph, whole))
-
-    def _keep_if_better(self, save_set: SaveSet) -> None:
-        """Make `save_set` the best if it fits and costs less than the best so far."""
-        if self.budget is None:
-            self._keep(peak_bytes(self.graph, save_set), save_set)
-            return
-        spent = recompute_us(self.graph, save_set)
-        if (self.best is None or spent < self.best[0]) and fits(self.graph, save_set, self.budget):
-            self._keep(spent, save_set)
-
-    def _keep(self, cost: float, save_set: SaveSet) -> None:
-        if self.best is None or cost < self.best[0]:
-            self.best = cost, save_set
-        self.allowance.reserved_s = 0.0  # no other search is needed to find a first one
+            self.best.offer(without_cost_free_recomputes(self.graph, whole))
 
     def _add_missing_moments(self) -> bool:
         """Add the moments at which the last candidate is too large; return True if any of them is new."""

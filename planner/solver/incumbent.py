@@ -1,0 +1,53 @@
+"""Keep the best save set of a search, and the bound that is proven for all."""
+
+from __future__ import annotations
+
+import math
+
+from autoac.planner.memory.schedule import recompute_us
+from autoac.planner.memory.simulate import fits, peak_bytes
+from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.solver.time_limit import Allowance, relative_gap
+
+
+class Incumbent:
+    """The best save set so far, and the proven bound of the cost.
+
+    The cost is the recompute time in microseconds, or the peak in bytes if there is no budget.
+
+    Invariant: `bound` holds for every save set that fits; `save_set` fits, by the simulator.
+    """
+
+    def __init__(self, graph: Graph, budget: int | None, bound: float, allowance: Allowance) -> None:
+        self.cost = math.inf
+        self.save_set: SaveSet | None = None
+        self.bound = bound
+        self._graph, self._budget, self._allowance = graph, budget, allowance
+
+    @property
+    def gap(self) -> float:
+        """Return the share of the cost that is not proven to be necessary; infinite without a save set."""
+        return math.inf if self.save_set is None else relative_gap(self.cost, self.bound)
+
+    def offer(self, save_set: SaveSet) -> None:
+        """Take `save_set` if it fits and costs less."""
+        if self._budget is None:
+            self.take(peak_bytes(self._graph, save_set), save_set)
+            return
+        spent = recompute_us(self._graph, save_set)
+        if spent < self.cost and fits(self._graph, save_set, self._budget):
+            self.take(spent, save_set)
+
+    def take(self, cost: float, save_set: SaveSet) -> None:
+        """Take `save_set`, which fits, if its `cost` is less."""
+        if cost < self.cost:
+            self.cost, self.save_set = cost, save_set
+        self._allowance.reserved_s = 0.0  # no other search is needed to find a first one
+
+    def raise_bound(self, bound: float) -> None:
+        """Raise the proven bound to `bound`, if it is larger and finite, and report the progress."""
+        if math.isfinite(bound):
+            if self._budget is None:  # peaks are whole numbers
+                bound = min(math.ceil(bound * (1 - 1e-9)), self.cost)
+            self.bound = max(self.bound, bound)
+        self._allowance.report(None if self.save_set is None else self.cost, self.bound)
