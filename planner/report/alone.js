@@ -1,4 +1,4 @@
-/* timeline.html as a file of its own: its data is inside it. */
+/* Draw timeline.html from the data inside the file. */
 "use strict";
 
 parts.themeButton(document.querySelector('[data-part="theme"]'));

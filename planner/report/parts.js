@@ -1,5 +1,5 @@
-/* What the scripts of several pages share: elements, units, names of layers, the theme. No data becomes markup:
-   text goes in as textContent. */
+/* Helpers for the scripts of several pages: elements, units, names of layers, the theme. Text is only ever
+   textContent, so no data becomes markup. */
 "use strict";
 
 const parts = (() => {
@@ -43,7 +43,7 @@ const parts = (() => {
     td.append(content);
     return td;
   }
-  /* Text of any length: as wide as it needs to be up to a limit, never a letter to a line. */
+  /* Text of any length: as wide as needed up to a limit, and never one letter per line. */
   function wrapped(...content) {
     const span = make("span", undefined, "cell");
     span.append(...content);
@@ -79,7 +79,7 @@ const parts = (() => {
   /* ---- dark and light ---- */
   const page = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)");
   const color = name => getComputedStyle(page).getPropertyValue("--" + name).trim();
-  /* The button changes the theme; `keep` is told which it is now. */
+  /* Let the button change the theme, and call `keep` with the new one. */
   function themeButton(button, keep) {
     button.onclick = () => {
       page.dataset.theme = (page.dataset.theme ? page.dataset.theme === "dark" : dark.matches) ? "light" : "dark";

@@ -1,5 +1,5 @@
-/* Draws autoac.planner.picture.Picture: timeline(root, picture). `root` holds the elements of timeline.parts.html.
-   Names come from models and files, so nothing here makes markup of a string: textContent only. */
+/* Draw autoac.planner.report.timeline.Picture: timeline(root, picture). `root` holds the elements of
+   timeline.parts.html. Names come from models and files, so strings are only ever textContent, never markup. */
 "use strict";
 
 function timeline(root, picture) {
@@ -183,7 +183,7 @@ function timeline(root, picture) {
     ctx.restore();
   }
 
-  /* Each line's peak, named beside the plot at its height; the budget too. */
+  /* Label each line's peak at its height, next to the plot; the budget too. */
   function labels(u) {
     const {ctx, bbox} = u, r = devicePixelRatio;
     const right = bbox.left + bbox.width;
@@ -260,7 +260,7 @@ function timeline(root, picture) {
     place();
   }
 
-  /* The cursor is followed once a frame; a click does not wait for the frame, and leaving the plot calls it off. */
+  /* Follow the cursor once a frame. A click takes effect at once, and leaving the plot cancels the frame. */
   let wanted = null;
   function settle() {
     if (wanted === null) return;
@@ -413,8 +413,8 @@ function timeline(root, picture) {
       name.type = "button";
       name.setAttribute("aria-expanded", "false");
       const inner = layer.modules.map(one => {
-        const told = [one.keeps.length ? `keeps ${one.keeps.join(", ")}` : "", one.recomputes.length ? `recomputes ${one.recomputes.join(", ")}` : ""].filter(Boolean).join("; ");
-        const tr = row("inner", moduleName(one.name), wide(told), size(Math.round(one.kept_bytes / n)), size(Math.round(one.recomputed_bytes / n)), time(one.recompute_us / n));
+        const decisions = [one.keeps.length ? `keeps ${one.keeps.join(", ")}` : "", one.recomputes.length ? `recomputes ${one.recomputes.join(", ")}` : ""].filter(Boolean).join("; ");
+        const tr = row("inner", moduleName(one.name), wide(decisions), size(Math.round(one.kept_bytes / n)), size(Math.round(one.recomputed_bytes / n)), time(one.recompute_us / n));
         tr.hidden = true;
         return tr;
       });
@@ -429,7 +429,7 @@ function timeline(root, picture) {
     const sum = key => picture.layers.reduce((total, layer) => total + layer[key], 0);
     rows.push(row("sum", "all", "", size(sum("kept_bytes")), size(sum("recomputed_bytes")), time(sum("recompute_us"))));
     headed(part("layers"), ["layer", "", "kept", "recomputed", "in"], rows);
-    keys(part("layers-keys"), [["saved", "kept until backward"], ["again", "made again in backward"]]);
+    keys(part("layers-keys"), [["saved", "kept until backward"], ["again", "recomputed in backward"]]);
   }
   const phaseOf = kind => kind === FORWARD ? 0 : kind <= BACKWARD ? 1 : 2;
   function byPhase(track, bytes) {
@@ -449,7 +449,7 @@ function timeline(root, picture) {
     }
     if (measured) {
       const a = byPhase(plan, plan.live_bytes), b = byPhase(plan, measured.most_bytes);
-      rows.splice(2, 0, row("", "measured beside predicted", percent(measured.peak_bytes / lines[0].peak - 1),
+      rows.splice(2, 0, row("", "measured compared with predicted", percent(measured.peak_bytes / lines[0].peak - 1),
         ...a.map((bytes, i) => bytes && b[i] ? percent(b[i] / bytes - 1) : ""), "", "", wide("")));
     }
     headed(part("peaks"), ["", "peak", "in forward", "in backward", "optimizer step", "recompute", "forward and backward", "the peak is at"], rows);
@@ -473,7 +473,7 @@ function timeline(root, picture) {
     const plain = tracks.find(track => track.id === "plain");
     const facts = [["Budget", size(picture.budget_bytes), picture.headroom_bytes ? `${size(picture.headroom_bytes)} of it left free` : ""],
       ["Predicted peak", size(lines[0].peak), `${(100 * lines[0].peak / picture.budget_bytes).toFixed(1)} % of the budget`]];
-    if (measured) facts.push(["Measured peak", size(measured.peak_bytes), `${percent(measured.peak_bytes / lines[0].peak - 1)} beside predicted`]);
+    if (measured) facts.push(["Measured peak", size(measured.peak_bytes), `${percent(measured.peak_bytes / lines[0].peak - 1)} compared with predicted`]);
     if (plain) facts.push(["Nothing recomputed", size(plain.live_bytes[plain.peak]), `${size(plain.live_bytes[plain.peak] - lines[0].peak)} more`]);
     facts.push(["Recompute", time(plan.recompute_us), picture.step_us ? `${(100 * plan.recompute_us / picture.step_us).toFixed(1)} % of ${time(picture.step_us)}` : ""]);
     facts.push(["Proven gap", `${(100 * picture.gap).toFixed(1)} %`, "of the recompute time to the best"]);
@@ -483,9 +483,9 @@ function timeline(root, picture) {
       div.append(make("dt", name), dd);
       return div;
     }));
-    const about = ["Predicted times are those of the profile, which has none of the optimizer."];
-    if (measured) about.push(`Measured is every allocation and free that PyTorch's own profiler reported of the allocator; that slows a step, so the line is drawn on the predicted clock, fixed at ${measured.matched} of ${measured.of} events that were seen in both. In the readout and the tables it is the most that was live during an event.`);
-    if (picture.corrected_by_bytes) about.push(`The plan was made for ${size(Math.abs(picture.corrected_by_bytes))} ${picture.corrected_by_bytes > 0 ? "less" : "more"} than the budget, after an earlier step had been measured; the predicted line is what was simulated, without that.`);
+    const about = ["Predicted times come from the profile, which has no time for the optimizer step."];
+    if (measured) about.push(`The measured line has every allocation and free of the allocator that PyTorch's own profiler reported. The profiler slows a step, so the line is drawn in predicted time, aligned at ${measured.matched} of ${measured.of} events that were seen in both. In the readout and the tables it is the most that was live during an event.`);
+    if (picture.corrected_by_bytes) about.push(`The plan was made for ${size(Math.abs(picture.corrected_by_bytes))} ${picture.corrected_by_bytes > 0 ? "less" : "more"} than the budget, because an earlier step was measured; the predicted line is simulated without this correction.`);
     part("about").textContent = [...about, ...picture.notes].join(" ");
   }
 

@@ -269,17 +269,17 @@ def _most_at(timeline: Timeline, moment: int) -> int:
 def why_in_words(answer: Why) -> str:
     """Write the answer as text."""
     if answer.fate is Decision.UNUSED:
-        return f"{answer.key} is neither kept nor run again: nothing in backward asks for it."
+        return f"{answer.key} is neither saved nor recomputed: backward does not need it."
     kept = answer.fate is Decision.SAVED
-    lines = [f"{answer.key} is {'kept' if kept else 'dropped and run again in backward'}."]
+    lines = [f"{answer.key} is {'saved' if kept else 'recomputed in backward'}."]
     if answer.must_save and kept:
-        return f"{lines[0]} It must be: {answer.must_save}."
+        return f"{lines[0]} It must be saved: {answer.must_save}."
     if answer.must_recompute and not kept:
-        lines.append("That is what its pin asks for; the planner had no choice.")
+        lines.append("Its pin requires that; the planner had no choice.")
     spent = format_us(abs(answer.gain_us))
     sign = "less" if answer.gain_us >= 0 else "more"
     lines.append(
-        f"{'Dropping' if kept else 'Saving'} it would have backward recompute {spent} {sign}"
+        f"With it {'recomputed' if kept else 'saved'}, backward would recompute {spent} {sign}"
         f" ({format_us(answer.recompute_us)} in all)."
     )
     where = f"At the planned peak, {answer.planned_peak_at}"
@@ -287,7 +287,7 @@ def why_in_words(answer: Why) -> str:
     lines.append(
         f"{where}, {format_bytes(abs(change))} {'more' if change > 0 else 'less'} would be live."
         if change
-        else f"{where}, as much would be live as planned."
+        else f"{where}, the live bytes would not change."
     )
     over = answer.peak - answer.budget
     verdict = (
@@ -302,10 +302,10 @@ def why_in_words(answer: Why) -> str:
     if answer.forward_over:
         lines.append(f"Forward would exceed its own budget by {format_bytes(answer.forward_over)}.")
     if answer.follows and not kept:
-        lines.append(f"Where saving pays here, {answer.follows} is saved instead, which is never worse.")
+        lines.append(f"Saving {answer.follows} instead is never worse, so the planner considers only that.")
     if not kept and answer.fits and answer.gain_us > 0 and not answer.must_recompute:
         lines.append(
-            f"So it could be saved; the planner stopped within its gap of {answer.gap:.1%} of the best."
+            f"So it could be saved; the planner stopped within {answer.gap:.1%} of the best plan."
         )
     return "\n".join(lines)
 
@@ -313,9 +313,9 @@ def why_in_words(answer: Why) -> str:
 def more_in_words(answer: More) -> str:
     """Write the answer as text."""
     if answer.plan is None and answer.recompute_us == 0:
-        return "More memory buys nothing: nothing is recomputed."
+        return "More memory saves no time: nothing is recomputed."
     if answer.plan is None:
-        return "More memory buys nothing: what is recomputed is what must be."
+        return "More memory saves no time: only ops that must be recomputed are."
     lines = [
         f"{format_bytes(answer.larger - answer.budget)} more (a budget of {format_bytes(answer.larger)}"
         f"{', the ceiling' if answer.larger >= answer.ceiling else ''}) would save"

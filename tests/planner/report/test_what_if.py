@@ -93,7 +93,7 @@ def test_saving_the_dropped_op_of_the_greedy_trap_costs_its_bytes() -> None:
     assert answer.fate is Decision.RECOMPUTED
     assert (answer.peak, answer.gain_us, answer.fits) == (16, 3.0, False)
     text = why_in_words(answer)
-    assert "m/a#0 is dropped and run again in backward." in text
+    assert "m/a#0 is recomputed in backward." in text
     assert "recompute 3 us less (0 us in all)" in text
     assert "The peak would be 16 B (planned: 10 B)" in text
     assert "6 B over the budget of 10 B" in text
@@ -103,7 +103,7 @@ def test_dropping_a_saved_op_reports_freed_bytes_and_cost() -> None:
     made = plan(graphs.greedy_trap(), budget_bytes=16)
     answer = why(made, "b")
     assert (answer.fate, answer.gain_us, answer.at_peak_bytes) == (Decision.SAVED, -2.0, -5)
-    assert "Dropping it would have backward recompute 2 us more (2 us in all)." in why_in_words(answer)
+    assert "With it recomputed, backward would recompute 2 us more (2 us in all)." in why_in_words(answer)
 
 
 def test_op_that_must_be_saved_has_its_reason() -> None:
@@ -112,7 +112,7 @@ def test_op_that_must_be_saved_has_its_reason() -> None:
     tape.op("loss", [v], 0)
     tape.step("step", [tape.save(v)])
     made = plan(tape.profile(), budget_bytes=100)
-    assert why_in_words(why(made, "rand")) == "m/rand#0 is kept. It must be: random."
+    assert why_in_words(why(made, "rand")) == "m/rand#0 is saved. It must be saved: random."
 
 
 def test_follower_names_its_leader() -> None:
@@ -161,7 +161,7 @@ def test_more_memory_saves_nothing_if_nothing_is_recomputed() -> None:
     made = plan(chain(1, 8, 1), budget_bytes=100)
     assert more(made).plan is None
     assert marginal(made) is None
-    assert more_in_words(more(made)) == "More memory buys nothing: nothing is recomputed."
+    assert more_in_words(more(made)) == "More memory saves no time: nothing is recomputed."
     with pytest.raises(ValueError, match="positive"):
         more(made, 0)
 
@@ -213,7 +213,7 @@ def test_words_never_contradict_the_save_set() -> None:
     made = plan(graph, budget_bytes=(known.floor + known.ceiling) // 2)
     again = recomputed_by_backward(graph, with_forced_saves(graph, made.save_set))
     for op in graph.ops:
-        assert ("run again in backward." in why_in_words(why(made, op.name))) == again[op.id]
+        assert ("recomputed in backward." in why_in_words(why(made, op.name))) == again[op.id]
     assert simulate(graph, made.save_set).peak.live_bytes == made.peak
     assert recompute_us(graph, made.save_set) == made.recompute_us
 
