@@ -18,9 +18,11 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
 
-# Planner and service without torch, a database server or a browser: under a minute.
+# Planner and service without torch, PostgreSQL, browsers or started processes: under a minute.
+SLOW := tests/api/solving tests/api/deploy tests/api/cli tests/api/test_hostile.py \
+	tests/api/test_service_requests.py tests/api/test_stored_policies.py
 test-fast: $(READY)
-	$(BIN)/python -m pytest -n 2 tests/planner tests/api -m "not slow"
+	$(BIN)/python -m pytest -n 2 tests/planner tests/api -k "not postgresql and not browser" $(SLOW:%=--ignore=%)
 
 # The fuzzer on 3,000 programs and the op sweep on every sample: an hour or so.
 nightly: $(READY)

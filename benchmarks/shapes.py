@@ -1,8 +1,8 @@
-"""What choosing a policy by the shape of the batch costs at each forward: `python -m benchmarks.shapes`.
+"""Measure what finding the policy for a batch's shape costs at each forward: `python -m benchmarks.shapes`.
 
-A shape that was met before is one look into a table. One that is new is compared with the buckets, here 32,
-none of which but the largest covers it. Whether other parameters train than before is asked, too. Medians
-over many calls, in microseconds of this thread's own time.
+A known shape is one lookup in a table. A new shape is compared with the buckets, here 32, of which only the
+largest covers it. The check for changed `requires_grad` flags is measured too. Medians over many calls, in
+microseconds of this thread's CPU time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ac_client.planning.shape_buckets import MOST_BUCKETS, Buckets
 from ac_client.planning.trained_parameters import TrainedParameters
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
+from benchmarks.results import markdown_table
 
 BATCHES: dict[str, Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "one tensor": lambda n: ((torch.empty(4, n),), {}),
@@ -40,7 +41,7 @@ BATCHES: dict[str, Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]] = {
 
 
 def filled(policy: Policy, of: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]) -> Buckets:
-    """As many buckets as there may be, of growing size."""
+    """Return as many buckets as are allowed, of growing size."""
     buckets = Buckets()
     for i in range(MOST_BUCKETS):
         args, kwargs = of(8 * (i + 1))
@@ -60,27 +61,27 @@ def median_us(call: Callable[[], object], calls: int = 2000) -> float:
 def main() -> None:
     found = profile(torch.nn.Linear(4, 4), torch.randn(2, 4))
     policy = plan(found, budget_gb=1.0).policy()
-    print("| batch | met before, us | new, us |")
-    print("| --- | ---: | ---: |")
+    rows = []
     for name, of in BATCHES.items():
         buckets = filled(policy, of)
         args, kwargs = of(8 * MOST_BUCKETS - 1)
         key = key_of(args, kwargs)
 
-        def again(args: Any = args, kwargs: Any = kwargs, buckets: Buckets = buckets) -> object:
+        def lookup_known(args: Any = args, kwargs: Any = kwargs, buckets: Buckets = buckets) -> object:
             return buckets.known.get(key_of(args, kwargs))
 
-        def anew(args: Any = args, kwargs: Any = kwargs, buckets: Buckets = buckets) -> None:
+        def lookup_new(args: Any = args, kwargs: Any = kwargs, buckets: Buckets = buckets) -> None:
             key = key_of(args, kwargs)
             loaded = buckets.known.get(key) or buckets.covering(key, args, kwargs)
             assert loaded is not None
             buckets.remember(key, loaded)
             buckets.known.clear()
 
-        new = median_us(anew)
-        anew()
+        new = median_us(lookup_new)
+        lookup_new()
         buckets.remember(key, buckets.all[-1])
-        print(f"| {name} | {median_us(again):.1f} | {new:.1f} |")
+        rows.append([name, f"{median_us(lookup_known):.1f}", f"{new:.1f}"])
+    print(markdown_table(["batch", "known shape, us", "new shape, us"], rows))
     model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(500)])
     parameters = TrainedParameters(model)
     print(f"\nLook for changes among 1,000 parameters: {median_us(parameters.sample_changed):.1f} us")

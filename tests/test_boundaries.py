@@ -29,13 +29,13 @@ GROUP_OF_FILE = {
     "profiler": {
         "base": ("errors",),
         "static": ("static_memory", "arguments", "model_device"),
-        "entry": ("observe", "to_profile"),
+        "entry": ("observe", "to_profile", "environment"),
     },
     "api": {
         "base": ("errors", "settings", "requests", "problems"),
         "plot": ("policy_plot",),
         "error_mapping": ("error_mapping",),
-        "service": ("service", "request_body"),
+        "service": ("service", "plot_maker", "request_body", "request_reader"),
         "app": ("app",),
     },
     "ac_client": {
@@ -60,7 +60,7 @@ profiler/base:          planner/base
 profiler/torch_facts:   base planner/base planner/formats
 profiler/distributed:   base torch_facts planner/formats
 profiler/restore:       base torch_facts
-profiler/capture:       base torch_facts restore planner/formats
+profiler/capture:       base torch_facts restore planner/base planner/formats
 profiler/timing:        base torch_facts restore capture
 profiler/static:        base torch_facts distributed restore timing planner/base planner/formats
 profiler/steps:         base torch_facts distributed restore capture timing static planner planner/base

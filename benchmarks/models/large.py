@@ -1,7 +1,7 @@
 """Published models at their real sizes, on the meta device, each with a batch.
 
 Parameters are bf16, and AdamW keeps its state in the type of the parameters: 8 bytes a parameter with its
-gradient. Sizes are those of the published configurations, named beside each; batch and sequence length
+gradient. Sizes are those of the published configurations, named next to each; batch and sequence length
 are what fits one device's share of a usual training run, so that activations matter.
 """
 
