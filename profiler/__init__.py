@@ -1,6 +1,6 @@
 """Turn one training step of a model into a Profile.
 
-The public names stand in `__init__.pyi`. Each is imported when it is first used (PEP 562).
+The public names are in `__init__.pyi`. Each is imported when it is first used (PEP 562).
 """
 
 import lazy_loader

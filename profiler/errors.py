@@ -1,13 +1,13 @@
-"""What can go wrong while profiling.
+"""Define the errors of profiling.
 
 ProfilerError
 +-- ProfilerBusy      torch.profiler is already running on this thread
 |   +-- ShardsInUse   FSDP holds gradients that are not reduced yet
 +-- NothingToProfile  the step has no gradient to compute
-+-- CannotProfile     the model cannot take a step that leaves it as it was
++-- CannotProfile     the model cannot run a step that leaves it unchanged
 +-- CannotFake        an op needs values, or a kernel, that a fake step does not have
-+-- Unsteady          the model did not do the same twice
-+-- PinConflict       a module is pinned one way and one inside it the other way
++-- Unsteady          two steps of the model on one batch differ
++-- PinConflict       a module and a module inside it have different pins
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class ProfilerError(Exception):
 
 
 class ProfilerBusy(ProfilerError):
-    """torch.profiler is already running on this thread, and two cannot. Later a step can be profiled."""
+    """torch.profiler is already running on this thread. Try again when it has ended."""
 
     def __init__(self) -> None:
         super().__init__(
-            "torch.profiler is running on this thread, and memory is measured with it: "
-            "profile the model outside of the other profiler's range"
+            "torch.profiler is running on this thread, and a profile needs it to measure memory: profile the "
+            "model outside the other profiler's range"
         )
 
 
@@ -34,8 +34,8 @@ class ShardsInUse(ProfilerBusy):
         self.where = where
         ProfilerError.__init__(
             self,
-            f"{where} holds gradients that set_requires_gradient_sync(False) has kept from being reduced: "
-            "profile the model before the first of these steps, or after the last",
+            f"{where} holds gradients that are not reduced because of set_requires_gradient_sync(False): "
+            "profile the model before the first such step, or after the last",
         )
 
     def __reduce__(self) -> tuple[type[ShardsInUse], tuple[str]]:
@@ -50,7 +50,7 @@ class NothingToProfile(ProfilerError):
 
 
 class CannotProfile(ProfilerError):
-    """The model cannot take a step that leaves it as it was."""
+    """The model cannot run a step that leaves it unchanged."""
 
     def __init__(self, where: str, why: str, instead: str) -> None:
         self.where, self.why, self.instead = where, why, instead
@@ -66,8 +66,8 @@ class CannotFake(ProfilerError):
     def __init__(self, op: str, why: str) -> None:
         self.op, self.why = op, why
         super().__init__(
-            f"{op} cannot run on tensors without memory: {why}. A profile of the model where it is, without "
-            "`on`, runs it"
+            f"{op} cannot run on tensors without memory: {why}; profile the model on its own device, without "
+            "`on`"
         )
 
     def __reduce__(self) -> tuple[type[CannotFake], tuple[str, str]]:
@@ -75,13 +75,13 @@ class CannotFake(ProfilerError):
 
 
 class Unsteady(ProfilerError):
-    """The model did not do the same in two steps on one batch."""
+    """Two steps of the model on one batch differ."""
 
     def __init__(self, where: str, first: str, second: str) -> None:
         self.where, self.first, self.second = where, first, second
         super().__init__(
             f"two steps on the same batch differ at {where}: first {first}, then {second}; "
-            "profile the model in mode 'hollow', which takes one"
+            "profile the model in mode 'hollow', which runs one"
         )
 
     def __reduce__(self) -> tuple[type[Unsteady], tuple[str, str, str]]:
@@ -89,7 +89,7 @@ class Unsteady(ProfilerError):
 
 
 class PinConflict(ProfilerError):
-    """A module is pinned one way and one inside it the other way."""
+    """A module and a module inside it have different pins."""
 
     def __init__(self, outer: str, outer_pin: str, inner: str, inner_pin: str) -> None:
         self.outer, self.outer_pin, self.inner, self.inner_pin = outer, outer_pin, inner, inner_pin

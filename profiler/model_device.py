@@ -1,4 +1,4 @@
-"""Where a model and its batch lie. A profile is of one device."""
+"""Find the device that a model trains on, and refuse a model on several devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def device_of(
 ) -> torch.device:
     """Return the device that the model trains on.
 
-    It is the first other than the CPU that a parameter, a buffer or the batch is on: a model on a GPU may
-    take and keep some tensors on the CPU.
+    That is the first device other than the CPU of a parameter, a buffer or the batch: a model on a GPU may
+    keep some tensors on the CPU.
     """
     for _, tensor in _tensors(model, args, kwargs):
         if tensor.device.type != "cpu":
@@ -29,14 +29,14 @@ def device_of(
 def check_one_device(
     model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse a model that lies on several devices, or partly on the CPU.
+    """Refuse a model on several devices, or with parameters both on a GPU and on the CPU.
 
-    A budget, an allocator and its counter are of one device. On the CPU a model of a GPU may have what costs
-    that device nothing and has no backward of its own there: buffers and tensors of the batch, such as
-    indices, lengths, or a batch that forward moves itself, and single numbers.
+    A budget, an allocator and its counter belong to one device. A model on a GPU may have buffers, tensors
+    of the batch (indices, lengths, a batch that forward moves itself) and single numbers on the CPU, which
+    cost the GPU nothing.
 
     Raises:
-        CannotProfile: names a tensor on each of the devices.
+        CannotProfile: names a tensor on each device.
     """
     found: dict[torch.device, str] = {}
     for name, tensor in _tensors(model, args, kwargs):
@@ -47,7 +47,7 @@ def check_one_device(
         where = ", ".join(f"{name} on {device}" for device, name in found.items())
         raise CannotProfile(
             type(model).__name__,
-            f"it lies on several devices ({where}), and a budget is that of one",
+            f"it is on several devices ({where}), and a budget is for one",
             "move model and batch to one device, or plan the part on each device as a stage of a pipeline "
             "(docs/pipelines.md)",
         )
@@ -56,7 +56,7 @@ def check_one_device(
 def _tensors(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and tensors of the batch, with what an error calls them."""
+    """Yield parameters, buffers and tensors of the batch, each with its name in an error."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for tensor in batch_tensors((*args, *(kwargs or {}).values())):

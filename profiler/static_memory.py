@@ -1,4 +1,4 @@
-"""What occupies the device whatever is planned: parameters, buffers, gradients, optimizer state."""
+"""Count the bytes that no plan can change: parameters, buffers, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage_
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """What an optimizer needs on the device."""
+    """Bytes that an optimizer needs on the device."""
 
     state: int
-    workspace: int  # most that a step holds beside state, parameters and gradients
-    note: str = ""  # what had to be guessed
+    workspace: int  # most bytes that its step holds in addition to state, parameters and gradients
+    note: str = ""  # on estimates
 
 
 def static_bytes(
@@ -49,11 +49,11 @@ def static_bytes(
     *,
     accumulates: bool | None = None,
 ) -> StaticBytes:
-    """Count each storage on `device` once, or each storage at all as if it were on `on`.
+    """Count each storage on `device` once; with `on`, count every storage as if it were on that device.
 
-    In bytes, as the allocator rounds them. With `accumulates` every parameter that wants a gradient is
-    taken to have one. The buckets of DistributedDataParallel count as gradients, and of what FSDP
-    shards what this rank holds.
+    Bytes are rounded as the allocator rounds them. With `accumulates`, every parameter that requires a
+    gradient counts as if it had one. The buckets of DistributedDataParallel count as gradients. Of sharded
+    parameters, only this rank's shard counts.
     """
     seen: set[int] = set()
     rounding = allocator_rounding(device) if on is None else on.allocator_rounding
@@ -73,7 +73,7 @@ def static_bytes(
 
     parameters = list(parameters_of(model))
     buckets = buckets_of(model, device if on is None else None)
-    to_come = sum(
+    missing_gradients = sum(
         rounded_bytes(local(parameter).nbytes, rounding)
         for parameter in parameters
         if parameter.requires_grad and gradient_of(parameter) is None
@@ -83,7 +83,7 @@ def static_bytes(
         parameters=count(parameters),
         buffers=count(model.buffers()),
         gradients=count(gradient_of(p) for p in parameters)
-        + (to_come if accumulates else 0)
+        + (missing_gradients if accumulates else 0)
         + (0 if buckets.holds_gradients else buckets.nbytes),
         optimizer_state=optimizer_state,
         inputs=count(batch_tensors((*args, *kwargs.values()))),
@@ -91,7 +91,7 @@ def static_bytes(
 
 
 def allocator_rounding(device: torch.device) -> int:
-    """Sizes on `device` are multiples of this: 512 bytes on CUDA."""
+    """Return the bytes of which all sizes on `device` are multiples: 512 on CUDA."""
     return 512 if device.type == "cuda" else 1
 
 
@@ -100,11 +100,11 @@ def optimizer_bytes(
     device: torch.device,
     on: Device | None = None,
 ) -> OptimizerBytes:
-    """State and workspace of `optimizer` on `device`, also before its first step.
+    """Return state and workspace of `optimizer` on `device`, also before its first step.
 
-    In bytes, as the allocator rounds them. Several optimizers step one after the other.
-    Runs two steps of a copy of each on fake tensors, which allocates nothing. Where one looks at a number
-    (Adafactor at norms), it finds a one. With `on`, its parameters are taken to be there, wherever they are.
+    Bytes are rounded as the allocator rounds them. Run two steps of a copy on fake tensors, which allocates
+    nothing. An optimizer that reads a number (Adafactor reads norms) gets a one. Several optimizers step one
+    after another. With `on`, the parameters count as if they were on that device.
     """
     if optimizer is None:
         return OptimizerBytes(0, 0)
@@ -119,23 +119,23 @@ def optimizer_bytes(
     existing = optimizer_state_nbytes(optimizer, device)
     try:
         state, workspace = _fake_step(optimizer, device, on)
-    except Exception as error:  # noqa: BLE001 - the optimizer is the user's code; its own step is the judge
+    except Exception as error:  # noqa: BLE001 - the optimizer is the user's code, and may run on real tensors
         note = f"{type(optimizer).__name__} could not be run on fake tensors ({type(error).__name__})"
-        return OptimizerBytes(existing, 0, f"{note}: only its state so far is counted")
+        return OptimizerBytes(existing, 0, f"{note}: only its present state is counted")
     return OptimizerBytes(max(existing, state), workspace)
 
 
 def optimizer_state_nbytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Bytes of the state that `optimizer` has now, as the allocator rounds them."""
+    """Return the bytes of the present state of `optimizer`, as the allocator rounds them."""
     states = innermost(optimizer).state.values()
     return _state_nbytes(states, device.type, allocator_rounding(device))
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What an optimizer of accelerate or Lightning wraps.
+    """Return the optimizer inside a wrapper of accelerate or Lightning.
 
-    Their `param_groups` and `state` are those of the wrapped one, also when they are set: a copy of the
-    wrapper that is given others would give them to the wrapped one.
+    A wrapper's `param_groups` and `state` are those of the wrapped optimizer, so setting them on a copy of
+    the wrapper would change the wrapped optimizer itself.
     """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner
@@ -151,36 +151,36 @@ def _state_nbytes(states: Iterable[Any], device_type: str, rounding: int) -> int
 
 
 def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Device | None) -> tuple[int, int]:
-    """Bytes of state and of workspace. Fake tensors may be on a device that is not here."""
+    """Return the bytes of state and of workspace, from two steps on fake tensors."""
     device_type = device.type if on is None else on.device_type
     rounding = allocator_rounding(device) if on is None else on.allocator_rounding
     twin = copy.copy(optimizer)
     with FakeTensorMode(allow_non_fake_inputs=True):
         groups = []
-        stands_for: dict[Tensor, int] = {}  # fake parameter -> how many real ones
+        counts: dict[Tensor, int] = {}  # fake parameter -> real parameters that it stands for
         for group in optimizer.param_groups:
             fakes: list[nn.Parameter] = []
-            alike: dict[Any, list[nn.Parameter]] = {}
+            equal: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
-                held = local(parameter)
-                kind = held.size(), held.stride(), held.dtype, held.device, parameter.requires_grad
-                same = alike.setdefault(kind, [])
-                if len(same) == ALIKE and _updates_one_by_one(optimizer, group, device_type):
-                    stands_for[same[-1]] += 1
+                shard = local(parameter)
+                kind = shard.size(), shard.stride(), shard.dtype, shard.device, parameter.requires_grad
+                same = equal.setdefault(kind, [])
+                if len(same) == MOST_EQUAL and _updates_one_by_one(optimizer, group, device_type):
+                    counts[same[-1]] += 1
                     continue
                 fake = nn.Parameter(
                     torch.empty_strided(
-                        held.size(),
-                        held.stride(),
-                        dtype=held.dtype,
-                        device=held.device if on is None else device_type,
+                        shard.size(),
+                        shard.stride(),
+                        dtype=shard.dtype,
+                        device=shard.device if on is None else device_type,
                     )
                 )
                 if parameter.requires_grad:
                     fake.grad = torch.empty_like(fake)
                 fakes.append(fake)
                 same.append(fake)
-                stands_for[fake] = 1
+                counts[fake] = 1
             chosen = {"foreach": True} if _chooses_foreach(group, fakes) else {}
             groups.append({**group, **chosen, "params": fakes})
         twin.param_groups = groups
@@ -188,20 +188,21 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
         twin._optimizer_step_pre_hooks = {}
         twin._optimizer_step_post_hooks = {}
         with torch.no_grad(), _Workspace(device_type, rounding) as first:
-            type(optimizer).step(twin)  # makes the state
+            type(optimizer).step(twin)  # creates the state
         with torch.no_grad(), _Workspace(device_type, rounding) as second:
             type(optimizer).step(twin)
-        made = {fake: _state_nbytes([state], device_type, rounding) for fake, state in twin.state.items()}
-        # The state is counted as there from the beginning, so of the first step what is more than that.
-        workspace = max(second.peak, first.peak - sum(made.values()))
-        return sum(nbytes * stands_for.get(fake, 1) for fake, nbytes in made.items()), workspace
+        states = {fake: _state_nbytes([state], device_type, rounding) for fake, state in twin.state.items()}
+        # The state counts from the beginning, so it is not workspace of the first step.
+        workspace = max(second.peak, first.peak - sum(states.values()))
+        return sum(nbytes * counts.get(fake, 1) for fake, nbytes in states.items()), workspace
 
 
-ALIKE = 2  # equal parameters of a group that are updated for all of them, where one comes after the other
+MOST_EQUAL = 2
+"""Equal parameters of a group that are updated on behalf of all, if parameters are updated one by one."""
 
 
 def _updates_one_by_one(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], device_type: str) -> bool:
-    """Return True if each parameter of `group` is surely updated by itself, as torch does on a CPU."""
+    """Return True if it is certain that the parameters of `group` are updated one by one, as on a CPU."""
     return (
         f"{type(optimizer).__module__}.".startswith("torch.optim.")
         and device_type == "cpu"
@@ -211,15 +212,15 @@ def _updates_one_by_one(optimizer: torch.optim.Optimizer, group: Mapping[str, An
 
 
 def _chooses_foreach(group: Mapping[str, Any], fakes: Sequence[Tensor]) -> bool:
-    """Whether torch, where it has the choice, updates all tensors of `group` at once, as it does on a GPU.
+    """Return True if torch updates all tensors of `group` at once by default, as on a GPU.
 
-    That needs copies of them all. For fake tensors it never chooses so, whatever it does for those that
-    they stand for. `fakes` are on the device that is meant.
+    That needs copies of them all. torch never does so for fake tensors, whatever it does for real ones.
+    `fakes` are on the device of the real ones.
 
     Source: `_default_to_fused_or_foreach` in torch/optim/optimizer.py, and `adam` in torch/optim/adam.py.
     """
     if "foreach" not in group or group["foreach"] is not None or group.get("fused") is not None:
-        return False  # it has no choice
+        return False  # chosen by the user
     if group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable")):
         return False
     return all(type(p) in private.foreach_supported_types for p in group["params"]) and all(
@@ -234,7 +235,7 @@ def _one(dtype: torch.dtype) -> bool | int | float:
 
 
 class _Workspace(TorchDispatchMode):
-    """The most bytes of tensors made inside it that are live at once. A number that is not known is one."""
+    """Measure the most bytes live at once of tensors made inside. An unknown number is one."""
 
     def __init__(self, device_type: str, rounding: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -266,8 +267,8 @@ class _Workspace(TorchDispatchMode):
             nbytes = rounded_bytes(storage.nbytes(), self._rounding)
             self._live += nbytes
             self.peak = max(self.peak, self._live)
-            weakref.finalize(storage, self._freed, nbytes)
+            weakref.finalize(storage, self._note_free, nbytes)
         return out
 
-    def _freed(self, nbytes: int) -> None:
+    def _note_free(self, nbytes: int) -> None:
         self._live -= nbytes

@@ -155,7 +155,7 @@ class SavedTensorRecorder:
 
 
 class _HollowHandle:
-    """What autograd holds in place of a saved tensor. Its deletion is the drop."""
+    """Stand in for a saved tensor in autograd's graph. Deleting the handle is the drop."""
 
     __slots__ = ("conjugate", "device", "dtype", "index", "kept", "negative", "owner", "size", "stride")
 

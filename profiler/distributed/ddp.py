@@ -1,8 +1,8 @@
-"""Models in DistributedDataParallel: what it adds to a step, and how to profile under it.
+"""Profile models in DistributedDataParallel on one rank, and count its buckets.
 
-DistributedDataParallel reduces gradients from hooks of the parameters, which a profiled step does not
-touch; what its forward prepares for that, and the buffers that it sends around, are left out as well, so
-that one rank alone may profile. Its buckets stand on the device.
+DistributedDataParallel reduces gradients in hooks of the parameters, which a profiled step does not call.
+The preparations of its forward for that, and the buffers that its forward sends, are switched off too, so
+that one rank can profile without the others. Its buckets occupy the device.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from autoac.profiler.torch_facts.module_paths import ROOT
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The memory through which DistributedDataParallel reduces gradients. Bytes."""
+    """The memory through which DistributedDataParallel reduces gradients."""
 
     nbytes: int = 0
-    holds_gradients: bool = False  # gradients are views of it (gradient_as_bucket_view=True)
+    holds_gradients: bool = False  # gradients are views of the buckets (gradient_as_bucket_view=True)
 
 
 def buckets_of(model: nn.Module, device: torch.device | None) -> Buckets:
-    """The buckets of the wrappers in `model`, and of the one whose forward it is called in.
+    """Return the buckets of the wrappers in `model`, and of a wrapper whose forward is running.
 
-    Counts parameters on `device`, or on any if it is None. Buckets are as large as the parameters; a rank
-    of one process has them too.
+    Buckets are as large as the parameters, also with a single rank. Count parameters on `device`; None stands
+    for any device.
     """
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     active = DistributedDataParallel._get_active_ddp_module()
@@ -49,7 +49,7 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> Buckets:
 
 
 def wrapper_paths(model: nn.Module) -> frozenset[str]:
-    """The wrappers in `model`: what each of them runs itself, around the module in it, is no op of a step.
+    """Return the paths of the wrappers in `model`. Ops that a wrapper itself runs are in no step.
 
     It rebuilds its buckets after the first backward, and sends buffers before each forward.
     """
@@ -60,9 +60,10 @@ def wrapper_paths(model: nn.Module) -> frozenset[str]:
 
 @contextmanager
 def without_ddp_sync(model: nn.Module) -> Iterator[None]:
-    """Forwards of `model` talk to no other rank and prepare no reduction.
+    """Keep forwards of `model` from communicating with other ranks and from preparing a reduction.
 
-    What this sets, `modules_restored` puts back: it also is what DistributedDataParallel itself changes.
+    `modules_restored` must be active around this: it restores the attributes that are set here, and those
+    that DistributedDataParallel itself changes.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):

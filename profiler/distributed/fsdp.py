@@ -1,16 +1,18 @@
-"""Models that `fully_shard` has sharded: how one rank profiles such a model alone, and what a plan must save.
+"""Profile models that `fully_shard` has sharded on one rank, and find what their plans must save.
 
 FSDP gathers the parameters of a unit before its forward and before its backward, and frees them after both.
-A profiled step runs under its hooks, so every gather, free and reduction stands in the allocator's record.
-Only nobody is talked to: in place of the other ranks' shards stand copies of this rank's, and of a reduced
-gradient its own part of the local one. So any rank may profile at any time, and none waits for it.
+A profiled step runs under FSDP's own hooks, so every gather, free and reduction is in the allocator's
+record. But the rank communicates with no other: copies of its own shard replace the shards of the other
+ranks, and a "reduced" gradient is its own part of its own gradient. So any rank may profile at any time,
+and none waits.
 
-NOTE [ Units ] A value can be made again only while the parameters of its unit are there: from the moment at
-which backward comes to the unit's outputs until it has come to its inputs. So what goes into a unit or comes
-out of it is saved, and what an op of another unit reads, and what backward unpacks while the unit is freed.
-The first of these the runtime ensures by itself, whatever a policy says; the rest is in the profile.
+NOTE [ Units ]
+An op can be recomputed only while the parameters of its unit are gathered: from the moment at which
+backward reaches the unit's outputs until it has reached its inputs. So the inputs and outputs of a unit are
+saved, tensors that an op of another unit reads, and tensors that backward unpacks while the unit is freed.
+The runtime ensures the first by itself, for any policy. The others are in the profile.
 
-FullyShardedDataParallel (FSDP1) is refused: it swaps flat parameters under a step on aliases of them.
+FullyShardedDataParallel (FSDP1) is refused: it swaps flat parameters while a step runs on aliases of them.
 """
 
 from __future__ import annotations
@@ -37,20 +39,20 @@ FREED = "its FSDP unit is freed when backward asks for it"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`: a DTensor's shard, else `tensor` itself."""
+    """Return the part of `tensor` on this rank: a DTensor's shard, else `tensor` itself."""
     held = getattr(tensor, "_local_tensor", None)
     return held if isinstance(held, Tensor) else tensor
 
 
 def watch_sharding() -> None:
-    """From now on what FSDP does around a module's forward is opaque to the modes that record."""
+    """Hide what FSDP does around a module's forward from the modes that record, from now on."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     group_class = private.fsdp_param_group_class()
     if getattr(group_class, _WATCHED, False):
         return
     for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard"):
-        setattr(group_class, name, _unseen(getattr(group_class, name)))
+        setattr(group_class, name, _hidden(getattr(group_class, name)))
     for name in ("pre_forward", "post_forward"):
         setattr(group_class, name, _crossing(getattr(group_class, name)))
     setattr(group_class, _WATCHED, True)
@@ -59,13 +61,13 @@ def watch_sharding() -> None:
 _WATCHED = "_autoac_watched"
 
 
-def _unseen(method: Callable[..., Any]) -> Callable[..., Any]:
+def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
-    def unseen(*args: Any, **kwargs: Any) -> Any:
+    def hidden(*args: Any, **kwargs: Any) -> Any:
         with opaque_region(()):
             return method(*args, **kwargs)
 
-    return unseen
+    return hidden
 
 
 def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,15 +85,15 @@ def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stays_gathered(group: Any, module: Any) -> bool:
-    """Whether this is the root, which by default is freed only when its backward is over."""
+    """Return True for the root, which by default is freed only at the end of its backward."""
     state_of = getattr(module, "_get_fsdp_state", None)
     return state_of is not None and bool(state_of()._is_root) and not group._reshard_after_forward
 
 
 def _states_of(model: nn.Module) -> dict[str, Any]:
-    """FSDP's state of each sharded module, by path; the outer ones first."""
+    """Return FSDP's state of each sharded module by path, outer modules first."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # nothing can have been sharded
+    if fsdp is None:  # not imported: nothing is sharded
         return {}
     return {
         path or ROOT: module._get_fsdp_state()
@@ -101,7 +103,7 @@ def _states_of(model: nn.Module) -> dict[str, Any]:
 
 
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that an optimizer has: a unit's shards also while it is gathered."""
+    """Yield the parameters that an optimizer has: the shards of a unit, also while it is gathered."""
     shards = {
         id(unsharded): param.sharded_param
         for state in _states_of(model).values()
@@ -114,7 +116,7 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def gathered_nbytes(model: nn.Module) -> int:
-    """Bytes of the parameters that are gathered now, beside the shards: an evaluation leaves the root so."""
+    """Return the bytes of gathered parameters, without the shards. An evaluation leaves the root gathered."""
     storages = {
         output.untyped_storage()._cdata: output.untyped_storage().nbytes()
         for state in _states_of(model).values()
@@ -126,7 +128,7 @@ def gathered_nbytes(model: nn.Module) -> int:
 
 
 def process_group_of(model: nn.Module) -> Any:
-    """The ranks over which the parameters of `model` are sharded; None if they are not."""
+    """Return the process group over which `model` is sharded; None if it is not."""
     for state in _states_of(model).values():
         for group in state._fsdp_param_groups:
             return getattr(group.mesh_info, "shard_process_group", None)
@@ -134,11 +136,11 @@ def process_group_of(model: nn.Module) -> Any:
 
 
 def check_sharded(model: nn.Module, *, fake: bool) -> None:
-    """Refuse a model whose parameters come and go in a way that a profiled step would not leave as it was.
+    """Refuse a model that is sharded in a way that a profiled step does not support.
 
     Raises:
-        CannotProfile: it is sharded by FullyShardedDataParallel; or by `fully_shard` and the step is a fake
-            one, or a setting of it is not known here, or `model` is not the root.
+        CannotProfile: it is sharded by FullyShardedDataParallel; or by `fully_shard`, and the step is a fake
+            one or an option of `fully_shard` is not supported.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -152,16 +154,16 @@ def check_sharded(model: nn.Module, *, fake: bool) -> None:
         if isinstance(module, fsdp.FSDPModule):
             if fake:
                 raise CannotProfile(where, "fake tensors cannot be gathered", _UNSHARDED)
-            _check(where, module._get_fsdp_state())
+            _check_options(where, module._get_fsdp_state())
 
 
 _UNSHARDED = (
-    "profile a copy of the model that is not sharded (on the meta device with on=DATASHEETS[...] it needs no "
-    "memory), under Constraints(fsdp_units=...), and pass the policy of its plan to the sharded one"
+    "profile an unsharded copy of the model (on the meta device with on=DATASHEETS[...] it needs no memory), "
+    "plan under Constraints(fsdp_units=...), and pass the policy of that plan to the sharded model"
 )
 
 
-def _check(where: str, state: Any) -> None:
+def _check_options(where: str, state: Any) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     shard_class, replicate_class = private.fsdp_mesh_classes()
@@ -175,80 +177,81 @@ def _check(where: str, state: Any) -> None:
         if isinstance(group.mesh_info, replicate_class) or not isinstance(group.mesh_info, shard_class):
             raise CannotProfile(
                 where,
-                "its gradients are also reduced over replicas, which one rank cannot do alone",
+                "its gradients are also reduced over replicas, which needs the other ranks",
                 "shard over a mesh of one dimension",
             )
         for param in group.fsdp_params:
             if param.is_dtensor or hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
                 raise CannotProfile(
                     where,
-                    f"parameter {param._module_info.param_name} is sharded by another layout as well, or "
-                    "gathers in a way of its own",
+                    f"parameter {param._module_info.param_name} is also sharded in another layout, or has a "
+                    "gather of its own",
                     _UNSHARDED,
                 )
 
 
 class Shards:
-    """The sharded parameters of a model while this rank runs steps of it alone."""
+    """The sharded parameters of a model, while this rank runs steps of it without the others.
+
+    Attributes:
+        aliases: aliases of the shards, on which FSDP works.
+    """
 
     def __init__(self, states: dict[str, Any]) -> None:
         self._states = states
-        self._groups = list(
-            {id(g): g for state in states.values() for g in state._fsdp_param_groups}.values()
-        )
-        self._params = [param for group in self._groups for param in group.fsdp_params]
+        self.groups = list({id(g): g for state in states.values() for g in state._fsdp_param_groups}.values())
+        self._params = [param for group in self.groups for param in group.fsdp_params]
         self.aliases: list[nn.Parameter] = []
 
     def managed(self) -> Set[nn.Parameter]:
-        """Parameters that FSDP itself puts in place, now aliases of the model's."""
+        """Return the parameters that FSDP itself puts into the modules, which now are the aliases."""
         return set(self.aliases)
 
     def reset(self) -> None:
-        """To be called before each forward: the one before may have had no backward."""
+        """Reset FSDP before a forward, since the forward before may have had no backward."""
         for state in self._states.values():
             if state._is_root:
                 state._reset_iter_state()
 
     def leaves(self) -> list[Tensor]:
-        """Where autograd leaves gradients, once a forward has run."""
+        """Return the leaves to which autograd gives gradients. They exist once a forward has run."""
         unsharded = (getattr(param, "_unsharded_param", None) for param in self._params)
         return [p for p in unsharded if p is not None and p.requires_grad]
 
-    def unit_of(self, path: str) -> Any:
-        """The innermost unit around the module at `path`; None if there is none."""
-        at = path
-        while at not in self._states:
-            if at == ROOT:
+    def _unit_of(self, path: str) -> Any:
+        """Return the innermost unit around the module at `path`; None if there is none."""
+        while path not in self._states:
+            if path == ROOT:
                 return None
-            at = at.rpartition(".")[0] or ROOT
-        return self._states[at]
+            path = path.rpartition(".")[0] or ROOT
+        return self._states[path]
 
     def is_gathered(self, path: str) -> bool:
-        """Whether the parameters of the unit around `path` are gathered."""
-        state = self.unit_of(path)
+        """Return True if the parameters of the unit around `path` are gathered."""
+        state = self._unit_of(path)
         return state is None or all(group.is_unsharded for group in state._fsdp_param_groups)
 
     def force_saves(self, record: ForwardRecord, freed: Set[int]) -> None:
-        """Have saved what another unit reads, and the ops in `freed`. See NOTE [ Units ]."""
+        """Have ops saved that another unit reads, and the ops in `freed`. See NOTE [ Units ]."""
         if not self._states:
             return
-        units = [self.unit_of(op.module) for op in record.ops]
+        units = [self._unit_of(op.module) for op in record.ops]
         for reader, op in enumerate(record.ops):
             for version in op.reads:
-                maker = record.versions[version].op
-                if units[maker] is not units[reader]:
-                    record.ops[maker].force_save(CROSSES)
-        for maker in freed:
-            record.ops[maker].force_save(FREED)
+                writer = record.versions[version].op
+                if units[writer] is not units[reader]:
+                    record.ops[writer].force_save(CROSSES)
+        for writer in freed:
+            record.ops[writer].force_save(FREED)
 
 
 @contextmanager
 def single_rank_fsdp(model: nn.Module, *, accumulates: bool) -> Iterator[Shards]:
-    """Steps of `model` talk to no other rank, and leave its shards and their gradients as they are.
+    """Run steps of `model` without other ranks, and leave its shards and their gradients unchanged.
 
     Args:
-        model: passed `check_sharded`.
-        accumulates: gradients of shards are there before the step.
+        model: accepted by `check_sharded`.
+        accumulates: True if gradients are added to existing ones.
 
     Raises:
         CannotProfile: `model` is not the root, or its forward is running.
@@ -261,25 +264,25 @@ def single_rank_fsdp(model: nn.Module, *, accumulates: bool) -> Iterator[Shards]
         return
     watch_sharding()
     _check_at_rest(model, states)
-    with ExitStack() as back, torch.no_grad():
+    with ExitStack() as undo, torch.no_grad():
         for state in states.values():
-            _kept(back, state._state_ctx, "post_optim_event")
-        for group in shards._groups:
-            _gathered_again(back, group)
+            _restore_at_end(undo, state._state_ctx, "post_optim_event")
+        for group in shards.groups:
+            _regather_at_end(undo, group)
             for name, value in (
                 ("_all_gather_comm", _OwnShard(group._all_gather_comm)),
                 ("_reduce_scatter_comm", _OwnPart(group._reduce_scatter_comm)),
                 ("_all_reduce_hook", None),
             ):
-                _kept(back, group, name)
+                _restore_at_end(undo, group, name)
                 setattr(group, name, value)
             for param in group.fsdp_params:
-                shards.aliases.append(_aliased(back, param))
+                shards.aliases.append(_put_alias(undo, param))
         if accumulates:
             for alias in shards.aliases:
                 if alias.requires_grad:
                     free_gradient_when_accumulated(alias)
-        back.callback(_clear, shards)
+        undo.callback(_clear, shards)
         with torch.enable_grad():
             yield shards
 
@@ -290,7 +293,7 @@ def _check_at_rest(model: nn.Module, states: dict[str, Any]) -> None:
         where = f"{type(model).__name__}{f' at {path}' if path != ROOT else ''}"
         if state._state_ctx.iter_forward_root is not None:
             raise CannotProfile(
-                where, "FSDP has begun its forward", "call ac_client.apply after fully_shard, on the root"
+                where, "its forward is running", "call ac_client.apply after fully_shard, on the root"
             )
         if state._is_root is None:
             state._lazy_init()  # as its forward does; the states inside come after it
@@ -305,15 +308,15 @@ def _check_at_rest(model: nn.Module, states: dict[str, Any]) -> None:
                 raise ShardsInUse(where)
 
 
-def _kept(back: ExitStack, owner: Any, name: str) -> None:
-    """Put the attribute back at the end."""
-    back.callback(setattr, owner, name, getattr(owner, name))
+def _restore_at_end(undo: ExitStack, owner: Any, name: str) -> None:
+    """Restore an attribute at the end."""
+    undo.callback(setattr, owner, name, getattr(owner, name))
 
 
-def _gathered_again(back: ExitStack, group: Any) -> None:
-    """Free what an evaluation has left gathered, and have it there again at the end, without a gather.
+def _regather_at_end(undo: ExitStack, group: Any) -> None:
+    """Free parameters that an evaluation has left gathered, and restore them at the end without a gather.
 
-    Else this rank would gather it anew in its next forward, and the others would not.
+    Otherwise this rank would gather them in its next forward, and the other ranks would not.
     """
     if not group.is_unsharded:
         return
@@ -329,11 +332,11 @@ def _gathered_again(back: ExitStack, group: Any) -> None:
                 output.copy_(copy)
         group._to_unsharded()
 
-    back.callback(gather)
+    undo.callback(gather)
 
 
-def _aliased(back: ExitStack, param: Any) -> nn.Parameter:
-    """Have FSDP work on an alias of a shard: gradients go there, and hooks of the shard do not fire."""
+def _put_alias(undo: ExitStack, param: Any) -> nn.Parameter:
+    """Have FSDP work on an alias of a shard, which gets the gradients. Hooks of the shard are not called."""
     own = param.sharded_param
     alias = nn.Parameter(own.detach(), requires_grad=own.requires_grad)
 
@@ -342,18 +345,18 @@ def _aliased(back: ExitStack, param: Any) -> nn.Parameter:
         param._setattr_on_modules(shard)
 
     put(alias)
-    back.callback(put, own)
+    undo.callback(put, own)
     return alias
 
 
 def _clear(shards: Shards) -> None:
     shards.reset()
     for leaf in shards.leaves():
-        leaf.grad = None  # of a step that raised, or under no_sync
+        leaf.grad = None  # left by a step that raised, or under no_sync
 
 
 class _OwnShard:
-    """In place of an all-gather: every other rank's shard is a copy of this one's."""
+    """Replace an all-gather: every other rank's shard is a copy of this rank's."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -368,7 +371,7 @@ class _OwnShard:
 
 
 class _OwnPart:
-    """In place of a reduce-scatter: this rank's part of what it made itself."""
+    """Replace a reduce-scatter: return this rank's part of its own gradient."""
 
     def __init__(self, real: Any) -> None:
         self._real = real

@@ -315,7 +315,7 @@ class NumpyArray(Holder):
 
 
 class Kind(enum.Enum):
-    """How the walk treats the objects of one type."""
+    """Treatment of the objects of one type by the walk."""
 
     PLAIN = enum.auto()
     ITERATOR = enum.auto()

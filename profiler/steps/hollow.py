@@ -87,7 +87,7 @@ def _no_known_times(_signatures: Set[Hashable]) -> Mapping[Hashable, OpTime]:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledStep:
-    """A training step that can be run, before it is recorded."""
+    """A training step that is ready to run."""
 
     model: nn.Module
     call: Call
@@ -116,11 +116,11 @@ class HollowStep:
 
 @dataclass(frozen=True, slots=True)
 class _WarmUp:
-    """What preparing a step took, and the run times seen in its forward."""
+    """Times of the preparation of a step."""
 
-    samples: Samples
+    samples: Samples  # run times of ops in its forward
     forward_ns: int
-    begin_ns: int  # from here on counts the time that a profile may take
+    begin_ns: int  # when the time that a profile may take began
 
 
 def run(

@@ -85,7 +85,7 @@ def is_proxy_tracing() -> bool:
 # Tensors.
 neg_view = torch._neg_view  # a stand-in is lazily negated where the saved tensor is
 set_conj, set_neg = _C._set_conj, _C._set_neg  # rebuild a view with its lazy bits
-unsafe_preserve_version_counter = _grad_mode._unsafe_preserve_version_counter  # a gather put back is no write
+unsafe_preserve_version_counter = _grad_mode._unsafe_preserve_version_counter  # hides a restored gather
 
 # Autograd.
 current_graph_task_id = _C._current_graph_task_id  # which backward is running; -1: none

@@ -1,4 +1,4 @@
-"""Differences of a GPU that show without one. Tests that need a device are in tests/standin."""
+"""Test rules for GPUs that need no device. Tests that need one are in tests/standin."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from autoac.profiler.steps import first_backward
 from autoac.profiler.torch_facts.op_facts import facts_of
 
 
-def test_on_a_gpu_alone_is_a_first_backward_unlike_the_others() -> None:
+def test_first_backward_is_special_only_on_a_gpu() -> None:
     assert first_backward.is_first_backward_special(torch.device("cuda", 0))
     assert not first_backward.is_first_backward_special(torch.device("cpu"))
 
 
-def test_a_call_in_backward_is_made_once_by_the_engine() -> None:
+def test_call_in_backward_runs_once_inside_the_engine() -> None:
     tasks: list[int] = []
     with torch.no_grad():
         first_backward.call_in_backward(
@@ -25,8 +25,8 @@ def test_a_call_in_backward_is_made_once_by_the_engine() -> None:
 
 
 @pytest.mark.parametrize("name", ["_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state"])
-def test_recurrent_layers_of_a_gpu_are_never_run_again(name: str) -> None:
-    """Their dropout draws from a buffer of cuDNN's that each call moves on: a second call draws otherwise."""
+def test_recurrent_layers_of_a_gpu_are_never_recomputed(name: str) -> None:
+    """Their dropout draws from a state of cuDNN that each call advances, so a second call would differ."""
     facts = facts_of(getattr(torch.ops.aten, name).default)
     assert facts.never_recomputed
     assert facts.must_save == "it draws from a state that its library keeps"

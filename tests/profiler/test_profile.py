@@ -1,4 +1,4 @@
-"""What a profile says of a step, and that taking it changes nothing."""
+"""Test what a profile records of a step, and that profiling changes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Two(nn.Module):
 X = torch.randn(8, 4)
 
 
-def test_ops_storages_and_saved_tensors_of_two_matmuls() -> None:
+def test_profile_of_two_matmuls_lists_ops_storages_and_saved_tensors() -> None:
     found = profile(Two(), X, loss=torch.sum)
     assert found.keys() == [
         "./aten.mm.default#0",
@@ -62,7 +62,7 @@ def test_backward_unpacks_in_reverse_and_releases_after_its_work() -> None:
 
 
 @pytest.mark.parametrize("make", [Transformer, ConvNet, Recurrent, Routed])
-def test_model_gradients_buffers_and_generators_are_as_before(make: type[nn.Module]) -> None:
+def test_profile_leaves_model_gradients_buffers_and_generators_unchanged(make: type[nn.Module]) -> None:
     shape = {Transformer: (2, 8, 32), ConvNet: (4, 3, 8, 8), Recurrent: (2, 5, 8), Routed: (12, 16)}[make]
     model, x = make(), torch.randn(shape, requires_grad=True)
     for parameter in model.parameters():
@@ -87,7 +87,7 @@ def test_model_gradients_buffers_and_generators_are_as_before(make: type[nn.Modu
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_step_that_raises_leaves_nothing_changed() -> None:
+def test_step_that_raises_changes_nothing() -> None:
     class Breaks(ConvNet):
         def forward(self, x: Tensor) -> Tensor:
             super().forward(x)
@@ -104,7 +104,7 @@ def test_a_step_that_raises_leaves_nothing_changed() -> None:
     assert not torch._C._autograd._profiler_enabled()
 
 
-def test_what_a_checkpoint_runs_again_in_backward_changes_no_buffer() -> None:
+def test_checkpoint_recompute_in_backward_changes_no_buffer() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,14 +121,14 @@ def test_what_a_checkpoint_runs_again_in_backward_changes_no_buffer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "reentrant", "says"),
+    ("body", "reentrant", "advice"),
     [
         (lambda x: x.exp().sin(), True, "pass use_reentrant=False"),
         (lambda x: x[x[:, 0].sin() > 0].exp().sin(), False, "leave that checkpoint out"),
     ],
 )
-def test_a_checkpoint_that_cannot_run_on_made_up_numbers_is_refused_with_advice(
-    body: Callable[[Tensor], Tensor], reentrant: bool, says: str
+def test_checkpoint_that_fails_on_made_up_numbers_is_refused_with_advice(
+    body: Callable[[Tensor], Tensor], reentrant: bool, advice: str
 ) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -139,11 +139,11 @@ def test_a_checkpoint_that_cannot_run_on_made_up_numbers_is_refused_with_advice(
             out: Tensor = checkpoint(body, x * self.scale, use_reentrant=reentrant)
             return out.exp()
 
-    with pytest.raises(CannotProfile, match=says):
+    with pytest.raises(CannotProfile, match=advice):
         profile(Checkpointed(), torch.linspace(-1, 1, 24).view(6, 4))
 
 
-def test_the_step_needs_no_memory_for_saved_activations() -> None:
+def test_hollow_step_needs_no_memory_for_saved_activations() -> None:
     model, x = Transformer(layers=12, width=64), torch.randn(4, 64, 64)
     found = profile(model, x)
     graph = build(found)
@@ -164,7 +164,7 @@ seen: list[bool] = []
 
 
 class Bag(nn.Module):
-    """A table with sparse gradients, which notes if a forward finds one."""
+    """A table with sparse gradients that counts the forwards which find a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,15 +175,15 @@ class Bag(nn.Module):
         return self.head(self.table(ids, offsets).tanh()).square().mean()
 
 
-def test_no_forward_of_a_profile_runs_beside_the_gradients_of_its_step() -> None:
-    """Together they are more than any step holds: with sparse gradients, the rows of a whole batch more."""
+def test_forwards_of_a_profile_run_without_the_gradients_of_its_step() -> None:
+    """Both together need more memory than any step: sparse gradients have the rows of a whole batch."""
     seen.clear()
     profile(Bag(), torch.arange(40), torch.arange(0, 40, 4))
     assert len(seen) > 2
     assert not any(seen)
 
 
-def test_the_same_step_has_the_same_fingerprint_and_a_profile_survives_json() -> None:
+def test_equal_steps_have_equal_fingerprints_and_profiles_survive_json() -> None:
     torch.manual_seed(0)
     model = Transformer()
     first, second = profile(model, torch.randn(2, 8, 32)), profile(model, torch.randn(2, 8, 32))
@@ -194,13 +194,13 @@ def test_the_same_step_has_the_same_fingerprint_and_a_profile_survives_json() ->
     assert again.digest == first.digest
 
 
-def test_the_loss_is_part_of_the_step_where_it_is_given() -> None:
+def test_loss_argument_is_part_of_the_step() -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
     found = profile(model, x, loss=lambda out: nn.functional.mse_loss(out["logits"], torch.zeros(2, 8, 32)))
     assert "./aten.mse_loss.default#0" in found.keys()  # noqa: SIM118 - a Profile is no dict
 
 
-def test_deciding_values_are_saved() -> None:
+def test_ops_whose_outputs_decide_are_saved() -> None:
     found = profile(Routed(), torch.randn(12, 16))
     reasons = {
         key: found.reasons[found.ops.must_save[i]]
@@ -211,7 +211,7 @@ def test_deciding_values_are_saved() -> None:
     assert reasons["./aten.nonzero.default#0"] == "its shape depends on data"
 
 
-def test_what_an_index_or_a_mask_shapes_may_run_again() -> None:
+def test_ops_shaped_by_an_index_or_mask_may_be_recomputed() -> None:
     class Picked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -231,7 +231,7 @@ def test_what_an_index_or_a_mask_shapes_may_run_again() -> None:
     assert reasons == {"./aten.gt.Scalar#0": "its values decide"}
 
 
-def test_an_lstm_on_a_cpu_may_run_again() -> None:
+def test_lstm_on_a_cpu_may_be_recomputed() -> None:
     found = profile(Recurrent(), torch.randn(2, 5, 8))
     lstms = [op for op, key in enumerate(found.keys()) if "mkldnn_rnn_layer" in key]
     assert lstms
@@ -256,7 +256,7 @@ def test_attention_is_random_only_with_dropout() -> None:
     assert random_ops(0.5) != []
 
 
-def test_a_step_without_gradients_is_refused() -> None:
+def test_step_without_gradients_is_refused() -> None:
     model = Two()
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -264,7 +264,7 @@ def test_a_step_without_gradients_is_refused() -> None:
         profile(model, X)
 
 
-def test_autocast_holds_its_copy_of_a_leaf_but_not_of_a_view() -> None:
+def test_autocast_caches_casts_of_leaves_but_not_of_views() -> None:
     def released(x: Tensor) -> int:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = profile(Two(), x)
@@ -279,13 +279,13 @@ def test_autocast_holds_its_copy_of_a_leaf_but_not_of_a_view() -> None:
 
 @torch.library.custom_op("autoac_tests::scratch", mutates_args=())
 def scratch(x: Tensor) -> Tensor:
-    """Holds 4,000 bytes, and lets them go before it allocates its output."""
+    """Allocate 4,000 bytes, and free them before the output is allocated."""
     held = torch.empty(1000)
     del held
     return x.clone()
 
 
-def test_what_a_kernel_frees_before_it_allocates_its_output_counts_once() -> None:
+def test_workspace_freed_before_the_output_is_allocated_counts_once() -> None:
     class Scratch(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return scratch(x.detach()) * x
@@ -302,7 +302,7 @@ def test_two_profilers_cannot_run_at_once() -> None:
         profile(Two(), X)
 
 
-def test_parameters_that_are_tied_are_counted_once() -> None:
+def test_tied_parameters_are_counted_once() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

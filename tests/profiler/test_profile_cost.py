@@ -1,4 +1,4 @@
-"""A profile costs little: the collector leaves the heap alone, and nothing is run more often than needed."""
+"""Test that a profile costs little: no garbage collection of the heap, and no needless forwards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoac.profiler.timing import op_timer as timing
 CPU = torch.device("cpu")
 
 
-def test_the_heap_is_frozen_while_a_step_is_observed_and_thawed_afterwards(
+def test_heap_is_frozen_while_a_step_is_profiled_and_unfrozen_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     frozen: list[int] = []
@@ -37,7 +37,7 @@ def test_the_heap_is_frozen_while_a_step_is_observed_and_thawed_afterwards(
     assert gc.isenabled()
 
 
-def test_what_the_user_froze_stays_frozen() -> None:
+def test_heap_frozen_by_the_user_stays_frozen() -> None:
     gc.freeze()
     try:
         before = gc.get_freeze_count()
@@ -48,7 +48,7 @@ def test_what_the_user_froze_stays_frozen() -> None:
         gc.unfreeze()
 
 
-def test_a_collector_that_is_off_stays_off() -> None:
+def test_garbage_collection_switched_off_by_the_user_stays_off() -> None:
     gc.disable()
     try:
         with frozen_heap(), no_garbage_collection():
@@ -67,7 +67,7 @@ def test_a_collector_that_is_off_stays_off() -> None:
     ],
     ids=["SGD", "Adam", "Adafactor"],
 )
-def test_an_optimizer_of_many_equal_parameters_is_run_on_a_few(
+def test_optimizer_of_many_equal_parameters_runs_on_a_few_of_them(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = 0
@@ -88,14 +88,14 @@ def test_an_optimizer_of_many_equal_parameters_is_run_on_a_few(
         return optimizer_bytes(optimizer, CPU), ran
 
     few, ran_few = bytes_of()
-    monkeypatch.setattr(static, "ALIKE", len(shapes))
+    monkeypatch.setattr(static, "MOST_EQUAL", len(shapes))
     each, ran_each = bytes_of()
     assert few == each
     assert few.state > 0
     assert ran_few < ran_each / 2
 
 
-def test_forwards_for_the_clock_end_once_the_ops_that_take_time_were_seen_often(
+def test_sampling_forwards_ends_when_expensive_ops_have_enough_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran = 0

@@ -1,4 +1,4 @@
-"""The process with the stand-in: run the tests whose ids come in, send back the reports of each.
+"""Run tests in the process with the stand-in: read their ids, and send back the reports of each.
 
     python -m standin.child LIBRARY DESCRIPTOR
 
@@ -15,7 +15,7 @@ from types import ModuleType
 
 from standin import cuda
 
-device: ModuleType  # what the tests' fixture hands out
+device: ModuleType  # returned by the tests' fixture
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     import pytest
 
     class Reports:
-        """Collects what pytest says of one test."""
+        """Collect the reports of one test."""
 
         def __init__(self) -> None:
             self.sent: list[object] = []

@@ -1,4 +1,4 @@
-"""Tests in this folder run in a process of their own, in which there is a device named "cuda"."""
+"""Run the tests of this folder in a process of their own, which has a device named "cuda"."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ IN_CHILD = "standin.child" in sys.modules
 
 
 class Child:
-    """The process with the device, started with the first test of this one."""
+    """The process with the device, started by the first test of this process."""
 
     def __init__(self, built: Path) -> None:
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
         answers, write = os.pipe()
         self._answers = os.fdopen(answers)
         path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "standin.child", str(built), str(write)],
             stdin=subprocess.PIPE,
-            stdout=self._said,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
             pass_fds=[write],
             cwd=HERE.parents[1],
@@ -43,7 +43,7 @@ class Child:
         os.close(write)
 
     def run(self, nodeid: str) -> list[Any]:
-        """Return what pytest reports there of one test.
+        """Run one test there, and return its reports.
 
         Raises:
             RuntimeError: the process died, or hangs.
@@ -57,8 +57,8 @@ class Child:
             return found
         self._process.kill()
         self._process.wait()
-        self._said.seek(0)
-        said = self._said.read()[-4000:].decode(errors="replace")
+        self._output.seek(0)
+        said = self._output.read()[-4000:].decode(errors="replace")
         self.end()
         raise RuntimeError(
             f"the process with the stand-in gave no answer ({self._process.returncode}):\n{said}"
@@ -68,7 +68,7 @@ class Child:
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
-        for file in (self._process.stdin, self._answers, self._said):
+        for file in (self._process.stdin, self._answers, self._output):
             file.close()
 
 
@@ -112,7 +112,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def gpu() -> Iterator[ModuleType]:
-    """The stand-in's allocator: `live(i)`, `peak(i)`, `reset_peak(i)`, `set_limit(i, nbytes)`, ..."""
+    """Return the stand-in's allocator: `live(i)`, `peak(i)`, `reset_peak(i)`, `set_limit(i, nbytes)`, ..."""
     from standin.child import device
 
     yield device

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# In this order each finds what it links to.
+# In the order in which they link to each other.
 _TORCH = ("torch_global_deps", "c10", "torch_cpu", "torch", "torch_python")
 
 
@@ -43,7 +43,7 @@ def load(library: Path) -> ModuleType:
 
 
 def _replace_bindings(bindings: Any, device: ModuleType) -> None:
-    """Stand in for the functions of torch._C that only a build for CUDA has."""
+    """Replace the functions of torch._C that only a build with CUDA has."""
 
     def exchange_device(index: int) -> int:
         before: int = device.current_device()
@@ -79,7 +79,7 @@ def _replace_bindings(bindings: Any, device: ModuleType) -> None:
 
 
 def _replace_python(cuda: Any, device: ModuleType) -> None:
-    """Stand in for what torch.cuda says of devices, and for the streams, which are of a class of CUDA's."""
+    """Replace torch.cuda's information on devices, and its streams, which need a class of CUDA."""
     import torch
 
     def index_of(which: Any) -> int:

@@ -1,4 +1,4 @@
-"""A model that is trained on the stand-in, with its profile."""
+"""Define the models that are trained on the stand-in, with their profiles."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The stand-in does what the other tests in this folder rely on."""
+"""Test the behavior of the stand-in that the other tests of this folder rely on."""
 
 import torch
 
 
-def test_tensors_are_counted_in_blocks_of_512_bytes(gpu):
+def test_tensors_count_in_blocks_of_512_bytes(gpu):
     before = gpu.live(0)
     held = torch.ones(129, device="cuda")
     assert held.device == torch.device("cuda", 0)

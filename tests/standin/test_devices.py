@@ -1,4 +1,4 @@
-"""A budget is of one device: what is refused where tensors lie on several, and what is not."""
+"""Test which models with tensors on several devices are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoac.profiler import CannotProfile, observe, profile
 
 
 class Chain(nn.Module):
-    """Layers with a loss; each moves what it gets to where it is."""
+    """Layers with a loss; each moves its input to its own device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_parameters_on_several_devices_are_refused_at_once(gpu: ModuleType, firs
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda:0"])
-def test_a_batch_on_another_device_is_refused_in_the_first_forward(gpu: ModuleType, place: str) -> None:
+def test_batch_on_another_device_is_refused_in_the_first_forward(gpu: ModuleType, place: str) -> None:
     model, x = spread(place, place), X.to("cuda:1")
     ac_client.apply(model, 1)
     with pytest.raises(CannotProfile, match=f"first.weight on {place}, the batch on cuda:1"):

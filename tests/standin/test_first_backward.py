@@ -1,4 +1,4 @@
-"""Memory that a GPU's libraries take in a first backward, to keep it or to try algorithms."""
+"""Test how profiles count memory that a GPU's libraries allocate in a first backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT = 1 << 20  # bytes that a library keeps between its calls
 
 
 class Keeps(torch.autograd.Function):
-    """Backward takes something the first time that it runs, and keeps it, as cuBLAS does."""
+    """Allocate memory in the first backward and keep it, as cuBLAS does."""
 
     kept: list[Tensor] = []  # noqa: RUF012 - of the process
 
@@ -42,10 +42,10 @@ class Model(nn.Module):
         return self.last(Keeps.apply(self.first(x).tanh()).tanh()).tanh()
 
 
-def test_what_backward_takes_once_and_keeps_is_there_all_the_time(
+def test_memory_that_a_library_keeps_counts_at_every_moment(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next step finds it there from its first op on."""
+    """The next step has it from its first op on."""
     model, x = Model().cuda(), torch.randn(4, 8, device="cuda")
     Keeps.kept.append(torch.empty(0))
     without = profile(model, x)
@@ -62,10 +62,10 @@ def test_what_backward_takes_once_and_keeps_is_there_all_the_time(
     assert found.gradient_nbytes == without.gradient_nbytes + KEPT
 
 
-def test_workspaces_of_cublas_are_given_back_on_both_threads(
+def test_workspaces_of_cublas_are_freed_on_both_threads(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch keeps some for each thread, and backward of a GPU's ops has its own."""
+    """torch keeps workspaces by thread, and backward of a GPU's ops runs on a thread of its own."""
     threads: list[int] = []
     clear = lambda: threads.append(threading.get_native_id())  # noqa: E731
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear)
@@ -77,7 +77,7 @@ def test_workspaces_of_cublas_are_given_back_on_both_threads(
 
 
 class Tries(torch.autograd.Function):
-    """Backward tries several ways the first time that it runs, as cuDNN does."""
+    """Try several algorithms in the first backward, as cuDNN does."""
 
     tried = False
 
@@ -103,7 +103,9 @@ class Trying(nn.Module):
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_what_only_a_first_backward_needs_is_not_in_the_profile(gpu: ModuleType, accumulates: bool) -> None:
+def test_memory_needed_only_in_a_first_backward_is_not_in_the_profile(
+    gpu: ModuleType, accumulates: bool
+) -> None:
     model, x = Trying().cuda(), torch.randn(2, 8, 32, device="cuda")
     Tries.tried = True
     usual = observe(model, (x,), {}, accumulates=accumulates)

@@ -1,4 +1,4 @@
-"""The loop that compares planned steps with the allocator's counter, on an allocator that counts."""
+"""Test the correction of plans by the peak counter, on an allocator that counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoac.planner.units import GIB
 from standin.tasks import bounds_of, task_of
 from standin.training import Task, Training, step
 
-EXTRA = 256 << 10  # bytes on the device that no profile knows of
+EXTRA = 256 << 10  # bytes on the device that are in no profile
 
 
 def between(known: Bounds, part: float) -> int:
@@ -58,7 +58,7 @@ def train(
     return peaks, corrected, at.report()
 
 
-def test_a_step_over_its_budget_is_corrected_though_the_counter_is_reset_each_step(
+def test_step_over_its_budget_is_corrected_if_the_counter_is_reset_each_step(
     gpu: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     budget = between(bounds_of("cuda:1"), 0.7)
@@ -71,7 +71,7 @@ def test_a_step_over_its_budget_is_corrected_though_the_counter_is_reset_each_st
     assert sum("planned again" in message for message in caplog.messages) == 1
 
 
-def test_a_counter_at_rest_before_and_after_a_step_is_no_reason_to_loosen(gpu: ModuleType) -> None:
+def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: ModuleType) -> None:
     """The optimizer's state is more than all that profiling took, so the counter only rises."""
     task = replace(task_of("cuda:1"), batch=lambda: {"ids": torch.arange(32)[None]})
     known = bounds(build(task.observed()))
@@ -82,7 +82,7 @@ def test_a_counter_at_rest_before_and_after_a_step_is_no_reason_to_loosen(gpu: M
     assert report.predicted_peak_bytes == peaks[-1] <= budget
 
 
-def test_no_correction_is_made_before_the_optimizer_has_its_state(gpu: ModuleType) -> None:
+def test_plan_is_not_corrected_before_the_optimizer_has_its_state(gpu: ModuleType) -> None:
     """The step lacks it, so that the correction would be too small, and there are only two."""
     budget = between(bounds_of("cuda:1"), 0.7)
     peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, before=EXTRA, steps=WATCHED_STEPS + 1)

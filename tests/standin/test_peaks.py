@@ -1,4 +1,4 @@
-"""A planned step on a device that is not the CPU: the predicted peak, and the plain step's numbers."""
+"""Test that planned steps on a device have the predicted peak and the plain step's numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plain(gpu: ModuleType, name: str) -> Training:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_plain_step_peaks_as_predicted_for_saving_everything(gpu: ModuleType, name: str) -> None:
+def test_plain_step_has_the_predicted_save_all_peak(gpu: ModuleType, name: str) -> None:
     assert gpu.live(0) == gpu.live(1) == 0
     assert plain(gpu, name).peaks[-1] == bounds_of(name).ceiling
 
@@ -38,7 +38,7 @@ def test_a_plain_step_peaks_as_predicted_for_saving_everything(gpu: ModuleType, 
         ("bf16 autocast", 0.4),
     ],
 )
-def test_a_planned_step_peaks_as_predicted_with_the_plain_numbers(
+def test_planned_step_has_the_predicted_peak_and_the_plain_numbers(
     gpu: ModuleType, name: str, part: float
 ) -> None:
     known = bounds_of(name)
@@ -52,7 +52,7 @@ def test_a_planned_step_peaks_as_predicted_with_the_plain_numbers(
     assert planned.same_numbers(plain(gpu, name))
 
 
-def test_a_measured_step_has_the_predicted_peak_and_its_page(gpu: ModuleType) -> None:
+def test_measured_step_has_the_predicted_peak_and_a_page(gpu: ModuleType) -> None:
     task, known = task_of("GPT-2"), bounds_of("GPT-2")
     model, optimizer, batch = task.made()
     ac_client.apply(model, (known.floor + known.ceiling) / 2 / GIB, optimizer=optimizer)
@@ -67,7 +67,7 @@ def test_a_measured_step_has_the_predicted_peak_and_its_page(gpu: ModuleType) ->
     assert report.corrections == 0
 
 
-def test_a_plain_step_in_profiling_holds_what_the_simulator_says(gpu: ModuleType) -> None:
+def test_plain_step_of_a_profile_has_the_simulated_peak(gpu: ModuleType) -> None:
     found = task_of("GPT-2").observed(mode="measured")
     note = next(note for note in found.notes if "a plain step held" in note)
     graph = build(found)
@@ -76,7 +76,7 @@ def test_a_plain_step_in_profiling_holds_what_the_simulator_says(gpu: ModuleType
     assert found.keys() == profile_of("GPT-2").keys()
 
 
-def test_checkpoint_holds_less_and_has_the_plain_gradients(gpu: ModuleType) -> None:
+def test_checkpoint_lowers_the_peak_and_keeps_the_gradients(gpu: ModuleType) -> None:
     model, _, batch = task_of("cuda:1").made()
     peaks, gradients = [], []
     for around in (lambda block, x: block(x), ac_client.checkpoint):
@@ -94,7 +94,7 @@ def test_checkpoint_holds_less_and_has_the_plain_gradients(gpu: ModuleType) -> N
     assert all(map(torch.equal, *gradients))
 
 
-def test_a_step_that_runs_out_of_memory_runs_again_under_a_tighter_plan(gpu: ModuleType) -> None:
+def test_step_that_runs_out_of_memory_is_retried_under_a_tighter_plan(gpu: ModuleType) -> None:
     task, known = task_of("cuda:1"), bounds_of("cuda:1")
     reference = train(gpu, task, steps=3)
     model, optimizer, batch = task.made()

@@ -1,4 +1,4 @@
-"""A few training steps on the stand-in: what came out of them, and the allocator's peak of each."""
+"""Run a few training steps on the stand-in, and collect their results and peaks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoac.profiler import observe
 
 @dataclass
 class Task:
-    """A model that returns its loss, its batch, and where both go."""
+    """A model that returns its loss, its batch, and the device of both."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Mapping[str, Any]]
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass
 class Training:
-    """Numbers that some steps left behind."""
+    """Results of some training steps."""
 
     applied: ac_client.Applied | None
     peaks: list[int] = field(default_factory=list)
@@ -86,7 +86,7 @@ def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 3
 def step(
     task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any], done: Training
 ) -> None:
-    """Take one step; its outputs live to the end, as in a loop that takes each step in a function."""
+    """Run one step. Its outputs live to the end, as in a loop that runs each step in a function."""
     with task.context():
         out = model(**batch)
     out["loss"].backward()

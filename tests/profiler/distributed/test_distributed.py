@@ -1,4 +1,4 @@
-"""Models wrapped by torch.distributed: profiled without harm, or refused."""
+"""Test that models wrapped by torch.distributed are profiled without effect, or refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def one_rank() -> Iterator[None]:
-    """A world of this process alone, on one thread."""
+    """Provide a process group with this process as its only rank, on one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -64,7 +64,7 @@ def step(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_goes_on_as_if_nothing_had_been_profiled(way: str) -> None:
+def test_profile_does_not_change_training(way: str) -> None:
     def trained(profiled: bool) -> list[Tensor]:
         model = DistributedDataParallel(made(), **WAYS[way])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -82,7 +82,7 @@ def test_training_goes_on_as_if_nothing_had_been_profiled(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_sent_and_no_attribute_changed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_sends_nothing_and_changes_no_attribute(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = DistributedDataParallel(made(), **WAYS[way])
     attributes = dict(vars(model))
     monkeypatch.setattr(model, "_sync_buffers", lambda: pytest.fail("buffers were sent"))
@@ -94,7 +94,7 @@ def test_nothing_is_sent_and_no_attribute_changed(way: str, monkeypatch: pytest.
 
 
 class Reducer:
-    """Fails where a real one would reduce."""
+    """Fail where a real reducer would reduce."""
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -104,7 +104,7 @@ class Reducer:
 
 
 @pytest.mark.parametrize("way", ["plain", "gradients in buckets"])
-def test_buckets_are_in_the_peak(way: str) -> None:
+def test_buckets_count_in_the_peak(way: str) -> None:
     def run(standing: int) -> int:
         model = DistributedDataParallel(made(), **WAYS[way])
         x = batch()
@@ -125,8 +125,8 @@ def test_buckets_are_in_the_peak(way: str) -> None:
     assert run(found.static.total) == pytest.approx(predicted, rel=0.01)
 
 
-def test_a_model_inside_its_wrapper_knows_of_the_buckets() -> None:
-    """`DistributedDataParallel(apply(model))`: it is profiled inside the forward of its wrapper."""
+def test_buckets_count_for_a_model_inside_its_wrapper() -> None:
+    """With `DistributedDataParallel(apply(model))`, the model is profiled in its wrapper's forward."""
     model = made()
     found: list[int] = []
 
@@ -139,7 +139,7 @@ def test_a_model_inside_its_wrapper_knows_of_the_buckets() -> None:
     assert found[0] == sum(p.nbytes for p in model.parameters())
 
 
-def test_a_planned_model_trains_in_its_wrapper() -> None:
+def test_planned_model_trains_in_its_wrapper() -> None:
     plain, planned = DistributedDataParallel(made()), made()
     ac_client.apply(planned, 1.0)
     wrapped = DistributedDataParallel(planned)
@@ -163,7 +163,7 @@ def sharded(**settings: Any) -> nn.Sequential:
     return fully_shard(model, mesh=mesh, **settings)
 
 
-def test_a_sharded_model_is_left_whole() -> None:
+def test_profile_leaves_a_sharded_model_unchanged() -> None:
     model, x = sharded(), torch.ones(1, 4)
     fired: list[Tensor] = []
     for parameter in model.parameters():
@@ -187,7 +187,7 @@ def test_a_sharded_model_is_left_whole() -> None:
         assert torch.equal(a.grad, b.grad.to_local())
 
 
-def test_a_sharded_model_whose_step_raises_is_left_whole() -> None:
+def test_step_that_raises_leaves_a_sharded_model_unchanged() -> None:
     class Breaks(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def test_a_sharded_model_whose_step_raises_is_left_whole() -> None:
 
 
 class KeepsLoss(nn.Module):
-    """Backward comes to the loss that it keeps before it comes to its output."""
+    """Keep a loss, which backward reaches before it reaches the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class WithItsLoss(nn.Module):
         return out + self.block.loss
 
 
-def test_what_backward_asks_for_while_the_unit_is_freed_is_saved() -> None:
+def test_tensors_unpacked_while_their_unit_is_freed_are_saved() -> None:
     def sharded_with_its_loss() -> nn.Module:
         torch.manual_seed(0)
         model = WithItsLoss()
@@ -275,13 +275,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
             ),
             mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("d",)),
         ),
-        "by another layout as well",
+        "in another layout",
     ),
     "FSDP1": (
         lambda: FullyShardedDataParallel(
             layers(), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD
         ),
-        "not sharded",
+        "unsharded copy",
     ),
 }
 
@@ -292,19 +292,19 @@ def _begun(model: nn.Sequential) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("setting", REFUSED)
-def test_what_one_rank_cannot_profile_alone_is_refused(setting: str) -> None:
+def test_sharding_that_one_rank_cannot_profile_is_refused(setting: str) -> None:
     make, why = REFUSED[setting]
     model = make()
     with pytest.raises(CannotProfile, match=why):
         profile(model, torch.ones(1, 4), loss=torch.sum)
 
 
-def test_a_sharded_model_has_no_fake_step() -> None:
+def test_fake_step_of_a_sharded_model_is_refused() -> None:
     with pytest.raises(CannotProfile, match="fake tensors cannot be gathered"):
         profile(sharded(), torch.ones(1, 4), on=DATASHEETS["h100"])
 
 
-def test_a_model_is_planned_after_it_was_sharded() -> None:
+def test_plan_applied_before_fully_shard_is_refused() -> None:
     model = layers()
     ac_client.apply(model, 1.0)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
@@ -330,7 +330,7 @@ print([round(p.grad.sum().item(), 4) for p in model.parameters()])
 """
 
 
-def test_one_rank_of_two_may_profile_alone(tmp_path: Path) -> None:
+def test_one_of_two_ranks_can_profile_without_the_other(tmp_path: Path) -> None:
     told = told_by_ranks(RANK, tmp_path / "store")
     assert told[0] == told[1] != ""
 

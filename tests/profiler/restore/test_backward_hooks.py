@@ -1,4 +1,4 @@
-"""Checks and hooks of backward are silent in a profile, and in force in the step that follows."""
+"""Test that backward hooks and anomaly mode are silent in a profile, and active in the next step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from autoac.profiler import DATASHEETS, profile
 
 X = torch.linspace(-1, 2, 32).view(8, 4)
 CALLS: list[Tensor] = []
-"""Gradients that a hook was given. Outside of the model, whose own lists are put back."""
+"""Gradients that hooks received. A global variable, since lists of the model are restored."""
 
 
 class Steep(nn.Module):
-    """Has finite gradients on true numbers, and infinite ones where activations are ones."""
+    """Compute finite gradients on true activations, and infinite ones if activations are ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.log(1 - x) + torch.atanh(x)
@@ -75,7 +75,7 @@ def gradients(model: nn.Sequential) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_hooks_are_called_in_real_steps_only(name: str) -> None:
+def test_hooks_are_called_only_in_real_steps(name: str) -> None:
     plain, planned = made(), made()
     handle = HOOKS[name](plain)
     if not name.startswith("all"):
@@ -102,7 +102,7 @@ def test_no_mode_calls_hooks(mode: Any) -> None:
     assert not CALLS
 
 
-def test_torch_is_as_before_when_a_profile_is_over() -> None:
+def test_profile_leaves_torch_unpatched() -> None:
     before = Tensor.register_hook, torch.autograd.Function._register_hook
     profile(made(), X)
     assert (Tensor.register_hook, torch.autograd.Function._register_hook) == before
@@ -118,7 +118,7 @@ def anomaly() -> Iterator[None]:
         torch.autograd.set_detect_anomaly(before)
 
 
-def test_anomaly_mode_checks_real_steps_only() -> None:
+def test_anomaly_mode_checks_only_real_steps() -> None:
     plain, planned = made(), made()
     ac_client.apply(planned, 1.0)
     with anomaly():
@@ -133,7 +133,7 @@ def test_anomaly_mode_checks_real_steps_only() -> None:
 
 
 class Inner(nn.Module):
-    """Differentiates inside of forward, and reads what a hook found."""
+    """Differentiate inside forward, and read what a hook received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Inner(nn.Module):
         return out
 
 
-def test_a_backward_inside_forward_calls_its_hooks() -> None:
+def test_backward_inside_forward_calls_its_hooks() -> None:
     def trained(*, planned: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = Inner()
@@ -160,7 +160,7 @@ def test_a_backward_inside_forward_calls_its_hooks() -> None:
     assert all(map(torch.equal, trained(planned=True), trained(planned=False)))
 
 
-def test_what_a_hook_holds_is_held_in_the_profile_too() -> None:
+def test_tensors_held_by_a_hook_are_held_in_the_profile_too() -> None:
     def peak(*, held: bool) -> int:
         model = nn.Sequential(nn.Linear(4, 64), nn.Identity(), nn.Linear(64, 1))
 

@@ -1,4 +1,4 @@
-"""A profiled step finds its batch as it was in each forward, and leaves it so."""
+"""Test that each forward of a profile finds the batch unchanged, and so does the user afterwards."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Layer:
 
 
 class Cache:
-    """Objects inside of objects, as transformers' caches of keys and values are, and PyG's batches."""
+    """Objects inside objects, like transformers' caches of keys and values, and PyG's batches."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.layers = [Layer()]
@@ -85,7 +85,7 @@ def grows(batch: Any) -> Tensor:
 
 
 class Attributes(dict[str, Tensor]):
-    """Its items are its attributes."""
+    """A dictionary whose items are its attributes."""
 
     def __init__(self, **items: Tensor) -> None:
         super().__init__(**items)
@@ -112,7 +112,7 @@ BATCHES: list[tuple[Callable[[Any], Tensor], Any]] = [
 
 
 SEEN: weakref.WeakKeyDictionary[Model, list[Tensor]] = weakref.WeakKeyDictionary()
-"""Outside of the model, where nothing is put back."""
+"""A global variable, since the model's own state is restored."""
 
 
 class Model(nn.Module):
@@ -130,7 +130,7 @@ class Model(nn.Module):
 
 
 def contents(batch: Any) -> dict[str, Tensor]:
-    """Its tensors by name; of a Cache also those further inside, and in the names what there is else."""
+    """Return the tensors of a batch by name, with nested ones, and its other contents in the names."""
     if isinstance(batch, Cache):
         named = {" ".join(vars(batch)): batch.of.x, f"{len(batch.layers)} layers": batch.of.y}
         for i, layer in enumerate(batch.layers):
@@ -143,7 +143,7 @@ def contents(batch: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mode", ["hollow", "measured"])
 @pytest.mark.parametrize(("body", "batch"), BATCHES)
-def test_each_forward_finds_the_batch_as_it_was(body: Any, batch: Any, mode: Any) -> None:
+def test_each_forward_finds_the_batch_unchanged(body: Any, batch: Any, mode: Any) -> None:
     batch = copy.deepcopy(batch)
     before, held = copy.deepcopy(contents(batch)), contents(batch)
     seen: list[Tensor] = []
@@ -156,7 +156,7 @@ def test_each_forward_finds_the_batch_as_it_was(body: Any, batch: Any, mode: Any
 
 
 @pytest.mark.parametrize(("body", "batch"), BATCHES)
-def test_the_first_step_of_a_planned_model_trains_on_the_same_numbers(body: Any, batch: Any) -> None:
+def test_first_step_of_a_planned_model_trains_on_the_same_numbers(body: Any, batch: Any) -> None:
     def step(planned: bool) -> tuple[Tensor, dict[str, Tensor]]:
         torch.manual_seed(0)
         model, own = Model(body), copy.deepcopy(batch)
@@ -171,8 +171,8 @@ def test_the_first_step_of_a_planned_model_trains_on_the_same_numbers(body: Any,
     assert all(torch.equal(planned_batch[name], value) for name, value in plain_batch.items())
 
 
-def test_what_a_forward_puts_into_its_batch_is_the_users_through_the_step() -> None:
-    """In `batch["x and 1"]`, 128 bytes, which backward does not want."""
+def test_tensors_that_a_forward_adds_to_its_batch_are_held_through_the_step() -> None:
+    """The 128 bytes of `batch["x and 1"]` are not needed by backward."""
     torch.manual_seed(0)
     found = profile(Model(pops), {"x": X, "y": Y})
     graph = build(found)
@@ -183,7 +183,7 @@ def test_what_a_forward_puts_into_its_batch_is_the_users_through_the_step() -> N
 
 
 @pytest.mark.parametrize("batch", [Pair(X, Y), Bag(X, Y), UserDict({"x": X, "y": Y}), [{"x": X}, (Y,)]])
-def test_the_tensors_of_a_batch_count_wherever_they_are(batch: Any) -> None:
+def test_tensors_of_a_batch_count_at_any_depth(batch: Any) -> None:
     class First(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -196,7 +196,7 @@ def test_the_tensors_of_a_batch_count_wherever_they_are(batch: Any) -> None:
     assert profile(First(), batch).static.inputs == X.nbytes + Y.nbytes
 
 
-def test_one_tensor_that_is_passed_twice_stays_one() -> None:
+def test_tensor_passed_twice_stays_one_tensor() -> None:
     class Asks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -209,7 +209,7 @@ def test_one_tensor_that_is_passed_twice_stays_one() -> None:
     assert len(profile(Asks(), X, Y).ops) == 2
 
 
-def test_what_another_module_computed_may_be_written_in_place() -> None:
+def test_output_of_another_module_may_be_written_in_place() -> None:
     head = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4))
     x = (X * nn.Parameter(torch.ones(4))).add(0)
     before = x.detach().clone()
@@ -220,7 +220,7 @@ def test_what_another_module_computed_may_be_written_in_place() -> None:
     assert len(profile(head, x, loss=torch.sum, on=DATASHEETS["h100"]).ops) == len(found.ops)
 
 
-def test_what_forward_registers_is_gone_after_a_profile() -> None:
+def test_modules_that_forward_registers_are_removed_after_a_profile() -> None:
     class Grows(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -245,14 +245,14 @@ def test_what_forward_registers_is_gone_after_a_profile() -> None:
     assert not model._non_persistent_buffers_set
 
 
-def test_a_model_whose_layers_wait_for_their_first_batch_is_refused_with_advice() -> None:
+def test_model_with_lazy_layers_is_refused_with_advice() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
     with pytest.raises(CannotProfile, match=r"1\.weight .* run one batch through it first"):
         profile(model, X, loss=torch.sum)
 
 
-def test_objects_that_do_not_change_are_left_alone() -> None:
-    """A batch may lead to what other threads use, who would find it empty for a moment."""
+def test_unchanged_objects_are_not_written() -> None:
+    """Other threads may use objects of a batch, and would find them empty for a moment."""
 
     class Loader:
         def __init__(self) -> None:
@@ -282,7 +282,7 @@ def test_objects_that_do_not_change_are_left_alone() -> None:
     assert not any(one is rows.loader.__dict__ for one in written)
 
 
-def test_a_batch_that_can_be_read_once_is_refused_and_not_read() -> None:
+def test_iterator_in_a_batch_is_refused_and_not_read() -> None:
     class Model(nn.Linear):
         def forward(self, parts: Any) -> Tensor:
             return torch.stack([super(Model, self).forward(x) for x in parts]).sum()

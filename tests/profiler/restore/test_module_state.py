@@ -1,4 +1,4 @@
-"""State that modules keep in Python objects counts each training step once, or the profile is refused."""
+"""Test that state in Python objects counts each training step once, or the profile is refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Frozen:
 
 
 class Bounded(list[int]):
-    """A subclass with methods of its own, which nobody is to call."""
+    """A subclass with methods that must not be called."""
 
     def clear(self) -> None:
         raise AssertionError
@@ -76,7 +76,7 @@ class Shared:
 
 
 class Unregistered:
-    """Hides a module from its parent, in an object with a cycle."""
+    """Hide a module from its parent, in an object with a cycle."""
 
     def __init__(self) -> None:
         self.of = [Plain(Statistics().count)]
@@ -186,7 +186,7 @@ def test_state_in_objects_counts_each_step_once(name: str) -> None:
     assert counted_and_trained(make, planned=True) == counted_and_trained(make, planned=False)
 
 
-def test_a_forward_hook_that_fills_a_list_sees_each_step_once() -> None:
+def test_forward_hook_that_fills_a_list_sees_each_step_once() -> None:
     seen: list[float] = []
     model = Plain(lambda: 0.0)
     model.register_forward_hook(lambda _module, _args, out: seen.append(out.item()))
@@ -209,7 +209,7 @@ def numbers() -> Any:
         (lambda: closure_over(numbers()), "count closure_over.<locals>.<lambda>: items, a generator"),
     ],
 )
-def test_an_iterator_that_forward_reads_is_refused_by_name_and_not_read(make: Any, where: str) -> None:
+def test_iterator_that_forward_reads_is_refused_by_name_and_not_read(make: Any, where: str) -> None:
     model = Plain(make())
     with pytest.raises(CannotProfile) as refused:
         profile(model, X)
@@ -221,14 +221,14 @@ def closure_over(items: Any) -> Callable[[], float]:
     return lambda: next(items)
 
 
-def test_an_iterator_that_forward_does_not_read_is_left_alone() -> None:
+def test_iterator_that_forward_does_not_read_is_accepted() -> None:
     model = Plain(lambda: 1.0)
     model.ids = itertools.count()  # type: ignore[assignment]
     profile(model, X)
     assert next(model.ids) == 0  # type: ignore[call-overload]
 
 
-def test_a_large_array_that_forward_writes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_array_that_forward_writes_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoac.profiler.restore.object_holders.MOST_COPIED_NBYTES", 16)
     with pytest.raises(CannotProfile) as refused:
         profile(Plain(Frozen(numpy.zeros(3)).count), X)
@@ -236,7 +236,7 @@ def test_a_large_array_that_forward_writes_is_refused_by_name(monkeypatch: pytes
     profile(Plain(lambda: float(numpy.zeros(3).sum())), X)
 
 
-def test_what_a_thread_changes_is_left_alone_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_next_to_a_thread_are_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Prefetching:
         def __init__(self) -> None:
             self.thread = threading.Thread()

@@ -1,4 +1,4 @@
-"""What a profiled step leaves of the things that a model keeps, and of the optimizer that it is given."""
+"""Test that a profile leaves the counters of a model, its optimizer and its caches unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoac.profiler import observe, profile
 
 
 class Counting(nn.Module):
-    """Counts its calls in everything that a module may hold."""
+    """Count calls in every kind of state that a module may have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Counting(nn.Module):
         return out
 
 
-def test_what_a_model_counts_in_is_as_before() -> None:
+def test_counters_of_a_model_are_restored() -> None:
     model = Counting()
     held = (model.list, model.last, model.table, model.seen, model.tensor)
     profile(model, torch.randn(2, 4), loss=torch.sum)
@@ -69,7 +69,7 @@ def test_what_a_model_counts_in_is_as_before() -> None:
 
 
 class Wrapping(torch.optim.Optimizer):
-    """Hands everything on, as accelerate's does."""
+    """Forward everything to the wrapped optimizer, as accelerate's wrapper does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -91,7 +91,7 @@ class Wrapping(torch.optim.Optimizer):
         self.optimizer.state = state
 
 
-def test_a_wrapped_optimizer_is_counted_and_keeps_what_it_has() -> None:
+def test_wrapped_optimizer_is_counted_and_left_unchanged() -> None:
     model = Counting()
     inner = torch.optim.AdamW(model.parameters())
     groups, state = inner.param_groups, inner.state
@@ -103,7 +103,7 @@ def test_a_wrapped_optimizer_is_counted_and_keeps_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("already", [False, True])
-def test_what_parametrize_caches_is_computed_from_the_parameters_of_training(already: bool) -> None:
+def test_parametrize_cache_holds_weights_of_the_training_parameters(already: bool) -> None:
     x = torch.linspace(-1, 2, 32).view(8, 4)
 
     def gradients(planned: bool) -> list[Tensor | None]:

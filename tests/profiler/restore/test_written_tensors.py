@@ -1,4 +1,4 @@
-"""Parameters and other tensors that a forward writes over are trained as if nothing had been profiled."""
+"""Test that a profile does not change parameters and other tensors that a forward writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = torch.linspace(-1, 2, 32).view(8, 4)
 
 
 def follows(model: Momentum) -> None:
-    """As MoCo and BYOL have it."""
+    """Update a teacher as MoCo and BYOL do."""
     for own, of_teacher in zip(model.student.parameters(), model.teacher.parameters(), strict=True):
         of_teacher.data.mul_(0.9).add_(own.data, alpha=0.1)
 
@@ -31,13 +31,13 @@ def follows_by_name(model: Momentum) -> None:
 
 
 def normalizes(model: Momentum) -> None:
-    """As EDM2 has it; the student itself is what is written."""
+    """Normalize the student's own weights, as EDM2 does."""
     weight = model.student.weight
     weight.copy_(weight / (weight.norm(dim=1, keepdim=True) + 0.1))
 
 
 def follows_in_a_list(model: Momentum) -> None:
-    """A teacher that is no submodule."""
+    """Update a teacher that is not a submodule."""
     for own, of_teacher in zip(model.student.parameters(), model.hidden[0].parameters(), strict=True):
         of_teacher.mul_(0.9).add_(own, alpha=0.1)
     model.student.bias.data += model.hidden[0].weight.sum()
@@ -52,7 +52,7 @@ def follows_in_an_object(model: Momentum) -> None:
 
 
 def fills_a_bank(model: Momentum) -> None:
-    """Beside tensors that the forward itself makes, writes and keeps."""
+    """Update averages, and tensors that the forward itself makes, writes and keeps."""
     made = torch.zeros(4)
     made[0] = 1
     made += model.student.bias
@@ -102,7 +102,7 @@ def contents(model: Momentum) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", ["hollow", "measured"])
 @pytest.mark.parametrize("update", UPDATES)
-def test_a_profile_does_not_move_what_a_forward_writes(update: Callable[[Momentum], None], mode: str) -> None:
+def test_profile_restores_tensors_written_in_forward(update: Callable[[Momentum], None], mode: str) -> None:
     model = Momentum(update)
     before = copy.deepcopy(contents(model))
     profile(model, X, mode=mode)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def test_a_profile_does_not_move_what_a_forward_writes(update: Callable[[Momentu
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_training_moves_it_once_a_step(update: Callable[[Momentum], None]) -> None:
+def test_each_training_step_updates_them_once(update: Callable[[Momentum], None]) -> None:
     def trained(planned: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = Momentum(update)

@@ -30,7 +30,7 @@ CASTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Some kernels allocate something for each thread."""
+    """Use one thread, since some kernels allocate memory for each thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -100,11 +100,11 @@ def test_loss_that_is_not_a_tensor_is_refused() -> None:
 
 
 CALLS: list[int] = []
-"""A global variable: what a model itself refers to is put back after each profile."""
+"""A global variable, since everything that the model refers to is restored after a profile."""
 
 
 class Alternates(nn.Module):
-    """Takes another path from its fourth forward on."""
+    """Take another path from the fourth forward on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Breaks(torch.autograd.Function):
 
 
 class Stateful(nn.Module):
-    """Counts its calls, draws from every generator, switches its own mode, and may break."""
+    """Count calls, draw from every generator, switch the module's mode, and raise if `breaks` says so."""
 
     def __init__(self, breaks: str = "") -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Stateful(nn.Module):
 
 @pytest.mark.parametrize("breaks", ["", "forward", "backward"])
 @pytest.mark.parametrize("mode", ["hollow", "measured", "fake"])
-def test_a_step_leaves_nothing_changed_also_where_it_raises(mode: Any, breaks: str) -> None:
+def test_step_changes_nothing_even_if_it_raises(mode: Any, breaks: str) -> None:
     model, x = Stateful(breaks), torch.randn(3, 4)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     attributes = [dict(module.__dict__) for module in model.modules()]
@@ -251,7 +251,7 @@ def test_a_step_leaves_nothing_changed_also_where_it_raises(mode: Any, breaks: s
     assert torch.is_grad_enabled()
 
 
-def test_gradients_that_will_be_there_count_from_the_start() -> None:
+def test_accumulated_gradients_count_from_the_start() -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
     told = observe(model, (x,), {}, accumulates=True)
     for parameter in model.parameters():
@@ -264,7 +264,7 @@ def test_gradients_that_will_be_there_count_from_the_start() -> None:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_adafactors_factored_state_counts_before_its_first_step(foreach: bool) -> None:
+def test_factored_state_of_adafactor_counts_before_its_first_step(foreach: bool) -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
     optimizer = torch.optim.Adafactor(model.parameters(), foreach=foreach)
     found = observe(model, (x,), {}, optimizer=optimizer)
@@ -288,10 +288,10 @@ def test_adafactors_factored_state_counts_before_its_first_step(foreach: bool) -
         ({"lr": torch.tensor(0.1)}, False, False),
     ],
 )
-def test_an_optimizer_on_a_gpu_copies_all_parameters_at_once(
+def test_optimizer_on_a_gpu_copies_all_parameters_at_once(
     settings: dict[str, Any], at_once: bool | None, steps_there: bool
 ) -> None:
-    """Fake tensors stand for the real ones, and torch would update those one by one."""
+    """torch would update the fake tensors that stand for the parameters one by one."""
     rounded = 512
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
     optimizer = torch.optim.AdamW(model.parameters(), **settings)
@@ -306,14 +306,14 @@ def test_an_optimizer_on_a_gpu_copies_all_parameters_at_once(
     assert all("foreach" not in settings or group["foreach"] is False for group in optimizer.param_groups)
 
 
-def test_an_optimizer_on_this_cpu_updates_one_parameter_after_the_other() -> None:
+def test_optimizer_on_a_cpu_updates_one_parameter_after_another() -> None:
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
     needs = optimizer_bytes(torch.optim.AdamW(model.parameters()), torch.device("cpu"))
     assert needs.state == 4 * (2 * 64 * 64 * 4 + 4)  # steps are counted beside the rest
     assert 64 * 64 * 4 <= needs.workspace < 4 * 64 * 64 * 4
 
 
-def test_a_model_may_differentiate_inside_its_forward() -> None:
+def test_model_may_differentiate_inside_its_forward() -> None:
     class Penalised(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -331,7 +331,7 @@ def test_a_model_may_differentiate_inside_its_forward() -> None:
 
 # torch's own, when it loads decompositions for forward mode
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_forward_derivatives_have_zeros_without_memory() -> None:
+def test_forward_mode_zeros_without_memory_are_handled() -> None:
     class Sloped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,8 +349,8 @@ def test_forward_derivatives_have_zeros_without_memory() -> None:
     assert measured.storages == found.storages
 
 
-def test_forward_runs_only_twice_where_ranks_talk_in_it() -> None:
-    """How often it runs for the clock is up to the clock, and ranks must not differ in that."""
+def test_forward_with_collectives_runs_only_twice() -> None:
+    """Clocks decide how often forward runs for its times, and ranks must run it equally often."""
     CALLS.clear()
 
     class Talks(nn.Module):

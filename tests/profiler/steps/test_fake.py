@@ -1,4 +1,4 @@
-"""A fake step against a hollow one: the same profile, but for what only kernels know."""
+"""Test that fake and hollow steps give equal profiles, except for memory inside kernels."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ PLAIN = Device(
     device_type="cpu",
     allocator_rounding=1,
 )
-"""1,000 bytes or 10**6 operations a microsecond."""
+"""A device with 1,000 bytes or 10**6 operations per microsecond."""
 
 SCALARS = 64
-"""Bytes of the few 0-dimensional tensors that C++ makes below every mode, such as the 3 of `x + 3`."""
+"""Bytes of the 0-dimensional tensors that C++ allocates below every mode, such as the 3 of `x + 3`."""
 
 ELSEWHERE = {
     "Mixtral": "torch's fake grouped product takes bfloat16 only",
@@ -47,7 +47,7 @@ FAKEABLE = [entry for entry in ZOO if entry.name not in ELSEWHERE]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Some kernels allocate something for each thread."""
+    """Use one thread, since some kernels allocate memory for each thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,7 +66,7 @@ def profiles(entry: ZooModel) -> tuple[Profile, Profile]:
 
 
 @pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
-def test_ops_storages_and_saved_tensors_are_those_of_the_hollow_step(entry: ZooModel) -> None:
+def test_ops_storages_and_saved_tensors_equal_those_of_the_hollow_step(entry: ZooModel) -> None:
     hollow, fake = profiles(entry)
     assert fake.keys() == hollow.keys()
     assert fake.ops.reads == hollow.ops.reads
@@ -81,7 +81,7 @@ def test_ops_storages_and_saved_tensors_are_those_of_the_hollow_step(entry: ZooM
 
 
 @pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
-def test_backward_is_that_of_the_hollow_step_but_for_what_kernels_hold_inside(entry: ZooModel) -> None:
+def test_backward_equals_that_of_the_hollow_step_except_inside_kernels(entry: ZooModel) -> None:
     hollow, fake = profiles(entry)
     assert fake.backward.name == hollow.backward.name
     assert fake.backward.unpacks == hollow.backward.unpacks
@@ -93,8 +93,8 @@ def test_backward_is_that_of_the_hollow_step_but_for_what_kernels_hold_inside(en
         assert of_hollow - SCALARS <= of_fake <= of_hollow
 
 
-def test_what_a_fake_step_cannot_do_is_still_so() -> None:
-    """Should torch learn it, the reason in `ELSEWHERE` and the line in docs/profiling.md can go."""
+def test_known_limits_of_fake_steps_still_hold() -> None:
+    """If this fails, torch has lifted a limit: remove it from `ELSEWHERE` and docs/profiling.md."""
     entries = {entry.name: entry for entry in ZOO if entry.name in ELSEWHERE}
     with pytest.raises(RuntimeError, match="Expected inputs of BF16"):
         both(entries["Mixtral"])
@@ -107,7 +107,7 @@ def test_what_a_fake_step_cannot_do_is_still_so() -> None:
 
 
 @pytest.mark.parametrize("entry", FAKEABLE, ids=lambda entry: entry.name)
-def test_autocast_is_in_force_in_a_fake_step(entry: ZooModel) -> None:
+def test_fake_step_applies_autocast(entry: ZooModel) -> None:
     hollow, fake = both(entry, functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16))
     assert fake.keys() == hollow.keys()
     assert fake.saved == hollow.saved
@@ -115,7 +115,7 @@ def test_autocast_is_in_force_in_a_fake_step(entry: ZooModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "BERT", "T5", "Mamba"])
-def test_the_peak_is_the_hollow_one_where_kernels_hold_little(name: str) -> None:
+def test_peak_equals_the_hollow_one_if_kernels_allocate_little(name: str) -> None:
     peaks = []
     for found in profiles(next(entry for entry in ZOO if entry.name == name)):
         graph = build(found)
@@ -124,7 +124,7 @@ def test_the_peak_is_the_hollow_one_where_kernels_hold_little(name: str) -> None
 
 
 class Attention(nn.Module):
-    """Queries, keys and values by one product each: 4 heads of 8."""
+    """Attention with 4 heads of 8, and one product each for queries, keys and values."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def kinds(found: Profile) -> list[str]:
     return [key.rpartition("/")[2].partition(".default")[0] for key in found.keys()]  # noqa: SIM118
 
 
-def test_attention_on_a_gpu_saves_its_output_and_a_number_for_each_row() -> None:
+def test_flash_attention_saves_its_output_and_one_number_per_row() -> None:
     model = Attention(dropout=0.1).bfloat16()
     found = on_h100(model, torch.empty(2, 64, 32, dtype=torch.bfloat16))
     assert kinds(found) == ["aten.addmm"] * 3 + [
@@ -156,7 +156,7 @@ def test_attention_on_a_gpu_saves_its_output_and_a_number_for_each_row() -> None
     assert max(made) == 2 * 64 * 32 * 2  # nothing of the size of 2 x 4 x 64 x 64
 
 
-def test_attention_with_a_mask_or_in_float32_is_the_memory_efficient_one() -> None:
+def test_attention_with_a_mask_or_in_float32_is_memory_efficient() -> None:
     mask = torch.ones(64, 64, dtype=torch.bool).tril()
     for model, x in (
         (Attention(), torch.empty(2, 64, 32)),
@@ -168,14 +168,14 @@ def test_attention_with_a_mask_or_in_float32_is_the_memory_efficient_one() -> No
     )
 
 
-def test_the_dispatcher_is_as_before_after_a_fake_step() -> None:
+def test_fake_step_leaves_the_dispatcher_unchanged() -> None:
     x = torch.randn(2, 64, 32)
     on_h100(Attention(), x)
     out = Attention(dropout=0.1)(x)
     assert out.grad_fn.name() == "MulBackward0"  # the CPU's dropout
 
 
-def test_a_model_without_memory_has_a_profile() -> None:
+def test_model_on_the_meta_device_can_be_profiled() -> None:
     with torch.device("meta"):
         model = Transformer(layers=2, width=4096, heads=32)
         x = torch.empty(4, 2048, 4096)
@@ -186,7 +186,7 @@ def test_a_model_without_memory_has_a_profile() -> None:
     assert all(parameter.grad is None and parameter.is_meta for parameter in model.parameters())
 
 
-def test_sizes_are_rounded_as_the_device_rounds_them_and_the_profile_says_what_was_estimated() -> None:
+def test_sizes_are_rounded_for_the_device_and_notes_name_estimates() -> None:
     found = on_h100(Attention(), torch.empty(1, 3, 32))
     assert found.environment.device_type == "cuda"
     assert found.environment.device_name == "NVIDIA H100 SXM (estimated)"
@@ -194,7 +194,7 @@ def test_sizes_are_rounded_as_the_device_rounds_them_and_the_profile_says_what_w
     assert "run times are estimated from the datasheet of NVIDIA H100 SXM" in found.notes
 
 
-def test_the_model_and_its_generators_are_as_before() -> None:
+def test_fake_step_leaves_model_and_generators_unchanged() -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -205,8 +205,8 @@ def test_the_model_and_its_generators_are_as_before() -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_what_depends_on_unknown_values_is_refused_by_name() -> None:
-    with pytest.raises(CannotFake, match=r"aten\.nonzero.*not known\. A profile of the model where it is"):
+def test_op_that_depends_on_unknown_values_is_refused_by_name() -> None:
+    with pytest.raises(CannotFake, match=r"aten\.nonzero.*not known; profile the model on its own device"):
         on_h100(Routed(), torch.randn(12, 16))
 
 
@@ -214,7 +214,7 @@ torch.library.define("autoac_tests::bare", "(Tensor x) -> Tensor")
 torch.library.impl("autoac_tests::bare", "cpu", torch.clone)
 
 
-def test_an_op_without_a_fake_kernel_is_refused_by_name() -> None:
+def test_op_without_a_fake_kernel_is_refused_by_name() -> None:
     class Bare(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.ops.autoac_tests.bare(x.detach()) * x
@@ -223,12 +223,12 @@ def test_an_op_without_a_fake_kernel_is_refused_by_name() -> None:
         on_h100(Bare(), torch.randn(4, requires_grad=True))
 
 
-def test_an_op_of_cudnn_is_refused_on_a_gpu() -> None:
+def test_cudnn_op_is_refused_for_a_gpu() -> None:
     with pytest.raises(CannotFake, match="LSTMCell"):
         on_h100(Recurrent(), torch.randn(2, 5, 8))
 
 
-def test_a_model_may_look_at_the_integers_of_its_batch() -> None:
+def test_model_may_read_the_integers_of_its_batch() -> None:
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -241,7 +241,7 @@ def test_a_model_may_look_at_the_integers_of_its_batch() -> None:
     assert found.storages.nbytes[-1] == 512  # 2 x 5 x 4 floats, not 2 x 64 x 4
 
 
-def test_an_op_takes_as_long_as_its_slower_half_and_its_launch() -> None:
+def test_op_takes_its_launch_plus_the_longer_of_arithmetic_and_moving() -> None:
     class Product(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
@@ -259,6 +259,6 @@ def test_an_op_takes_as_long_as_its_slower_half_and_its_launch() -> None:
     assert matmul_us(10_000, 10_000) == 1 + 2e12 / 1e6
 
 
-def test_an_element_shown_twice_is_moved_once() -> None:
+def test_element_repeated_by_stride_0_is_moved_once() -> None:
     row = torch.empty(1, 10)
     assert bytes_moved((row.expand(100, 10),), {}, torch.empty(100, 10)) == 10 * 4 + 1000 * 4

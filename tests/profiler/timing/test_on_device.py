@@ -1,4 +1,4 @@
-"""A device that is here: its measured datasheet, and ops that are run one kind at a time."""
+"""Test the measured datasheet of a device, and the run times of single ops on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.models.modules import Transformer
 CPU = torch.device("cpu")
 
 
-def test_a_datasheet_is_what_kernels_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_datasheet_has_the_rates_that_kernels_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call takes a second, so rates are the work of one call."""
     monkeypatch.setattr(local, "least_s", lambda call, device: 1.0)
     sheet = datasheet_of_this_cpu()
@@ -31,7 +31,7 @@ def test_a_datasheet_is_what_kernels_reached(monkeypatch: pytest.MonkeyPatch) ->
     assert (sheet.flops_efficiency, sheet.bandwidth_efficiency, sheet.allocator_rounding) == (1, 1, 1)
 
 
-def test_this_cpu_is_slower_than_a_gpu_and_faster_than_a_snail() -> None:
+def test_measured_rates_of_this_cpu_are_plausible() -> None:
     sheet, h100 = datasheet_of_this_cpu(), DATASHEETS["h100"]
     assert 1e8 < sheet.flops_per_s[torch.float32] < h100.other_flops_per_s
     assert 1e7 < sheet.bytes_per_s < h100.bytes_per_s
@@ -41,7 +41,7 @@ def test_this_cpu_is_slower_than_a_gpu_and_faster_than_a_snail() -> None:
     assert sheet.name
 
 
-def test_ops_of_a_step_that_runs_nowhere_have_measured_times() -> None:
+def test_ops_of_a_fake_step_have_measured_times() -> None:
     model, x = Transformer(layers=2), torch.randn(2, 8, 32)
     here = profile(model, x)
     with torch.device("meta"):
@@ -54,8 +54,8 @@ def test_ops_of_a_step_that_runs_nowhere_have_measured_times() -> None:
     assert sum(found.backward.runtime_us) > 0
 
 
-def test_generators_of_the_device_that_ops_are_run_on_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout that is run by itself for its time draws there, and not on the CPU that fake tensors are on."""
+def test_generators_of_the_device_that_runs_ops_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dropout op that is timed by itself draws on that device, not on the CPU of the fake tensors."""
     restored: list[torch.device] = []
     own = fake.generators_restored
 
@@ -69,7 +69,7 @@ def test_generators_of_the_device_that_ops_are_run_on_are_put_back(monkeypatch: 
     assert restored == [torch.device("cpu", 0), torch.device("cpu")]
 
 
-def test_a_kind_of_op_is_run_once_and_then_read_from_the_file(
+def test_kind_of_op_is_measured_once_and_then_read_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[Any] = []
@@ -92,7 +92,7 @@ def test_a_kind_of_op_is_run_once_and_then_read_from_the_file(
 SMALL = Device("tiny", {}, 1e9, 1e9, 1000, device_type="cpu", allocator_rounding=1)
 
 
-def test_what_does_not_fit_or_does_not_run_is_estimated_and_named() -> None:
+def test_ops_that_do_not_fit_or_fail_are_estimated_and_named_in_notes() -> None:
     here = local.OpTimesOnDevice(CPU, SMALL)
     op = torch.ops.aten.mm.default
     large = torch.empty(100, 100, device="meta")
@@ -106,7 +106,7 @@ def test_what_does_not_fit_or_does_not_run_is_estimated_and_named() -> None:
     assert here.kinds == 0
 
 
-def test_generators_and_the_model_are_as_before() -> None:
+def test_profile_on_a_device_leaves_generators_and_model_unchanged() -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
     before: list[Tensor] = [p.detach().clone() for p in model.parameters()]
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Private names of torch stand in one file, each with its reason."""
+"""Test that private names of torch are used only through private.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a storage is found by any tensor that shows it, and goes with it."""
+"""Test that any view finds the entry of its storage, and that entries are deleted with storages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from autoac.profiler.torch_facts.storage_table import PRUNED_AT, StorageTable, d
 
 
 class Known:
-    """Something that can be watched go."""
+    """An entry whose deletion can be observed."""
 
 
-def test_views_share_it_and_copies_do_not() -> None:
+def test_views_share_an_entry_and_copies_do_not() -> None:
     table: StorageTable[str] = StorageTable()
     tensor = torch.zeros(4, 4)
     table.set(tensor, "known")
@@ -27,7 +27,7 @@ def test_views_share_it_and_copies_do_not() -> None:
     assert table.of(copy.deepcopy(tensor.untyped_storage())) is None
 
 
-def test_it_goes_with_the_last_tensor_that_shows_the_storage() -> None:
+def test_entry_is_deleted_with_the_last_view_of_its_storage() -> None:
     table: StorageTable[Known] = StorageTable()
     tensor = torch.zeros(4)
     view = tensor[1:]
@@ -40,7 +40,7 @@ def test_it_goes_with_the_last_tensor_that_shows_the_storage() -> None:
     assert table.values() == []
 
 
-def test_it_stays_while_only_autograd_has_the_storage() -> None:
+def test_entry_lives_while_only_autograd_holds_the_storage() -> None:
     table: StorageTable[str] = StorageTable()
     x = torch.zeros(4, requires_grad=True)
     y = x.exp()
@@ -52,7 +52,7 @@ def test_it_stays_while_only_autograd_has_the_storage() -> None:
     assert table.values() == []
 
 
-def test_tables_do_not_see_each_other_and_leave_nothing_behind() -> None:
+def test_tables_are_independent_and_delete_their_entries() -> None:
     tensor = torch.zeros(4)
     before = dict(tensor.untyped_storage().__dict__)
     one: StorageTable[int] = StorageTable()
@@ -66,7 +66,7 @@ def test_tables_do_not_see_each_other_and_leave_nothing_behind() -> None:
     assert tensor.untyped_storage().__dict__ == before
 
 
-def test_what_was_dropped_and_noted_again_is_there_once() -> None:
+def test_entry_that_is_dropped_and_set_again_is_listed_once() -> None:
     table: StorageTable[int] = StorageTable()
     tensor = torch.zeros(4)
     for i in range(3):
@@ -78,7 +78,7 @@ def test_what_was_dropped_and_noted_again_is_there_once() -> None:
     assert table.values() == [3]
 
 
-def test_what_is_gone_is_not_counted_for_long() -> None:
+def test_dead_storages_are_pruned_from_the_count() -> None:
     table: StorageTable[int] = StorageTable()
     kept = [torch.zeros(1) for _ in range(PRUNED_AT)]
     for i in range(10 * PRUNED_AT):
@@ -93,7 +93,7 @@ def test_what_is_gone_is_not_counted_for_long() -> None:
 
 
 def slices() -> list[Tensor]:
-    """Windows of all kinds on one storage of 24 bytes."""
+    """Return windows of all kinds on one storage of 24 bytes."""
     base = torch.zeros(24, dtype=torch.uint8)
     cube, wide = base.view(2, 3, 4), base.view(torch.int16).view(3, 4)
     chunks = [chunk for dim in range(3) for chunk in cube.unsafe_chunk(2, dim)]
@@ -112,7 +112,7 @@ def slices() -> list[Tensor]:
 
 
 def shown(tensor: Tensor) -> set[int]:
-    """The bytes of the storage that `tensor` shows, one by one."""
+    """Return the bytes of the storage that `tensor` views, one by one."""
     itemsize, strides = tensor.itemsize, tensor.stride()
     starts = {tensor.storage_offset()} if tensor.numel() else set()
     for size, stride in zip(tensor.shape, strides, strict=True):
@@ -120,7 +120,7 @@ def shown(tensor: Tensor) -> set[int]:
     return {start * itemsize + i for start in starts for i in range(itemsize)}
 
 
-def test_windows_called_disjoint_share_no_byte() -> None:
+def test_disjoint_windows_share_no_byte() -> None:
     windows = slices()
     called = [(a, b) for a in windows for b in windows if disjoint(window_of(a), window_of(b))]
     assert called

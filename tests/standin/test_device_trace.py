@@ -1,4 +1,4 @@
-"""torch.profiler's record of an allocator that is not the CPU's is complete, or refused."""
+"""Test that torch.profiler's trace of a device's allocator is complete, or refused."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def small() -> tuple[nn.Module, Tensor]:
     return Transformer(layers=1).cuda(), torch.randn(2, 8, 32, device="cuda")
 
 
-def taken(recording: TorchTrace, model: nn.Module, x: Tensor) -> list[AllocationEvent]:
-    """Return the record of a forward on this thread and a backward on the device's."""
+def traced(recording: TorchTrace, model: nn.Module, x: Tensor) -> list[AllocationEvent]:
+    """Return the trace of a forward on this thread and a backward on the device's thread."""
     with recording:
         sum(out.sum() for out in model(x).values()).backward()
     return [e for e in recording.events() if isinstance(e, AllocationEvent) and e.device.type == "cuda"]
 
 
 @pytest.mark.parametrize("ops", [(), ("aten::linear",)])
-def test_every_allocation_and_free_of_a_step_is_in_the_record(gpu: ModuleType, ops: tuple[str, ...]) -> None:
+def test_trace_has_every_allocation_and_free_of_a_step(gpu: ModuleType, ops: tuple[str, ...]) -> None:
     model, x = small()
     before = gpu.live(0)
     gpu.reset_peak(0)
     recording = TorchTrace(CUDA, ops=ops)
-    found = taken(recording, model, x)
+    found = traced(recording, model, x)
     live = list(accumulate((entry.nbytes for entry in found), initial=before))
     assert live[-1] == gpu.live(0)
     assert max(live) == gpu.peak(0)
     recording.check_complete("a step")
 
 
-def test_a_record_of_every_device_has_all_of_them(gpu: ModuleType) -> None:
+def test_trace_of_every_device_has_all_allocations(gpu: ModuleType) -> None:
     with (recording := TorchTrace()):
         held = [torch.empty(1000, device=device) for device in ("cpu", "cuda:0", "cuda:1")]
     found = {entry.device.type: entry for entry in recording.events() if isinstance(entry, AllocationEvent)}
@@ -62,7 +62,7 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_range_around_a_record_is_no_op_for_modes(gpu: ModuleType) -> None:
+def test_dispatch_modes_do_not_see_the_range_around_a_trace(gpu: ModuleType) -> None:
     with Watching() as watching, TorchTrace(CUDA) as recording:
         recording.mark("here")
     assert watching.seen == []
@@ -70,25 +70,25 @@ def test_the_range_around_a_record_is_no_op_for_modes(gpu: ModuleType) -> None:
 
 
 class Forking(nn.Module):
-    """Runs a part of its forward on a thread of TorchScript's."""
+    """Run a part of forward on a thread of TorchScript."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
 
         @torch.jit.script
-        def beside(x: Tensor) -> Tensor:
+        def forked(x: Tensor) -> Tensor:
             return torch.jit.wait(torch.jit.fork(torch.sin, x))
 
-        self.beside = beside
+        self.forked = forked
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.beside(self.first(x)))
+        return self.last(self.forked(self.first(x)))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_allocations_that_the_record_lacks_are_refused(gpu: ModuleType) -> None:
-    """Its bytes would be missing from every plan."""
+def test_trace_that_lacks_allocations_is_refused(gpu: ModuleType) -> None:
+    """Their bytes would be missing from every plan."""
     model, x = Forking().cuda(), torch.randn(4, 8, device="cuda")
     with pytest.raises(CannotProfile, match="on threads that") as caught:
         profile(model, x)
@@ -97,16 +97,16 @@ def test_allocations_that_the_record_lacks_are_refused(gpu: ModuleType) -> None:
         model(x)
 
 
-def test_an_allocator_that_reports_nothing_is_refused(gpu: ModuleType) -> None:
-    """CUDA's `cudaMallocAsync` and pluggable allocators tell torch.profiler nothing."""
+def test_allocator_that_reports_nothing_is_refused(gpu: ModuleType) -> None:
+    """CUDA's `cudaMallocAsync` and pluggable allocators report nothing to torch.profiler."""
     model, x = small()
     gpu.set_reports(False)
     with pytest.raises(CannotProfile, match="reports nothing"):
         profile(model, x)
 
 
-def test_larger_blocks_are_planned_with_and_are_the_same_step(gpu: ModuleType) -> None:
-    """CUDA's caching allocator does not split a block of which less than a mebibyte would be left."""
+def test_larger_blocks_count_in_the_plan_but_not_in_the_fingerprint(gpu: ModuleType) -> None:
+    """CUDA's caching allocator does not split a block if less than 1 MiB would remain."""
     model, x = small()
     exact = profile(model, x)
     gpu.set_slack(512)
@@ -120,7 +120,7 @@ def test_larger_blocks_are_planned_with_and_are_the_same_step(gpu: ModuleType) -
 
 
 class Growing(nn.Module):
-    """Each forward finds the allocator with larger blocks than the one before."""
+    """Have the allocator return larger blocks in each forward."""
 
     def __init__(self, gpu: ModuleType) -> None:
         super().__init__()
@@ -132,14 +132,14 @@ class Growing(nn.Module):
         return self.inner(x)
 
 
-def test_a_plain_step_may_get_larger_blocks_for_the_same(gpu: ModuleType) -> None:
+def test_plain_step_may_get_larger_blocks_than_the_hollow_one(gpu: ModuleType) -> None:
     _, x = small()
     model = Growing(gpu).cuda()
     assert profile(model, x, mode="measured").keys() == profile(model, x).keys()
 
 
-def test_a_gpu_without_a_number_is_the_current_one(gpu: ModuleType) -> None:
-    """Its counter is read, so its events must be meant as well."""
+def test_gpu_without_an_index_is_the_current_one(gpu: ModuleType) -> None:
+    """The counter of that device is read, so its events must be traced too."""
     gpu.set_device(1)
     with AllocatorTimeline("cuda") as timeline:
         held = [torch.empty(100, device=f"cuda:{index}") for index in range(2)]
@@ -148,7 +148,7 @@ def test_a_gpu_without_a_number_is_the_current_one(gpu: ModuleType) -> None:
     del held
 
 
-def test_events_are_absolute_and_the_peak_is_the_allocators(gpu: ModuleType) -> None:
+def test_events_are_absolute_and_the_peak_is_that_of_the_allocator(gpu: ModuleType) -> None:
     held = torch.empty(1 << 18, device="cuda")
     with AllocatorTimeline("cuda") as timeline:
         torch.empty(1 << 18, device="cuda")
@@ -157,7 +157,7 @@ def test_events_are_absolute_and_the_peak_is_the_allocators(gpu: ModuleType) -> 
 
 
 class Wide(nn.Module):
-    """A table with a large gradient, made when the wide activations are gone."""
+    """A table with a large gradient, which is allocated after the wide activations are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Wide(nn.Module):
         return self.layers(self.table(ids)).square().mean()
 
 
-def test_a_profile_holds_no_more_than_the_tightest_plan(gpu: ModuleType) -> None:
+def test_profile_needs_no_more_memory_than_the_tightest_plan(gpu: ModuleType) -> None:
     model, ids = Wide().cuda(), torch.arange(256, device="cuda")
     gpu.reset_peak(0)
     before = gpu.live(0)
