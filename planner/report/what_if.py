@@ -304,9 +304,7 @@ def why_in_words(answer: Why) -> str:
     if answer.follows and not kept:
         lines.append(f"Saving {answer.follows} instead is never worse, so the planner considers only that.")
     if not kept and answer.fits and answer.gain_us > 0 and not answer.must_recompute:
-        lines.append(
-            f"So it could be saved; the planner stopped within {answer.gap:.1%} of the best plan."
-        )
+        lines.append(f"So it could be saved; the planner stopped within {answer.gap:.1%} of the best plan.")
     return "\n".join(lines)
 
 
