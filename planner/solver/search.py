@@ -38,8 +38,7 @@ from autoac.planner.solver.repeated_blocks import RepeatedBlocks
 from autoac.planner.solver.time_limit import Allowance
 from autoac.planner.solver.variables import Options
 
-# Neighborhoods of the relaxation: which share of the slack a change may cost, and how many times the slack a
-# candidate may be away from the bound. See Search._neighborhood.
+# (share, reach) of the neighborhoods: see Search._neighborhood.
 TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
 PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
 FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
@@ -94,13 +93,13 @@ class Problem:
 
 
 class Search:
-    """Candidates from ever wider neighborhoods of the relaxation, until one is proven good enough.
+    """Look for candidates in ever wider neighborhoods of the relaxation, until one is proven good enough.
 
-    Each round begins with the relaxation without integers, solved to its end: a fraction of a second, and
-    a bound that is within a percent or two of the best plan. Nearly all of its decisions are whole
-    already, and its prices (reduced costs) say what each column would cost if it were changed. So a
-    candidate is looked for by rounding; then with all columns fixed that are dear to change; and at last
-    with only those fixed that no plan as good as asked for can change, which is a proof if there is none.
+    Each round begins with the relaxation without integers. It takes a fraction of a second, and its bound is
+    within a percent or two of the best plan. Nearly all of its decisions are whole already, and its prices
+    (reduced costs) say how much each column would cost if it were changed. So the search first rounds it.
+    Then it fixes all columns that are expensive to change. At last it fixes only those that no plan as good
+    as requested can change; if there is no candidate then, that is a proof.
 
     Source: docs/formulation.md, section 7.
     """
@@ -123,8 +122,8 @@ class Search:
             budget: bytes; None to minimise the peak.
             gap: stop once the best cost is proven to be within this fraction of the least.
             allowance: work and time.
-            start: save sets to compare with; one at least if the peak is minimised.
-            moments: those that the budget's rows begin with, such as a neighboring budget's.
+            start: save sets to compare with; at least one to minimise the peak.
+            moments: the first rows of the budget, such as those of a neighboring budget.
             bound: a cost that is already proven to be the least.
         """
         self.problem, self.graph, self.windows = problem, problem.graph, problem.windows
@@ -133,18 +132,19 @@ class Search:
         self.best = Incumbent(self.graph, budget, bound, allowance)
         self.enough: int | None = None  # a best cost of no more than this, or a bound above it, is an answer
         self.excluded: list[SaveSet] = []
-        self._dearest_us = float(problem.arrays.cost_us.sum())  # what running everything again takes
+        self._dearest_us = float(problem.arrays.cost_us.sum())  # recompute time of everything
         self._slack = 0.0  # cost above the bound that the next cutoff allows
         self._up_to_best = False  # the last cutoff was the best cost
         self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
+        self._last: tuple[BuiltProgram, Outcome] | None = None  # relaxation
         for save_set in start:
             self.best.offer(save_set)
         self.moments = set(moments) or first_moments(self.windows, (self.graph.everything, self._likely()))
 
     def run(self, *, polish: bool = False) -> Stopped:
-        """Search, and return why the search stopped. OPTIMAL: the best cost is proven to be within the gap.
+        """Search, and return the reason to stop. OPTIMAL: the best cost is proven to be within the gap.
 
-        With `polish`, a plan that is good enough is improved as far as that is cheap.
+        With `polish`, improve a plan that is good enough as far as that is cheap.
         """
         stopped = self._run_to_gap()
         if polish and stopped is Stopped.OPTIMAL:
@@ -175,7 +175,7 @@ class Search:
     def _refine(self) -> Stopped:
         """Solve round after round, each with the rows that the last one lacked.
 
-        INFEASIBLE: no save set is better than the best, nor are those that were ruled out.
+        INFEASIBLE: no save set is better than the best one, except perhaps ones that were ruled out.
         """
         efforts = self._efforts()
         last, level = len(efforts) - 1, 0
@@ -216,7 +216,7 @@ class Search:
         return Stopped.OPTIMAL
 
     def _polish(self) -> None:
-        """Look for a better plan than the one that was good enough, as far as that is cheap.
+        """Look for a plan that is better than the good-enough one, as far as that is cheap.
 
         Only columns that a better plan can have elsewhere are left free (15). The effort is a count of
         nodes, so the same problem gives the same plan.
@@ -227,6 +227,8 @@ class Search:
             self.best.offer(greedy(self.graph, self.best.cost))
 
     def _polish_near_relaxation(self) -> None:
+        if self._last is None:
+            return
         built, relaxed = self._last
         if relaxed.values is None or _undecided(built, relaxed) > FEW_UNDECIDED:
             return
@@ -288,17 +290,17 @@ class Search:
         """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
         self._consider_rounded(built, relaxed)
         if self.budget is not None and _undecided(built, relaxed) >= MANY_UNDECIDED:
-            self._missing = None  # where that is too large says little
+            self._missing = None  # moments of such a candidate are not useful
         return relaxed
 
     def _perturbed_relaxation(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round the relaxation of costs that rise a little along the model.
 
-        Of many blocks built alike a relaxation may leave each half decided one way and half the other, since
-        that saves the cost of the one place where the ways would meet. That says nothing, and rounds badly.
-        Where what is run again costs a little more in each block than in the one before, the blocks are
-        decided in turn, and a handful of decisions stays open. Tilting the costs is the perturbation that
-        solvers use against degenerate bases, only larger, and the bound is not taken from it.
+        In a model of many equal blocks, a relaxation may decide each block half one way and half the other,
+        since that saves the cost of the one place where the ways would meet. Such decisions cannot be
+        rounded. If recompute costs a little more in each block than in the block before, the relaxation
+        decides the blocks one after the other, and only a handful of decisions stays open. Solvers perturb
+        costs in the same way, by less, against degenerate bases. The bound does not use this relaxation.
         """
         if _undecided(built, relaxed) < MANY_UNDECIDED:
             return replace(relaxed, values=None)
@@ -307,10 +309,10 @@ class Search:
         return outcome
 
     def _neighborhood(self, share: float, reach: float, built: BuiltProgram, relaxed: Outcome) -> Outcome:
-        """Look for a candidate in which nothing is changed that is dear to change.
+        """Look for a candidate without changes that are expensive by themselves.
 
-        With the slack as the distance from the relaxation to what is asked for (of the peak: to the best): a
-        change may cost `share` of it, and the candidate may be `reach` times as far away.
+        The slack is the distance from the relaxation to the target (for the peak: to the best). One change
+        may cost `share` of the slack, and the candidate may be `reach` times the slack away.
         """
         if self.budget is None:
             cutoff = self.best.cost / built.cost_scale
@@ -325,8 +327,8 @@ class Search:
     def _full_program(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Look for a candidate in the whole program up to a cutoff, or prove that there is none.
 
-        The cutoff starts at what is asked for and moves away twice as far each time, up to the best; of the
-        peak it is the best from the start.
+        The cutoff starts at the target and moves away twice as far each time, up to the best cost. For the
+        peak, it is the best from the start.
         """
         known, cutoff_cost = self.best.save_set, self.best.cost
         if self.budget is not None and self.best.bound + self._slack < self._dearest_us:
@@ -366,13 +368,13 @@ class Search:
         """Return the cost up to which a plan is proven to be good enough."""
         return self.best.bound / max(1 - self.gap * SHARE, 0.01)
 
-    # Bounds and candidates
+    # Candidates
 
     def _consider(self, built: BuiltProgram, outcome: Outcome) -> None:
         """Simulate the save set of an assignment: keep it if it is better, and note where it is too large.
 
-        If the limit on work has cut the search for a small peak short, the candidate is not used: so
-        what is found with less work is found with more as well.
+        A search for the smallest peak ignores a candidate once the work is used up, so that more work never
+        finds a larger peak.
         """
         self._missing = None
         if outcome.values is None or (self.budget is None and self.allowance.out_of_work):
@@ -383,7 +385,7 @@ class Search:
         if self.budget is not None and tidy_peak <= self.budget:
             self.best.take(recompute_us(self.graph, tidy), tidy)
             return
-        timeline = simulate(self.graph, found)  # seldom less than with what nothing needs saved as well
+        timeline = simulate(self.graph, found)  # its peak is seldom smaller than that of `tidy`
         peak = timeline.peak.live_bytes
         if self.budget is None:
             self.best.take(tidy_peak, tidy)
@@ -400,7 +402,7 @@ class Search:
     def _consider_rounded(self, built: BuiltProgram, outcome: Outcome) -> None:
         self._consider(built, outcome)
         if self.budget is not None and self._missing is not None and outcome.values is not None:
-            # Without what it saves only in part: takes less memory, and in a large model hardly more time.
+            # Without the ops that it saves only in part: less memory, and in a large model hardly more time.
             whole = built.save_set(np.floor(outcome.values + UNDECIDED))
             self.best.offer(without_cost_free_recomputes(self.graph, whole))
 

@@ -379,6 +379,8 @@ def test_known_save_set_is_used_as_a_start() -> None:
         plan(graph, budget_bytes=smallest.found, time_limit_s=0.0)
     made = plan(graph, budget_bytes=smallest.found, time_limit_s=0.0, start=(smallest.save_set,))
     assert made.peak <= smallest.found
+    made = plan(graph, budget_bytes=smallest.found, gap=1.0, start=(smallest.save_set,))
+    assert (made.peak <= smallest.found, made.rounds) == (True, 0)  # good enough from the start
 
 
 @laws
