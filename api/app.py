@@ -1,4 +1,4 @@
-"""create_app(settings): the routes, what they share, and how errors become answers."""
+"""Build the app: its routes, the state that they share, and the answers to errors."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ async def _explain(request: Request, error: Exception) -> Response:
 
 
 def _allowed(path: str) -> set[str]:
-    """Return the methods of all routes of a path: FastAPI names those of the first that it finds."""
+    """Return the methods of all routes of a path; FastAPI only names those of the first route it finds."""
     methods = {m for route in ROUTES if route.path_regex.match(path) for m in route.methods or ()}
     return methods | {"HEAD"} if "GET" in methods else methods
 
 
 class _HeadAsGet:
-    """ASGI middleware: answers HEAD with the head of what GET gives, unless the route has a cheaper way."""
+    """Answer HEAD with the head of the answer to GET, unless the route has a cheaper way. ASGI middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -105,7 +105,7 @@ class _HeadAsGet:
 
 
 async def _not_ready(database: Database) -> DatabaseNotReady | None:
-    """Why a statement named a table that is not there, if the tables are another release's."""
+    """Return the error if the tables are those of another release: the likely cause of a missing table."""
     with suppress(*AWAY):
         try:
             await to_thread.run_sync(database.check)
@@ -114,13 +114,13 @@ async def _not_ready(database: Database) -> DatabaseNotReady | None:
     return None
 
 
-async def _nobody_reads(request: Request, error: Exception) -> Response:
+async def _client_is_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nginx's number for a client that went away
 
 
 class _App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """FastAPI's document, with the models that the routes name by reference."""
+        """Return FastAPI's document with the models that the routes name by reference."""
         if not self.openapi_schema:
             components = super().openapi().setdefault("components", {})
             components.setdefault("schemas", {}).update(schemas(*BODIES, serialized=RESULTS))
@@ -195,7 +195,7 @@ def create_app(
     kinds = (PlannerError, ServiceError, DBAPIError, PoolTimeout, DatabaseNotReady)
     for kind in (*kinds, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _explain)
-    app.add_exception_handler(ClientDisconnect, _nobody_reads)
+    app.add_exception_handler(ClientDisconnect, _client_is_gone)
     app.add_middleware(_HeadAsGet)
     app.add_middleware(RequestLog, metrics=metrics)
     return app

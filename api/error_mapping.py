@@ -1,4 +1,4 @@
-"""The one table from errors to answers."""
+"""Map each error to the problem document and the headers of its answer."""
 
 from __future__ import annotations
 
@@ -8,30 +8,9 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from autoac.api.errors import (
-    BodyTooLarge,
-    BodyTooSlow,
-    Busy,
-    Forbidden,
-    InUse,
-    JobCancelled,
-    MalformedRequest,
-    NotFound,
-    NotJson,
-    OtherHost,
-    PreconditionFailed,
-    PreconditionRequired,
-    SolverDied,
-    SolveTimedOut,
-    TooManyJobs,
-    TooManyStreams,
-    Unauthorised,
-    Undecodable,
-    UnsupportedBody,
-)
+from autoac.api import errors as service
 from autoac.api.problems import (
     URN,
-    Held,
     InfeasibleConstraintsProblem,
     InfeasibleProblem,
     InvalidProblem,
@@ -42,177 +21,131 @@ from autoac.api.problems import (
     VersionProblem,
 )
 from autoac.api.storage.database import DatabaseNotReady, is_away
-from autoac.planner.errors import (
-    InfeasibleBudget,
-    InfeasibleConstraints,
-    InvalidBudget,
-    InvalidConstraints,
-    MalformedProfile,
-    SolverOutOfTime,
-    UnknownVersion,
-)
+from autoac.planner import errors as planner
 
 DATABASE_RETRY_S = 5
-MOST_CHARACTERS = 200  # of a complaint: it may quote a name that the client chose
-MOST_HELD = 100  # of what is live at a peak
+MOST_CHARACTERS = 200  # of a complaint, which may quote a name that the client chose
+MOST_HELD = 100  # items that are live at a peak
 
-
-def _sizes(error: InfeasibleBudget) -> dict[str, Any]:
-    return {
-        "budget_bytes": error.budget,
-        "proven_floor_bytes": error.proven_floor,
-        "smallest_found_bytes": error.smallest_found,
-        "peak_at": error.peak_at,
-        "live": [Held(nbytes=h.nbytes, name=h.name, why=h.why) for h in error.live[:MOST_HELD]],
-    }
+_TABLE: tuple[tuple[type[Exception], int, str, type[Problem], str], ...] = (
+    (service.NotJson, 400, "not-json", Problem, "The body is not JSON"),
+    (service.Undecodable, 400, "undecodable", Problem, "The body cannot be decoded"),
+    (service.Unauthorised, 401, "unauthorised", Problem, "A key is needed"),
+    (service.Forbidden, 403, "forbidden", Problem, "The key does not allow this"),
+    (service.NotFound, 404, "not-found", Problem, "Not found"),
+    (service.BodyTooSlow, 408, "body-too-slow", Problem, "The body took too long"),
+    (service.InUse, 409, "in-use", Problem, "Still in use"),
+    (service.JobCancelled, 409, "job-cancelled", Problem, "The job was cancelled"),
+    (
+        service.PreconditionFailed,
+        412,
+        "precondition-failed",
+        Problem,
+        "Precondition failed: the resource was modified",
+    ),
+    (service.BodyTooLarge, 413, "body-too-large", LimitProblem, "The body is too large"),
+    (service.UnsupportedBody, 415, "unsupported-body", Problem, "Unsupported type or coding of the body"),
+    (service.OtherHost, 421, "other-host", Problem, "The service does not answer to this host name"),
+    (service.MalformedRequest, 422, "malformed-request", InvalidProblem, "Not a valid request"),
+    (RequestValidationError, 422, "malformed-request", InvalidProblem, "Not a valid request"),
+    (planner.MalformedProfile, 422, "malformed-profile", InvalidProblem, "Not a valid profile"),
+    (planner.UnknownVersion, 422, "unknown-version", VersionProblem, "Unknown version of a format"),
+    (planner.InvalidBudget, 422, "invalid-budget", Problem, "Not a valid budget"),
+    (planner.InvalidConstraints, 422, "invalid-constraints", Problem, "Constraints that cannot be met"),
+    (
+        planner.InfeasibleConstraints,
+        422,
+        "infeasible-constraints",
+        InfeasibleConstraintsProblem,
+        "No plan fits in the budget under the constraints",
+    ),
+    (planner.InfeasibleBudget, 422, "infeasible-budget", InfeasibleProblem, "No plan fits in the budget"),
+    (
+        service.PreconditionRequired,
+        428,
+        "precondition-required",
+        Problem,
+        "If-Match or If-None-Match is needed",
+    ),
+    (service.TooManyJobs, 429, "too-many-jobs", QueueProblem, "Too many jobs in the queue"),
+    (service.TooManyStreams, 429, "too-many-streams", QueueProblem, "Too many event streams"),
+    (service.SolverDied, 500, "solver-died", Problem, "The solver died"),
+    (service.Busy, 503, "busy", Problem, "Too many requests wait"),
+    (DatabaseNotReady, 503, "database-not-ready", Problem, "The tables are those of another release"),
+    (planner.SolverOutOfTime, 504, "solver-out-of-time", OutOfTimeProblem, "The solver ran out of time"),
+    (service.SolveTimedOut, 504, "solver-out-of-time", OutOfTimeProblem, "The solver ran out of time"),
+)
+"""Error, status, slug of the type, model and title. The first row whose error matches counts."""
 
 
 def problem_of(error: Exception) -> Problem:
-    """The one table: what a client is told of each error.
+    """Return what a client reads about an error.
 
-    Nothing in it comes from `str()` of an error that is not ours, and nothing from the values of the
-    body but names: neither paths of the server nor its input come back.
+    The text of an error of another library is never used, and no value of the body is repeated except names.
+    So a client sees neither paths of the server nor its own input.
     """
-    text = str(error)
-    match error:
-        case NotJson():
-            return _problem(Problem, 400, "not-json", "The body is not JSON", text)
-        case Undecodable():
-            return _problem(Problem, 400, "undecodable", "The body cannot be decoded", text)
-        case Unauthorised():
-            return _problem(Problem, 401, "unauthorised", "A key is needed", text)
-        case Forbidden():
-            return _problem(Problem, 403, "forbidden", "The key does not allow this", text)
-        case NotFound():
-            return _problem(Problem, 404, "not-found", "There is no such thing", text)
-        case BodyTooSlow():
-            return _problem(Problem, 408, "body-too-slow", "The body took too long", text)
-        case InUse():
-            return _problem(Problem, 409, "in-use", "Something else names it", text)
-        case JobCancelled():
-            return _problem(Problem, 409, "job-cancelled", "The job was cancelled", text)
-        case PreconditionFailed():
-            return _problem(Problem, 412, "precondition-failed", "Somebody was faster", text)
-        case BodyTooLarge(limit=limit):
-            return _problem(
-                LimitProblem, 413, "body-too-large", "The body is too large", text, limit_bytes=limit
-            )
-        case UnsupportedBody():
-            return _problem(
-                Problem, 415, "unsupported-body", "The body's type or coding is not read here", text
-            )
-        case OtherHost():
-            return _problem(Problem, 421, "other-host", "Not under this name", text)
-        case MalformedRequest(problems=found):
-            return _invalid("malformed-request", "Not a valid request", found)
-        case MalformedProfile(problems=found):
-            return _invalid("malformed-profile", "Not a valid profile", found)
-        case UnknownVersion(format=format, known=known):
-            text = f"this service reads version {known} of {format}"
-            return _problem(
-                VersionProblem, 422, "unknown-version", "Another version", text, format=format, known=known
-            )
-        case InvalidBudget():
-            return _problem(Problem, 422, "invalid-budget", "Not a budget", text)
-        case InvalidConstraints():
-            return _problem(Problem, 422, "invalid-constraints", "Constraints that cannot be met", text)
-        case InfeasibleConstraints(culprits=culprits):
-            return _problem(
-                InfeasibleConstraintsProblem,
-                422,
-                "infeasible-constraints",
-                "No plan fits in the budget under the constraints",
-                text,
-                **_sizes(error),
-                culprits=list(culprits),
-            )
-        case InfeasibleBudget():
-            return _problem(
-                InfeasibleProblem,
-                422,
-                "infeasible-budget",
-                "No plan fits in the budget",
-                text,
-                **_sizes(error),
-            )
-        case PreconditionRequired():
-            return _problem(
-                Problem, 428, "precondition-required", "If-Match or If-None-Match is needed", text
-            )
-        case TooManyJobs(limit=limit):
-            return _problem(
-                QueueProblem, 429, "too-many-jobs", "Too many jobs in the queue", text, limit=limit
-            )
-        case TooManyStreams(limit=limit):
-            return _problem(
-                QueueProblem, 429, "too-many-streams", "Too many event streams", text, limit=limit
-            )
-        case SolverDied():
-            return _problem(Problem, 500, "solver-died", "The solver died", text)
-        case Busy():
-            return _problem(Problem, 503, "busy", "Too many requests wait", text)
-        case _ if is_away(error):
-            text = f"the database is away or takes no writes; ask again in {DATABASE_RETRY_S} s"
-            return _problem(Problem, 503, "database-away", "The database is away", text)
-        case DatabaseNotReady():
-            return _problem(Problem, 503, "database-not-ready", "The database has other tables", text)
-        case SolverOutOfTime():
-            return _problem(
-                OutOfTimeProblem,
-                504,
-                "solver-out-of-time",
-                "The solver ran out of time",
-                text,
-                time_limit_s=error.time_limit_s,
-                proven_floor_bytes=error.proven_floor,
-                smallest_found_bytes=error.smallest_found,
-            )
-        case SolveTimedOut(limit_s=limit):
-            return _problem(
-                OutOfTimeProblem,
-                504,
-                "solver-out-of-time",
-                "The solver ran out of time",
-                text,
-                time_limit_s=limit,
-            )
-        case HTTPException(status_code=status):
-            return _problem(Problem, status, None, HTTPStatus(status).phrase, HTTPStatus(status).description)
-        case RequestValidationError():
-            return _invalid(
-                "malformed-request", "Not a valid request", [_place(e) for e in error.errors()[:5]]
-            )
-        case _:
-            return _problem(Problem, 500, None, "Internal server error", "the service's log says more")
+    if is_away(error):
+        detail = f"the database is away or takes no writes; ask again in {DATABASE_RETRY_S} s"
+        return _problem(Problem, 503, "database-away", "The database is away", detail)
+    for cls, status, slug, model, title in _TABLE:
+        if isinstance(error, cls):
+            members = _members(error)
+            detail = members.pop("detail", str(error))
+            used = {name: value for name, value in members.items() if name in model.model_fields}
+            return _problem(model, status, slug, title, detail, **used)
+    if isinstance(error, HTTPException):
+        code = HTTPStatus(error.status_code)
+        return _problem(Problem, code, None, code.phrase, code.description)
+    return _problem(Problem, 500, None, "Internal server error", "the service's log says more")
 
 
 def _problem(
-    kind: type[Problem], status: int, slug: str | None, title: str, detail: str, **members: Any
+    model: type[Problem], status: int, slug: str | None, title: str, detail: str, **members: Any
 ) -> Problem:
     urn = URN + slug if slug else "about:blank"
-    return kind(type=urn, title=title, status=status, detail=detail, **members)
+    return model(type=urn, title=title, status=status, detail=detail, **members)
 
 
-def _invalid(slug: str, title: str, found: list[str] | tuple[str, ...]) -> Problem:
+def _members(error: Exception) -> dict[str, Any]:
+    """Return the numbers and texts of an error by the names that problems give them."""
+    match error:
+        case service.MalformedRequest(problems=found) | planner.MalformedProfile(problems=found):
+            return _complaints(found)
+        case RequestValidationError():
+            return _complaints([f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]])
+        case planner.UnknownVersion(format=format, known=known):
+            return error.to_dict() | {"detail": f"this service reads version {known} of {format}"}
+        case planner.InfeasibleBudget():
+            members = error.to_dict()
+            return members | {"live": members["live"][:MOST_HELD]}
+        case planner.PlannerError():
+            return error.to_dict()
+        case service.BodyTooLarge(limit=limit):
+            return {"limit_bytes": limit}
+        case service.TooManyJobs(limit=limit) | service.TooManyStreams(limit=limit):
+            return {"limit": limit}
+        case service.SolveTimedOut(limit_s=limit):
+            return {"time_limit_s": limit}
+        case _:
+            return {}
+
+
+def _complaints(found: list[str] | tuple[str, ...]) -> dict[str, Any]:
     lines = [line[:MOST_CHARACTERS] for line in found]
-    return _problem(InvalidProblem, 422, slug, title, "; ".join(lines), problems=lines)
-
-
-def _place(complaint: dict[str, Any]) -> str:
-    return f"{'.'.join(map(str, complaint['loc']))}: {complaint['msg']}"
+    return {"problems": lines, "detail": "; ".join(lines)}
 
 
 def headers_of(error: Exception) -> dict[str, str]:
-    """What the answer to an error says in its head, beside the problem."""
+    """Return the headers of the answer to an error."""
     match error:
-        case Unauthorised():
+        case service.Unauthorised():
             return {"WWW-Authenticate": "Bearer"}
-        case UnsupportedBody():
+        case service.UnsupportedBody():
             return {"Accept": "application/json", "Accept-Encoding": "zstd"}
         case (
-            Busy(retry_after_s=seconds)
-            | TooManyJobs(retry_after_s=seconds)
-            | TooManyStreams(retry_after_s=seconds)
+            service.Busy(retry_after_s=seconds)
+            | service.TooManyJobs(retry_after_s=seconds)
+            | service.TooManyStreams(retry_after_s=seconds)
         ):
             return {"Retry-After": str(seconds)}
         case _ if is_away(error):

@@ -1,28 +1,28 @@
-"""What can go wrong with a request, beside what can go wrong in the planner.
+"""Errors of the service. The planner has its own.
 
     ServiceError
-    +-- NotJson               the body is no JSON document
-    +-- Undecodable           the body is not what its Content-Encoding says
-    +-- MalformedRequest      it is JSON, and no request for a policy
-    +-- Unauthorised          no key, or one that is not known
-    +-- Forbidden             the key's scope does not reach so far
-    +-- OtherHost             asked without a key under a name that is not this machine's
+    +-- NotJson               the body is not a JSON document
+    +-- Undecodable           the body does not match its Content-Encoding
+    +-- MalformedRequest      the body is JSON but not a valid request
+    +-- Unauthorised          the key is missing or unknown
+    +-- Forbidden             the key's scope does not allow this
+    +-- OtherHost             a request without a key names another machine as its host
     +-- NotFound              no profile, policy, alias or job of that name
-    +-- InUse                 it cannot be deleted: an alias or a job names it
-    +-- PreconditionFailed    If-Match or If-None-Match does not hold: somebody was faster
-    +-- PreconditionRequired  an alias moves only under one of the two
-    +-- TooManyJobs           this key has as many jobs in the queue as it may
-    +-- TooManyStreams        this key listens to as many jobs as it may
-    +-- JobCancelled          the job that was waited for was cancelled
-    +-- JobFailed             it failed; carries the problem document
+    +-- InUse                 an alias or a job still needs what would be deleted
+    +-- PreconditionFailed    If-Match or If-None-Match does not hold
+    +-- PreconditionRequired  a move of an alias needs one of the two headers
+    +-- TooManyJobs           the key has reached its limit of queued jobs
+    +-- TooManyStreams        the key has reached its limit of event streams
+    +-- JobCancelled          the job of the request was cancelled
+    +-- JobFailed             the job failed; carries its problem document
     +-- BodyTooSlow           the body took too long to arrive
-    +-- BodyTooLarge          more bytes than the service takes, as sent or decoded
-    +-- UnsupportedBody       another media type or content coding
-    +-- Busy                  as many requests as the service takes are waiting
-    +-- SolveTimedOut         the child did not answer in time and was killed
-    +-- SolverDied            the child ended without an answer; says how
+    +-- BodyTooLarge          the body is larger than the limit, as sent or decoded
+    +-- UnsupportedBody       unsupported media type or content coding
+    +-- Busy                  the limit of waiting requests is reached
+    +-- SolveTimedOut         the child process did not answer in time and was killed
+    +-- SolverDied            the child process died
 
-Some are raised in the child that solves, and pickle. `app.py` says which status each becomes.
+All of them pickle, since the child that solves raises some. `error_mapping.py` gives each its status.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class ServiceError(Exception):
 
 
 class NotJson(ServiceError):
-    """The body is no JSON document."""
+    """The body is not a JSON document."""
 
 
 class Undecodable(ServiceError):
-    """The body is not what its Content-Encoding says."""
+    """The body does not match its Content-Encoding."""
 
 
 class MalformedRequest(ServiceError):
-    """The body is JSON and no request. `problems` has a line for each thing found, the first few."""
+    """The body is JSON but not a valid request. `problems` are the first few complaints."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -56,35 +56,35 @@ class MalformedRequest(ServiceError):
 
 
 class Unauthorised(ServiceError):
-    """The service wants a key, and the request has none or one that is not known."""
+    """The request needs a key and has none, or an unknown one."""
 
 
 class OtherHost(ServiceError):
-    """Asked without a key under a name that is not this machine's own: see NOTE [ Names of this machine ]."""
+    """A request without a key names another machine as its host: see NOTE [ Names of this machine ]."""
 
 
 class Forbidden(ServiceError):
-    """The key's scope does not reach so far."""
+    """The key's scope does not allow this."""
 
 
 class NotFound(ServiceError):
-    """There is no such thing; the message says of which kind."""
+    """A profile, policy, alias, job, key or file does not exist."""
 
 
 class InUse(ServiceError):
-    """It cannot be deleted, since something else names it."""
+    """Something that an alias or a job still needs cannot be deleted."""
 
 
 class PreconditionFailed(ServiceError):
-    """The state is not the one that the request was made for."""
+    """The resource is not in the state that the request names."""
 
 
 class PreconditionRequired(ServiceError):
-    """The request has to say which state it was made for."""
+    """The request must name the state of the resource that it changes."""
 
 
 class TooManyJobs(ServiceError):
-    """A key has `limit` jobs in the queue, and may have no more."""
+    """A key has reached its limit of queued jobs."""
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
         self.limit, self.retry_after_s = limit, retry_after_s
@@ -92,30 +92,28 @@ class TooManyJobs(ServiceError):
 
     def __str__(self) -> str:
         return (
-            f"this key has {self.limit} jobs in the queue, which is its limit; ask again in "
-            f"{self.retry_after_s} s, or cancel one with DELETE /v1/jobs/ID"
+            f"this key has {self.limit} jobs in the queue, its limit; retry in {self.retry_after_s} s, "
+            "or cancel a job with DELETE /v1/jobs/ID"
         )
 
 
 class TooManyStreams(ServiceError):
-    """A key listens to `limit` jobs at once, and may not listen to more."""
+    """A key has reached its limit of event streams."""
 
     def __init__(self, limit: int, retry_after_s: int) -> None:
         self.limit, self.retry_after_s = limit, retry_after_s
         super().__init__(limit, retry_after_s)
 
     def __str__(self) -> str:
-        return (
-            f"this key listens to {self.limit} jobs, which is its limit; close a stream, or ask for the job"
-        )
+        return f"this key has {self.limit} open event streams, its limit; close one, or poll the job"
 
 
 class JobCancelled(ServiceError):
-    """A job that was waited for was cancelled."""
+    """The job of the request was cancelled."""
 
 
 class JobFailed(ServiceError):
-    """A job failed. `problem` is the document that says how, as JSON; `status` its HTTP status."""
+    """A job failed. `problem` is its problem document as JSON, `status` its HTTP status."""
 
     def __init__(self, problem: str, status: int) -> None:
         self.problem, self.status = problem, status
@@ -123,37 +121,37 @@ class JobFailed(ServiceError):
 
 
 class BodyTooSlow(ServiceError):
-    """The body was not there within the time for it."""
+    """The body did not arrive in time."""
 
 
 class BodyTooLarge(ServiceError):
-    """The body has more than `limit` bytes; `form` says in which form: "as sent" or "decoded"."""
+    """The body has more than `limit` bytes in its `form`: "as sent" or "decoded"."""
 
     def __init__(self, form: str, limit: int) -> None:
         self.form, self.limit = form, limit
         super().__init__(form, limit)
 
     def __str__(self) -> str:
-        return f"the body, {self.form}, has more than the {format_bytes(self.limit)} that this service takes"
+        return f"the body, {self.form}, must have at most {format_bytes(self.limit)}"
 
 
 class UnsupportedBody(ServiceError):
-    """A media type or a content coding that the service does not read."""
+    """The service does not read this media type or content coding."""
 
 
 class Busy(ServiceError):
-    """No room for another request; `retry_after_s` is when to ask again."""
+    """The limit of waiting requests is reached; `retry_after_s` says when to try again."""
 
     def __init__(self, retry_after_s: int) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(retry_after_s)
 
     def __str__(self) -> str:
-        return f"as many requests as this service takes are waiting; ask again in {self.retry_after_s} s"
+        return f"too many requests wait; retry in {self.retry_after_s} s"
 
 
 class SolveTimedOut(ServiceError):
-    """The child did not answer within `limit_s` seconds, start and reading included, and was killed."""
+    """The child process was killed after `limit_s` seconds, which include its start and its reading."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -164,4 +162,4 @@ class SolveTimedOut(ServiceError):
 
 
 class SolverDied(ServiceError):
-    """The child ended without an answer."""
+    """The child process ended without an answer."""

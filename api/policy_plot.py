@@ -1,8 +1,8 @@
-"""Prepare the data that pages draw of plans, from the profile that they were made of. Pure.
+"""Prepare the data that pages draw of plans, from the profile of the plan. Pure.
 
-Of a policy: `planner.picture` has the timelines; with them stands what became of each op, for the map of
-layers and ops. Of a frontier the same for each of its points, but only in outline, so that a page can have
-all of them and follow a budget that is dragged.
+For a policy: the timelines of `planner.report.timeline`, and the decision on each op for the map of layers
+and ops. For a frontier: the same for each of its points, but only in outline, so that a page can load all of
+them and follow a budget that is dragged.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from autoac.planner.report.timeline import picture
 from autoac.planner.report.what_if import as_planned
 
 IDLE, KEPT, AGAIN = range(3)
-"""What became of an op: backward asks for nothing of it, it is kept, it is run again."""
+"""The number of each decision: unused in backward, saved, recomputed."""
 
 _FATES = {Decision.UNUSED: IDLE, Decision.SAVED: KEPT, Decision.RECOMPUTED: AGAIN}
 _OF_FATES = {number: fate for fate, number in _FATES.items()}
-OUTLINE = 400  # moments of a point's memory that are drawn
-LEVEL = 6  # of gzip: a fourth of the JSON, in hundredths of a second
+OUTLINE = 400  # moments of memory that are drawn for a point
+LEVEL = 6  # of gzip: a quarter of the size, within hundredths of a second
 
 
 def plot_body(profile: bytes, policy: bytes) -> bytes:
-    """The body that a child gets: both in their published forms, in one object."""
+    """Return the body for the child process: an object with both published forms."""
     return b'{"profile": ' + profile + b', "policy": ' + policy + b"}"
 
 
 def plot_from_body(body: bytes) -> bytes:
-    """The drawing of a `plot_body`.
+    """Plot the policy of a `plot_body`.
 
     Raises:
-        OtherProfile: the policy was not made from this profile.
-        MalformedProfile: it is none.
+        OtherProfile: the policy was made from another profile.
+        MalformedProfile: the profile is not valid.
     """
     both = json.loads(body)
     return draw(Profile.from_data(both["profile"]), Policy.model_validate(both["policy"]))
 
 
 def draw(profile: Profile, policy: Policy) -> bytes:
-    """What the page of `policy` draws: JSON, gzip. Bytes and microseconds.
+    """Return the data that the page of `policy` draws, as gzipped JSON. Bytes and microseconds.
 
     Raises:
-        OtherProfile: the policy was not made from this profile.
+        OtherProfile: the policy was made from another profile.
     """
     plan = as_planned(policy, profile)
     fates = op_decisions(plan.graph, plan.save_set)
@@ -66,9 +66,9 @@ def draw(profile: Profile, policy: Policy) -> bytes:
 
 
 def outline(found: Frontier) -> bytes:
-    """Return the data that a model's page draws of a frontier's plans: JSON, gzip. Bytes and microseconds.
+    """Return the data that a model's page draws of a frontier, as gzipped JSON. Bytes and microseconds.
 
-    `live_bytes` of a point keeps the highest and the last of each stretch, so its highest is the peak.
+    `live_bytes` of a point keeps the highest and the last value of each stretch, so its maximum is the peak.
     """
     graph = found.plans[0].graph
     keys = [OpKey.parse(op.name) for op in graph.ops]
@@ -113,7 +113,7 @@ def _compressed(data: dict[str, Any]) -> bytes:
 
 
 def became(drawing: bytes, policy: Policy) -> list[OpDecision]:
-    """Return the decision on each op of `policy`, as its drawing has it, in forward order."""
+    """Return the decision on each op of `policy`, read from its plot, in forward order."""
     fates = json.loads(gzip.decompress(drawing))["fates"]
     return [
         OpDecision(

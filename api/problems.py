@@ -14,7 +14,7 @@ REF = "#/components/schemas/{model}"
 
 
 class Problem(BaseModel):
-    """What went wrong. `type` tells the kinds apart and does not change between releases."""
+    """A problem document. `type` identifies the kind of problem and does not change between releases."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -25,32 +25,32 @@ class Problem(BaseModel):
 
 
 class InvalidProblem(Problem):
-    """The body is not what it should be; `problems` has the first few things found."""
+    """The body is not valid; `problems` has the first few complaints."""
 
     problems: list[str]
 
 
 class VersionProblem(Problem):
-    """A format of a version that this service does not read."""
+    """The service does not read this version of a format."""
 
     format: str
     known: int
 
 
 class LimitProblem(Problem):
-    """More bytes than the service takes."""
+    """The body is larger than the limit."""
 
     limit_bytes: int
 
 
 class QueueProblem(Problem):
-    """As many jobs in the queue, or event streams, as this key may have."""
+    """The key has reached its limit of queued jobs or event streams."""
 
     limit: int
 
 
 class OutOfTimeProblem(Problem):
-    """The work or the time was over before any plan was found. Bytes as of InfeasibleProblem, if known."""
+    """A limit on work or time was reached before any plan was found. Bytes as in InfeasibleProblem."""
 
     time_limit_s: float
     proven_floor_bytes: int | None = None
@@ -58,7 +58,7 @@ class OutOfTimeProblem(Problem):
 
 
 class Held(BaseModel):
-    """Something that is live at a peak."""
+    """Bytes that are live at a peak."""
 
     nbytes: int
     name: str
@@ -66,7 +66,7 @@ class Held(BaseModel):
 
 
 class InfeasibleProblem(Problem):
-    """No plan fits in the budget. All in bytes."""
+    """No plan fits in the budget. All sizes in bytes."""
 
     budget_bytes: int
     proven_floor_bytes: int  # no plan has a smaller peak
@@ -76,7 +76,7 @@ class InfeasibleProblem(Problem):
 
 
 class InfeasibleConstraintsProblem(InfeasibleProblem):
-    """No plan fits under the constraints, and these have to do with it."""
+    """No plan fits in the budget under the constraints."""
 
     culprits: list[str]  # a line for each constraint to blame
 
@@ -94,7 +94,7 @@ MODELS = (
 
 
 class ProblemResponse(JSONResponse):
-    """A problem, sent with its status."""
+    """The response that carries a problem, with its status."""
 
     media_type = MEDIA_TYPE
 
@@ -103,9 +103,9 @@ class ProblemResponse(JSONResponse):
 
 
 def documented(answers: dict[int, tuple[str, tuple[type[Problem], ...]]]) -> dict[int | str, dict[str, Any]]:
-    """`responses=` of a route: by status, a description and the models of its problems.
+    """Return `responses=` of a route from a description and the models of its problems for each status.
 
-    By hand, since FastAPI's own `model` entry would declare the route's media type, application/json.
+    FastAPI's own `model` entry would declare the route's media type, application/json.
     """
     return {
         status: {
@@ -119,8 +119,8 @@ def documented(answers: dict[int, tuple[str, tuple[type[Problem], ...]]]) -> dic
 
 
 def schemas(*models: type[BaseModel], serialized: tuple[type[BaseModel], ...] = ()) -> dict[str, Any]:
-    """The JSON schemas of the problems and of `models`, as they are read, and of `serialized`, as they are
-    written, for OpenAPI's components."""
+    """Return JSON schemas for OpenAPI's components: of problems and `models` as they are read, and of
+    `serialized` as they are written."""
     kinds: tuple[type[BaseModel], ...] = (*MODELS, *models)
     read: list[tuple[type[BaseModel], Literal["validation"]]] = [(m, "validation") for m in kinds]
     written: list[tuple[type[BaseModel], Literal["serialization"]]] = [

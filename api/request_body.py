@@ -1,8 +1,4 @@
-"""The bytes of a request's body: received in the event loop, decoded in a thread, each under a cap.
-
-A body waits for its turn as it was sent. So what is decoded at once is at most `max_plain_bytes` for each
-of the `reads_at_once` that are checked, however many requests are inside.
-"""
+"""Receive and decode the body of a request, each under a limit: see request_reader.py."""
 
 from __future__ import annotations
 
@@ -15,11 +11,13 @@ from fastapi import Request
 from autoac.api.errors import BodyTooLarge, BodyTooSlow, Undecodable, UnsupportedBody
 from autoac.api.settings import Settings
 
-SMALL = 64 << 10  # bytes of a decoded body that are checked right here: a child would take longer to start
+SMALL = (
+    64 << 10
+)  # bytes of a decoded body up to which a child process would take longer to start than to check it
 MAX_WINDOW = 8 << 20
-"""Most memory that a zstd frame may ask the decoder for; RFC 9659 sets it for HTTP."""
-MOST_RATIO = 250  # decoded bytes for each byte sent; a profile of 50,000 equal ops has 37
-ANY_RATIO = 1 << 20  # decoded bytes up to which the ratio does not matter
+"""Largest window of a zstd frame, in bytes; RFC 9659 sets it for HTTP."""
+MOST_RATIO = 250  # decoded bytes per byte sent; a profile of 50,000 equal ops has 37
+ANY_RATIO = 1 << 20  # decoded bytes up to which the ratio is not checked
 PIECE = 256  # bytes decoded at a time: at most 64 blocks of 128 KiB, so a bomb is noticed 8 MiB after the cap
 
 
@@ -32,17 +30,17 @@ class EncodedBody:
 
 
 async def receive_body(request: Request, settings: Settings, most_bytes: int | None = None) -> EncodedBody:
-    """Return the body of a request that says it is JSON.
+    """Return the body of a JSON request, as it was sent.
 
     Args:
-        request: of which nothing was read yet.
-        settings: its caps and its time.
-        most_bytes: of this body; by default `max_sent_bytes`.
+        request: a request whose body is not read yet.
+        settings: the limits on bytes and time.
+        most_bytes: the limit for this body; by default `max_sent_bytes`.
 
     Raises:
-        UnsupportedBody: another media type or content coding.
-        BodyTooLarge: more bytes than that.
-        BodyTooSlow: it was not there within `body_timeout_s`.
+        UnsupportedBody: the media type or content coding is another one.
+        BodyTooLarge: the body has more bytes.
+        BodyTooSlow: the body did not arrive within `body_timeout_s`.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise UnsupportedBody("the Content-Type must be application/json")
@@ -57,16 +55,16 @@ async def receive_body(request: Request, settings: Settings, most_bytes: int | N
                 raise BodyTooLarge("as sent", most)
             content += chunk
     if scope.cancelled_caught:
-        raise BodyTooSlow(f"the body was not there after {settings.body_timeout_s:g} s")
+        raise BodyTooSlow(f"the body must arrive within {settings.body_timeout_s:g} s")
     return EncodedBody(coding, bytes(content))
 
 
 def decode_body(body: EncodedBody, most_bytes: int) -> bytes:
-    """Return what a body says. Takes up to a tenth of a second: call it in a thread.
+    """Return the decoded body. This takes up to a tenth of a second: call it in a thread.
 
     Raises:
-        BodyTooLarge: more than `most_bytes` decoded, or more than `MOST_RATIO` for each byte that was sent.
-        Undecodable: it is not what its content coding says.
+        BodyTooLarge: the body decodes to more than `most_bytes`, or to more than `MOST_RATIO` per byte sent.
+        Undecodable: the body does not match its content coding.
     """
     most = min(most_bytes, max(ANY_RATIO, MOST_RATIO * len(body.content)))
     if body.coding == "identity":
@@ -83,5 +81,5 @@ def decode_body(body: EncodedBody, most_bytes: int) -> bytes:
     except zstandard.ZstdError:
         raise Undecodable("the body must be one zstd frame with a window of at most 8 MiB") from None
     if not decoder.eof or decoder.unused_data:
-        raise Undecodable("the body must be one whole zstd frame, and is cut off or has more after it")
+        raise Undecodable("the body must be exactly one zstd frame, got a part of one, or more")
     return bytes(plain)

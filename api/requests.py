@@ -1,7 +1,7 @@
-"""What a client asks for, and the answer to it: bytes in, bytes out. Pure, no server in it.
+"""Parse requests and answer them: bytes in, bytes out. Pure, no server in it.
 
-A request is read twice: `take` checks it and splits it into a profile, which is stored, and options, which
-make a job; `answer` solves the body that `job_body` puts together again.
+A request is read twice. `parse_request` checks it and splits it into a profile, which is stored, and options,
+which make a job. `answer` solves the body that `job_body` assembles from both.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ DEFAULT_POINTS = 16
 
 
 class Kind(StrEnum):
-    """What a body asks for."""
+    """The kind of a request."""
 
-    PROFILE = "profile"  # to keep it
+    PROFILE = "profile"  # store a profile
     POLICY = "policy"
     FRONTIER = "frontier"
     FLOOR = "floor"
 
 
 class SolveRequest(BaseModel):
-    """What every body that asks for a solve has."""
+    """The fields that every request for a solve has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)  # true is not a number of bytes
 
-    # from_data, and not pydantic's own reading: its errors tell a wrong version from a malformed profile.
+    # from_data, since its errors tell an unknown version from a malformed profile; pydantic's do not.
     profile: Annotated[Profile, PlainValidator(Profile.from_data, json_schema_input_type=Profile)] | None = (
-        Field(None, description="One training step. Or profile_digest.")
+        Field(None, description="One training step. Give this or profile_digest.")
     )
     profile_digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = Field(
-        None, description="Of a profile that the service has, in place of the profile."
+        None, description="The digest of a stored profile."
     )
     gap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     time_limit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        None, description="For the solver, in seconds. The service caps it."
+        None, description="Time limit of the solver in seconds. The service caps it."
     )
-    constraints: Constraints | None = Field(None, description="What must hold beside the budget.")
+    constraints: Constraints | None = Field(None, description="Constraints in addition to the budget.")
 
     @model_validator(mode="after")
     def _one_profile(self) -> Self:
@@ -67,7 +67,7 @@ class SolveRequest(BaseModel):
         return self
 
     def options(self, most_seconds: float) -> dict[str, Any]:
-        """All but the profile, said in one way: two requests that mean the same have the same options."""
+        """Return everything but the profile in a normal form: equal requests have equal options."""
         constraints = self.constraints if self.constraints != Constraints() else None
         return {
             "gap": DEFAULT_GAP if self.gap is None else self.gap,
@@ -80,9 +80,9 @@ class PolicyRequest(SolveRequest):
     """The body of `POST /v1/policies`."""
 
     budget_gb: float | None = Field(
-        None, description="Most bytes live on the device over the whole step, in GiB."
+        None, description="Upper bound of the bytes live on the device over the whole step, in GiB."
     )
-    budget_bytes: int | None = Field(None, description="The same in bytes. One of the two must be given.")
+    budget_bytes: int | None = Field(None, description="The same in bytes. Give exactly one of the two.")
     headroom_gb: Annotated[float, Field(ge=0, le=MAX_INT / GIB, allow_inf_nan=False)] | None = None
     headroom_bytes: Count | None = None
 
@@ -93,19 +93,19 @@ class PolicyRequest(SolveRequest):
             raise InvalidBudget("give one of budget_gb and budget_bytes")
         nbytes = budgets[0] * (1 if self.budget_gb is None else GIB)
         if not 1 <= nbytes <= MAX_INT:  # false for nan too
-            raise InvalidBudget(f"a budget is at least 1 and at most {MAX_INT} bytes")
+            raise InvalidBudget(f"a budget must have 1 to {MAX_INT} bytes, got {nbytes:g}")
         if self.headroom_gb is not None and self.headroom_bytes is not None:
             raise MalformedRequest(["give at most one of headroom_gb and headroom_bytes"])
         return self
 
     @property
     def budget(self) -> int:
-        """The budget in bytes."""
+        """Return the budget in bytes."""
         return bytes_from_gb(self.budget_gb) if self.budget_gb is not None else self.budget_bytes or 0
 
     @property
     def headroom(self) -> int:
-        """The headroom in bytes; rounded up, so that it is never less than was asked for."""
+        """Return the headroom in bytes, rounded up."""
         if self.headroom_gb is not None:
             return math.ceil(self.headroom_gb * GIB)
         return self.headroom_bytes or 0
@@ -137,7 +137,7 @@ REQUESTS: Mapping[Kind, type[SolveRequest]] = {
 
 @dataclass(frozen=True, slots=True)
 class ParsedProfile:
-    """A profile that was checked, as it is stored."""
+    """A checked profile in the form that is stored."""
 
     digest: str
     fingerprint: str
@@ -151,10 +151,14 @@ class ParsedProfile:
 
     @classmethod
     def of(cls, profile: Profile) -> ParsedProfile:
-        """Raises: MalformedProfile: a name holds what no database stores as text."""
+        """Return the stored form of a profile.
+
+        Raises:
+            MalformedProfile: a name has a character that PostgreSQL does not store.
+        """
         for name, value in (("model", profile.model), ("device_name", profile.environment.device_name)):
             if "\0" in value:
-                raise MalformedProfile([f"{name}: has a character NUL in it"])
+                raise MalformedProfile([f"{name}: must not contain the character NUL"])
         text = profile.to_json().encode()
         return cls(
             digest=profile.digest,
@@ -171,7 +175,7 @@ class ParsedProfile:
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A request that was checked: a profile or the digest of one, and what is wanted of it."""
+    """A checked request: a profile or the digest of one, and the options."""
 
     kind: Kind
     profile: ParsedProfile | None
@@ -180,48 +184,51 @@ class ParsedRequest:
 
     @property
     def request_key(self) -> str:
-        """The same for requests that mean the same."""
+        """Return a key that equal requests share."""
         return request_key(self.kind, self.profile_digest, self.options)
 
 
 def request_key(kind: Kind, profile_digest: str, options: Mapping[str, Any]) -> str:
-    """SHA-256 of what is asked for."""
+    """Return the SHA-256 of a request's kind, profile and options."""
     text = json.dumps([kind.value, profile_digest, options], sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Planned(Protocol):
-    """What a planner gives: `autoac.planner.Plan`, as far as the service looks."""
+    """The part of `autoac.planner.Plan` that the service uses."""
 
     def policy(self) -> Policy: ...
 
 
 Planner = Callable[..., Planned]
-"""`autoac.planner.plan`, or what a test puts in its place."""
+"""`autoac.planner.plan`, or a replacement in tests."""
 
 Draw = Callable[[Profile, Policy], bytes | None]
-"""`drawing.draw`, or None where a policy cannot be drawn."""
+"""`policy_plot.draw`; returns None if a policy cannot be plotted."""
 
 Outline = Callable[[Frontier], bytes | None]
-"""`drawing.outline`, or None where a frontier cannot be drawn."""
+"""`policy_plot.outline`; returns None if a frontier cannot be plotted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a solve gives."""
+    """The result of a solve."""
 
     text: str  # JSON
-    drawing: bytes | None = field(default=None, repr=False)  # of a policy or a frontier, if it was drawn
+    drawing: bytes | None = field(
+        default=None, repr=False
+    )  # the plot of a policy or a frontier, if one was made
 
 
 def read_json(body: bytes) -> Any:
-    """What a decoded body says.
+    """Return the data of a decoded body.
 
     Raises:
-        NotJson: it is not JSON, nested too deeply, has numbers that JSON does not have, or a name twice.
+        NotJson: the body is not JSON, is nested too deeply, has numbers that JSON does not have, or an object
+            has the same name twice.
     """
     try:
-        # As UTF-8, and not as what json.loads guesses that bytes are.
+        # Decoded as UTF-8 first: json.loads would guess the encoding of bytes.
         return json.loads(str(body, "utf-8"), parse_constant=_no_such_number, object_pairs_hook=_once)
     except RecursionError:
         raise NotJson("the body is nested too deeply") from None
@@ -229,22 +236,22 @@ def read_json(body: bytes) -> Any:
         raise NotJson("the body is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise NotJson(f"the body is not JSON: {error.msg} at character {error.pos}") from None
-    except ValueError:  # int() of more than 4,300 digits
+    except ValueError:  # an integer of more than 4,300 digits
         raise NotJson("the body has a number that cannot be read") from None
 
 
 def read_request(kind: Kind, body: bytes) -> SolveRequest:
-    """The request in a decoded body.
+    """Return the request in a decoded body.
 
     Raises:
-        NotJson, MalformedRequest: it is no JSON, or no request.
-        MalformedProfile, UnknownVersion: its profile is none, or of another version.
-        InvalidBudget: it has no budget, two, or one that is no positive number of bytes.
+        NotJson, MalformedRequest: the body is not JSON, or not a valid request.
+        MalformedProfile, UnknownVersion: the profile is not valid, or of another version.
+        InvalidBudget: the request must have one budget, of a positive number of bytes.
     """
     data = read_json(body)
     if not isinstance(data, dict):
-        wanted = "a profile and a budget" if kind is Kind.POLICY else "a profile"
-        raise MalformedRequest([f"the body must be an object with {wanted}"])
+        members = "a profile and a budget" if kind is Kind.POLICY else "a profile"
+        raise MalformedRequest([f"the body must be an object with {members}"])
     try:
         return REQUESTS[kind].model_validate(data)
     except ValidationError as error:
@@ -252,15 +259,14 @@ def read_request(kind: Kind, body: bytes) -> SolveRequest:
 
 
 def parse_request(kind: Kind, body: bytes, most_seconds: float) -> ParsedRequest:
-    """Check a decoded body and split it.
+    """Check a decoded body and split it into profile and options.
 
     Args:
-        kind: what the body asks for.
-        body: decoded.
+        kind: the kind of the request.
+        body: a decoded body.
         most_seconds: the longest time limit that a request may set.
 
-    Raises:
-        what `read_request` does.
+    Raises what `read_request` raises.
     """
     if kind is Kind.PROFILE:
         data = read_json(body)
@@ -276,9 +282,9 @@ def parse_request(kind: Kind, body: bytes, most_seconds: float) -> ParsedRequest
 
 
 def job_body(profile: bytes, options: Mapping[str, Any]) -> bytes:
-    """The body that a child gets: options, and the text of a stored profile."""
-    said = {name: value for name, value in options.items() if value is not None}
-    return json.dumps(said)[:-1].encode() + (b", " if said else b"") + b'"profile": ' + profile + b"}"
+    """Return the body for the child process: the options, and the text of a stored profile."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return json.dumps(given)[:-1].encode() + (b", " if given else b"") + b'"profile": ' + profile + b"}"
 
 
 def answer(
@@ -292,20 +298,19 @@ def answer(
     draw: Draw | None = None,
     outline: Outline | None = None,
 ) -> Answer:
-    """What a solve gives; of a policy exactly the text of the embedded planner.
+    """Solve a request. A policy has exactly the text that the embedded planner makes.
 
     Args:
         kind: policy, frontier or floor.
         body: a decoded request.
         most_seconds: the longest time limit that a request may set.
-        plan: the planner of policies; in earnest `autoac.planner.plan`.
-        progress: told how far a solve is.
-        clock: on which the time limit counts.
-        draw: draws a policy that was made; none: it is left undrawn.
-        outline: the same for a frontier.
+        plan: the planner of policies, which tests replace.
+        progress: called as the solver progresses.
+        clock: the clock of the time limit.
+        draw: plots the policy; None: no plot is made.
+        outline: plots the frontier; None: no plot is made.
 
-    Raises:
-        what `read_request` does, and what the planner does.
+    Raises what `read_request` and the planner raise.
     """
     request = read_request(kind, body)
     profile = request.profile
@@ -368,7 +373,11 @@ def _frontier(profile: Profile, found: Frontier) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of these members; each name may stand for one."""
+    """Return the object with these members.
+
+    Raises:
+        NotJson: two members have the same name.
+    """
     made = dict(pairs)
     if len(made) < len(pairs):
         raise NotJson("the body has an object with the same name twice")
@@ -376,4 +385,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_such_number(name: str) -> float:
-    raise json.JSONDecodeError(f"{name} is no JSON", "", 0)
+    raise json.JSONDecodeError(f"{name} is not JSON", "", 0)

@@ -1,8 +1,10 @@
-"""What the service carries: `python -m benchmarks.service` prints a table, which docs/service.md shows.
+"""Measure the load that the service carries, and print the table of docs/service.md.
 
-Everything runs on this machine, the load too: stored policies asked for over and over, large profiles posted
-by 32 clients at once, and a queue of 40 plans solved by one worker and by four. The workers need a PostgreSQL
-whose tables may be made: `--database postgresql://...`; without it that part is left out.
+    python -m benchmarks.service [--database postgresql://...]
+
+Service and load run on this machine: requests for stored policies, large profiles posted by 32 clients at once,
+and a queue of 40 plans solved by one worker and by four. The workers need a PostgreSQL in which tables may be
+created; without `--database` that part is skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ POSTERS = 32
 
 
 def chain(n: int, seed: int = 0) -> Profile:
-    """A step of `n` ops, each reading the one before, with outputs of many sizes; as the tests build them."""
+    """Return a step of `n` ops, each reading the one before, with outputs of many sizes."""
     tests = str(Path(__file__).parents[1] / "tests" / "api")
     if tests not in sys.path:
         sys.path.append(tests)
@@ -56,20 +58,20 @@ class Running:
 
     @property
     def port(self) -> int:
-        """Where it listens, once it says so."""
+        """Return the port of the service once it listens."""
         text = until(lambda: re.search(r"running on http://[^:]+:(\d+)", self.log.read_text()))
         return int(text[1])
 
     @property
     def cpu_s(self) -> float:
-        """What it has used of the processors, its children not counted."""
+        """Return the CPU seconds of the process, without its children."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def process(folder: Path, role: str, **settings: object) -> Iterator[Running]:
-    """A process of the service, until the block ends."""
+    """Run a process of the service until the block ends."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("AUTOAC_")}
     environment |= {f"AUTOAC_{name.upper()}": str(value) for name, value in settings.items()}
     log = folder / f"{role}-{time.monotonic_ns()}.log"
@@ -85,7 +87,7 @@ def process(folder: Path, role: str, **settings: object) -> Iterator[Running]:
 
 
 def until(holds: Callable[[], Any]) -> Any:
-    """What `holds` gives once it is true; ten minutes at most."""
+    """Return the result of `holds` once it is true, after ten minutes at most."""
     end = time.monotonic() + 600
     while time.monotonic() < end:
         found = holds()
@@ -96,7 +98,7 @@ def until(holds: Callable[[], Any]) -> Any:
 
 
 async def hammer(port: int, path: str, headers: str, seconds: float) -> list[float]:
-    """Seconds of each answer to GETs over some connections, each sending as soon as it has its answer."""
+    """Return the seconds of each answer. Each connection sends a GET as soon as it has its answer."""
     asked = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode()
     end = time.monotonic() + seconds
     times: list[float] = []
@@ -120,12 +122,12 @@ async def hammer(port: int, path: str, headers: str, seconds: float) -> list[flo
 
 
 def percentile(times: Sequence[float], share: float) -> float:
-    """In milliseconds."""
+    """Return a percentile of times, in milliseconds."""
     return sorted(times)[int(share * (len(times) - 1))] * 1e3
 
 
 def stored_policies(folder: Path, seconds: float) -> Iterator[str]:
-    """Rows about stored policies, one process of the service."""
+    """Measure stored policies with one process of the service."""
     with process(folder, "serve", port=0, database_url=f"sqlite:///{folder / 'a.sqlite3'}") as service:
         port, profile = service.port, chain(1000)
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
@@ -154,7 +156,7 @@ def stored_policies(folder: Path, seconds: float) -> Iterator[str]:
 
 
 def posted_profiles(folder: Path) -> Iterator[str]:
-    """Rows about large profiles."""
+    """Measure the upload of large profiles."""
     texts = [chain(56_000, seed).to_json().encode() for seed in range(4)]
     bodies = [texts[i % 4].replace(b'"model":"chain', b'"model":"%d chain' % i, 1) for i in range(POSTERS)]
 
@@ -191,7 +193,7 @@ def posted_profiles(folder: Path) -> Iterator[str]:
 
 
 def workers(folder: Path, url: str) -> Iterator[str]:
-    """Rows about workers on PostgreSQL."""
+    """Measure workers on PostgreSQL."""
     with Database(url) as database:
         database.upgrade()
     profile = chain(300)
@@ -222,7 +224,7 @@ def workers(folder: Path, url: str) -> Iterator[str]:
 
 @contextmanager
 def running(folder: Path, url: str, count: int, replicas: int) -> Iterator[None]:
-    """So many workers and further replicas of the API."""
+    """Run workers and further replicas of the API until the block ends."""
     with ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(process(folder, "worker", database_url=url, solves_at_once=1))
@@ -236,7 +238,7 @@ def _api(folder: Path, url: str) -> AbstractContextManager[Running]:
 
 
 def _poll(http: httpx2.Client, url: str, holds: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """The job, once that holds of it."""
+    """Return the job once `holds` is true of it."""
     while True:
         job: dict[str, Any] = http.get(url).json()
         if holds(job):

@@ -14,13 +14,13 @@ VENDORED = (ROOT / "planner" / "report" / "vendor", ROOT / "tests" / "vendor")
 MANIFESTS = {folder: json.loads((folder / "manifest.json").read_text())["files"] for folder in VENDORED}
 
 
-def test_the_makefile_has_the_targets_that_the_readme_names():
+def test_makefile_has_the_targets_that_the_readme_names():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {"demo", "test", "check", "policies", "policies-check", "bench", "fmt"} <= targets
     assert {"make demo", "make test"} <= set(re.findall(r"make \w+", (ROOT / "README.md").read_text()))
 
 
-def test_the_readme_leads_to_every_page():
+def test_readme_leads_to_every_page():
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", (ROOT / "README.md").read_text()))
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")}
 
@@ -60,7 +60,7 @@ def test_torch_is_pinned_where_the_makefile_looks_for_it():
 @pytest.mark.parametrize(
     ("folder", "name"), [(folder, name) for folder in VENDORED for name in MANIFESTS[folder]]
 )
-def test_a_vendored_file_is_what_its_manifest_says(folder, name):
+def test_vendored_file_is_what_its_manifest_says(folder, name):
     assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == MANIFESTS[folder][name]["sha256"]
 
 

@@ -1,4 +1,4 @@
-"""Connections whose request heads do not end are closed: uvicorn has no limit for them."""
+"""Close connections whose request head does not end: uvicorn has no limit for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class HeadLimitedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with a limit on the seconds and the bytes of a request's head.
 
     A head begins with the connection or with the first byte after a request, and ends with its empty line.
-    Between two requests uvicorn's own keep-alive timeout counts; after the head, `bodies.py` does.
+    Between two requests uvicorn's keep-alive timeout applies; after the head, the limits of request_body.py.
     """
 
     def __init__(self, *arguments: Any, head_timeout_s: float, **named: Any) -> None:

@@ -1,4 +1,4 @@
-"""`autoac doctor`: looks at everything that the service needs, and says the next move for what is wrong."""
+"""Check everything that the service needs, for `autoac doctor`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ CHILD_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     ok: bool
     said: str
-    move: str = ""  # what to do next; empty where all is well
+    move: str = ""  # the next step; empty if all is well
 
 
 def examine(environment: Callable[[], Settings] = Settings.load) -> Iterator[Finding]:
-    """Settings, database, migrations, writes, keys, runners, solver; stops at what the rest rests on."""
+    """Check settings, database, migrations, writes, keys, runners and solver.
+
+    A failed check skips those that depend on it.
+    """
     try:
         settings = environment()
         database = Database(settings.url)
@@ -108,7 +111,7 @@ def _write(database: Database) -> Finding:
 
 
 def _solver(settings: Settings) -> Finding:
-    """That a child starts, within its memory, and reads a body."""
+    """Check that a child process starts, within its memory, and reads a body."""
     from autoac.api.errors import MalformedRequest, ServiceError
     from autoac.api.requests import Kind
 
@@ -121,4 +124,4 @@ def _solver(settings: Settings) -> Finding:
         return Finding(
             "solver", False, str(error), "raise AUTOAC_SOLVE_MEMORY_BYTES; the lines above say more"
         )
-    raise AssertionError("an empty request was taken")
+    raise AssertionError("an empty request was accepted")

@@ -1,4 +1,4 @@
-"""The image's health check: ends with 0 if the service or the worker of this container answers, else 1."""
+"""Check the health of a container: exit with 0 if its service or worker answers, else with 1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from urllib.request import ProxyHandler, build_opener
 
 TIMEOUT_S = 2.0
-opener = build_opener(ProxyHandler({}))  # what the environment says of proxies is not for this machine
+opener = build_opener(ProxyHandler({}))  # proxies of the environment do not apply to this machine
 
 
 def answers(url: str) -> bool:
@@ -20,7 +20,7 @@ def answers(url: str) -> bool:
 
 
 def main() -> int:
-    """Ask the service, or the worker, under the ports that their settings have."""
+    """Return the exit code: 0 if the service or the worker answers on the port of its setting."""
     service, worker = os.environ.get("AUTOAC_PORT", "8421"), os.environ.get("AUTOAC_WORKER_PORT", "")
     urls = [f"http://127.0.0.1:{service}/livez"]
     if worker:

@@ -1,4 +1,4 @@
-"""Runs the service."""
+"""Run the service."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def serve(
     token: str | None = None,
     solver: Solver | None = None,
 ) -> None:
-    """Listen until told to stop by SIGINT or SIGTERM. What is not given comes from the environment.
+    """Listen until SIGINT or SIGTERM. An argument that is None comes from the environment.
 
     Raises:
-        InvalidSettings: a variable or an argument is not what it should be.
-        RefusedToListen: `host` is reachable from elsewhere and there is no key.
-        DatabaseNotReady: a newer release made the tables.
-        SystemExit: with 1; it cannot listen, or its runner ended by an error and a restart is due.
+        InvalidSettings: a variable or an argument is not valid.
+        RefusedToListen: other machines can reach `host`, and the service has neither key nor token.
+        DatabaseNotReady: a newer release upgraded the tables.
+        SystemExit: with 1, if the service cannot listen, or if its runner ended by a bug.
     """
     settings = Settings.load(host=host, port=port, token=token)
     configure()
@@ -59,28 +59,28 @@ def serve(
         proxy_headers=False,
         http=protocol,
         log_config=uvicorn_logs(),
-        access_log=False,  # autoac.api.telemetry.logs writes a line for each request, with its id
+        access_log=False,  # telemetry/logs.py writes a line for each request
         timeout_graceful_shutdown=max(1, round(settings.shutdown_s)),
     )
     server = uvicorn.Server(config)
-    with suppress(KeyboardInterrupt):  # it has stopped as told
+    with suppress(KeyboardInterrupt):  # stopped by SIGINT
         server.run()
     if failed or not server.started:
         raise SystemExit(1)
 
 
 def _raise_open_files() -> None:
-    """Allow as many open files, and so connections, as the system lets this process have."""
+    """Raise the limit on open files, and so on connections, to the system's maximum."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):  # some systems say a number here that they do not take
+    with suppress(ValueError, OSError):  # some systems report a limit that they do not accept
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_reach(settings: Settings, database: Database) -> None:
-    """That nobody else can reach the service, or that it asks for keys.
+    """Check that only this machine can reach the service, or that it asks for keys.
 
     Raises:
-        RefusedToListen: neither.
+        RefusedToListen: other machines can reach the service, and it has neither key nor token.
     """
     if settings.token is not None or settings.on_loopback:
         return

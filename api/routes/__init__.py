@@ -1,9 +1,9 @@
-"""The routes, one file for each kind of thing."""
+"""The routes, one file for each kind of resource."""
 
 from autoac.api.routes import aliases, health, jobs, models, policies, profiles, solves, web
 
 ROUTERS = (
-    policies.router,  # first, since routes are tried in order, and these are asked for most
+    policies.router,  # first: routes are tried in order, and these serve most requests
     health.router,
     profiles.router,
     models.router,

@@ -1,10 +1,10 @@
-"""Who may ask: dependencies of routers and routes. Never decided by looking at a path.
+"""Check that a caller may use a route: dependencies of the routes, which never look at the path.
 
 NOTE [ Names of this machine ]
 
-On loopback no key is needed. A page on the web can make its own name stand for 127.0.0.1 (DNS rebinding),
-and the browser of somebody on this machine then lets it read what the service answers. Such a request has the
-page's name in its Host header. So who has no key must ask under a name of this machine; a page has no key.
+On loopback no key is needed. A web page can make its own name resolve to 127.0.0.1 (DNS rebinding). A browser
+on this machine then lets the page read the service's answers. Such a request has the page's name in its Host
+header, and it has no key. So a request without a key must name this machine as its host.
 """
 
 from __future__ import annotations
@@ -25,34 +25,36 @@ _BEARER = HTTPBearer(auto_error=False)
 
 
 class Needs(SecurityBase):
-    """A dependency that gives the caller, who must have a scope.
+    """A dependency that returns the caller, who must have a scope.
 
-    One dependency and not a tree of three: to walk one costs FastAPI a good part of what a small answer does.
+    It is one dependency, not a tree of three: walking a tree costs FastAPI almost as much as a small answer.
     """
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
-        self.model, self.scheme_name = _BEARER.model, _BEARER.scheme_name  # as the OpenAPI says it
+        self.model, self.scheme_name = _BEARER.model, _BEARER.scheme_name  # for the OpenAPI document
 
     async def __call__(self, request: Request) -> Caller:
-        """Raises: Unauthorised: no key, or none that is known. Forbidden: one of a smaller scope.
-        OtherHost: no key is needed, but not under this name."""
+        """Return the caller.
+
+        Raises:
+            Unauthorised: the request needs a key and has none, or an unknown one.
+            Forbidden: the key has a smaller scope.
+            OtherHost: the request has no key and names another machine as its host.
+        """
         service, given = await service_of(request), await _BEARER(request)
         secret = None if given is None else given.credentials
-        caller = service.authenticator.remembered(secret)
+        caller = service.authenticator.cached(secret)
         if caller is None:
             caller = await to_thread.run_sync(service.authenticator.caller, secret)
         request.scope["state"]["caller"] = caller.name
         if caller is LOOPBACK and not service.settings.answers_to(request.headers.get("host", "")):
             raise OtherHost(
-                "no key is needed here because only this machine reaches the service, so it answers to "
-                "localhost and 127.0.0.1; ask there, name yours in AUTOAC_ALLOWED_HOSTS, or make "
-                "a key with `autoac keys create NAME`"
+                "without a key the service answers only under localhost, 127.0.0.1 and the like; use such a "
+                "name, add yours to AUTOAC_ALLOWED_HOSTS, or create a key with `autoac keys create NAME`"
             )
         if caller.scope < self.scope:
-            raise Forbidden(
-                f"this needs a key with the scope {self.scope.word}; yours has {caller.scope.word}"
-            )
+            raise Forbidden(f"the key must have the scope {self.scope.word}, got {caller.scope.word}")
         return caller
 
 

@@ -1,4 +1,4 @@
-"""Aliases: names such as llama-8b@h100/production that move from policy to policy, one mover at a time."""
+"""Aliases: names such as llama-8b@h100/production that move from policy to policy."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from autoac.planner.formats.base import complaints
 router = APIRouter(prefix="/v1", tags=["aliases"])
 
 IfMatch = Annotated[str | None, Header(description="The alias's ETag.")]
-IfNoneMatch = Annotated[str | None, Header(description="* to make a new alias.")]
+IfNoneMatch = Annotated[str | None, Header(description="* to create an alias.")]
 LOST: Answers = {
-    412: ("Somebody moved it in the meantime, or it is there already", (Problem,)),
-    428: ("Neither If-Match nor If-None-Match", (Problem,)),
+    412: ("Another request moved the alias, or it exists already", (Problem,)),
+    428: ("The request must have If-Match or If-None-Match", (Problem,)),
 }
 
 
@@ -61,9 +61,11 @@ async def get_aliases(
     service: ServiceOf,
     caller: Reader,
     piece: PieceOf,
-    policy: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Those of a policy.")] = None,
+    policy: Annotated[
+        str | None, Query(pattern="^[0-9a-f]{64}$", description="Only aliases of this policy.")
+    ] = None,
 ) -> Page[AliasView]:
-    """And the policies that they stand for."""
+    """List aliases with the policies that they name."""
 
     def look() -> Page[AliasView]:
         with service.database.read() as connection:
@@ -82,7 +84,7 @@ async def get_aliases(
 async def get_one_alias(
     request: Request, response: Response, name: AliasName, service: ServiceOf, caller: Reader
 ) -> AliasView | Response:
-    """What it stands for, since when, and by whom. Its ETag is for If-Match of a move."""
+    """Get the policy that the alias names, and who moved it when. Use the ETag as If-Match of a move."""
 
     def look() -> AliasView:
         with service.database.read() as connection:
@@ -98,7 +100,7 @@ async def get_one_alias(
 
 @router.put(
     "/aliases/{name:path}",
-    summary="Have an alias stand for a policy",
+    summary="Point an alias at a policy",
     responses={
         201: {"model": AliasView, "description": "A new alias"},
         **problems(GONE, BODY, LOST),
@@ -114,18 +116,18 @@ async def put_alias(
     if_match: IfMatch = None,
     if_none_match: IfNoneMatch = None,
 ) -> AliasView:
-    """Only from the state that the request was made for; of two at once, one gets 412."""
+    """Move the alias only from the revision that the request names; of two moves at once, one gets 412."""
     expected = expected_revision(if_match, if_none_match)
-    wanted = read_json(await service.reader.small_body(request))
+    data = read_json(await service.reader.small_body(request))
     try:
-        asked = AliasRequest.model_validate(wanted)
+        body = AliasRequest.model_validate(data)
     except ValidationError as error:
         raise MalformedRequest(complaints(error)) from None
 
     def move() -> tuple[AliasView, bool]:
         with service.database.write() as connection:
-            moved, new = move_alias(connection, name, asked.policy_id, caller.name, expected=expected)
-            subject = f"{name} -> {asked.policy_id}"
+            moved, new = move_alias(connection, name, body.policy_id, caller.name, expected=expected)
+            subject = f"{name} -> {body.policy_id}"
             note(connection, caller.name, "move alias", subject, request.state.request_id)
             return AliasView.of(moved), new
 
@@ -136,12 +138,12 @@ async def put_alias(
 
 
 @router.delete(
-    "/aliases/{name:path}", status_code=204, summary="Take an alias away", responses=problems(GONE, LOST)
+    "/aliases/{name:path}", status_code=204, summary="Delete an alias", responses=problems(GONE, LOST)
 )
 async def delete_alias(
     request: Request, name: AliasName, service: ServiceOf, caller: Planner, if_match: IfMatch = None
 ) -> Response:
-    """Its history stays; the policy too."""
+    """Delete the alias; its history and its policy stay."""
     expected = expected_revision(if_match, None) if if_match is not None else None
 
     def remove() -> None:
@@ -153,9 +155,9 @@ async def delete_alias(
     return Response(status_code=204)
 
 
-@router.get("/alias-history/{name:path}", summary="Where an alias has been", responses=problems(GONE))
+@router.get("/alias-history/{name:path}", summary="The moves of an alias", responses=problems(GONE))
 async def get_history(name: AliasName, service: ServiceOf, caller: Reader, piece: PieceOf) -> Page[MoveView]:
-    """Newest first: who moved it, when, and to which policy."""
+    """List the moves, newest first: who moved the alias, when, and to which policy."""
 
     def look() -> Page[MoveView]:
         with service.database.read() as connection:
@@ -168,7 +170,7 @@ async def get_history(name: AliasName, service: ServiceOf, caller: Reader, piece
 
 @router.get(
     "/named-policies/{name:path}",
-    summary="The policy that an alias stands for",
+    summary="The policy that an alias names",
     response_class=Response,
     responses={
         200: gives("Policy", "The policy, in its published form", "ETag", "Content-Location"),
@@ -177,7 +179,7 @@ async def get_history(name: AliasName, service: ServiceOf, caller: Reader, piece
     },
 )
 async def get_named_policy(request: Request, name: AliasName, service: ServiceOf, caller: Reader) -> Response:
-    """Its published form; its id is the ETag, so a client learns cheaply that nothing has moved."""
+    """Get the policy's published form. Its id is the ETag, so a client learns cheaply that nothing moved."""
 
     def look() -> tuple[str, bytes]:
         with service.database.read() as connection:

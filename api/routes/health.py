@@ -1,4 +1,4 @@
-"""Whether the service lives, whether it can serve, which it is, and what it counts."""
+"""Liveness, readiness, versions, metrics and the audit log."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Part = Literal["ok", "failed"]
 
 
 class Alive(BaseModel):
-    """Answer 200 while the process does its work, 503 once a runner of its own has ended."""
+    """The answer of /livez."""
 
     status: Literal["alive", "runner ended"] = "alive"
 
 
 class Readiness(BaseModel):
-    """Whether the service can do its work, part by part."""
+    """The answer of /readyz, part by part."""
 
     status: Literal["ready", "not ready"]
-    database: Part  # it answers, and takes writes
-    migrations: Part  # its tables are those of this release
-    runners: Part  # somebody solves
+    database: Part  # the database answers and takes writes
+    migrations: Part  # the tables are those of this release
+    runners: Part  # a runner or a worker is alive
 
 
 class Version(BaseModel):
-    """What the service is made of."""
+    """The versions of the service and its tools."""
 
     autoac: str
     tools: dict[str, str]
@@ -46,11 +46,11 @@ class Version(BaseModel):
 
 @router.get(
     "/livez",
-    summary="Whether the process answers",
-    responses={503: {"model": Alive, "description": "Its runner has ended; only a restart helps"}},
+    summary="Check that the process answers",
+    responses={503: {"model": Alive, "description": "The runner ended by a bug; restart the service"}},
 )
 async def livez(service: ServiceOf, response: Response) -> Alive:
-    """Answers while solves run, without asking the database. Needs no key."""
+    """Answer without the database, even while solves run. Needs no key."""
     if service.worker_failed:
         response.status_code = 503
         return Alive(status="runner ended")
@@ -59,11 +59,11 @@ async def livez(service: ServiceOf, response: Response) -> Alive:
 
 @router.get(
     "/readyz",
-    summary="Whether the service can do its work",
-    responses={503: {"model": Readiness, "description": "A part has failed"}},
+    summary="Check that the service can work",
+    responses={503: {"model": Readiness, "description": "A part is not ready"}},
 )
 async def readyz(service: ServiceOf, response: Response) -> Readiness:
-    """Looks at the database, its tables, and whether there is a runner or a worker. Needs no key."""
+    """Check the database, its tables, and that a runner or a worker is alive. Needs no key."""
 
     def look() -> tuple[Part, Part, Part]:
         try:
@@ -88,35 +88,35 @@ async def readyz(service: ServiceOf, response: Response) -> Readiness:
     )
 
 
-@router.get("/version", summary="What the service is made of", responses=problems())
+@router.get("/version", summary="Versions", responses=problems())
 async def version(caller: Reader) -> Version:
-    """The versions that also stand in each policy."""
+    """Get the versions that each policy also records."""
     tools = tool_versions()
     return Version(autoac=tools["autoac"], tools=tools)
 
 
 @router.get(
     "/metrics",
-    summary="What is counted, for Prometheus",
+    summary="Metrics for Prometheus",
     response_class=Response,
     responses={200: {"description": "Metrics", "content": {"text/plain": {}}}, **problems()},
     dependencies=[Depends(Needs(Scope.READ))],
 )
 async def metrics(service: ServiceOf) -> Response:
-    """This process's counters, and the jobs and runners that the database knows of."""
+    """Get this process's counters, and the jobs and runners in the database."""
 
     def look() -> tuple[dict[str, int], int]:
         return service.jobs.count_by_state(), service.worker_count()
 
-    depth, runners = await to_thread.run_sync(look)
-    return Response(service.metrics.text(depth, runners), media_type=MEDIA_TYPE)
+    by_state, runners = await to_thread.run_sync(look)
+    return Response(service.metrics.text(by_state, runners), media_type=MEDIA_TYPE)
 
 
-@router.get("/v1/audit", summary="Who did what", responses=problems())
+@router.get("/v1/audit", summary="The audit log", responses=problems())
 async def audit(
     service: ServiceOf, caller: Annotated[object, Depends(Needs(Scope.ADMIN))], piece: PieceOf
 ) -> Page[AuditLine]:
-    """Newest first."""
+    """List the lines of the audit log, newest first."""
 
     def look() -> Page[AuditLine]:
         with service.database.read() as connection:

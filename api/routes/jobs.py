@@ -1,4 +1,4 @@
-"""Jobs: their state, their progress as it happens, their results; and how to end them."""
+"""Jobs: their state, progress, events and results; and cancelling them."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ async def get_jobs(
     piece: PieceOf,
     state: JobState | None = None,
     kind: Literal[Kind.POLICY, Kind.FRONTIER, Kind.FLOOR] | None = None,
-    profile: Annotated[str | None, Query(pattern="^[0-9a-f]{64}$", description="Its digest.")] = None,
+    profile: Annotated[
+        str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of a profile.")
+    ] = None,
 ) -> Page[JobView]:
-    """Without their progress."""
+    """List jobs without their progress."""
     jobs = service.jobs
 
     def look() -> Page[JobView]:
@@ -61,7 +63,7 @@ async def get_jobs(
 
 @router.get("/{id}", summary="A job", responses=problems(GONE))
 async def get_job(id: JobId, response: Response, service: ServiceOf, caller: Reader) -> JobView:
-    """Its state and how far it is. While it is not final, Retry-After says when to look again."""
+    """Get state and progress. Until the job is final, Retry-After says when to poll again."""
 
     def look() -> JobView:
         return JobView.of(service.jobs.get(id), service.jobs.progress(id))
@@ -74,16 +76,16 @@ async def get_job(id: JobId, response: Response, service: ServiceOf, caller: Rea
 
 @router.get(
     "/{id}/result",
-    summary="What a job gave",
+    summary="The result of a job",
     response_class=Response,
     responses={
         200: gives("JobResult", "The policy, frontier or floor"),
-        202: {"model": JobView, "description": "It is not finished"},
+        202: {"model": JobView, "description": "The job is not finished"},
         **problems(GONE, SOLVE),
     },
 )
 async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
-    """The result, or the problem that the job ended with."""
+    """Get the result, or the problem of a failed job."""
 
     def look() -> tuple[Job, bytes]:
         job = service.jobs.get(id)
@@ -97,18 +99,18 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
 
 @router.get(
     "/{id}/drawing",
-    summary="What a page draws of a frontier",
+    summary="The plot of a frontier",
     response_class=Response,
     responses={
         200: {
-            "description": "Memory over the step, and what became of each op, for each point",
+            "description": "Memory over the step and the decision on each op, for each point",
             "content": {"application/json": {"schema": {"type": "object"}}},
         },
         **problems(GONE),
     },
 )
 async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: Reader) -> Response:
-    """As the pages of this release draw it; other releases may have other members."""
+    """Get the data that this release's pages draw. Its members may change with each release."""
     drawn = await to_thread.run_sync(service.jobs.plot, id)
     headers = {"Cache-Control": "private, max-age=3600", "Vary": "Accept-Encoding"}
     if "gzip" in request.headers.get("accept-encoding", ""):
@@ -118,15 +120,17 @@ async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: R
 
 @router.delete("/{id}", summary="Cancel a job", responses=problems(GONE))
 async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Planner) -> JobView:
-    """Whoever solves it stops within a second. A job that is final stays as it is.
+    """Cancel a job; its runner stops within a second. A final job stays as it is.
 
-    A key cancels the jobs that it asked for, one with the scope admin every job.
+    A key cancels its own jobs; the scope admin cancels any job.
     """
 
     def cancel() -> JobView:
         job = service.jobs.get(id)
         if caller.scope < Scope.ADMIN and job.owner != caller.name:
-            raise Forbidden("only the key that asked for a job, or one with the scope admin, cancels it")
+            raise Forbidden(
+                "a job can be cancelled by the key that submitted it, or by one with the scope admin"
+            )
         cancelled = service.requests.cancel(id)
         service.note(caller, "cancel job", id, request)
         return JobView.of(cancelled, service.jobs.progress(id))
@@ -136,19 +140,19 @@ async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Pl
 
 @router.get(
     "/{id}/events",
-    summary="What happens to a job, as it happens",
+    summary="The events of a job, as they happen",
     response_class=Response,
     responses={
         200: {
             "description": "Events `state` and `progress`, each with JSON as its data; ends with the job",
             "content": {"text/event-stream": {}},
         },
-        204: {"description": "The job has ended, and Last-Event-ID is its last event"},
+        204: {"description": "The job is final, and Last-Event-ID is its last event"},
         **problems(
             GONE,
             {
-                422: ("A parameter is not what it should be", (Problem,)),
-                429: ("This key listens to as many jobs as it may", (QueueProblem,)),
+                422: ("A parameter is not valid", (Problem,)),
+                429: ("The key has reached its limit of event streams", (QueueProblem,)),
             },
         ),
     },
@@ -157,20 +161,20 @@ async def get_events(
     id: JobId,
     service: ServiceOf,
     caller: Reader,
-    last_event_id: Annotated[str | None, Header(description="Go on after this event.")] = None,
+    last_event_id: Annotated[str | None, Header(description="Continue after this event.")] = None,
 ) -> Response:
-    """Server-sent events, from the first or from after Last-Event-ID."""
+    """Stream server-sent events, from the first one or after Last-Event-ID."""
     number = last_event_id or "0"
-    # A browser sends back what it was given; anything else begins at the beginning.
+    # A browser repeats an id of ours; any other text starts from the first event.
     after = int(number) if number.isascii() and number.isdigit() and len(number) < 18 else 0
     job = await to_thread.run_sync(service.jobs.get, id)
     if job.final and not await to_thread.run_sync(service.jobs.events, id, after, 1):
-        return Response(status_code=204)  # a browser's EventSource takes it as the end
+        return Response(status_code=204)  # this ends a browser's EventSource
     return _EventStream(service, caller.name, _stream(service.feed(id), after))
 
 
 class _EventStream(StreamingResponse):
-    """Events as they happen. Counts as one of its caller's streams for as long as it is sent."""
+    """Send events as they happen, and count as one of the caller's streams meanwhile."""
 
     def __init__(self, service: Service, caller: str, content: AsyncIterator[str]) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -183,14 +187,14 @@ class _EventStream(StreamingResponse):
 
 
 async def _stream(feed: EventFeed, after: int) -> AsyncIterator[str]:
-    said = time.monotonic()
+    sent_at = time.monotonic()
     while True:
         try:
             await feed.look()
         except AWAY:
             await anyio.sleep(1.0)
             continue
-        except NotFound:  # pruned while somebody watched
+        except NotFound:  # pruned in the meantime
             return
         ended, events = feed.ended, feed.after(after)
         for event in events:
@@ -199,8 +203,8 @@ async def _stream(feed: EventFeed, after: int) -> AsyncIterator[str]:
         if ended:
             return
         if events:
-            said = time.monotonic()
-        elif time.monotonic() - said > ALIVE_S:
-            said = time.monotonic()
+            sent_at = time.monotonic()
+        elif time.monotonic() - sent_at > ALIVE_S:
+            sent_at = time.monotonic()
             yield ": still there\n\n"
         await anyio.sleep(LOOK_S)

@@ -1,4 +1,4 @@
-"""Models: what people call them, and their frontiers in small. A model is all profiles of one fingerprint."""
+"""Models: their names and small frontiers. A model is all profiles of one fingerprint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1/models", tags=["models"])
 
 
 class PointView(BaseModel):
-    """A plan of a frontier, in small."""
+    """A plan of a small frontier."""
 
     peak_bytes: int
     recompute_us: float
@@ -36,13 +36,13 @@ class ModelView(View):
     """A model: all profiles of one fingerprint."""
 
     fingerprint: str
-    model: str = Field(description="The class's name.")
+    model: str = Field(description="The name of the class.")
     inputs: list[str] = Field(description='Of the profiled step: "int64[8, 1024]".')
     parameter_bytes: int
-    name: str | None = Field(description="What people call it; null while nobody has named it.")
+    name: str | None = Field(description="The name that a person gave it, or null.")
     named_by: str | None
     named_at: datetime | None
-    frontier: list[PointView] | None = Field(description="The newest that was computed, by peak.")
+    frontier: list[PointView] | None = Field(description="The newest frontier, by peak.")
 
     @classmethod
     def of(cls, row: StoredModel) -> Self:
@@ -71,7 +71,7 @@ class NameRequest(BaseModel):
 
 @router.get("", summary="Models, newest first", responses=problems())
 async def get_models(service: ServiceOf, caller: Reader, piece: PieceOf) -> Page[ModelView]:
-    """Those of which there is a profile."""
+    """List the models that have a profile."""
 
     def look() -> Page[ModelView]:
         with service.database.read() as connection:
@@ -83,7 +83,7 @@ async def get_models(service: ServiceOf, caller: Reader, piece: PieceOf) -> Page
 
 @router.get("/{fingerprint}", summary="A model", responses=problems(GONE))
 async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader) -> ModelView:
-    """Its name and its frontier in small."""
+    """Get a model's name and its small frontier."""
 
     def look() -> ModelView:
         with service.database.read() as connection:
@@ -94,15 +94,15 @@ async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader)
 
 @router.put(
     "/{fingerprint}/name",
-    summary="Call a model something",
+    summary="Name a model",
     responses=problems(GONE, BODY),
     openapi_extra=body_of("NameRequest"),
 )
 async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner) -> ModelView:
-    """A name for people, such as `llama-70b, 8k tokens`; nothing else goes by it."""
-    wanted = read_json(await service.reader.small_body(request))
+    """Set a name for people, such as `llama-70b, 8k tokens`. Nothing else uses it."""
+    data = read_json(await service.reader.small_body(request))
     try:
-        name = NameRequest.model_validate(wanted).name.strip()
+        name = NameRequest.model_validate(data).name.strip()
     except ValidationError as error:
         raise MalformedRequest(complaints(error)) from None
     if not name or not name.isprintable():
@@ -110,11 +110,11 @@ async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, ca
     return await _named(service, fingerprint, name, caller, request)
 
 
-@router.delete("/{fingerprint}/name", summary="Take a model's name away", responses=problems(GONE))
+@router.delete("/{fingerprint}/name", summary="Delete a model's name", responses=problems(GONE))
 async def delete_name(
     fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner
 ) -> ModelView:
-    """It goes by its class again."""
+    """Delete the name; the pages show the class again."""
     return await _named(service, fingerprint, None, caller, request)
 
 

@@ -1,4 +1,4 @@
-"""What routes have in common: documented problems, parameters, ETags."""
+"""Helpers of the routes: documented problems, parameters, ETags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoac.api.problems import (
 )
 
 Answers = dict[int, tuple[str, tuple[type[Problem], ...]]]
-"""Problems of a route: by status, what it means and its models."""
+"""Problems of a route: by status, a description and models."""
 
 JSON = "application/json"
 
@@ -34,19 +34,23 @@ AliasName = Annotated[
 
 
 def refuse_nul(**values: str | None) -> None:
-    """Raises: MalformedRequest: a text has the one character that PostgreSQL does not take."""
+    """Refuse the one character that PostgreSQL does not store.
+
+    Raises:
+        MalformedRequest: a text has the character NUL.
+    """
     for name, value in values.items():
         if value is not None and "\0" in value:
-            raise MalformedRequest([f"query.{name}: has a character NUL in it"])
+            raise MalformedRequest([f"query.{name}: must not contain the character NUL"])
 
 
 def etag(value: object) -> str:
-    """A strong ETag."""
+    """Return a strong ETag."""
     return f'"{value}"'
 
 
 def matches(header: str | None, tag: str) -> bool:
-    """Whether an If-None-Match header names `tag`."""
+    """Return True if an If-None-Match header names `tag`."""
     if header is None:
         return False
     named = [one.strip().removeprefix("W/") for one in header.split(",")]
@@ -54,17 +58,17 @@ def matches(header: str | None, tag: str) -> bool:
 
 
 def expected_revision(if_match: str | None, if_none_match: str | None) -> int | None:
-    """The revision that a change was made for; None: there must be nothing yet.
+    """Return the revision that a change expects, or None if it expects no alias yet.
 
     Raises:
-        PreconditionRequired: the request does not say.
-        MalformedRequest: it says something else.
+        PreconditionRequired: the request has neither header.
+        MalformedRequest: the headers are not valid.
     """
     if if_none_match is not None and if_none_match.strip() == "*" and if_match is None:
         return None
     if if_match is None:
         raise PreconditionRequired(
-            "send If-Match with the alias's ETag, or If-None-Match: * to make a new one"
+            "send If-Match with the alias's ETag, or If-None-Match: * to create an alias"
         )
     found = re.fullmatch(r'\s*"([0-9]{1,9})"\s*', if_match)
     if found is None or if_none_match is not None:
@@ -73,29 +77,29 @@ def expected_revision(if_match: str | None, if_none_match: str | None) -> int | 
 
 
 def json_text(content: bytes | str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer that is JSON already."""
+    """Return a response whose content is JSON already."""
     return Response(content, status, headers, JSON)
 
 
 ANY_ROUTE: Answers = {
-    401: ("No key, or one that is not known", (Problem,)),
-    403: ("The key's scope does not reach so far", (Problem,)),
-    421: ("Asked without a key under a name that is not this machine's", (Problem,)),
-    422: ("A parameter is not what it should be", (InvalidProblem,)),
+    401: ("The key is missing or unknown", (Problem,)),
+    403: ("The key's scope does not allow this", (Problem,)),
+    421: ("A request without a key names another machine as its host", (Problem,)),
+    422: ("A parameter is not valid", (InvalidProblem,)),
     500: ("The service failed", (Problem,)),
-    503: ("The database is away; Retry-After says when to ask again", (Problem,)),
+    503: ("The database is away; Retry-After says when to retry", (Problem,)),
 }
 BODY: Answers = {
-    400: ("The body is not JSON, or not what its Content-Encoding says", (Problem,)),
+    400: ("The body is not JSON, or does not match its Content-Encoding", (Problem,)),
     408: ("The body took too long to arrive", (Problem,)),
     413: ("The body is too large, as sent or decoded", (LimitProblem,)),
-    415: ("Another Content-Type or Content-Encoding", (Problem,)),
+    415: ("Unsupported Content-Type or Content-Encoding", (Problem,)),
 }
-GONE: Answers = {404: ("There is no such thing", (Problem,))}
+GONE: Answers = {404: ("Not found", (Problem,))}
 
 
 def problems(*answers: Answers) -> dict[int | str, dict[str, Any]]:
-    """`responses=` of a route: those of every route, and these."""
+    """Return `responses=` of a route: the answers of every route, and these."""
     every = dict(ANY_ROUTE)
     for more in answers:
         every |= more
@@ -103,7 +107,7 @@ def problems(*answers: Answers) -> dict[int | str, dict[str, Any]]:
 
 
 def body_of(model: str, *, required: bool = True) -> dict[str, Any]:
-    """`openapi_extra=` of a route that reads its body by itself."""
+    """Return `openapi_extra=` of a route that reads its body itself."""
     return {
         "requestBody": {
             "required": required,
@@ -114,10 +118,10 @@ def body_of(model: str, *, required: bool = True) -> dict[str, Any]:
 
 
 def gives(model: str, description: str, *headers: str) -> dict[str, Any]:
-    """A successful answer with a published format as its body."""
-    said = {name: {"schema": {"type": "string"}} for name in headers}
+    """Document a successful answer whose body is a published format."""
+    schemas = {name: {"schema": {"type": "string"}} for name in headers}
     return {
         "description": description,
-        "headers": said,
+        "headers": schemas,
         "content": {JSON: {"schema": {"$ref": REF.format(model=model)}}},
     }

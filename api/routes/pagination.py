@@ -1,4 +1,4 @@
-"""Lists in pages: how much of a list was asked for, from where on, and the page that answers it."""
+"""Pages of lists: the parameters `limit` and `cursor`, and the page that answers them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOREIGN = "query.cursor: not a cursor of this service"
 
 
 class Page(BaseModel, Generic[Item]):
-    """A piece of a list, and how to get the next."""
+    """A part of a list, and the cursor of the next one."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -32,17 +32,17 @@ class Page(BaseModel, Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What `limit` and `cursor` of a request ask for."""
+    """The part of a list that `limit` and `cursor` select."""
 
     limit: int
-    after: str | None  # the place of the last item of the page before; None: from the beginning
+    after: str | None  # sort key of the last item on the page before; None: start at the beginning
 
     @property
     def before(self) -> int | None:
-        """`after` of a list that goes down by number.
+        """Return `after` as a number, for a list in descending order.
 
         Raises:
-            MalformedRequest: it is no number, so the cursor is none of ours.
+            MalformedRequest: the cursor is not one of this list.
         """
         if self.after is not None and not re.fullmatch("[0-9]{1,18}", self.after):
             raise MalformedRequest([FOREIGN])
@@ -50,43 +50,47 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """How many rows to look for: one more than the page has, which tells whether more follow."""
+        """Return the number of rows to read: one more than the page shows, to know if more follow."""
         return self.limit + 1
 
     def page(
         self,
         found: Sequence[Row],
         view: Callable[[Row], Item],
-        place: Callable[[Row], object] = attrgetter("number"),
+        sort_key: Callable[[Row], object] = attrgetter("number"),
     ) -> Page[Item]:
-        """The page, from up to `rows` rows; `place` is what the list is ordered by."""
-        kept = found[: self.limit]
-        following = _cursor(place(kept[-1])) if len(found) > self.limit else None
-        return Page(items=[view(row) for row in kept], next=following)
+        """Return the page of up to `rows` rows; `sort_key` is what orders the list."""
+        shown = found[: self.limit]
+        following = _cursor(sort_key(shown[-1])) if len(found) > self.limit else None
+        return Page(items=[view(row) for row in shown], next=following)
 
 
-async def _piece(  # not a plain function: FastAPI calls those in a thread
-    limit: Annotated[int, Query(ge=1, le=MOST_OF_A_PAGE, description="Most items of a page.")] = 50,
+async def _piece(  # not a plain function: FastAPI would call it in a thread
+    limit: Annotated[int, Query(ge=1, le=MOST_OF_A_PAGE, description="Maximum number of items.")] = 50,
     cursor: Annotated[str | None, Query(max_length=400, description="`next` of the page before.")] = None,
 ) -> Piece:
-    return Piece(limit, None if cursor is None else _place(cursor))
+    return Piece(limit, None if cursor is None else _sort_key(cursor))
 
 
 PieceOf = Annotated[Piece, Depends(_piece)]
-"""The parameter of a route that gives a list."""
+"""The parameter of a route that returns a list."""
 
 
-def _cursor(place: object) -> str:
-    return base64.urlsafe_b64encode(str(place).encode()).decode().rstrip("=")
+def _cursor(sort_key: object) -> str:
+    return base64.urlsafe_b64encode(str(sort_key).encode()).decode().rstrip("=")
 
 
-def _place(cursor: str) -> str:
-    """Raises: MalformedRequest: it is none of ours, or has a NUL in it, which PostgreSQL does not take."""
+def _sort_key(cursor: str) -> str:
+    """Return the sort key in a cursor.
+
+    Raises:
+        MalformedRequest: the cursor is not one of this service.
+    """
     padded = cursor + "=" * (-len(cursor) % 4)
     try:
-        place = base64.b64decode(padded, altchars=b"-_", validate=True).decode("ascii")
+        sort_key = base64.b64decode(padded, altchars=b"-_", validate=True).decode("ascii")
     except ValueError:
         raise MalformedRequest([FOREIGN]) from None
-    if "\0" in place:
+    if "\0" in sort_key:  # PostgreSQL does not store it
         raise MalformedRequest([FOREIGN])
-    return place
+    return sort_key

@@ -1,4 +1,4 @@
-"""Policies: kept by version for each model, fingerprint, device and budget."""
+"""Policies, by version for each fingerprint and budget."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from autoac.planner.units import GIB, bytes_from_gb
 
 router = APIRouter(prefix="/v1", tags=["policies"])
 
-Name = Annotated[str, Query(max_length=200, description="A policy's id, or an alias.")]
+Name = Annotated[str, Query(max_length=200, description="Id of a policy, or an alias.")]
 
 
 class SideView(BaseModel):
@@ -60,25 +60,25 @@ class SideView(BaseModel):
     peak: int
     peak_at: str
     recompute_us: float
-    kept: int = Field(description="Ops whose outputs are held until backward.")
+    kept: int = Field(description="Ops whose outputs are saved for backward.")
     again: int
     idle: int | None = Field(
-        description="Ops of which backward needs nothing; null where that is not known, as the profile was "
-        "deleted: then `kept` counts them too."
+        description="Ops that backward does not need; null if the profile was deleted: then `kept` counts "
+        "them too."
     )
 
 
 class ChangeView(BaseModel):
-    """Modules that decide otherwise, all in the same way."""
+    """Modules whose decisions changed in the same way."""
 
     name: str
     modules: list[str]
-    gained: list[str]  # ops that only the second keeps
+    gained: list[str]  # ops that only the second saves
     lost: list[str]
 
 
 class DifferenceView(BaseModel):
-    """What one policy keeps and another does not."""
+    """The ops that one policy saves and another does not."""
 
     before_id: str
     after_id: str
@@ -86,9 +86,9 @@ class DifferenceView(BaseModel):
     before: SideView
     after: SideView
     changes: list[ChangeView]
-    only_before: list[str]  # ops that the second does not have
+    only_before: list[str]  # ops missing in the second
     only_after: list[str]
-    words: str  # the same for a person
+    words: str  # the same as text
 
 
 @router.get(
@@ -111,11 +111,11 @@ async def get_policies(
     time_limit_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
     constraints_digest: Annotated[str | None, Query(pattern="^([0-9a-f]{64})?$")] = None,
 ) -> Response:
-    """Without their decisions; `url` of each has the policy itself.
+    """List policies without their decisions; `url` of each has the policy itself.
 
-    Where headroom, gap, time limit or constraints are given, only what a solve under these would give, with
-    the defaults of a solve for those that are not. Constraints are named by the SHA-256 of their JSON with
-    sorted keys; the empty text stands for none.
+    With a headroom, gap, time limit or constraints, list only policies that answer a solve under these.
+    Options that are not given have the defaults of a solve. `constraints_digest` is the SHA-256 of the
+    constraints' JSON with sorted keys, or empty without constraints.
     """
     refuse_nul(model=model, fingerprint=fingerprint, device=device)
     if budget_gb is not None and budget_bytes is not None:
@@ -152,7 +152,7 @@ async def get_policies(
 
 
 @router.head(
-    "/policies/{id}", summary="Whether a policy is here", response_class=Response, responses=problems(GONE)
+    "/policies/{id}", summary="Check that a policy exists", response_class=Response, responses=problems(GONE)
 )
 @router.get(
     "/policies/{id}",
@@ -165,7 +165,7 @@ async def get_policies(
     },
 )
 async def get_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
-    """Its published form. It never changes, so its id is its ETag."""
+    """Get the published form. It never changes, so the id is the ETag."""
     headers = {"ETag": etag(id), "Cache-Control": "private, max-age=31536000, immutable"}
 
     def look() -> bytes:
@@ -183,9 +183,9 @@ async def get_one_policy(request: Request, id: Digest, service: ServiceOf, calle
     return json_text(text, headers=headers)
 
 
-@router.get("/policies/{id}/about", summary="What is known of a policy", responses=problems(GONE))
+@router.get("/policies/{id}/about", summary="Facts about a policy", responses=problems(GONE))
 async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyView:
-    """Its version, who had it made and when, and what it predicts."""
+    """Get a policy's version, its predictions, and who requested it when."""
 
     def look() -> PolicyView:
         with service.database.read() as connection:
@@ -196,12 +196,12 @@ async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyVie
 
 @router.get(
     "/policies/{id}/drawing",
-    summary="What a page draws of a policy",
+    summary="The plot of a policy",
     response_class=Response,
     responses={
         200: {
-            "description": "Memory over the step, beside that of nothing and of every block recomputed, "
-            "and what became of each op",
+            "description": "Memory over the step, compared with nothing and every block recomputed, "
+            "and the decision on each op",
             "headers": {"ETag": {"schema": {"type": "string"}}},
             "content": {"application/json": {"schema": {"type": "object"}}},
         },
@@ -209,18 +209,18 @@ async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyVie
         **problems(
             {
                 404: ("There is no such policy, or its profile was deleted", (Problem,)),
-                500: ("The child that draws died, or the service failed", (Problem,)),
+                500: ("The child that plots died, or the service failed", (Problem,)),
                 503: ("Too many requests wait, or the database is away", (Problem,)),
-                504: ("It took too long to draw", (Problem,)),
+                504: ("The plot took too long", (Problem,)),
             }
         ),
     },
 )
 async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
-    """As the pages of this release draw it (docs/pictures.md); other releases may have other members."""
+    """Get the data that this release's pages draw. Its members may change with each release."""
 
     tag = etag(f"{id}-{plot_version()[:16]}")
-    # Weak, since the same drawing is sent with and without gzip.
+    # Weak, since the same plot is sent with and without gzip.
     headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", "Vary": "Accept-Encoding"}
     known = matches(request.headers.get("if-none-match"), tag)
 
@@ -242,11 +242,11 @@ async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: 
 @router.delete(
     "/policies/{id}",
     status_code=204,
-    summary="Forget a policy",
+    summary="Delete a policy",
     responses=problems(GONE, {409: ("An alias names it", (Problem,))}),
 )
 async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Admin) -> Response:
-    """One that an alias names stays."""
+    """Delete a policy, unless an alias names it."""
 
     def forget() -> None:
         with service.database.write() as connection:
@@ -258,12 +258,13 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
     return Response(status_code=204)
 
 
-@router.get("/differences", summary="What one policy keeps and another does not", responses=problems(GONE))
+@router.get(
+    "/differences", summary="The ops that one policy saves and another does not", responses=problems(GONE)
+)
 async def get_difference(
     request: Request, service: ServiceOf, caller: Reader, before: Name, after: Name
 ) -> DifferenceView:
-    """Between any two policies, each named by its id or by an alias; of what is really held, as their pages
-    have it."""
+    """Compare two policies, each named by its id or an alias, by what each really holds."""
     refuse_nul(before=before, after=after)
 
     def look() -> tuple[list[str], list[bytes]]:
@@ -293,7 +294,7 @@ async def get_difference(
 
 
 async def _drawn(request: Request, service: Service, id: str) -> bytes | None:
-    """The drawing of a policy, made where there is none; None where it cannot be made or takes long."""
+    """Return the plot of a policy, made now if it is missing; None if that fails or takes long."""
 
     def look() -> bytes | None:
         with service.database.read() as connection:
@@ -308,7 +309,7 @@ async def _drawn(request: Request, service: Service, id: str) -> bytes | None:
 
 def _plain(found: Any) -> dict[str, Any]:
     data = dataclasses.asdict(found)
-    for change in data["changes"]:  # a policy knows no bytes
+    for change in data["changes"]:  # a policy does not have the bytes
         del change["gained_bytes"], change["lost_bytes"]
     return data
 

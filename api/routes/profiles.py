@@ -1,4 +1,4 @@
-"""Profiles: kept by their content. The same profile has the same digest, whoever sends it how often."""
+"""Profiles, by their content: the same profile always has the same digest."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 TAKES = problems(
     BODY,
     {
-        422: ("Malformed, of another version, or of another digest", (VersionProblem, InvalidProblem)),
+        422: ("Malformed, of an unknown version, or of another digest", (VersionProblem, InvalidProblem)),
         500: ("The child that reads profiles died, or the service failed", (Problem,)),
         503: ("Too many requests wait, or the database is away", (Problem,)),
         504: ("The profile took too long to check", (Problem,)),
@@ -46,55 +46,55 @@ TAKES = problems(
 @router.post(
     "",
     status_code=201,
-    summary="Keep a profile",
-    responses={200: {"model": ProfileView, "description": "It was there already"}, **TAKES},
+    summary="Store a profile",
+    responses={200: {"model": ProfileView, "description": "The profile was stored already"}, **TAKES},
     openapi_extra=body_of("Profile"),
 )
 async def post_profile(
     request: Request, response: Response, service: ServiceOf, caller: Planner
 ) -> ProfileView:
-    """201 for a new one, 200 for one that was there; the same content has the same digest."""
-    taken = await service.reader.parse_request(request, Kind.PROFILE)
-    assert taken.profile is not None
-    return await _keep(service, taken.profile, caller, request, response)
+    """Answer 201 for a new profile, 200 for a stored one. The same content has the same digest."""
+    parsed = await service.reader.parse_request(request, Kind.PROFILE)
+    assert parsed.profile is not None
+    return await _store(service, parsed.profile, caller, request, response)
 
 
 @router.put(
     "/{digest}",
     status_code=201,
-    summary="Keep a profile whose digest is known",
-    responses={200: {"model": ProfileView, "description": "It was there already"}, **TAKES},
+    summary="Store a profile whose digest is known",
+    responses={200: {"model": ProfileView, "description": "The profile was stored already"}, **TAKES},
     openapi_extra=body_of("Profile"),
 )
 async def put_profile(
     digest: Digest, request: Request, response: Response, service: ServiceOf, caller: Planner
 ) -> ProfileView:
-    """As POST, and refuses a body of another digest."""
-    taken = await service.reader.parse_request(request, Kind.PROFILE)
-    assert taken.profile is not None
-    if taken.profile_digest != digest:
-        raise MalformedRequest([f"path.digest: the body's is {taken.profile_digest}"])
-    return await _keep(service, taken.profile, caller, request, response)
+    """Store a profile as POST does, but refuse a body of another digest."""
+    parsed = await service.reader.parse_request(request, Kind.PROFILE)
+    assert parsed.profile is not None
+    if parsed.profile_digest != digest:
+        raise MalformedRequest([f"path.digest: must be the digest of the body, {parsed.profile_digest}"])
+    return await _store(service, parsed.profile, caller, request, response)
 
 
-async def _keep(
-    service: Service, taken: ParsedProfile, caller: Caller, request: Request, response: Response
+async def _store(
+    service: Service, profile: ParsedProfile, caller: Caller, request: Request, response: Response
 ) -> ProfileView:
-    def keep() -> tuple[bool, ProfileView]:
+    def store() -> tuple[bool, ProfileView]:
         try:
             with service.database.write() as connection:
-                new = add_profile(connection, taken, caller.name)
+                new = add_profile(connection, profile, caller.name)
                 if new:
                     id = request.state.request_id
-                    note(connection, caller.name, "store profile", taken.digest, id)
-                return new, ProfileView.of(get_profile(connection, taken.digest))
-        except IntegrityError:  # somebody else stored it between the two statements
+                    note(connection, caller.name, "store profile", profile.digest, id)
+                return new, ProfileView.of(get_profile(connection, profile.digest))
+        except IntegrityError:  # another request stored it between the two statements
             with service.database.read() as connection:
-                return False, ProfileView.of(get_profile(connection, taken.digest))
+                return False, ProfileView.of(get_profile(connection, profile.digest))
 
-    new, view = await to_thread.run_sync(keep)
+    new, view = await to_thread.run_sync(store)
     response.status_code = 201 if new else 200
-    response.headers["Location"] = f"/v1/profiles/{taken.digest}"
+    response.headers["Location"] = f"/v1/profiles/{profile.digest}"
     return view
 
 
@@ -107,7 +107,7 @@ async def get_profiles(
     fingerprint: Text = None,
     device: Text = None,
 ) -> Page[ProfileView]:
-    """Without their content."""
+    """List profiles without their content."""
     refuse_nul(model=model, fingerprint=fingerprint, device=device)
 
     def look() -> Page[ProfileView]:
@@ -126,7 +126,7 @@ async def get_profiles(
 
 
 @router.head(
-    "/{digest}", summary="Whether a profile is here", response_class=Response, responses=problems(GONE)
+    "/{digest}", summary="Check that a profile exists", response_class=Response, responses=problems(GONE)
 )
 @router.get(
     "/{digest}",
@@ -139,7 +139,7 @@ async def get_profiles(
     },
 )
 async def get_one_profile(request: Request, digest: Digest, service: ServiceOf, caller: Reader) -> Response:
-    """Its published form. With HEAD, whether it is here, so that it need not be sent again."""
+    """Get the published form. With HEAD, check that the profile exists, so that it need not be sent again."""
     headers = {"ETag": etag(digest), "Cache-Control": "private, max-age=31536000, immutable"}
     known = request.method == "HEAD" or matches(request.headers.get("if-none-match"), etag(digest))
 
@@ -159,11 +159,11 @@ async def get_one_profile(request: Request, digest: Digest, service: ServiceOf, 
 @router.delete(
     "/{digest}",
     status_code=204,
-    summary="Forget a profile",
+    summary="Delete a profile",
     responses=problems(GONE, {409: ("A job needs it", (Problem,))}),
 )
 async def delete_one_profile(request: Request, digest: Digest, service: ServiceOf, caller: Admin) -> Response:
-    """Its finished jobs are forgotten with it; its policies stay."""
+    """Delete a profile and its finished jobs; its policies stay."""
 
     def forget() -> None:
         with service.database.write() as connection:

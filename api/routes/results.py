@@ -1,4 +1,4 @@
-"""What frontiers and floors look like. Bytes and microseconds; `request.answer` writes them."""
+"""The JSON of frontiers and floors, as `requests.answer` writes it. Bytes and microseconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Result(BaseModel):
 
 
 class FloorView(_Result):
-    """The smallest peak."""
+    """The result of a floor request: the minimum peak."""
 
     format: Literal["autoac.floor"]
     proven_bytes: int  # no plan has a smaller peak
@@ -27,7 +27,7 @@ class FloorView(_Result):
 
 
 class FloorOf(BaseModel):
-    """The smallest peak, beside a frontier."""
+    """The minimum peak, in a frontier."""
 
     proven_bytes: int
     found_bytes: int
@@ -43,7 +43,7 @@ class FrontierPoint(BaseModel):
     step_us: float
     gap: float
     stopped: str
-    kink: bool  # less memory costs much more from here
+    kink: bool  # below this peak, less memory costs much more time
 
 
 class FrontierView(_Result):
@@ -55,4 +55,4 @@ class FrontierView(_Result):
 
 
 class JobResult(RootModel[Policy | FrontierView | FloorView]):
-    """What a job gave."""
+    """The result of a job."""

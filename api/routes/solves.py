@@ -1,4 +1,4 @@
-"""Solves: a policy, a frontier or a floor, at once where it is quick and as a job where it is not."""
+"""Solve for a policy, a frontier or a floor: at once if it is quick, else as a job."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from autoac.api.storage.keys import Caller
 router = APIRouter(prefix="/v1", tags=["solves"])
 
 SOLVE: Answers = {
-    404: ("There is no profile of that digest", (Problem,)),
+    404: ("No profile has this digest", (Problem,)),
     409: ("The job was cancelled", (Problem,)),
     422: (
         "Malformed request or profile, unknown version, no budget, constraints that cannot be met, "
         "or no plan fits",
         (InfeasibleProblem, InfeasibleConstraintsProblem, InvalidProblem, VersionProblem, Problem),
     ),
-    429: ("This key has as many jobs in the queue as it may", (QueueProblem,)),
+    429: ("The key has reached its limit of queued jobs", (QueueProblem,)),
     500: ("The solver died, or the service failed", (Problem,)),
-    503: ("Too many requests wait, or the database is away; Retry-After says when to ask again", (Problem,)),
+    503: ("Too many requests wait, or the database is away; Retry-After says when to retry", (Problem,)),
     504: ("The solver ran out of time", (OutOfTimeProblem,)),
 }
 PREFER = [
@@ -58,7 +58,7 @@ PREFER = [
         "name": "Prefer",
         "in": "header",
         "required": False,
-        "description": "wait=N: answer with the result if it is there within N seconds.",
+        "description": "wait=N: wait up to N seconds for the result.",
         "schema": {"type": "string"},
     }
 ]
@@ -68,7 +68,7 @@ def _responses(done: int, model: str, description: str) -> dict[int | str, dict[
     return {
         done: gives(model, description, "Location", "ETag"),
         202: {
-            "description": "It takes longer: a job",
+            "description": "A job, since the solve takes longer",
             "headers": {name: {"schema": {"type": "string"}} for name in ("Location", "Retry-After")},
             "content": {JSON: {"schema": {"$ref": REF.format(model="JobView")}}},
         },
@@ -89,20 +89,20 @@ def _asks(model: str) -> dict[str, Any]:
     openapi_extra=_asks("PolicyRequest"),
 )
 async def create_policy(request: Request, service: ServiceOf, caller: Planner) -> Response:
-    """The same text that the embedded planner gives. Requests that mean the same share one solve."""
+    """Plan a policy, with the text that the embedded planner makes. Equal requests share one solve."""
     return await _solved(request, service, caller, Kind.POLICY)
 
 
 @router.post(
     "/frontiers",
     status_code=200,
-    summary="What memory buys: peaks and times over budgets",
+    summary="Plans over a range of budgets",
     response_class=Response,
     responses=_responses(200, "FrontierView", "The frontier"),
     openapi_extra=_asks("FrontierRequest"),
 )
 async def create_frontier(request: Request, service: ServiceOf, caller: Planner) -> Response:
-    """Plans from the smallest peak to the peak with nothing recomputed."""
+    """Plan from the minimum peak to the peak with nothing recomputed."""
     return await _solved(request, service, caller, Kind.FRONTIER)
 
 
@@ -115,22 +115,22 @@ async def create_frontier(request: Request, service: ServiceOf, caller: Planner)
     openapi_extra=_asks("FloorRequest"),
 )
 async def create_floor(request: Request, service: ServiceOf, caller: Planner) -> Response:
-    """Found, and proven from below."""
+    """Find the minimum peak and its proven lower bound."""
     return await _solved(request, service, caller, Kind.FLOOR)
 
 
 async def _solved(request: Request, service: Service, caller: Caller, kind: Kind) -> Response:
     parsed = await service.reader.parse_request(request, kind)
     fresh = "no-cache" in request.headers.get("cache-control", "").lower()
-    wanted = preferred_wait(request.headers.getlist("prefer"))
-    seconds = service.settings.wait_s if wanted is None else min(wanted, service.settings.max_wait_s)
+    preferred = preferred_wait(request.headers.getlist("prefer"))
+    seconds = service.settings.wait_s if preferred is None else min(preferred, service.settings.max_wait_s)
     began = time.monotonic()
     job = await service.submit(parsed, caller, fresh=fresh)
     job = await service.wait(request, job, seconds)
-    if job.state is JobState.CANCELLED and job.owner != caller.name:  # for its owner, and not for this caller
+    if job.state is JobState.CANCELLED and job.owner != caller.name:  # by its owner, not by this caller
         job = await service.submit(parsed, caller, fresh=fresh)
         job = await service.wait(request, job, max(0.0, seconds - (time.monotonic() - began)))
-    applied = {} if wanted is None else {"Preference-Applied": f"wait={math.floor(seconds)}"}
+    applied = {} if preferred is None else {"Preference-Applied": f"wait={math.floor(seconds)}"}
     if not job.final:
         headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": str(RETRY_AFTER_S)} | applied
         return json_text(JobView.of(job).model_dump_json(), 202, headers)
@@ -142,7 +142,7 @@ async def _solved(request: Request, service: Service, caller: Caller, kind: Kind
 
 
 def preferred_wait(headers: list[str]) -> float | None:
-    """Seconds of `Prefer: wait=N` (RFC 7240); None where it does not say, or not as a number."""
+    """Return the seconds of `Prefer: wait=N` (RFC 7240), or None without a valid number."""
     for preference in ",".join(headers).split(","):
         found = re.fullmatch(r'\s*wait\s*=\s*"?([0-9]{1,9})"?\s*(;.*)?', preference, re.IGNORECASE)
         if found:

@@ -1,4 +1,4 @@
-"""Rows as clients see them."""
+"""The JSON of stored rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PolicyView(View):
     fingerprint: str
     device: str
     budget_bytes: int
-    version: int = Field(description="Counts the policies of this fingerprint and budget.")
+    version: int = Field(description="Number among the policies of this fingerprint and budget.")
     profile_digest: str
     peak_bytes: int
     recompute_us: float
@@ -65,7 +65,7 @@ class PolicyView(View):
 
 
 class AliasView(View):
-    """A name, and the policy that it stands for."""
+    """An alias and the policy that it names."""
 
     name: str
     policy_id: str
@@ -80,10 +80,10 @@ class AliasView(View):
 
 
 class MoveView(View):
-    """A step in an alias's history."""
+    """A move in an alias's history."""
 
     revision: int
-    policy_id: str | None = Field(description="null where the alias was taken away.")
+    policy_id: str | None = Field(description="null if the alias was deleted.")
     moved_at: datetime
     moved_by: str
 
@@ -93,14 +93,14 @@ class MoveView(View):
 
 
 class ProgressView(View):
-    """How far a solve is. Microseconds of recompute, or bytes of peak where a floor is sought."""
+    """The progress of a solve. Microseconds of recompute, or bytes of peak for a floor."""
 
-    incumbent: float | None = Field(description="The best so far; null while there is none.")
-    bound: float | None = Field(description="Nothing better is possible.")
+    incumbent: float | None = Field(description="The best plan so far; null before the first.")
+    bound: float | None = Field(description="Proven: no plan is better.")
     gap: float | None
     seconds: float | None
-    point: int = Field(0, description="Of a frontier: which plan is sought, from 1 on; 0 before the first.")
-    points: int = Field(0, description="Of how many.")
+    point: int = Field(0, description="Of a frontier: the current plan, from 1; 0 before the first.")
+    points: int = Field(0, description="Of a frontier: the number of plans.")
 
 
 class JobView(View):
@@ -112,7 +112,7 @@ class JobView(View):
     profile_digest: str
     options: dict[str, Any]
     owner: str
-    attempt: int = Field(description="How often it was begun.")
+    attempt: int = Field(description="Number of times that it was started.")
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -146,7 +146,7 @@ class JobView(View):
 
 
 class AuditLine(View):
-    """Who did what, when."""
+    """A line of the audit log."""
 
     number: int
     at: datetime
@@ -157,7 +157,7 @@ class AuditLine(View):
 
 
 def audit_lines(connection: Connection, before: int | None, limit: int) -> list[AuditLine]:
-    """Lines of the audit log, newest first."""
+    """Return lines of the audit log, newest first."""
     query = select(audit).order_by(audit.c.number.desc()).limit(limit)
     if before is not None:
         query = query.where(audit.c.number < before)
@@ -165,10 +165,10 @@ def audit_lines(connection: Connection, before: int | None, limit: int) -> list[
 
 
 def _fields(row: Any, time: str) -> dict[str, Any]:
-    said = {name: getattr(row, name) for name in row.__slots__ if name != "number"}
-    return said | {time: when(said[time])}
+    fields = {name: getattr(row, name) for name in row.__slots__ if name != "number"}
+    return fields | {time: when(fields[time])}
 
 
 def when(seconds: float) -> datetime:
-    """A time of the database as clients see it."""
+    """Return a time of the database as a UTC datetime."""
     return datetime.fromtimestamp(seconds, UTC)

@@ -1,4 +1,4 @@
-"""The pages that people look at. They hold no data, so they need no key; `web` says how that goes."""
+"""The web pages. They hold no data, so they need no key: see `web`."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from autoac.api.web import HEADERS, assets, shell
 router = APIRouter(include_in_schema=False)
 
 Segment = Annotated[str, Path(max_length=200)]
-"""Where a fingerprint or an id stands in a page's address: the page itself says when there is none such."""
+"""A fingerprint or an id in a page's address. The page itself reports one that does not exist."""
 
 
 @router.get("/")
 async def registry(request: Request) -> Response:
-    """The registry: models, policies, aliases."""
+    """Serve the registry: models, policies, aliases."""
     return _page(request, "registry.html")
 
 
 @router.get("/models/{fingerprint}")
 async def model(request: Request, fingerprint: Segment) -> Response:
-    """A model: what memory costs, and its policies."""
+    """Serve a model's page: its frontier and its policies."""
     return _page(request, "model.html")
 
 
 @router.get("/policies/{id}")
 async def policy(request: Request, id: Segment) -> Response:
-    """A policy: memory over the step, and what it keeps."""
+    """Serve a policy's page: memory over the step and the decision on each op."""
     return _page(request, "policy.html")
 
 
 @router.get("/difference")
 async def difference(request: Request) -> Response:
-    """What one policy keeps and another does not."""
+    """Serve the comparison of two policies."""
     return _page(request, "difference.html")
 
 
 @router.get("/jobs")
 async def jobs(request: Request) -> Response:
-    """Jobs, with their progress."""
+    """Serve the jobs with their progress."""
     return _page(request, "jobs.html")
 
 
 @router.get("/assets/{hash}/{name}")
 async def asset(hash: str, name: Annotated[str, Path(max_length=100)]) -> Response:
-    """A script or a style. The address has its hash, so it may be kept for ever."""
+    """Serve a script or a style. The address has its hash, so browsers may keep it forever."""
     found = assets().get(name)
     if found is None or not found.path.startswith(f"assets/{hash}/"):
         raise NotFound("no such file")

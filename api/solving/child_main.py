@@ -1,11 +1,11 @@
-"""Work on one request in a child process.
+"""Handle one request in a child process.
 
     python -m autoac.api.solving.child_main VERB KIND PARENT MEMORY TIME_LIMIT
 
-VERB is "take" or "answer", as in `request.py`, "draw", as in `drawing.py`, or "answer-and-draw": both of a
-policy, in one start. It reads a decoded body from stdin and writes frames to stdout: a letter, a length of
-eight bytes, and so many bytes. P is progress, as JSON; R, the last, a pickle of the result or of the error
-that was raised. It ends with its parent, and within its memory.
+VERB is "parse" or "answer" (requests.py), "draw" (policy_plot.py), or "answer-and-draw". The child reads a
+decoded body from stdin and writes frames to stdout: a letter, a length of eight bytes, and as many bytes.
+P is progress as JSON. R, the last frame, is a pickle of the result or of the error. The child ends with its
+parent, and stays within its memory.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from autoac.planner.plan import plan
 from autoac.planner.solver.highs import Progress
 from autoac.planner.units import format_bytes
 
-log = logging.getLogger("autoac.api.solving.child_main")  # goes to stderr as it is: the service's log
+log = logging.getLogger("autoac.api.solving.child_main")  # to stderr, which is the service's log
 
 PR_SET_PDEATHSIG = 1
-TELL_EVERY_S = 0.25  # HiGHS calls back hundreds of times a second
-DRAW_S = 5.0  # that an answer waits for its drawing; one of an 80-layer Llama takes 1 s
-OUTLINE_S = 20.0  # that a frontier waits for its own
+PROGRESS_EVERY_S = 0.25  # HiGHS calls back hundreds of times a second
+DRAW_S = 5.0  # an answer waits at most so long for its plot; an 80-layer Llama takes 1 s
+OUTLINE_S = 20.0  # a frontier waits at most so long for its plot
 
 
 def main(argv: Sequence[str], plan: Planner = plan) -> None:
-    """Do what `argv` says with the body on stdin."""
+    """Handle the body on stdin as `argv` says."""
     verb, kind = argv[0], Kind(argv[1])
     parent, memory, most_seconds = int(argv[2]), int(argv[3]), float(argv[4])
     end_with(parent)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    faulthandler.enable()  # a crash in native code says where, in the service's log
+    faulthandler.enable()  # a crash in native code logs its stack
     outlet = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a solver prints from C belongs in the log, not in the answer
+    os.dup2(2, 1)  # prints of C code go to the log, not into the answer
     outcome: Answer | bytes | ParsedRequest | Exception
     try:
         body = sys.stdin.buffer.read()
@@ -61,19 +61,19 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
         elif verb == "draw":
             outcome = plot_from_body(body)
         else:
-            told = ProgressWriter(outlet)
+            progress = ProgressWriter(outlet)
             draws = verb == "answer-and-draw"
             outcome = answer(
                 kind,
                 body,
                 most_seconds=most_seconds,
                 plan=plan,
-                progress=told,
+                progress=progress,
                 clock=time.monotonic,
                 draw=draw_if_quick if draws else None,
                 outline=outline_if_quick if draws else None,
             )
-            told.last()
+            progress.flush()
     except (PlannerError, ServiceError) as error:
         outcome = error
     except MemoryError:
@@ -83,19 +83,18 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
 
 
 def draw_if_quick(profile: Profile, policy: Policy) -> bytes | None:
-    """The drawing of a policy that has just been made. None where it fails or takes long: the answer matters
-    more, and the first visit draws it by itself."""
+    """Plot a policy; return None if that fails or takes long. The first visit to its page plots it then."""
     return _if_quick(lambda: draw(profile, policy), DRAW_S)
 
 
 def outline_if_quick(found: Frontier) -> bytes | None:
-    """The drawing of a frontier that has just been computed; None where it fails or takes long."""
+    """Plot a frontier; return None if that fails or takes long."""
     return _if_quick(lambda: outline(found), OUTLINE_S)
 
 
 def _if_quick(work: Callable[[], bytes], seconds: float) -> bytes | None:
     def too_long(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"a drawing took more than {seconds:g} s")
+        raise TimeoutError(f"a plot must take at most {seconds:g} s")
 
     signal.signal(signal.SIGALRM, too_long)
     try:
@@ -105,7 +104,7 @@ def _if_quick(work: Callable[[], bytes], seconds: float) -> bytes | None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except Exception:
-        log.exception("an answer was not drawn")
+        log.exception("an answer was not plotted")
         return None
 
 
@@ -116,24 +115,24 @@ def frame(outlet: BinaryIO, letter: bytes, content: bytes) -> None:
 
 
 class ProgressWriter:
-    """An `OnProgress` that writes a frame now and then, and the last thing it heard at the end."""
+    """An `OnProgress` callback that writes a frame every `PROGRESS_EVERY_S`, and the last one at the end."""
 
     def __init__(self, outlet: BinaryIO) -> None:
         self._outlet = outlet
-        self._told_at = -math.inf
-        self._untold: Progress | None = None
+        self._written_at = -math.inf
+        self._pending: Progress | None = None
 
     def __call__(self, progress: Progress) -> None:
-        self._untold = progress
-        if time.monotonic() - self._told_at >= TELL_EVERY_S:
-            self.last()
+        self._pending = progress
+        if time.monotonic() - self._written_at >= PROGRESS_EVERY_S:
+            self.flush()
 
-    def last(self) -> None:
-        """Write what was heard last, unless it was written already."""
-        if self._untold is None:
+    def flush(self) -> None:
+        """Write the latest progress unless it is written already."""
+        if self._pending is None:
             return
-        now, self._untold = self._untold, None
-        self._told_at = time.monotonic()
+        now, self._pending = self._pending, None
+        self._written_at = time.monotonic()
         numbers = {
             "incumbent": now.primal,
             "bound": now.dual,
@@ -141,19 +140,19 @@ class ProgressWriter:
             "seconds": now.seconds,
         }
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        place = {"point": now.point, "points": now.points} if now.points else {}
-        frame(self._outlet, b"P", json.dumps(finite | place).encode())
+        position = {"point": now.point, "points": now.points} if now.points else {}
+        frame(self._outlet, b"P", json.dumps(finite | position).encode())
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, be it by SIGKILL; Linux only.
+    """Have the kernel kill this process when its parent ends, even by SIGKILL. Linux only.
 
-    Without it, a service that was killed would leave its solves burning.
+    Otherwise the solves of a killed service would go on.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 

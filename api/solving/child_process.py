@@ -1,14 +1,14 @@
-"""Works on a request in a spawned child, under a time limit and a memory limit.
+"""Handle a request in a spawned child process, under a time limit and a memory limit.
 
 NOTE [ Why not anyio.to_process ]
 
 One child is started for each request with `anyio.open_process`, because `anyio.to_process` (4.16)
-- leaves its worker alive and forgotten when it is cancelled while the worker starts (anyio#1337);
-- says that a worker died, and not of what;
-- speaks over file descriptor 1, so that a line printed by native code breaks the answer;
+- leaks its worker when it is cancelled while the worker starts (anyio#1337);
+- reports that a worker died, but not why;
+- uses file descriptor 1, so that a line printed by native code breaks the answer;
 - imports the parent's `__main__` into the child, here the whole command line.
-A fresh child costs 0.3 s of CPU and gives all its memory back. Never fork: HiGHS hangs in a forked child
-after a solve in the parent.
+A new child costs 0.3 s of CPU and returns all its memory. Never fork: HiGHS hangs in a forked child after a
+solve in the parent.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from autoac.api.requests import Answer, Kind, ParsedRequest
 from autoac.api.settings import Settings
 
 OnJobProgress = Callable[[dict[str, Any]], None]
-"""Called with each piece of progress: incumbent, bound, gap, seconds; None for what is not there yet."""
+"""Receives each piece of progress: incumbent, bound, gap, seconds; None for numbers not known yet."""
 
 
 Outcome = Answer | bytes | ParsedRequest
-"""What a child gives: an answer, a drawing, or a request that was checked."""
+"""The result of a child: an answer, a plot, or a parsed request."""
 
 
 class Solver(Protocol):
-    """Reads requests and solves them, outside of this process or, in tests, in it."""
+    """Parse and solve requests, in other processes or, in tests, in this one."""
 
     async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:
-        """As `request.take`. Raises what that does, and SolveTimedOut, SolverDied."""
+        """Run `requests.parse_request`; also raise SolveTimedOut or SolverDied."""
         ...
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
-        """As `request.answer`, with time for so many solves; raises what `take` does.
+        """Run `requests.answer`, with time for `solves` solves; also raise SolveTimedOut or SolverDied.
 
-        With `draws`, a policy comes with its drawing, unless that fails or takes long.
+        With `draws`, a policy comes with its plot, unless plotting fails or takes long.
         """
         ...
 
     async def draw(self, body: bytes) -> bytes:
-        """As `drawing.plot_from_body`; raises what that does, and SolveTimedOut, SolverDied."""
+        """Run `policy_plot.plot_from_body`; also raise SolveTimedOut or SolverDied."""
         ...
 
 
@@ -67,10 +67,10 @@ SECRETS = ("AUTOAC_TOKEN", "AUTOAC_DATABASE_URL")
 
 @dataclass(frozen=True, slots=True)
 class SpawnedSolver:
-    """A `Solver` that works on each body in a child of its own. Cancelling it kills the child."""
+    """A `Solver` that handles each body in a child of its own. Cancelling it kills the child."""
 
-    time_limit_s: float  # the most that the planner gets
-    grace_s: float  # beyond it, before the child is killed
+    time_limit_s: float  # of the planner
+    grace_s: float  # more time before the child is killed
     memory_bytes: int  # of the child's address space
     command: Sequence[str] = CHILD
 
@@ -85,19 +85,21 @@ class SpawnedSolver:
         return parsed
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         limit = self.time_limit_s * solves + self.grace_s
-        made = await self._run("answer-and-draw" if draws else "answer", kind, body, limit, told)
-        assert isinstance(made, Answer)
-        return made
+        result = await self._run("answer-and-draw" if draws else "answer", kind, body, limit, on_progress)
+        assert isinstance(result, Answer)
+        return result
 
     async def draw(self, body: bytes) -> bytes:
-        drawn = await self._run("draw", Kind.POLICY, body, self.grace_s, lambda progress: None)
-        assert isinstance(drawn, bytes)
-        return drawn
+        plot = await self._run("draw", Kind.POLICY, body, self.grace_s, lambda progress: None)
+        assert isinstance(plot, bytes)
+        return plot
 
-    async def _run(self, verb: str, kind: Kind, body: bytes, limit: float, told: OnJobProgress) -> Outcome:
+    async def _run(
+        self, verb: str, kind: Kind, body: bytes, limit: float, on_progress: OnJobProgress
+    ) -> Outcome:
         arguments = [verb, kind.value, str(os.getpid()), str(self.memory_bytes), str(self.time_limit_s)]
         with anyio.move_on_after(limit):
             async with _child([*self.command, *arguments]) as process:
@@ -105,7 +107,7 @@ class SpawnedSolver:
                 assert process.stdout is not None
                 async with anyio.create_task_group() as group:
                     group.start_soon(_feed, process.stdin, body)
-                    answer = await _listen(process.stdout, told)
+                    answer = await _listen(process.stdout, on_progress)
                     group.cancel_scope.cancel()  # a child that has answered reads no more
                 return _outcome(answer, await process.wait())
         raise SolveTimedOut(limit)
@@ -113,7 +115,7 @@ class SpawnedSolver:
 
 @asynccontextmanager
 async def _child(command: Sequence[str]) -> AsyncIterator[Process]:
-    """A running child, dead and reaped on the way out. Its stderr is ours: the service's log."""
+    """Start a child; kill and reap it at the end. Its stderr is the service's log."""
     # One thread: the solver uses one, and each thread of a BLAS reserves address space.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     environment = {k: v for k, v in os.environ.items() if k not in SECRETS} | threads
@@ -128,14 +130,16 @@ async def _child(command: Sequence[str]) -> AsyncIterator[Process]:
 
 
 async def _feed(stdin: ByteSendStream, body: bytes) -> None:
-    with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # it died: its exit status says more
-        for start in range(0, len(body), PIECE):  # at once, and asyncio would buffer a copy of it all
+    with suppress(
+        anyio.BrokenResourceError, anyio.ClosedResourceError
+    ):  # the child died: its exit status says more
+        for start in range(0, len(body), PIECE):  # in pieces: asyncio would buffer a copy of the whole body
             await stdin.send(body[start : start + PIECE])
         await stdin.aclose()
 
 
-async def _listen(stdout: ByteReceiveStream, told: OnJobProgress) -> bytes:
-    """The content of the last frame; each piece of progress goes to `told`. Empty where none was whole."""
+async def _listen(stdout: ByteReceiveStream, on_progress: OnJobProgress) -> bytes:
+    """Return the content of the last frame, empty if there is none; pass on each piece of progress."""
     buffer = bytearray()
     async for chunk in stdout:
         buffer += chunk
@@ -147,13 +151,13 @@ async def _listen(stdout: ByteReceiveStream, told: OnJobProgress) -> bytes:
             del buffer[:end]
             if letter == b"R":
                 return content
-            told(json.loads(content))
+            on_progress(json.loads(content))
     return b""
 
 
 def _outcome(answer: bytes, status: int) -> Outcome:
     if status < 0:
-        raise SolverDied(f"the solver was ended by signal {-status} ({signal.strsignal(-status)})")
+        raise SolverDied(f"the solver was killed by signal {-status} ({signal.strsignal(-status)})")
     if status > 0 or not answer:
         raise SolverDied(f"the solver failed with exit status {status}; the service's log says more")
     outcome = pickle.loads(answer)  # noqa: S301  (from our own child, over a pipe)

@@ -163,7 +163,7 @@ def _raise_unless_away(error: BaseException) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """Return what the database said, in one line."""
+    """Return the database's own message, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return cause_of(error.__cause__ or error)

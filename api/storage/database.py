@@ -1,11 +1,11 @@
-"""One database for both sizes: SQLite in a file, or PostgreSQL. Connections, the clock, and migrations.
+"""The database, SQLite in a file or PostgreSQL: connections, its clock, and migrations.
 
 NOTE [ Transactions ]
 
-`read()` and `write()` are the only ways in. A write takes SQLite's write lock at its start (BEGIN
-IMMEDIATE): a transaction that reads and then writes would otherwise fail at once, whatever the timeout, when
-another one wrote in between. On PostgreSQL the same code runs under READ COMMITTED; what must not happen
-twice is settled by a unique index or by a compare-and-set, and what counts before it writes takes `lock`.
+All access goes through `read()` and `write()`. A write takes SQLite's write lock at its start (BEGIN
+IMMEDIATE). Otherwise a transaction that reads and then writes would fail at once, whatever the timeout, if
+another one wrote in between. On PostgreSQL the same code runs under READ COMMITTED. A unique index or a
+compare-and-set prevents what must not happen twice; code that counts before it writes takes `lock`.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from autoac.planner.units import format_bytes
 MIGRATIONS = Path(__file__).parent / "migrations"
 SQLITE_WAIT_S = 30.0
 POOL = 20
-ROOM = 16 << 20  # bytes free on SQLite's disk, below which the next body may not fit
+ROOM = 16 << 20  # bytes on SQLite's disk; with less the next body may not fit
 
 AWAY = (DBAPIError, PoolTimeout)
-"""Errors of a database that is away, read-only, full, damaged or not upgraded. A later try may succeed."""
+"""Errors of a database that is away, read-only, full, damaged or not upgraded. Try again later."""
 
 
 def is_away(error: BaseException) -> bool:
-    """Return True for an error of the database itself, False for one of the values that were sent to it."""
+    """Return True for an error of the database itself, False for an error of the values sent to it."""
     return isinstance(error, AWAY) and not isinstance(error, IntegrityError | DataError)
 
 
 def cause_of(error: BaseException) -> str:
-    """Return what the database said, in one line."""
+    """Return the database's own message, in one line."""
     return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
 class DatabaseNotReady(Exception):
-    """The database has other tables than this release needs. `move` is the next move."""
+    """The database has other tables than this release needs. `move` is the next step for the operator."""
 
     def __init__(self, reason: str, move: str) -> None:
         self.reason, self.move = reason, move
@@ -63,11 +63,11 @@ class DatabaseNotReady(Exception):
 
 
 class DatabaseReadOnly(Exception):
-    """The database answers and takes no writes."""
+    """The database answers but takes no writes."""
 
 
 class now(FunctionElement[float]):
-    """Seconds since 1970 by the database's clock: machines may disagree, and leases compare times."""
+    """Seconds since 1970 by the database's clock, since the clocks of machines may disagree."""
 
     type = Float()
     inherit_cache = True
@@ -84,48 +84,54 @@ def _now_postgresql(element: Any, compiler: Any, **how: Any) -> str:
 
 
 class Database:
-    """An engine, and how it is used: see NOTE [ Transactions ]. Safe for many threads."""
+    """A connection pool and its transactions: see NOTE [ Transactions ]. Safe for many threads."""
 
     def __init__(self, url: str) -> None:
-        """Raises: InvalidSettings: `url` is of no database that is known, or its driver is absent."""
+        """Connect lazily.
+
+        Raises:
+            InvalidSettings: `url` is not that of a supported database, or its driver is not installed.
+        """
         self.url = read_url(url)
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self._engine = _sqlite(self.url) if self.is_sqlite else _postgresql(self.url)
-        self._glances = (
+        self._loop_engine = (
             _sqlite(self.url, timeout_s=0.0, pool_size=1, max_overflow=0) if self.is_sqlite else None
         )
         self._writer = self._engine.execution_options(autoac_write=True)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that only reads."""
+        """Open a transaction that only reads."""
         with self._engine.connect() as connection:
             yield connection
 
     @contextmanager
     def read_on_loop(self) -> Iterator[Connection]:
-        """As `read`, for a few rows by an index, on the event loop itself: on SQLite that takes less than to
-        hand it to a thread. Its connection is its own, so it waits for no thread and for no writer.
+        """Open a read transaction for a few rows by an index, on the event loop itself.
+
+        On SQLite that takes less time than handing it to a thread. The connection is separate, so it waits
+        for no thread and for no writer.
         """
-        assert self._glances is not None
-        with self._glances.connect() as connection:
+        assert self._loop_engine is not None
+        with self._loop_engine.connect() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that writes; committed at the end, rolled back on an error."""
+        """Open a transaction that writes; commit it at the end, roll it back on an error."""
         with self._writer.begin() as connection:
             yield connection
 
     def lock(self, connection: Connection, name: str) -> None:
-        """Until the transaction ends, nobody else holds the lock `name`. SQLite has one writer anyway."""
+        """Hold the lock `name` until the transaction ends. SQLite has one writer anyway."""
         if not self.is_sqlite:
             connection.execute(
                 text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": "autoac " + name}
             )
 
     def clock(self) -> float:
-        """The database's time, in seconds since 1970. Fails when the database is away."""
+        """Return the database's time, in seconds since 1970."""
         with self.read() as connection:
             return float(connection.scalar(now()) or 0.0)
 
@@ -133,7 +139,7 @@ class Database:
         """Bring the tables to this release, those of the job queue included.
 
         Raises:
-            DatabaseNotReady: a newer release made them.
+            DatabaseNotReady: a newer release upgraded them.
         """
         if self.is_sqlite:
             _make_private(self._file)
@@ -151,7 +157,7 @@ class Database:
         return not self.is_sqlite or self._file.exists()
 
     def revision(self) -> str | None:
-        """The migration that the tables are at."""
+        """Return the migration of the tables, or None if there are none."""
         with self.read() as connection:
             return MigrationContext.configure(connection).get_current_revision()
 
@@ -159,13 +165,13 @@ class Database:
         """Check that the tables are those of this release.
 
         Raises:
-            DatabaseNotReady: they are not.
+            DatabaseNotReady: the tables are those of another release.
         """
-        found, wanted = self.revision(), newest_revision()
+        found, newest = self.revision(), newest_revision()
         _refuse_newer(found)
-        if found != wanted:
+        if found != newest:
             raise DatabaseNotReady(
-                f"the database is at migration {found or 'none'} and this release needs {wanted}",
+                f"the database is at migration {found or 'none'} and this release needs {newest}",
                 "run `autoac db upgrade`",
             )
 
@@ -173,7 +179,7 @@ class Database:
         """Check, without writing, that the database takes writes.
 
         Raises:
-            DatabaseReadOnly: it is a standby or read-only, or SQLite's disk is read-only or full.
+            DatabaseReadOnly: the server is a standby or read-only, or SQLite's disk is read-only or full.
         """
         if self.is_sqlite:
             for path in (self._file, self._file.parent):
@@ -190,10 +196,10 @@ class Database:
                 raise DatabaseReadOnly("the server is read-only, or a standby")
 
     def try_write(self) -> None:
-        """Write a line of 1 MiB to the audit log and delete it. It does not fit on a full disk.
+        """Write a line of 1 MiB to the audit log and delete it, to find a full disk.
 
         Raises:
-            DBAPIError: the database did not take it.
+            DBAPIError: the write failed.
         """
         line = {"at": now(), "who": "doctor", "action": "try to write", "request_id": ""}
         with self.write() as connection:
@@ -204,14 +210,14 @@ class Database:
 
     @property
     def _file(self) -> Path:
-        """The file of SQLite."""
+        """Return SQLite's file."""
         return Path(self.url.database or "")
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         self._engine.dispose()
-        if self._glances is not None:
-            self._glances.dispose()
+        if self._loop_engine is not None:
+            self._loop_engine.dispose()
 
     def __enter__(self) -> Self:
         return self
@@ -226,43 +232,48 @@ def _refuse_newer(found: str | None) -> None:
     if found is not None and found not in known:
         raise DatabaseNotReady(
             f"the database is at migration {found}, which a newer release made; "
-            f"this one knows those up to {newest_revision()}",
-            "install that release here, or restore a backup of before",
+            f"this release knows migrations up to {newest_revision()}",
+            "install that release here, or restore an earlier backup",
         )
 
 
 def _make_private(file: Path) -> None:
-    """Make an empty file for its owner alone, unless there is one. SQLite gives its log the same mode."""
+    """Create an empty file for its owner alone, unless it exists. SQLite gives its log the same mode."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def newest_revision() -> str:
-    """The last migration that this release has."""
+    """Return the last migration of this release."""
     head = ScriptDirectory(str(MIGRATIONS)).get_current_head()
     assert head is not None
     return head
 
 
 def read_url(url: str) -> URL:
-    """A database's URL, with psycopg 3 as the driver of PostgreSQL.
+    """Return a database's URL, with psycopg 3 as the driver of PostgreSQL.
 
     Raises:
-        InvalidSettings: it is no URL, or of another kind of database. Never repeats it: it has a password.
+        InvalidSettings: `url` is not a URL of a supported database. The message never repeats it, since it
+            may have a password.
     """
     try:
         parsed = make_url(url)
     except ArgumentError:
-        raise InvalidSettings("AUTOAC_DATABASE_URL: not a URL such as postgresql://user@host/name") from None
+        raise InvalidSettings(
+            "AUTOAC_DATABASE_URL must be a URL such as postgresql://user@host/name"
+        ) from None
     backend = parsed.get_backend_name()
     if backend == "sqlite":
         if not parsed.database or parsed.database == ":memory:":
-            raise InvalidSettings("AUTOAC_DATABASE_URL: SQLite needs a file, as in sqlite:////srv/autoac.db")
+            raise InvalidSettings(
+                "AUTOAC_DATABASE_URL must name a file for SQLite, as in sqlite:////srv/autoac.db"
+            )
         return parsed.set(drivername="sqlite")
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
-    raise InvalidSettings(f"AUTOAC_DATABASE_URL: {backend} is neither sqlite nor postgresql")
+    raise InvalidSettings(f"AUTOAC_DATABASE_URL must be of sqlite or postgresql, got {backend}")
 
 
 def _sqlite(

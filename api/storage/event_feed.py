@@ -1,4 +1,4 @@
-"""The events of a job, read from the database once for all who listen to it in this process."""
+"""Read the events of a job once for all its listeners in this process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ LOOK_S = 0.25  # between two looks for events
 
 
 class EventFeed:
-    """The events of one job from its first. Listeners call `look` as often as they like, and read `after`."""
+    """All events of one job. Listeners call `look` as often as they like, then read `after`."""
 
     def __init__(self, jobs: JobStore, id: str) -> None:
         self._jobs, self._id = jobs, id
         self._events: list[JobEvent] = []
         self._looking, self._looked_at = False, -math.inf
-        self.ended = False  # there will be no more
+        self.ended = False  # no event will follow
 
     async def look(self) -> None:
-        """Read what has happened, unless another listener does so now or did within `LOOK_S`.
+        """Read new events, unless another listener is reading or did so in the last `LOOK_S`.
 
         Raises:
-            NotFound: there is no such job. And what a database that is away raises.
+            NotFound: there is no such job.
+            DBAPIError: the database is away.
         """
         if self.ended or self._looking or time.monotonic() - self._looked_at < LOOK_S:
             return
@@ -42,7 +43,7 @@ class EventFeed:
         return self._events[bisect_right(self._events, number, key=attrgetter("number")) :]
 
     def _read(self) -> None:
-        # The state first: what happens between the two reads is found by the second.
+        # The state first: the second read finds what happens between the two.
         final = self._jobs.get(self._id).final
         while found := self._jobs.events(self._id, self._events[-1].number if self._events else 0):
             self._events += found

@@ -1,4 +1,4 @@
-"""Keys: who may ask, and for what. A key is shown once, when it is made; the database has its SHA-256."""
+"""Keys of callers and their scopes. A key is shown once, when it is created; the database has its SHA-256."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from autoac.api.storage.database import Database, now
 from autoac.api.storage.tables import audit, keys
 
 PREFIX = "autoac_"
-REMEMBER_S = 5.0  # how long a revoked key may still work on a replica that has just seen it
+REMEMBER_S = 5.0  # a revoked key may work for so long on a replica that has just seen it
 
 
 class Scope(IntEnum):
-    """What a key allows. Each allows what those before it do."""
+    """The rights of a key. Each scope includes the ones before it."""
 
-    READ = 1  # look at everything
+    READ = 1  # read everything
     PLAN = 2  # store profiles, solve, cancel jobs of its own, move aliases
     ADMIN = 3  # delete, cancel any job, read the audit log
 
     @property
     def word(self) -> str:
+        """Return the scope as commands, tables and messages write it."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks. `name` is what jobs, aliases and the audit log say."""
+    """The sender of a request. Jobs, aliases and the audit log have its `name`."""
 
     name: str
     scope: Scope
@@ -58,12 +59,12 @@ _COLUMNS = (keys.c.id, keys.c.name, keys.c.scope, keys.c.created_at, keys.c.revo
 
 
 def digest_of(secret: str) -> str:
-    """SHA-256. A key is 256 random bits, so neither salt nor a slow hash would make it safer."""
+    """Return the SHA-256. A key is 256 random bits, so neither salt nor a slow hash would make it safer."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def create_key(connection: Connection, name: str, scope: Scope) -> tuple[Key, str]:
-    """A new key and its secret, which is not kept anywhere."""
+    """Create a key; return it and its secret, which is not stored anywhere."""
     id, secret = secrets.token_hex(6), PREFIX + secrets.token_urlsafe(32)
     connection.execute(
         insert(keys).values(id=id, name=name, digest=digest_of(secret), scope=scope.word, created_at=now())
@@ -72,20 +73,28 @@ def create_key(connection: Connection, name: str, scope: Scope) -> tuple[Key, st
 
 
 def get_key(connection: Connection, id: str) -> Key:
-    """Raises: NotFound: there is none."""
+    """Return a key.
+
+    Raises:
+        NotFound: there is no such key.
+    """
     row = connection.execute(select(*_COLUMNS).where(keys.c.id == id)).one_or_none()
     if row is None:
-        raise NotFound(f"no key {id}; `autoac keys list` names them")
+        raise NotFound(f"no key {id}; `autoac keys list` shows all keys")
     return _key(*row)
 
 
 def list_keys(connection: Connection) -> list[Key]:
-    """All keys, the revoked ones too, in the order in which they were made."""
+    """Return all keys, revoked ones too, oldest first."""
     return [_key(*row) for row in connection.execute(select(*_COLUMNS).order_by(keys.c.created_at))]
 
 
 def revoke_key(connection: Connection, id: str) -> Key:
-    """From now on the key is none. Raises: NotFound: there is none."""
+    """Revoke a key.
+
+    Raises:
+        NotFound: there is no such key.
+    """
     get_key(connection, id)
     connection.execute(
         update(keys).where(keys.c.id == id, keys.c.revoked_at.is_(None)).values(revoked_at=now())
@@ -94,7 +103,7 @@ def revoke_key(connection: Connection, id: str) -> Key:
 
 
 def any_key(connection: Connection) -> bool:
-    """Whether a key was ever made. From then on loopback needs one too."""
+    """Return True if a key was ever created. From then on loopback needs one too."""
     return bool(connection.scalar(select(func.count()).select_from(keys)))
 
 
@@ -106,7 +115,7 @@ def note(connection: Connection, who: str, action: str, subject: str, request_id
 
 
 class Authenticator:
-    """Tells who asks. Remembers for a few seconds what the database said, since every request asks it."""
+    """Find the caller of a request by its secret, and cache the result for a few seconds."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
         self._settings, self._database = settings, database
@@ -117,25 +126,25 @@ class Authenticator:
         self._lock = Lock()
 
     def caller(self, secret: str | None) -> Caller:
-        """Who has this secret; with none, who is on loopback.
+        """Return the caller with this secret; without a secret, the caller on loopback.
 
         Raises:
-            Unauthorised: a key is needed and there is none, or one that is not known.
+            Unauthorised: the request needs a key and has none, or an unknown one.
         """
         if secret is None:
             if self._needs_none():
                 return LOOPBACK
-            raise Unauthorised("this service wants a key as a bearer token: Authorization: Bearer KEY")
+            raise Unauthorised("this service needs a key as a bearer token: Authorization: Bearer KEY")
         digest = digest_of(secret)
         if self._token is not None and secrets.compare_digest(digest, self._token):
             return TOKEN
         found = self._lookup(digest)
         if found is None:
-            raise Unauthorised("the key is not known, or was revoked; `autoac keys create` makes one")
+            raise Unauthorised("the key is unknown or was revoked; `autoac keys create` creates one")
         return found
 
-    def remembered(self, secret: str | None) -> Caller | None:
-        """Who has this secret, if that was asked within the last few seconds; does not wait for anything."""
+    def cached(self, secret: str | None) -> Caller | None:
+        """Return the caller with this secret if it is in the cache. Never waits for the database."""
         if secret is None:
             at, free = self._open
             return LOOPBACK if free and time.monotonic() - at < REMEMBER_S else None
@@ -169,7 +178,7 @@ class Authenticator:
         if row is not None and secrets.compare_digest(row.digest, digest):
             found = Caller(f"key:{row.id}", Scope[row.scope.upper()])
         with self._lock:
-            if len(self._known) > 10_000:  # guesses must not fill the memory
+            if len(self._known) > 10_000:  # guessed keys must not fill the memory
                 self._known.clear()
             self._known[digest] = (time.monotonic(), found)
         return found

@@ -1,6 +1,6 @@
-"""The drawings that are kept, each beside its policy, so that a page opens as quickly on every replica.
+"""Store the plot of each policy, so that its page opens as quickly on every replica.
 
-A drawing says nothing that profile and policy do not, so any of them may go; the oldest do.
+A plot can be made again from profile and policy, so the oldest ones are deleted to limit their bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoac.api.storage.tables import drawings
 
 @lru_cache(maxsize=1)
 def plot_version() -> str:
-    """Return the SHA-256 of the code that draws: another release may draw a policy otherwise."""
+    """Return the SHA-256 of the code that plots, since another release may plot a policy otherwise."""
     digest = hashlib.sha256()
     sources = [*Path(autoac.planner.__path__[0]).rglob("*.py"), Path(policy_plot.__file__)]
     for source in sorted(sources):
@@ -30,7 +30,7 @@ def plot_version() -> str:
 
 
 def read_plot(connection: Connection, policy: str) -> bytes | None:
-    """The drawing of a policy, as `drawing.draw` gives it; None where this release has none of it."""
+    """Return the plot of a policy, or None if this release has not stored one."""
     return connection.scalar(
         select(drawings.c.content).where(
             drawings.c.policy_id == policy, drawings.c.drawn_by == plot_version()
@@ -38,16 +38,16 @@ def read_plot(connection: Connection, policy: str) -> bytes | None:
     )
 
 
-def store_plot(connection: Connection, policy: str, drawn: bytes, most_bytes: int) -> None:
-    """Keep the drawing of a policy in place of any other of it, and of all drawings the newest `most_bytes`.
+def store_plot(connection: Connection, policy: str, plot: bytes, most_bytes: int) -> None:
+    """Store the plot of a policy, then delete the oldest plots beyond `most_bytes` in total.
 
-    Where the policy was deleted, or somebody else keeps a drawing of it right now, nothing is done.
+    Do nothing if the policy was deleted, or if another transaction stores a plot of it at the same time.
     """
     connection.execute(delete(drawings).where(drawings.c.policy_id == policy))
     with suppress(IntegrityError), connection.begin_nested():
         connection.execute(
             insert(drawings).values(
-                policy_id=policy, drawn_by=plot_version(), drawn_at=now(), nbytes=len(drawn), content=drawn
+                policy_id=policy, drawn_by=plot_version(), drawn_at=now(), nbytes=len(plot), content=plot
             )
         )
     newest_first = (drawings.c.drawn_at.desc(), drawings.c.policy_id)

@@ -68,17 +68,17 @@ class StoredProfile:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """Profiles of one fingerprint: what people call them, and their newest frontier."""
+    """The profiles of one fingerprint: the name that a person gave them, and their newest frontier."""
 
     number: int  # of the newest profile
     fingerprint: str
     model: str
     inputs: str  # JSON; this and the next of the newest profile
     parameter_bytes: int
-    name: str | None
+    name: str | None  # None: the class's name serves
     named_at: float | None
     named_by: str | None
-    frontier: bytes | None  # JSON, as `request.answer` gives it
+    frontier: bytes | None  # JSON, as `requests.answer` returns it
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,19 +104,20 @@ class StoredPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PolicyText:
-    """A policy's published form, and its id."""
+    """A policy's id and its published form."""
 
     id: str
     content: bytes  # zstd
 
     @property
     def text(self) -> bytes:
+        """Return the published form."""
         return zstandard.decompress(self.content)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What a policy was asked for beside its budget, or is looked for with."""
+    """Options of a policy request in addition to the budget; also the filter that finds its policies."""
 
     headroom_bytes: int
     gap: float
@@ -126,7 +127,7 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A name for a policy, and who gave it."""
+    """A name for a policy. It may move to another policy; `revision` counts its moves."""
 
     name: str
     policy_id: str
@@ -137,7 +138,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A step in an alias's history; without a policy where it was taken away."""
+    """A step in an alias's history; `policy_id` is None where the alias was deleted."""
 
     number: int
     revision: int
@@ -155,21 +156,25 @@ _MOVE = tuple(alias_moves.c[name] for name in Move.__slots__)
 # --- profiles -------------------------------------------------------------------------------------------
 
 
-def add_profile(connection: Connection, taken: ParsedProfile, who: str) -> bool:
-    """Keep a profile; False if it was there. Raises IntegrityError when somebody else stores it right now."""
-    if connection.scalar(select(profiles.c.number).where(profiles.c.digest == taken.digest)) is not None:
+def add_profile(connection: Connection, profile: ParsedProfile, who: str) -> bool:
+    """Store a profile; return False if it was stored already.
+
+    Raises:
+        IntegrityError: another transaction stores it at the same time.
+    """
+    if connection.scalar(select(profiles.c.number).where(profiles.c.digest == profile.digest)) is not None:
         return False
     connection.execute(
         insert(profiles).values(
-            digest=taken.digest,
-            model=taken.model,
-            fingerprint=taken.fingerprint,
-            device=taken.device,
-            ops=taken.ops,
-            inputs=json.dumps(taken.inputs),
-            parameter_bytes=taken.parameter_bytes,
-            plain_bytes=taken.plain_bytes,
-            content=taken.content,
+            digest=profile.digest,
+            model=profile.model,
+            fingerprint=profile.fingerprint,
+            device=profile.device,
+            ops=profile.ops,
+            inputs=json.dumps(profile.inputs),
+            parameter_bytes=profile.parameter_bytes,
+            plain_bytes=profile.plain_bytes,
+            content=profile.content,
             created_at=now(),
             created_by=who,
         )
@@ -178,7 +183,11 @@ def add_profile(connection: Connection, taken: ParsedProfile, who: str) -> bool:
 
 
 def get_profile(connection: Connection, digest: str) -> StoredProfile:
-    """Raises: NotFound: there is none."""
+    """Return a profile without its content.
+
+    Raises:
+        NotFound: there is no such profile.
+    """
     row = connection.execute(select(*_PROFILE).where(profiles.c.digest == digest)).one_or_none()
     if row is None:
         raise NotFound(f"no profile {digest}")
@@ -186,7 +195,11 @@ def get_profile(connection: Connection, digest: str) -> StoredProfile:
 
 
 def profile_text(connection: Connection, digest: str) -> bytes:
-    """The published form. Raises: NotFound: there is none."""
+    """Return the published form of a profile.
+
+    Raises:
+        NotFound: there is no such profile.
+    """
     content = connection.scalar(select(profiles.c.content).where(profiles.c.digest == digest))
     if content is None:
         raise NotFound(f"no profile {digest}")
@@ -202,7 +215,7 @@ def list_profiles(
     before: int | None = None,
     limit: int,
 ) -> list[StoredProfile]:
-    """Newest first, those before the number `before`."""
+    """Return profiles, newest first, starting below the number `before`."""
     query = select(*_PROFILE).order_by(profiles.c.number.desc()).limit(limit)
     for column, wanted in (("model", model), ("fingerprint", fingerprint), ("device", device)):
         if wanted is not None:
@@ -218,7 +231,7 @@ def list_profiles(
 def list_models(
     connection: Connection, *, fingerprint: str | None = None, before: int | None = None, limit: int
 ) -> list[StoredModel]:
-    """Newest first, those before the number `before`."""
+    """Return models, newest first, starting below the number `before`."""
     newest = select(func.max(profiles.c.number).label("number")).group_by(profiles.c.fingerprint)
     if fingerprint is not None:
         newest = newest.where(profiles.c.fingerprint == fingerprint)
@@ -264,7 +277,11 @@ def _newest_frontiers(connection: Connection, fingerprints: Sequence[str]) -> di
 
 
 def get_model(connection: Connection, fingerprint: str) -> StoredModel:
-    """Raises: NotFound: there is no profile of it."""
+    """Return a model.
+
+    Raises:
+        NotFound: there is no profile of this fingerprint.
+    """
     found = list_models(connection, fingerprint=fingerprint, limit=1)
     if not found:
         raise NotFound(f"no profile of the fingerprint {fingerprint}")
@@ -272,10 +289,10 @@ def get_model(connection: Connection, fingerprint: str) -> StoredModel:
 
 
 def name_model(connection: Connection, fingerprint: str, name: str | None, who: str) -> StoredModel:
-    """Call a model `name`, or by none; who comes last is right.
+    """Name a model, or delete its name. The last call wins.
 
     Raises:
-        NotFound: there is no profile of it.
+        NotFound: there is no profile of this fingerprint.
     """
     get_model(connection, fingerprint)
     connection.execute(delete(model_names).where(model_names.c.fingerprint == fingerprint))
@@ -290,12 +307,12 @@ def name_model(connection: Connection, fingerprint: str, name: str | None, who: 
 
 
 def policy_id(text: bytes) -> str:
-    """The id of a policy: SHA-256 of its published form."""
+    """Return the id of a policy: the SHA-256 of its published form."""
     return hashlib.sha256(text).hexdigest()
 
 
 def options_of(options: Mapping[str, Any]) -> PolicyOptions:
-    """What a job for a policy was asked for, from its options (`request.PolicyRequest.options`)."""
+    """Return the options of a policy job (`requests.PolicyRequest.options`) in the form that is stored."""
     rules = options["constraints"]
     return PolicyOptions(
         headroom_bytes=options["headroom_bytes"],
@@ -306,12 +323,15 @@ def options_of(options: Mapping[str, Any]) -> PolicyOptions:
 
 
 def add_policy(connection: Connection, text: str, who: str, options: PolicyOptions) -> str:
-    """Keep a policy that this service made for `options`, and give its id; the same text is kept once."""
+    """Store a policy that was planned under `options` and return its id. The same text is stored once."""
     id = _add_text(connection, text, who)
     row = {"policy_id": id} | {name: getattr(options, name) for name in options.__slots__}
-    alike = and_(*(policy_options.c[name] == value for name, value in row.items()))
-    if connection.scalar(select(policy_options.c.policy_id).where(alike)) is None:
-        with suppress(IntegrityError), connection.begin_nested():  # somebody else noted the same
+    same = and_(*(policy_options.c[name] == value for name, value in row.items()))
+    if connection.scalar(select(policy_options.c.policy_id).where(same)) is None:
+        with (
+            suppress(IntegrityError),
+            connection.begin_nested(),
+        ):  # another transaction stored the same options
             connection.execute(insert(policy_options).values(**row))
     return id
 
@@ -319,11 +339,11 @@ def add_policy(connection: Connection, text: str, who: str, options: PolicyOptio
 def _add_text(connection: Connection, text: str, who: str) -> str:
     policy, content = Policy.from_json(text), text.encode()
     id = policy_id(content)
-    alike = and_(policies.c.fingerprint == policy.fingerprint, policies.c.budget_bytes == policy.budget_bytes)
+    same = and_(policies.c.fingerprint == policy.fingerprint, policies.c.budget_bytes == policy.budget_bytes)
     for _ in range(100):
         if connection.scalar(select(policies.c.number).where(policies.c.id == id)) is not None:
             return id
-        newest = connection.scalar(select(func.max(policies.c.version)).where(alike)) or 0
+        newest = connection.scalar(select(func.max(policies.c.version)).where(same)) or 0
         try:
             with connection.begin_nested():
                 connection.execute(
@@ -346,19 +366,23 @@ def _add_text(connection: Connection, text: str, who: str) -> str:
                     )
                 )
             return id
-        except IntegrityError:  # somebody else took this version, or stored the same text
+        except IntegrityError:  # another transaction took this version, or stored the same text
             continue
     raise AssertionError("a hundred others stored a policy of the same model in the meantime")
 
 
 def read_policy(connection: Connection, id: str) -> PolicyText | None:
-    """A policy's text; None if there is none."""
+    """Return a policy's text, or None if there is no such policy."""
     content = connection.scalar(select(policies.c.content).where(policies.c.id == id))
     return None if content is None else PolicyText(id, content)
 
 
 def get_policy(connection: Connection, id: str) -> StoredPolicy:
-    """Raises: NotFound: there is none."""
+    """Return a policy without its content.
+
+    Raises:
+        NotFound: there is no such policy.
+    """
     row = connection.execute(select(*_POLICY).where(policies.c.id == id)).one_or_none()
     if row is None:
         raise NotFound(f"no policy {id}")
@@ -376,10 +400,10 @@ def list_policies(
     before: int | None = None,
     limit: int,
 ) -> list[StoredPolicy]:
-    """Newest first, those before the number `before`.
+    """Return policies, newest first, starting below the number `before`.
 
-    With `options` only those that a request with these options would have been answered with: the same
-    headroom, gap and constraints, and a solver that reached the gap or had no less time.
+    With `options`, return only those that answer a request with these options: the same headroom, gap and
+    constraints, and a solver that reached the gap or had at least as much time.
     """
     wanted = {
         "model": model,
@@ -396,7 +420,7 @@ def list_policies(
     return [StoredPolicy(*row) for row in connection.execute(query, values)]
 
 
-@lru_cache(maxsize=64)  # to put such a query together takes five times as long as to ask it
+@lru_cache(maxsize=64)  # building such a query takes five times as long as running it
 def _policies_query(given: frozenset[str], with_options: bool) -> Select[Any]:
     query = select(*_POLICY).order_by(policies.c.number.desc()).limit(bindparam("limit"))
     for name in sorted(given - {"before"}):
@@ -419,7 +443,12 @@ def _policies_query(given: frozenset[str], with_options: bool) -> Select[Any]:
 
 
 def delete_policy(connection: Connection, id: str) -> None:
-    """Raises: NotFound: there is none. InUse: an alias names it."""
+    """Delete a policy.
+
+    Raises:
+        NotFound: there is no such policy.
+        InUse: an alias names it.
+    """
     get_policy(connection, id)
     name = connection.scalar(select(aliases.c.name).where(aliases.c.policy_id == id).limit(1))
     if name is not None:
@@ -431,7 +460,11 @@ def delete_policy(connection: Connection, id: str) -> None:
 
 
 def get_alias(connection: Connection, name: str) -> Alias:
-    """Raises: NotFound: there is none."""
+    """Return an alias.
+
+    Raises:
+        NotFound: there is no such alias.
+    """
     row = connection.execute(select(*_ALIAS).where(aliases.c.name == name)).one_or_none()
     if row is None:
         raise NotFound(f"no alias {name}")
@@ -441,23 +474,23 @@ def get_alias(connection: Connection, name: str) -> Alias:
 def move_alias(
     connection: Connection, name: str, policy: str, who: str, *, expected: int | None
 ) -> tuple[Alias, bool]:
-    """Have an alias name a policy; the alias, and whether it is new.
+    """Point an alias at a policy; return the alias, and True if it is new.
 
     Args:
-        connection: a transaction that writes.
-        name: of the alias.
+        connection: a write transaction.
+        name: the alias.
         policy: the policy's id.
-        who: moves it.
-        expected: the revision that it must be at; None: it must not be there.
+        who: the caller that moves it.
+        expected: the revision that the alias must have; None if it must not exist.
 
     Raises:
         NotFound: there is no such policy.
-        PreconditionFailed: the alias is not as expected.
+        PreconditionFailed: the alias is not at the expected revision.
     """
     get_policy(connection, policy)
     values = {"policy_id": policy, "moved_at": now(), "moved_by": who}
     if expected is None:
-        # A name that was taken away goes on counting, so that an old revision never matches a new alias.
+        # Revisions go on counting after a deletion, so that an old one never matches a new alias.
         newest = connection.scalar(select(func.max(alias_moves.c.revision)).where(alias_moves.c.name == name))
         revision = (newest or 0) + 1
         try:
@@ -465,7 +498,7 @@ def move_alias(
                 connection.execute(insert(aliases).values(name=name, revision=revision, **values))
         except IntegrityError:
             raise PreconditionFailed(
-                f"the alias {name} is there already; send If-Match with its ETag"
+                f"the alias {name} exists already; send If-Match with its ETag"
             ) from None
     else:
         revision = expected + 1
@@ -481,11 +514,11 @@ def move_alias(
 
 
 def remove_alias(connection: Connection, name: str, who: str, *, expected: int | None) -> None:
-    """Take an alias away; `expected`: the revision that it must be at, if that matters.
+    """Delete an alias; if `expected` is given, only at that revision.
 
     Raises:
-        NotFound: there is none.
-        PreconditionFailed: it is at another revision.
+        NotFound: there is no such alias.
+        PreconditionFailed: the alias is at another revision.
     """
     found = get_alias(connection, name)
     revision = found.revision if expected is None else expected
@@ -503,13 +536,15 @@ def _note_move(connection: Connection, name: str, revision: int, policy: str | N
             )
         )
     except IntegrityError:
-        raise PreconditionFailed(f"the alias {name} is being moved by somebody else; get it again") from None
+        raise PreconditionFailed(
+            f"the alias {name} is being moved by another request; get it again"
+        ) from None
 
 
 def list_aliases(
     connection: Connection, *, after: str | None = None, policy: str | None = None, limit: int
 ) -> list[Alias]:
-    """By name, those after the name `after`."""
+    """Return aliases in order of their names, starting after the name `after`."""
     query = select(*_ALIAS).order_by(aliases.c.name).limit(limit)
     if after is not None:
         query = query.where(aliases.c.name > after)
@@ -519,10 +554,10 @@ def list_aliases(
 
 
 def alias_history(connection: Connection, name: str, *, before: int | None = None, limit: int) -> list[Move]:
-    """Where an alias has been, newest first.
+    """Return the moves of an alias, newest first.
 
     Raises:
-        NotFound: there never was one.
+        NotFound: there never was such an alias.
     """
     query = select(*_MOVE).where(alias_moves.c.name == name)
     if before is not None:
@@ -540,15 +575,18 @@ def alias_history(connection: Connection, name: str, *, before: int | None = Non
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What retention takes away: ids of policies, digests of profiles."""
+    """Ids of policies and digests of profiles that are deleted."""
 
     policies: Sequence[str]
     profiles: Sequence[str]
 
 
 def prunable(connection: Connection, settings: Settings) -> Pruned:
-    """What the settings say to forget: policies by age and by count, never one that an alias names, and
-    profiles as old that no policy and no job needs."""
+    """Return the policies and profiles that the settings no longer keep.
+
+    Policies go by age and by count, but never while an alias names them. Profiles go at the same age once no
+    policy and no job needs them.
+    """
     named = select(aliases.c.policy_id)
     gone: set[str] = set()
     if settings.keep_policies_days is not None:
@@ -580,7 +618,7 @@ def prunable(connection: Connection, settings: Settings) -> Pruned:
 
 
 def prune(connection: Connection, settings: Settings) -> Pruned:
-    """Forget what `prunable` names."""
+    """Delete and return what `prunable` returns."""
     found = prunable(connection, settings)
     values: Any
     for table, column, values in (

@@ -1,7 +1,7 @@
 """The tables. A change here needs a migration in `migrations/versions`; a test compares the two.
 
-Times are seconds since 1970 by the database's clock. `number` is the order in which rows came, and what
-pages of a list go by.
+Times are seconds since 1970 by the database's clock. `number` counts the rows in the order of their creation,
+and lists are paged by it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {
 }
 metadata = MetaData(naming_convention=NAMES)
 
-Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite counts up INTEGER keys only
+Number = BigInteger().with_variant(Integer(), "sqlite")  # SQLite increments only INTEGER keys
 Digest = String(64)
 
 LIVE = "state IN ('queued', 'running')"
@@ -63,7 +63,7 @@ policies = Table(
     Column("fingerprint", Digest, nullable=False),
     Column("device", Text, nullable=False),
     Column("budget_bytes", BigInteger, nullable=False),
-    Column("version", Integer, nullable=False),  # counts the policies of these four
+    Column("version", Integer, nullable=False),  # counts the policies of one fingerprint and budget
     Column("profile_digest", Digest, nullable=False, index=True),
     Column("peak_bytes", BigInteger, nullable=False),
     Column("recompute_us", Double, nullable=False),
@@ -78,7 +78,7 @@ policies = Table(
     sqlite_autoincrement=True,
 )
 
-policy_options = Table(  # what was asked for beside the budget; a policy may be the answer to several
+policy_options = Table(  # options of requests in addition to the budget; one policy may answer several
     "policy_options",
     metadata,
     Column("policy_id", Digest, ForeignKey("policies.id", ondelete="CASCADE"), primary_key=True),
@@ -88,17 +88,17 @@ policy_options = Table(  # what was asked for beside the budget; a policy may be
     Column("constraints_digest", Digest, primary_key=True),  # "" for none
 )
 
-drawings = Table(  # what the pages draw of policies; a copy of what profile and policy say
+drawings = Table(  # plots of policies, which can be made again from profile and policy
     "drawings",
     metadata,
     Column("policy_id", Digest, ForeignKey("policies.id", ondelete="CASCADE"), primary_key=True),
-    Column("drawn_by", Digest, nullable=False),  # `drawn.drawn_by`: another release draws it anew
+    Column("drawn_by", Digest, nullable=False),  # `plot_version()`: another release plots again
     Column("drawn_at", Double, nullable=False, index=True),
     Column("nbytes", BigInteger, nullable=False),
     Column("content", LargeBinary, nullable=False),  # JSON, gzip
 )
 
-model_names = Table(  # what people call a model; the fingerprint covers its shapes and device too
+model_names = Table(  # names that people give models; a fingerprint covers shapes and device too
     "model_names",
     metadata,
     Column("fingerprint", Digest, primary_key=True),
@@ -123,7 +123,7 @@ alias_moves = Table(
     Column("number", Number, primary_key=True, autoincrement=True),
     Column("name", String(200), nullable=False),
     Column("revision", Integer, nullable=False),
-    Column("policy_id", Digest, nullable=True),  # null: the alias was taken away
+    Column("policy_id", Digest, nullable=True),  # null: the alias was deleted
     Column("moved_at", Double, nullable=False),
     Column("moved_by", Text, nullable=False),
     UniqueConstraint("name", "revision", name="uq_alias_moves_revision"),
@@ -136,22 +136,24 @@ jobs = Table(
     Column("number", Number, primary_key=True, autoincrement=True),
     Column("id", String(32), nullable=False, unique=True),
     Column("kind", String(16), nullable=False),
-    Column("request_key", Digest, nullable=False),  # of kind, profile and options: what makes two alike
+    Column(
+        "request_key", Digest, nullable=False
+    ),  # hash of kind, profile and options: equal requests share a job
     Column("profile_digest", Digest, ForeignKey("profiles.digest"), nullable=False, index=True),
     Column("options", Text, nullable=False),  # JSON
-    Column("owner", Text, nullable=False),  # who asked first
+    Column("owner", Text, nullable=False),  # the caller that asked first
     Column("state", String(16), nullable=False),
-    Column("accepted", Boolean, nullable=False),  # somebody was told 202: it goes on without them
-    Column("waiters", Integer, nullable=False),  # requests that wait for it right now
-    Column("attempt", Integer, nullable=False),  # how often it was begun
+    Column("accepted", Boolean, nullable=False),  # a client got 202: the job goes on without waiters
+    Column("waiters", Integer, nullable=False),  # requests that wait for it now
+    Column("attempt", Integer, nullable=False),  # claims so far
     Column("created_at", Double, nullable=False),
     Column("started_at", Double, nullable=True),
     Column("finished_at", Double, nullable=True),
     Column("queue_id", BigInteger, nullable=True),  # the entry of procrastinate that delivers it
     Column("policy_id", Digest, nullable=True),
-    Column("result", LargeBinary, nullable=True),  # of a frontier or a floor: JSON, zstd
+    Column("result", LargeBinary, nullable=True),  # of a frontier or a minimum peak: JSON, zstd
     Column("problem", Text, nullable=True),  # of a failure: the problem document
-    Column("drawing", LargeBinary, nullable=True),  # of a frontier: `drawing.outline`
+    Column("drawing", LargeBinary, nullable=True),  # of a frontier: `policy_plot.outline`
     Index("ix_jobs_state", "state", "number"),
     Index("ix_jobs_request_key", "request_key"),
     Index(

@@ -1,4 +1,4 @@
-"""Request ids, a line of log for each request, and what is counted of it."""
+"""Request ids, one log line for each request, and the counters of requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autoac.api.telemetry.metrics import Metrics
 
 HEADER = b"x-request-id"
 SANE = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-QUIET = ("/livez", "/readyz", "/metrics")  # asked every few seconds
+QUIET = ("/livez", "/readyz", "/metrics")  # requested every few seconds
 
 log = structlog.get_logger("autoac.http")
 
 
 def configure() -> None:
-    """Log lines are JSON on stderr, each with the id of the request that it belongs to."""
+    """Write log lines as JSON to stderr, each with the id of its request."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -59,11 +59,13 @@ def uvicorn_logs() -> dict[str, Any]:
 
 
 def _to_stderr(*_: object) -> structlog.PrintLogger:
-    return structlog.PrintLogger(sys.stderr)  # as it is now: who embeds the service may have replaced it
+    return structlog.PrintLogger(
+        sys.stderr
+    )  # looked up each time: a program that embeds the service may replace it
 
 
 class RequestLog:
-    """ASGI middleware: gives each request an id, its own if that is sane, and says what became of it."""
+    """Give each request an id, its own if that is sane, and log its outcome. ASGI middleware."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -107,5 +109,5 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 
 
 def _route(scope: Scope) -> str:
-    """The route's pattern, and not the path: what a client may choose freely must not make new counters."""
+    """Return the route's pattern. Paths, which clients choose freely, must not make new counters."""
     return str(getattr(scope.get("route"), "path", "none"))

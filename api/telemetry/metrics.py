@@ -1,4 +1,4 @@
-"""What is counted, in the form that Prometheus reads. One registry for each app."""
+"""Counters in the form that Prometheus reads. One registry for each app."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Metrics:
         )
         self.cache = Counter(
             "autoac_solve_requests",
-            "Requests for a solve: hit (a stored result), shared (a job of somebody else), miss.",
+            "Requests for a solve: hit (a stored result), shared (an earlier job), miss.",
             ("kind", "cache"),
             registry=self.registry,
         )
@@ -58,20 +58,22 @@ class Metrics:
             "autoac_jobs_requeued", "Jobs whose runner went away or stopped.", registry=self.registry
         )
 
-    def text(self, depth: Mapping[str, int], runners: int) -> bytes:
-        """Everything, with what the database knows: jobs by state, and runners that are alive."""
+    def text(self, jobs: Mapping[str, int], runners: int) -> bytes:
+        """Return all metrics, with those from the database: jobs by state, and live runners."""
         shared = CollectorRegistry()
-        shared.register(_Depth(depth, runners))
+        shared.register(_Shared(jobs, runners))
         return generate_latest(self.registry) + generate_latest(shared)
 
 
-class _Depth(Collector):
-    def __init__(self, depth: Mapping[str, int], runners: int) -> None:
-        self._depth, self._runners = depth, runners
+class _Shared(Collector):
+    """The metrics that all processes of a database share."""
+
+    def __init__(self, jobs: Mapping[str, int], runners: int) -> None:
+        self._jobs, self._runners = jobs, runners
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         jobs = GaugeMetricFamily("autoac_jobs", "Jobs in the database by state.", labels=["state"])
-        for state, count in self._depth.items():
+        for state, count in self._jobs.items():
             jobs.add_metric([state], count)
         yield jobs
-        yield GaugeMetricFamily("autoac_runners", "Runners that were heard of lately.", value=self._runners)
+        yield GaugeMetricFamily("autoac_runners", "Runners with a recent heartbeat.", value=self._runners)

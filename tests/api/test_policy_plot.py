@@ -1,4 +1,4 @@
-"""What the pages draw of a policy: made once, kept beside it, told by every replica."""
+"""Test the plots of policies: made once, stored with the policy, and served by every replica."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True)
 class Counting(InProcess):
-    """Counts the policies that come drawn, and the drawings that are made for visitors."""
+    """Count the policies that come with plots, and the plots that are made on demand."""
 
     ahead: list[bytes | None] = field(default_factory=list)
     asked: list[bytes] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Counting(InProcess):
 
 
 def planned(http: TestClient, profile: Profile, budget_bytes: int = 1 << 30) -> str:
-    """The address of a policy's drawing."""
+    """Return the address of a policy's plot."""
     made = http.post("/v1/policies", content=request(profile, budget_bytes=budget_bytes), headers=JSON)
     assert made.status_code == 201, made.text
     return f"{made.headers['location']}/drawing"
@@ -56,7 +56,7 @@ def kept(database: Database) -> int:
         return connection.scalar(select(func.count()).select_from(drawings)) or 0
 
 
-def test_a_drawing_is_what_the_policy_says(serve: Serve, profile: Profile) -> None:
+def test_plot_matches_the_policy(serve: Serve, profile: Profile) -> None:
     http = serve(InProcess(plan))
     url = planned(http, profile, plan(profile, budget_bytes=1 << 40).peak)
     first = http.get(url)
@@ -75,7 +75,7 @@ def test_a_drawing_is_what_the_policy_says(serve: Serve, profile: Profile) -> No
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_what_a_plan_runs_again_is_told_by_op(serve: Serve) -> None:
+def test_plot_marks_recomputed_ops(serve: Serve) -> None:
     profile = chain_profile(*[1 << 20] * 8)
     http = serve(InProcess(plan))
     floor = http.post(
@@ -90,9 +90,7 @@ def test_what_a_plan_runs_again_is_told_by_op(serve: Serve) -> None:
 
 
 @BOTH
-def test_whoever_makes_a_policy_draws_it_and_every_other_replica_has_it(
-    serve: Serve, profile: Profile
-) -> None:
+def test_plot_made_with_the_policy_is_shared_by_replicas(serve: Serve, profile: Profile) -> None:
     maker, other = Counting(save_all), Counting(save_all)
     url = planned(serve(maker), profile)
     assert [drawing is not None for drawing in maker.ahead] == [True]
@@ -102,7 +100,7 @@ def test_whoever_makes_a_policy_draws_it_and_every_other_replica_has_it(
 
 
 @BOTH
-def test_what_was_not_drawn_ahead_is_drawn_for_the_first_visit(serve: Serve, profile: Profile) -> None:
+def test_missing_plot_is_made_at_the_first_visit(serve: Serve, profile: Profile) -> None:
     maker, other = Counting(save_all), Counting(save_all)
     http = serve(maker, draw_ahead=False)
     url = planned(http, profile)
@@ -114,7 +112,7 @@ def test_what_was_not_drawn_ahead_is_drawn_for_the_first_visit(serve: Serve, pro
 
 
 @BOTH
-def test_what_another_release_drew_is_drawn_anew(serve: Serve, profile: Profile, database: Database) -> None:
+def test_plot_of_another_release_is_made_again(serve: Serve, profile: Profile, database: Database) -> None:
     solver = Counting(save_all)
     http = serve(solver)
     url = planned(http, profile)
@@ -127,7 +125,7 @@ def test_what_another_release_drew_is_drawn_anew(serve: Serve, profile: Profile,
 
 
 @BOTH
-def test_a_drawing_ends_with_its_policy_and_needs_its_profile(
+def test_plot_is_deleted_with_its_policy_and_needs_its_profile(
     serve: Serve, profile: Profile, database: Database
 ) -> None:
     http = serve(InProcess(save_all), draw_ahead=False)
@@ -147,7 +145,7 @@ def test_a_drawing_ends_with_its_policy_and_needs_its_profile(
 
 
 @BOTH
-def test_the_newest_drawings_are_kept(database: Database, profile: Profile) -> None:
+def test_newest_plots_are_kept(database: Database, profile: Profile) -> None:
     policies = [save_all(profile, budget_gb=gb).policy() for gb in (1, 2, 3)]
     options = PolicyOptions(0, 0.01, 60.0, "")
     with database.write() as connection:
@@ -163,7 +161,7 @@ def test_the_newest_drawings_are_kept(database: Database, profile: Profile) -> N
         assert [read_plot(connection, id) for id in ids] == [None, b"123456", None]
 
 
-def test_where_no_drawing_is_kept_none_is_made_ahead(
+def test_plots_are_not_made_ahead_if_none_are_kept(
     serve: Serve, profile: Profile, database: Database
 ) -> None:
     solver = Counting(save_all)
@@ -174,7 +172,7 @@ def test_where_no_drawing_is_kept_none_is_made_ahead(
 
 
 @pytest.mark.anyio
-async def test_a_child_draws_what_it_plans_and_what_is_stored(profile: Profile) -> None:
+async def test_child_plots_new_and_stored_policies(profile: Profile) -> None:
     solver = SpawnedSolver(60.0, 30.0, 2048 * MIB, child_command(save_all))
     made = await solver.answer(Kind.POLICY, request(profile), lambda told: None, draws=True)
     policy = save_all(profile, budget_gb=1, time_limit_s=60.0).policy()
@@ -182,7 +180,7 @@ async def test_a_child_draws_what_it_plans_and_what_is_stored(profile: Profile) 
     assert await solver.draw(plot_body(profile.to_json().encode(), made.text.encode())) == made.drawing
 
 
-def test_a_drawing_that_fails_or_takes_long_costs_no_answer(
+def test_failed_or_slow_plot_does_not_lose_the_answer(
     profile: Profile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def endless(profile: Profile, policy: Policy) -> bytes:

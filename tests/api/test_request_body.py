@@ -1,4 +1,4 @@
-"""Bodies: how much of them the service takes, and how much memory they cost it."""
+"""Test the limits of bodies, and the memory that bodies use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ZSTD = {**JSON, "Content-Encoding": "zstd"}
 async def post(
     content: bytes | AsyncIterator[bytes], headers: dict[str, str], settings: Settings
 ) -> httpx2.Response:
-    """The answer of a small service that says how long a body is, once it is decoded."""
+    """Return the answer of a small service that reports the length of the decoded body."""
     app = FastAPI()
     app.add_exception_handler(ServiceError, explained)
 
@@ -53,7 +53,7 @@ def bomb(nbytes: int) -> bytes:
 
 
 @pytest.mark.anyio
-async def test_a_bomb_is_refused_before_it_takes_memory() -> None:
+async def test_bomb_is_refused_before_it_uses_memory() -> None:
     body = bomb(2000 * MIB)
     assert len(body) < 70_000
     tracemalloc.start()
@@ -69,7 +69,7 @@ async def test_a_bomb_is_refused_before_it_takes_memory() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_body_of_just_the_cap_is_taken_and_one_byte_more_is_not() -> None:
+async def test_body_at_the_cap_is_accepted_and_one_byte_more_is_refused() -> None:
     settings = Settings(max_sent_bytes=1000, max_plain_bytes=2000)
     for headers, encode, most in ((JSON, bytes, 1000), (ZSTD, zstandard.compress, 2000)):
         assert (await post(encode(b" " * most), headers, settings)).text == str(most)
@@ -77,7 +77,7 @@ async def test_a_body_of_just_the_cap_is_taken_and_one_byte_more_is_not() -> Non
 
 
 @pytest.mark.anyio
-async def test_an_endless_body_is_refused_at_the_cap() -> None:
+async def test_endless_body_is_refused_at_the_cap() -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -92,7 +92,7 @@ async def test_an_endless_body_is_refused_at_the_cap() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_body_that_does_not_arrive_is_given_up() -> None:
+async def test_body_that_does_not_arrive_is_refused() -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b"{"
         await anyio.sleep_forever()
@@ -110,14 +110,14 @@ async def test_a_body_that_does_not_arrive_is_given_up() -> None:
         zstandard.compress(bytes(range(256)) * 40)[:-9],
     ],
 )
-async def test_what_is_not_zstd_is_400(body: bytes) -> None:
+async def test_invalid_zstd_is_400(body: bytes) -> None:
     response = await post(body, ZSTD, Settings())
     assert response.status_code == 400
     assert response.json()["type"] == "urn:autoac:problem:undecodable"
 
 
 @pytest.mark.anyio
-async def test_a_frame_may_not_ask_for_a_large_window() -> None:
+async def test_frame_with_a_large_window_is_refused() -> None:
     parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=27)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     body = compressor.compress(b"{}") + compressor.flush()
@@ -125,7 +125,7 @@ async def test_a_frame_may_not_ask_for_a_large_window() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_body_may_come_in_pieces() -> None:
+async def test_body_may_come_in_pieces() -> None:
     body = zstandard.compress(bytes(range(256)) * 1000)
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -136,7 +136,7 @@ async def test_a_body_may_come_in_pieces() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_small_body_that_expands_a_lot_is_refused_long_before_the_cap() -> None:
+async def test_extreme_compression_ratio_is_refused_before_the_cap() -> None:
     body = bomb(64 * MIB)
     assert len(body) < 2200
     response = await post(body, ZSTD, Settings())
@@ -145,14 +145,14 @@ async def test_a_small_body_that_expands_a_lot_is_refused_long_before_the_cap() 
 
 
 def expanding(seed: int) -> bytes:
-    """A zstd body of 2 MiB, of which one byte in 100 cannot be compressed."""
+    """Return a zstd body of 2 MiB in which one byte in 100 cannot be compressed."""
     numbers = random.Random(seed)
     pieces = (numbers.randbytes(40).hex().encode() + b" " * 8112 for _ in range(256))
     return zstandard.compress(b'{"a": "' + b"".join(pieces) + b'"}')
 
 
 @pytest.mark.anyio
-async def test_bodies_are_decoded_a_few_at_a_time_and_outside_the_event_loop(
+async def test_few_bodies_are_decoded_at_a_time_outside_the_event_loop(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     http = serve(reads_at_once=2)

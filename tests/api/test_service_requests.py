@@ -61,7 +61,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ac_client.service_client.connection, "FIRST_PAUSE_S", 0.0)
 
 
-def test_the_policy_is_the_embedded_planners(in_app: Transport, profile: Profile) -> None:
+def test_policy_is_the_embedded_planners(in_app: Transport, profile: Profile) -> None:
     transport = in_app()
     policy = ask(profile, transport, headroom_bytes=7, gap=0.5, time_limit_s=3)
     wanted = save_all(profile, budget_bytes=1 << 30, headroom_bytes=7, gap=0.5, time_limit_s=3).policy()
@@ -70,7 +70,7 @@ def test_the_policy_is_the_embedded_planners(in_app: Transport, profile: Profile
     assert transport.request.headers["content-encoding"] == "zstd"
 
 
-def test_an_infeasible_budget_is_the_planners_own_error(in_app: Transport, profile: Profile) -> None:
+def test_infeasible_budget_is_the_planners_own_error(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(InfeasibleBudget) as caught:
         ask(profile, in_app(InProcess(infeasible)))
     with pytest.raises(InfeasibleBudget) as embedded:
@@ -123,7 +123,7 @@ def test_so_are_the_others(in_app: Transport, profile: Profile) -> None:
         ({"type": "malformed-profile", "detail": "ops.new: extra"}, "ops.new: extra.*the same release"),
     ],
 )
-def test_a_service_of_another_release_is_planned_around(
+def test_service_of_another_release_is_planned_around(
     profile: Profile, problem: dict[str, Any], says: str
 ) -> None:
     content = json.dumps(problem | {"type": f"urn:autoac:problem:{problem['type']}"}).encode()
@@ -131,7 +131,7 @@ def test_a_service_of_another_release_is_planned_around(
         ask(profile, answering(422, content, **PROBLEM))
 
 
-def test_the_service_refuses_a_version_that_it_does_not_read(in_app: Transport, profile: Profile) -> None:
+def test_service_refuses_a_version_that_it_does_not_read(in_app: Transport, profile: Profile) -> None:
     newer = profile.model_copy(update={"version": 2})
     with pytest.raises(
         ServiceUnavailable, match=r"reads version 1 .* writes version 2: upgrade .* on the service"
@@ -139,7 +139,7 @@ def test_the_service_refuses_a_version_that_it_does_not_read(in_app: Transport, 
         ask(newer, in_app())
 
 
-def test_a_job_that_somebody_cancelled_is_asked_for_again(in_app: Transport, profile: Profile) -> None:
+def test_job_that_somebody_cancelled_is_asked_for_again(in_app: Transport, profile: Profile) -> None:
     solver = Held()
     transport = in_app(solver)
     http = transport.client
@@ -158,7 +158,7 @@ def test_a_job_that_somebody_cancelled_is_asked_for_again(in_app: Transport, pro
     assert transport.posts == 2
 
 
-def test_a_job_that_is_cancelled_again_is_not_asked_for_for_ever(profile: Profile) -> None:
+def test_job_that_is_cancelled_again_is_not_asked_for_for_ever(profile: Profile) -> None:
     with pytest.raises(ServiceUnavailable, match="cancelled, twice"):
         ask(profile, answering(409, b'{"type": "urn:autoac:problem:job-cancelled"}', **PROBLEM))
 
@@ -184,7 +184,7 @@ def raw_service(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 @pytest.mark.parametrize(
     "head", [b"HTTP/1.1 200 OK\r\ncontent-length: 100000\r\n\r\n", b""], ids=["body", "head"]
 )
-def test_a_service_that_dribbles_is_given_up_in_time(profile: Profile, head: bytes) -> None:
+def test_service_that_dribbles_is_given_up_in_time(profile: Profile, head: bytes) -> None:
     def dribble(connection: socket.socket) -> None:
         connection.sendall(head)
         while True:
@@ -198,7 +198,7 @@ def test_a_service_that_dribbles_is_given_up_in_time(profile: Profile, head: byt
 
 
 @pytest.mark.parametrize("coding", [b"identity", b"gzip"])
-def test_an_answer_without_end_is_refused_at_a_cap(
+def test_answer_without_end_is_refused_at_a_cap(
     profile: Profile, coding: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ac_client.service_client.connection, "MOST_ANSWER", 1 << 20)
@@ -218,7 +218,7 @@ def test_an_answer_without_end_is_refused_at_a_cap(
 
 
 @pytest.mark.parametrize("token", ["schlüssel-schlüssel", "secret1\nsecret2", "secret\x7f"])
-def test_a_key_that_no_header_can_have_is_refused_and_not_quoted(
+def test_key_that_no_header_can_have_is_refused_and_not_quoted(
     profile: Profile, token: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOAC_TOKEN", token)
@@ -227,7 +227,7 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_quoted(
     assert not any(piece in str(caught.value) for piece in token.split())
 
 
-def test_the_token_is_the_environments(
+def test_token_is_the_environments(
     in_app: Transport, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
@@ -240,7 +240,7 @@ def test_the_token_is_the_environments(
     assert ask(profile, in_app(token=TOKEN)).model == "Chain"
 
 
-def test_a_solve_that_takes_long_is_waited_for(in_app: Transport, profile: Profile) -> None:
+def test_solve_that_takes_long_is_waited_for(in_app: Transport, profile: Profile) -> None:
     """The service answers 202 to everybody here, whatever they prefer."""
     transport = in_app(max_wait_s=1e-9)
     assert ask(profile, transport) == save_all(profile, budget_bytes=1 << 30).policy()
@@ -258,12 +258,12 @@ def test_but_not_for_ever(in_app: Transport, profile: Profile) -> None:
         ask(profile, nobody_solves, timeout_s=0.6)
 
 
-def test_a_body_that_the_service_does_not_take_is_a_refusal(in_app: Transport, profile: Profile) -> None:
+def test_body_that_the_service_does_not_take_is_a_refusal(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(ServiceRefused, match="413"):
         ask(profile, in_app(max_sent_bytes=10))
 
 
-def test_a_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, profile: Profile) -> None:
+def test_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, profile: Profile) -> None:
     dead = Raising(error=SolverDied("the solver was ended by signal 9 (Killed)"))
     with pytest.raises(ServiceUnavailable, match="500: the solver was ended by signal 9"):
         ask(profile, in_app(dead))
@@ -302,25 +302,25 @@ def test_what_is_not_our_service(
         ask(profile, transport)
 
 
-def test_a_policy_for_another_profile_is_not_taken(profile: Profile) -> None:
+def test_policy_for_another_profile_is_not_taken(profile: Profile) -> None:
     other = profile.model_copy(update={"model": "Another"})
     text = save_all(other, budget_gb=1).policy().to_json()
     with pytest.raises(ServiceUnavailable, match="another profile, of Another"):
         ask(profile, answering(201, text.encode()))
 
 
-def test_a_service_that_is_away_is_unavailable(profile: Profile) -> None:
+def test_service_that_is_away_is_unavailable(profile: Profile) -> None:
     with pytest.raises(ServiceUnavailable, match="did not answer"):
         request_policy("http://127.0.0.1:9", profile, 1 << 30)
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8421", "service", "", "ftp://service", "http://"])
-def test_a_url_that_is_none_is_an_error_and_not_a_service_that_is_away(profile: Profile, url: str) -> None:
+def test_url_that_is_none_is_an_error_and_not_a_service_that_is_away(profile: Profile, url: str) -> None:
     with pytest.raises(ValueError, match="service must be a URL"):
         request_policy(url, profile, 1 << 30)
 
 
-def test_a_service_may_live_below_a_path(profile: Profile) -> None:
+def test_service_may_live_below_a_path(profile: Profile) -> None:
     seen = []
 
     def handle(request: httpx2.Request) -> httpx2.Response:

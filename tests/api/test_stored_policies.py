@@ -167,14 +167,14 @@ def test_headroom_and_the_limit_of_forward_are_kept(step: Profile) -> None:
     assert not fits(limited, step, GIB, 0)
 
 
-def test_an_empty_set_of_constraints_is_none(in_app: Transport, step: Profile) -> None:
+def test_empty_set_of_constraints_is_none(in_app: Transport, step: Profile) -> None:
     transport = in_app(InProcess(plan))
     ask(transport, step)
     assert ask(transport, step, constraints=Constraints()).constraints is None
     assert transport.posts == 1
 
 
-def test_a_key_that_may_only_read_gets_what_is_stored(
+def test_key_that_may_only_read_gets_what_is_stored(
     in_app: Transport, step: Profile, database: Database
 ) -> None:
     with database.write() as connection:
@@ -190,7 +190,7 @@ def test_a_key_that_may_only_read_gets_what_is_stored(
 # --- aliases --------------------------------------------------------------------------------------------
 
 
-def test_an_alias_gives_the_policy_that_it_stands_for(in_app: Transport, step: Profile) -> None:
+def test_alias_gives_the_policy_that_it_stands_for(in_app: Transport, step: Profile) -> None:
     transport = in_app(InProcess(plan))
     made = ask(transport, step)
     id = transport.client.get("/v1/policies").json()["items"][0]["id"]
@@ -229,7 +229,7 @@ def busy(status: int, **headers: str) -> httpx2.Response:
     return httpx2.Response(status, headers={name.replace("_", "-"): text for name, text in headers.items()})
 
 
-def test_a_service_that_is_away_for_a_moment_is_asked_again(
+def test_service_that_is_away_for_a_moment_is_asked_again(
     in_app: Transport, step: Profile, pauses: list[float]
 ) -> None:
     flaky = Flaky(in_app(), httpx2.ConnectError("refused"), busy(503), busy(429, retry_after="7"))
@@ -254,7 +254,7 @@ def test_tries_are_bounded_in_number_and_in_time(step: Profile, pauses: list[flo
     assert len(pauses) == ac_client.service_client.connection.TRIES - 1  # a second would have been too long
 
 
-def test_a_key_with_too_many_jobs_is_no_refusal(step: Profile) -> None:
+def test_key_with_too_many_jobs_is_no_refusal(step: Profile) -> None:
     """The service has no place now, so that the plan is made in process, as where it is overloaded."""
     with pytest.raises(ServiceUnavailable, match="429"):
         ask(httpx2.MockTransport(lambda request: busy(429)), step)

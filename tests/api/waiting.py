@@ -1,4 +1,4 @@
-"""Waiting for what other threads and processes do, with generous limits."""
+"""Wait for other threads and processes, with generous limits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 
 def until(holds: Callable[[], Any], seconds: float = 120) -> Any:
-    """What `holds` gives once it is true."""
+    """Return the result of `holds` once it is true."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         found = holds()
         if found:
             return found
         time.sleep(0.02)
-    raise AssertionError(f"it did not come true within {seconds:g} s")
+    raise AssertionError(f"the condition must hold within {seconds:g} s")
 
 
 def listening(service: subprocess.Popen[bytes], log: Path) -> str:
-    """Where a process of the service listens, from its log."""
+    """Return the address of a service from its log."""
 
     def address() -> Any:
         assert service.poll() is None, log.read_text()

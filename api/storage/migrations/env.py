@@ -1,4 +1,4 @@
-"""How Alembic reaches the database: over the connection that `Database.upgrade` hands it."""
+"""Run Alembic over the connection that `Database.upgrade` passes to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoac.api.storage.tables import metadata
 
 
 def include_name(name: str | None, kind: str, parents: object) -> bool:
-    """Only our tables: the job queue has tables of its own."""
+    """Return True for our tables; procrastinate has tables of its own."""
     return kind != "table" or name in metadata.tables
 
 

@@ -22,19 +22,19 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, database_url: str) -> None:
-    """The settings name this test's database."""
+    """Point the settings at this test's database."""
     monkeypatch.setenv("AUTOAC_DATABASE_URL", database_url)
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> Any:
-    """What a command printed, as JSON."""
+    """Run a command and return the JSON that it printed."""
     assert main([*argv, "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
 @BOTH
 @pytest.mark.usefixtures("environment")
-def test_a_key_is_made_listed_used_and_revoked(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_is_created_listed_used_and_revoked(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     made = said(capsys, "keys", "create", "ci", "--scope", "read")
     assert made["key"].startswith("autoac_")
     listed = said(capsys, "keys", "list")
@@ -51,7 +51,7 @@ def test_a_key_is_made_listed_used_and_revoked(serve: Serve, capsys: pytest.Capt
 
 
 @pytest.mark.usefixtures("environment")
-def test_for_a_person_the_key_stands_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_key_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "create", "laptop"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("autoac_")
@@ -63,7 +63,7 @@ def test_for_a_person_the_key_stands_alone_on_stdout(capsys: pytest.CaptureFixtu
 
 @BOTH
 @pytest.mark.usefixtures("environment")
-def test_prune_forgets_what_the_settings_say(
+def test_prune_deletes_what_the_settings_do_not_keep(
     serve: Serve, profile: Profile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     http = serve()
@@ -77,7 +77,7 @@ def test_prune_forgets_what_the_settings_say(
     assert len(http.get("/v1/policies").json()["items"]) == 1
 
 
-def test_upgrade_says_where_it_was(
+def test_upgrade_prints_the_earlier_migration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AUTOAC_DATABASE_URL", f"sqlite:///{tmp_path / 'a' / 'b.sqlite3'}")
@@ -100,7 +100,7 @@ def test_doctor_finds_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ok    solver" in capsys.readouterr().out
 
 
-def test_doctor_names_the_next_move(
+def test_doctor_names_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AUTOAC_PORT", "many")
@@ -118,7 +118,7 @@ def test_doctor_names_the_next_move(
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_database_of_a_newer_release_is_one_line_with_the_next_move(
+def test_database_of_a_newer_release_is_one_line_with_the_next_step(
     database: Database, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with database.write() as connection:
@@ -128,10 +128,10 @@ def test_a_database_of_a_newer_release_is_one_line_with_the_next_move(
     assert error.count("\n") == 1
     assert "a newer release made" in error
     move = findings(capsys, 1)["migrations"]["move"]
-    assert move == "install that release here, or restore a backup of before"
+    assert move == "install that release here, or restore an earlier backup"
 
 
-def test_doctor_says_what_to_do_with_a_damaged_file(
+def test_doctor_names_the_next_step_for_a_damaged_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.sqlite3").write_bytes(b"no database" * 1000)
@@ -141,7 +141,7 @@ def test_doctor_says_what_to_do_with_a_damaged_file(
 
 @pytest.mark.parametrize("size", ["postgresql"], indirect=True)
 @pytest.mark.usefixtures("environment")
-def test_doctor_misses_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_missing_workers(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings(capsys, 1)["runners"]["move"] == "start `autoac worker`"
 
 
@@ -152,7 +152,7 @@ def test_doctor_misses_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--host", "0.0.0.0"], "autoac keys create"),
     ],
 )
-def test_a_command_that_cannot_work_here_says_what_to_do(
+def test_command_that_cannot_work_here_says_what_to_do(
     argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2
@@ -161,7 +161,7 @@ def test_a_command_that_cannot_work_here_says_what_to_do(
     assert error.count("\n") == 1
 
 
-def test_commands_of_a_database_that_is_not_ready_say_so(
+def test_commands_report_a_database_that_is_away(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AUTOAC_DATABASE_URL", "postgresql://me@127.0.0.1:9/none")
@@ -174,7 +174,7 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_default_database_lies_in_the_data_folder(tmp_path: Path) -> None:
+def test_default_database_is_in_the_data_folder(tmp_path: Path) -> None:
     from autoac.api import Settings
 
     database = Database(Settings().url)
@@ -182,7 +182,7 @@ def test_the_default_database_lies_in_the_data_folder(tmp_path: Path) -> None:
     database.close()
 
 
-def test_the_command_line_runs_them_without_torch(environment: None, tmp_path: Path) -> None:
+def test_client_command_line_runs_service_commands_without_torch(environment: None, tmp_path: Path) -> None:
     code = (
         "import sys; from ac_client.cli.main import main\n"
         "sys.argv[1:] = ['keys', 'list', '--json']\n"

@@ -1,4 +1,4 @@
-"""The service as a process: what it imports, where it listens, and that it answers over the network."""
+"""Test the service as a process: its imports, its addresses, and its answers over the network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autoac.api.storage.keys import Scope, create_key
 TOKEN = "a token of more than sixteen"
 
 
-def test_the_service_and_the_planner_import_no_torch() -> None:
+def test_service_and_the_planner_import_no_torch() -> None:
     code = (
         "import sys, autoac.planner, autoac.api.cli.server;"
         "import autoac.api.solving.child_main, autoac.api.__main__;"
@@ -36,14 +36,14 @@ def test_the_service_and_the_planner_import_no_torch() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_the_child_imports_no_web_server() -> None:
+def test_child_imports_no_web_server() -> None:
     code = (
         "import sys, autoac.api.solving.child_main; sys.exit(bool({'fastapi', 'uvicorn'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_public_names_are_there() -> None:
+def test_public_names_are_there() -> None:
     assert api.__all__ == sorted(api.__all__)
     for name in api.__all__:
         assert getattr(api, name).__name__ == name
@@ -52,14 +52,14 @@ def test_the_public_names_are_there() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_on_loopback_no_key_is_needed(host: str, database: Database) -> None:
+def test_loopback_needs_no_key(host: str, database: Database) -> None:
     check_reach(Settings(host=host), database)
 
 
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org", "127.1"]
 )
-def test_elsewhere_one_is(host: str, database: Database) -> None:
+def test_other_addresses_need_a_key(host: str, database: Database) -> None:
     with pytest.raises(RefusedToListen, match="AUTOAC_TOKEN"):
         check_reach(Settings(host=host), database)
     check_reach(Settings(host=host, token=TOKEN), database)
@@ -68,23 +68,23 @@ def test_elsewhere_one_is(host: str, database: Database) -> None:
     check_reach(Settings(host=host), database)
 
 
-def test_settings_come_from_the_environment_and_arguments_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_take_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOAC_PORT", "1234")
     monkeypatch.setenv("AUTOAC_SOLVES_AT_ONCE", "3")
-    monkeypatch.setenv("AUTOAC_TOKEN", "")  # as in compose files; it is no token
+    monkeypatch.setenv("AUTOAC_TOKEN", "")  # as in compose files: the same as unset
     settings = Settings.load(port=None)
     assert (settings.port, settings.solves_at_once, settings.token) == (1234, 3, None)
     assert Settings.load(port=99).port == 99
 
 
-def test_a_setting_that_is_wrong_is_named_and_its_value_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_setting_is_named_without_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOAC_TOKEN", "short secret")
     with pytest.raises(InvalidSettings, match="AUTOAC_TOKEN: Value should have at least 16") as caught:
         Settings.load()
     assert "short secret" not in str(caught.value)
 
 
-def test_the_program_refuses_in_one_line() -> None:
+def test_refusal_to_listen_is_one_line() -> None:
     environment = os.environ | {"AUTOAC_HOST": "0.0.0.0"}
     done = subprocess.run(
         [sys.executable, "-m", "autoac.api"], env=environment, capture_output=True, text=True, timeout=30
@@ -93,7 +93,7 @@ def test_the_program_refuses_in_one_line() -> None:
     assert re.fullmatch("autoac: 0.0.0.0 can be reached .*\n", done.stderr)
 
 
-def test_a_runner_that_ends_by_a_bug_ends_the_process() -> None:
+def test_runner_ended_by_a_bug_ends_the_process() -> None:
     code = (
         "import autoac.api.storage.job_runs as runs, sys; from autoac.api.cli.commands import main\n"
         "def claim(*_): raise RuntimeError('a bug')\n"
@@ -107,7 +107,7 @@ def test_a_runner_that_ends_by_a_bug_ends_the_process() -> None:
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    """A service in a process of its own, on a port that was free."""
+    """Run a service in a process of its own, on a free port."""
     log = tmp_path / "log"
     environment = os.environ | {
         "AUTOAC_PORT": "0",

@@ -1,4 +1,4 @@
-"""compose.yaml and deploy/: that what they name is there. No Docker and no cluster is needed."""
+"""Check that everything compose.yaml and deploy/ name exists. This needs neither Docker nor a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PODS = [m for m in MANIFESTS if m["kind"] in ("Job", "Deployment")]
 
 
 def containers() -> list[tuple[str, list[str], dict[str, str]]]:
-    """Name, command and environment of everything that runs our image."""
+    """Return name, command and environment of every container with our image."""
     found = [
         (name, service["command"], service["environment"])
         for name, service in COMPOSE["services"].items()
@@ -37,7 +37,7 @@ CONTAINERS = {name: (command, environment) for name, command, environment in con
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_every_command_is_one_that_the_image_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_exists(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, _ = CONTAINERS[name]
     assert command[:3] == ["python", "-m", "autoac.api"]
     assert main([*command[3:], "--help"]) == 0
@@ -51,7 +51,7 @@ def test_every_variable_is_a_setting(name: str) -> None:
         assert variable.removeprefix("AUTOAC_").lower() in Settings.model_fields, variable
 
 
-def test_the_tables_are_there_before_anybody_needs_them() -> None:
+def test_tables_are_upgraded_before_services_start() -> None:
     for name in ("api", "worker"):
         assert COMPOSE["services"][name]["depends_on"] == {
             "upgrade": {"condition": "service_completed_successfully"}
@@ -68,7 +68,7 @@ def test_pods_have_probes_and_limits() -> None:
     assert api["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/readyz"
 
 
-def test_a_worker_has_the_memory_of_what_it_solves() -> None:
+def test_worker_memory_covers_its_parallel_solves() -> None:
     worker = next(m for m in PODS if m["metadata"]["name"] == "autoac-worker")
     container = worker["spec"]["template"]["spec"]["containers"][0]
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
@@ -82,7 +82,7 @@ def test_every_setting_is_in_the_docs() -> None:
     assert missing == []
 
 
-def test_pods_have_no_more_rights_than_they_need() -> None:
+def test_pods_run_with_least_privileges() -> None:
     for manifest in PODS:
         pod = manifest["spec"]["template"]["spec"]
         assert pod["automountServiceAccountToken"] is False
@@ -96,7 +96,7 @@ def test_pods_have_no_more_rights_than_they_need() -> None:
     }
 
 
-def test_policies_and_budgets_select_pods_that_there_are() -> None:
+def test_policies_and_budgets_select_existing_pods() -> None:
     labels = [m["spec"]["template"]["metadata"]["labels"] for m in PODS]
     selectors = [
         m["spec"].get("selector") or m["spec"]["podSelector"]
@@ -108,13 +108,13 @@ def test_policies_and_budgets_select_pods_that_there_are() -> None:
         assert any(selector["matchLabels"].items() <= has.items() for has in labels)
 
 
-def test_compose_has_no_password_of_its_own() -> None:
+def test_compose_requires_passwords_from_outside() -> None:
     text = (ROOT / "compose.yaml").read_text()
     used = re.findall(r"\$\{(\w+)(:[-?])", text)
     assert {how for name, how in used if name in ("POSTGRES_PASSWORD", "AUTOAC_TOKEN")} == {":?"}
 
 
-def test_what_the_image_copies_is_sent_to_its_build() -> None:
+def test_dockerignore_allows_every_copied_file() -> None:
     sources = re.findall(r"^COPY (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
     assert [source for source in sources if f"!{source}" not in allowed] == []

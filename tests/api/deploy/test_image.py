@@ -1,4 +1,4 @@
-"""The image, without Docker: what the Dockerfile says is done in a virtual environment, and it answers."""
+"""Test the image without Docker: follow the Dockerfile in a virtual environment and run the result."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Step = tuple[str, str]
 
 
 def steps() -> list[Step]:
-    """The Dockerfile's instructions and what they say."""
+    """Return the Dockerfile's instructions and their arguments."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.split(maxsplit=1) for line in text.splitlines() if line.strip()]
     return [(name, rest) for name, rest in lines]
 
 
 def said(name: str) -> str:
-    """What the last instruction of that name says."""
+    """Return the arguments of the last instruction of that name."""
     return [rest for instruction, rest in steps() if instruction == name][-1]
 
 
 @dataclass(frozen=True)
 class Image:
-    """The image's file system, as far as it matters."""
+    """The programs of the image."""
 
     bin: Path  # of its Python
 
@@ -56,7 +56,7 @@ class Image:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
-    """Follows COPY and `RUN pip` into a folder and a clean environment."""
+    """Follow COPY and `RUN pip` into a folder and a clean environment."""
     base = tmp_path_factory.mktemp("image")
     src = base / "src"
     src.mkdir()
@@ -87,7 +87,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 @pytest.fixture(scope="module")
 def url(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The image's CMD on a free port of loopback."""
+    """Run the image's CMD on a free port of loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -115,13 +115,13 @@ def url(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         service.wait(20)
 
 
-def test_the_service_image_has_no_torch_and_nothing_that_needs_it(image: Image) -> None:
+def test_image_has_neither_torch_nor_packages_that_need_it(image: Image) -> None:
     for package in ("torch", "ac_client", "autoac.profiler", "transformers"):
         done = image.run("python", "-c", f"import {package}")
         assert "ModuleNotFoundError" in done.stderr, package
 
 
-def test_it_starts_and_answers_and_plans(image: Image, url: str, profile: Profile) -> None:
+def test_image_starts_answers_and_plans(image: Image, url: str, profile: Profile) -> None:
     assert httpx2.get(f"{url}/livez").json() == {"status": "alive"}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
     response = httpx2.post(f"{url}/v1/policies", content=request(profile), headers=headers, timeout=60)
@@ -142,12 +142,12 @@ def healthy(image: Image, **ports: str) -> bool:
     return done.returncode == 0
 
 
-def test_its_health_check_passes_while_it_runs(image: Image, url: str) -> None:
+def test_health_check_passes_while_the_service_runs(image: Image, url: str) -> None:
     assert healthy(image, AUTOAC_PORT=url.rpartition(":")[2])
     assert not healthy(image)
 
 
-def test_its_health_check_passes_for_a_worker_too(image: Image) -> None:
+def test_health_check_passes_for_a_worker(image: Image) -> None:
     server = start_http_server(0, addr="127.0.0.1")[0]  # as a worker serves its metrics
     try:
         assert healthy(image, AUTOAC_WORKER_PORT=str(server.server_port))
@@ -157,13 +157,13 @@ def test_its_health_check_passes_for_a_worker_too(image: Image) -> None:
     assert "AUTOAC_WORKER_PORT=9421" in said("ENV")
 
 
-def test_sources_are_copied_after_what_they_need_is_installed() -> None:
+def test_sources_are_copied_after_requirements_are_installed() -> None:
     lines = [" ".join(step) for step in steps()]
     install = next(i for i, line in enumerate(lines) if "-r requirements.txt" in line)
     assert min(lines.index(f"COPY {name} {name}") for name in ("planner", "api")) > install
 
 
-def test_without_a_token_it_does_not_start(image: Image, tmp_path: Path) -> None:
+def test_image_does_not_start_without_a_token(image: Image, tmp_path: Path) -> None:
     environment = dict(pair.split("=", 1) for pair in shlex.split(said("ENV")))
     environment["XDG_DATA_HOME"] = str(tmp_path)
     command = json.loads(said("CMD"))
@@ -174,7 +174,7 @@ def test_without_a_token_it_does_not_start(image: Image, tmp_path: Path) -> None
     assert "AUTOAC_TOKEN" in done.stderr
 
 
-def test_it_runs_as_a_user_of_its_own() -> None:
+def test_image_runs_as_the_user_of_the_manifests() -> None:
     assert f"--uid {said('USER')} " in "".join(rest for name, rest in steps() if name == "RUN")
     manifests = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
     deployments = [m for m in manifests if m["kind"] == "Deployment"]
@@ -183,7 +183,7 @@ def test_it_runs_as_a_user_of_its_own() -> None:
     assert said("FROM") == "python:3.11-slim"
 
 
-def test_its_distribution_is_ours_without_torch_and_what_needs_it(tmp_path: Path) -> None:
+def test_image_distribution_is_ours_without_torch(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     edit = next(shlex.split(rest) for name, rest in steps() if name == "RUN" and "re.sub" in rest)
     subprocess.run([sys.executable, *edit[1:]], cwd=tmp_path, check=True)

@@ -1,4 +1,4 @@
-"""Keys, scopes, request ids, the audit log, metrics, readiness."""
+"""Test keys, scopes, request ids, the audit log, metrics and readiness."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def bearer(secret: str) -> dict[str, str]:
 
 @pytest.fixture
 def secrets(database: Database) -> dict[str, str]:
-    """A key of each scope."""
+    """Create a key of each scope."""
     with database.write() as connection:
         return {scope.word: create_key(connection, scope.word, scope)[1] for scope in Scope}
 
@@ -75,7 +75,7 @@ def test_each_route_needs_a_key_and_its_scope(serve: Serve, secrets: dict[str, s
             assert answer.status_code != 401
 
 
-def test_every_other_route_says_that_it_needs_a_key(serve: Serve) -> None:
+def test_every_route_documents_that_it_needs_a_key(serve: Serve) -> None:
     document = serve().get("/openapi.json").json()
     free = {("get", "/livez"), ("get", "/readyz")}
     for path, methods in document["paths"].items():
@@ -89,12 +89,12 @@ def test_probes_need_no_key(serve: Serve, secrets: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "wrong", "autoac_" + "A" * 43, "\xff"])
-def test_what_is_no_key_is_refused(serve: Serve, secrets: dict[str, str], given: str) -> None:
+def test_invalid_key_is_refused(serve: Serve, secrets: dict[str, str], given: str) -> None:
     header = {"Authorization": b"Bearer " + given.encode("latin-1")}
     assert serve().get("/v1/policies", headers=header).status_code == 401  # type: ignore[arg-type]
 
 
-def test_on_loopback_no_key_is_needed_until_there_is_one(
+def test_loopback_needs_a_key_only_once_one_exists(
     serve: Serve, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys_module, "REMEMBER_S", 0.0)
@@ -110,24 +110,24 @@ def test_on_loopback_no_key_is_needed_until_there_is_one(
     assert http.get("/v1/policies").status_code == 401  # no open door because the last key was revoked
 
 
-def test_elsewhere_than_on_loopback_a_key_is_always_needed(serve: Serve) -> None:
+def test_other_addresses_always_need_a_key(serve: Serve) -> None:
     assert serve(host="0.0.0.0").get("/v1/policies").status_code == 401
 
 
-def test_the_token_is_a_key_with_the_scope_admin(serve: Serve) -> None:
+def test_token_is_a_key_with_the_scope_admin(serve: Serve) -> None:
     http = serve(token=TOKEN)
     assert http.get("/v1/audit").status_code == 401
     assert http.get("/v1/audit", headers=bearer(TOKEN)).status_code == 200
 
 
-def test_the_database_has_no_secret(database: Database, secrets: dict[str, str]) -> None:
+def test_database_does_not_store_secrets(database: Database, secrets: dict[str, str]) -> None:
     with database.read() as connection:
         rows = connection.execute(select(keys)).all()
     assert {row.digest for row in rows} == {hashlib.sha256(s.encode()).hexdigest() for s in secrets.values()}
     assert not any(secret in str(row) for row in rows for secret in secrets.values())
 
 
-def test_a_key_cancels_its_own_jobs_and_an_admin_any(
+def test_key_cancels_its_own_jobs_and_admin_any_job(
     serve: Serve, database: Database, secrets: dict[str, str], profile: Profile
 ) -> None:
     http = serve(Held())
@@ -147,7 +147,7 @@ def test_a_key_cancels_its_own_jobs_and_an_admin_any(
 
 
 @BOTH
-def test_the_audit_log_says_who_did_what(serve: Serve, profile: Profile) -> None:
+def test_audit_log_records_callers_and_actions(serve: Serve, profile: Profile) -> None:
     http = serve()
     http.put(
         f"/v1/profiles/{profile.digest}", content=profile.to_json(), headers=JSON | {"X-Request-Id": "abc-1"}
@@ -174,7 +174,7 @@ IDS = {"abc-1.2:3_4": True, "a" * 64: True, "a" * 65: False, "a b": False, "<x>"
 
 
 @pytest.mark.parametrize(("given", "kept"), IDS.items())
-def test_a_request_id_is_taken_over_if_it_is_sane(serve: Serve, given: str, kept: bool) -> None:
+def test_sane_request_id_is_kept(serve: Serve, given: str, kept: bool) -> None:
     answer = serve().get("/livez", headers={"X-Request-Id": given})
     id = answer.headers["x-request-id"]
     assert (id == given) == kept
@@ -205,7 +205,7 @@ def test_metrics_count_solves_errors_and_the_queue(serve: Serve, profile: Profil
     assert metric(http, 'autoac_http_requests_total{method="POST",route="/v1/policies",status="201"}') == 3
 
 
-def test_paths_that_a_client_makes_up_make_no_counters(serve: Serve) -> None:
+def test_unknown_paths_make_no_counters(serve: Serve) -> None:
     http = serve()
     for i in range(5):
         http.get(f"/made/up/{i}")
@@ -215,20 +215,20 @@ def test_paths_that_a_client_makes_up_make_no_counters(serve: Serve) -> None:
     assert "BREW" not in text
 
 
-def test_a_failed_solve_is_counted_by_its_end(serve: Serve, profile: Profile) -> None:
+def test_failed_solve_is_counted(serve: Serve, profile: Profile) -> None:
     http = serve(Raising(error=SolverDied("by signal 9")))
     http.post("/v1/policies", content=request(profile), headers=JSON)
     assert metric(http, 'autoac_solve_seconds_count{ended="failed",kind="policy"}') == 1
 
 
 @BOTH
-def test_a_service_whose_workers_are_missing_is_not_ready(serve: Serve) -> None:
+def test_service_whose_workers_are_missing_is_not_ready(serve: Serve) -> None:
     answer = serve(runner="workers").get("/readyz")
     assert answer.status_code == 503
     assert answer.json() == {"status": "not ready", "database": "ok", "migrations": "ok", "runners": "failed"}
 
 
-def test_the_version_is_that_of_policies(serve: Serve) -> None:
+def test_version_matches_that_of_policies(serve: Serve) -> None:
     answer: dict[str, Any] = serve().get("/version").json()
     assert answer["tools"]["highspy"]
     assert answer["autoac"] == answer["tools"]["autoac"]
@@ -252,10 +252,8 @@ def test_the_version_is_that_of_policies(serve: Serve) -> None:
         ("", False),
     ],
 )
-def test_without_a_key_the_service_answers_to_names_of_this_machine(
-    serve: Serve, host: str, taken: bool
-) -> None:
-    """A page whose name was made to stand for 127.0.0.1 reads nothing."""
+def test_without_a_key_only_names_of_this_machine_are_answered(serve: Serve, host: str, taken: bool) -> None:
+    """A web page whose name resolves to 127.0.0.1 cannot read the service's answers."""
     http = serve(allowed_hosts="planner.example, other.example")
     answer = http.get("/v1/policies", headers={"Host": host})
     assert answer.status_code == (200 if taken else 421)
@@ -265,17 +263,17 @@ def test_without_a_key_the_service_answers_to_names_of_this_machine(
         assert http.post("/v1/policies", headers={"Host": host} | JSON, content=b"{}").status_code == 421
 
 
-def test_with_a_key_it_answers_to_any_name(serve: Serve, secrets: dict[str, str]) -> None:
+def test_with_a_key_any_host_name_is_answered(serve: Serve, secrets: dict[str, str]) -> None:
     http = serve()
     answer = http.get("/v1/policies", headers={"Host": "planner.example"} | bearer(secrets["read"]))
     assert answer.status_code == 200
 
 
-def test_one_key_leaves_half_of_the_places_for_bodies_to_others(serve: Serve, database: Database) -> None:
+def test_one_key_gets_at_most_half_of_the_body_slots(serve: Serve, database: Database) -> None:
     http = serve(token=TOKEN, reads_at_once=1, reads_waiting=3)
     with database.write() as connection:
         key = create_key(connection, "other", Scope.PLAN)[1]
-    http.app.state.service.inside["token"] = 2  # type: ignore[attr-defined]
+    http.app.state.service.reader.slots["token"] = 2  # type: ignore[attr-defined]
     answers = {
         secret: http.post("/v1/floors", json={}, headers={"Authorization": f"Bearer {secret}"}).status_code
         for secret in (TOKEN, key)

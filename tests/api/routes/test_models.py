@@ -1,4 +1,4 @@
-"""Models: names of people's own, small frontiers, and what tells one from another."""
+"""Test the names, small frontiers and shapes of models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 def computed(http: TestClient, profile: Profile, points: int = 4) -> str:
-    """The id of a job that computed the frontier of `profile`."""
+    """Compute the frontier of `profile` and return the id of its job."""
     body = json.dumps({"profile": profile.model_dump(mode="json"), "points": points})
     made = http.post("/v1/frontiers", content=body, headers=JSON)
     assert made.status_code == 200, made.text
@@ -31,7 +31,7 @@ def computed(http: TestClient, profile: Profile, points: int = 4) -> str:
 
 
 @BOTH
-def test_a_model_is_named_and_named_again(serve: Serve, profile: Profile) -> None:
+def test_model_is_named_and_renamed(serve: Serve, profile: Profile) -> None:
     http = serve()
     url = f"/v1/models/{profile.fingerprint}"
     assert http.get(url).status_code == http.put(f"{url}/name", json={"name": "mine"}).status_code == 404
@@ -50,7 +50,7 @@ def test_a_model_is_named_and_named_again(serve: Serve, profile: Profile) -> Non
     assert actions.count("name model") == 3
 
 
-def test_a_name_is_printable_text(serve: Serve, profile: Profile) -> None:
+def test_name_is_printable_text(serve: Serve, profile: Profile) -> None:
     http = serve()
     http.post("/v1/profiles", content=profile.to_json(), headers=JSON)
     for body in (
@@ -72,7 +72,7 @@ def test_a_name_is_printable_text(serve: Serve, profile: Profile) -> None:
 
 
 @BOTH
-def test_models_come_with_their_newest_frontier_in_small(serve: Serve) -> None:
+def test_models_list_their_newest_frontier(serve: Serve) -> None:
     http = serve(InProcess(plan))
     first, second = chain_profile(*[1 << 20] * 4), chain_profile(*[2 << 20] * 4)
     for profile in (first, second):
@@ -91,7 +91,7 @@ def test_models_come_with_their_newest_frontier_in_small(serve: Serve) -> None:
 
 
 @BOTH
-def test_a_frontier_is_drawn_when_it_is_computed(serve: Serve) -> None:
+def test_frontier_is_plotted_when_it_is_computed(serve: Serve) -> None:
     http, profile = serve(InProcess(plan)), chain_profile(*[1 << 20] * 8)
     job = computed(http, profile)
     answer = http.get(f"/v1/jobs/{job}/drawing")
@@ -116,12 +116,12 @@ def test_a_frontier_is_drawn_when_it_is_computed(serve: Serve) -> None:
     assert [http.get(f"/v1/jobs/{id}/drawing").status_code for id in (*others, "0" * 32)] == [404, 404]
 
 
-def test_no_frontier_is_drawn_where_nothing_is_drawn_ahead(serve: Serve) -> None:
+def test_frontier_is_not_plotted_if_draw_ahead_is_off(serve: Serve) -> None:
     http = serve(InProcess(plan), draw_ahead=False)
     assert http.get(f"/v1/jobs/{computed(http, chain_profile())}/drawing").status_code == 404
 
 
-def test_a_long_step_is_outlined_by_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outline_of_a_long_step_keeps_its_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "OUTLINE", 20)
     found = find_frontier(chain_profile(*[1 << 20] * 30), points=2)
     points = json.loads(gzip.decompress(outline(found)))["points"]
@@ -142,7 +142,7 @@ def test_progress_names_the_point_of_the_frontier() -> None:
 
 
 @BOTH
-def test_profiles_say_what_tells_them_apart(serve: Serve, profile: Profile) -> None:
+def test_profiles_list_their_shapes(serve: Serve, profile: Profile) -> None:
     http = serve()
     http.post("/v1/profiles", content=profile.to_json(), headers=JSON)
     for listed in ("profiles", "models"):
@@ -152,7 +152,7 @@ def test_profiles_say_what_tells_them_apart(serve: Serve, profile: Profile) -> N
 
 
 @BOTH
-def test_an_upgrade_reads_it_out_of_the_profiles_that_are_there(
+def test_upgrade_reads_shapes_from_stored_profiles(
     serve: Serve, profile: Profile, database: Database
 ) -> None:
     http = serve()

@@ -1,4 +1,4 @@
-"""The whole OpenAPI, fuzzed over the network: no 5xx, and no answer that the document does not tell of."""
+"""Fuzz the whole OpenAPI document over the network: no 5xx, and no undocumented answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OPERATIONS = {
 
 @dataclass(frozen=True)
 class Live:
-    """A service that listens, and its document with ids that are there as examples."""
+    """Start a service and return its document, with existing ids as examples."""
 
     url: str
     schema: Any
@@ -42,7 +42,7 @@ class Live:
 
 @pytest.fixture(scope="module")
 def live(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """It has a profile, a policy, an alias and a job, so that ids can be hit."""
+    """Store a profile, a policy, an alias and a job, whose ids the fuzzer uses."""
     path = tmp_path_factory.mktemp("fuzz") / "service.sqlite3"
     path.write_bytes(sqlite_template.read_bytes())
     app = create_app(Settings(database_url=f"sqlite:///{path}", wait_s=5), InProcess(save_all))
@@ -51,7 +51,7 @@ def live(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def with_examples(url: str) -> dict[str, Any]:
-    """The document, with the ids of what this stores."""
+    """Return the document with the ids that this function stores."""
     with httpx2.Client(base_url=url, timeout=60) as http:
         headers = {"Content-Type": "application/json"}
         made = http.post("/v1/policies", content=request(chain_profile()), headers=headers)
@@ -71,7 +71,7 @@ def with_examples(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", sorted(OPERATIONS, key=lambda name: (name.startswith("delete"), name)))
-def test_every_answer_is_one_that_the_document_tells_of(live: Live, name: str) -> None:
+def test_every_answer_is_documented(live: Live, name: str) -> None:
     path, method = OPERATIONS[name]
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`POST /v1/policies` in process, the planner replaced by a function."""
+"""Test `POST /v1/policies` in process, with a function in place of the planner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Post = Callable[..., httpx2.Response]
 
 @pytest.fixture
 def post(serve: Serve) -> Post:
-    """Posts a body to a service that is started with the solver and the settings given."""
+    """Return a function that posts a body to a service with the given solver and settings."""
 
     def posted(body: bytes, headers: dict[str, str] | None = None, **how: Any) -> httpx2.Response:
         return serve(**how).post("/v1/policies", content=body, headers=headers or JSON)
@@ -36,14 +36,14 @@ def post(serve: Serve) -> Post:
     return posted
 
 
-def test_a_policy_is_the_embedded_planners_byte_for_byte(post: Post, profile: Profile) -> None:
+def test_policy_equals_the_embedded_planners_byte_for_byte(post: Post, profile: Profile) -> None:
     response = post(request(profile, budget_gb=1.5))
     assert response.status_code == 201
     assert response.headers["content-type"] == "application/json"
     assert response.content == save_all(profile, budget_gb=1.5).policy().to_json().encode()
 
 
-def test_a_compressed_body_gives_the_same_policy(post: Post, profile: Profile) -> None:
+def test_compressed_body_gives_the_same_policy(post: Post, profile: Profile) -> None:
     body = request(profile)
     assert post(zstandard.compress(body), ZSTD).content == post(body).content
 
@@ -53,14 +53,14 @@ def test_options_reach_the_planner(post: Post, profile: Profile) -> None:
     assert stopped == f"headroom {GIB // 2}, gap 0.25, time limit 7 s"
 
 
-def test_the_time_limit_is_capped(post: Post, profile: Profile) -> None:
+def test_time_limit_is_capped(post: Post, profile: Profile) -> None:
     solver = InProcess(save_all, most_seconds=20)
     assert (
         post(request(profile, time_limit_s=1e6), solver=solver).json()["stopped"].endswith("time limit 20 s")
     )
 
 
-def test_an_infeasible_budget_comes_with_what_would_do(post: Post, profile: Profile) -> None:
+def test_infeasible_budget_reports_feasible_sizes(post: Post, profile: Profile) -> None:
     response = post(request(profile), solver=InProcess(infeasible))
     assert response.status_code == 422
     assert response.headers["content-type"] == "application/problem+json"
@@ -96,7 +96,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("body", "status", "kind"), BROKEN.values(), ids=BROKEN)
-def test_a_body_that_is_no_request(post: Post, body: bytes, status: int, kind: str) -> None:
+def test_invalid_request_is_refused(post: Post, body: bytes, status: int, kind: str) -> None:
     assert_problem(post(body), status, kind)
 
 
@@ -116,20 +116,20 @@ def test_a_body_that_is_no_request(post: Post, body: bytes, status: int, kind: s
         ({"colour": "red"}, 422, "malformed-request"),
     ],
 )
-def test_options_that_are_none(
+def test_invalid_options_are_refused(
     post: Post, profile: Profile, options: dict[str, Any], status: int, kind: str
 ) -> None:
     assert_problem(post(request(profile, **options)), status, kind)
 
 
-def test_a_malformed_profile_is_told_where(post: Post, profile: Profile) -> None:
+def test_malformed_profile_is_refused_with_its_place(post: Post, profile: Profile) -> None:
     data = profile.model_dump(mode="json")
     data["storages"]["nbytes"][1] = -5
     problem = assert_problem(post(request(data)), 422, "malformed-profile")
     assert problem["problems"] == ["storages.nbytes.1: Input should be greater than or equal to 0"]
 
 
-def test_an_unknown_version_is_told_the_known_one(post: Post, profile: Profile) -> None:
+def test_unknown_version_is_refused_with_the_known_one(post: Post, profile: Profile) -> None:
     data = profile.model_dump(mode="json") | {"version": 99}
     problem = assert_problem(post(request(data)), 422, "unknown-version")
     assert (problem["format"], problem["known"]) == ("autoac.profile", 1)
@@ -137,9 +137,7 @@ def test_an_unknown_version_is_told_the_known_one(post: Post, profile: Profile) 
 
 @pytest.mark.parametrize("where", ["model", "version", "format", "storages", "notes"])
 @pytest.mark.parametrize("what", ["the client's secret", ["the client's secret"]])
-def test_errors_give_back_neither_values_nor_paths(
-    post: Post, profile: Profile, where: str, what: Any
-) -> None:
+def test_errors_repeat_neither_values_nor_paths(post: Post, profile: Profile, where: str, what: Any) -> None:
     data = profile.model_dump(mode="json") | {where: what}
     if where in ("model", "notes"):
         data |= {"inputs": 7}
@@ -148,7 +146,7 @@ def test_errors_give_back_neither_values_nor_paths(
     assert "/" not in text.replace("application/", "")
 
 
-def test_a_long_key_is_not_given_back_whole(post: Post, profile: Profile) -> None:
+def test_long_key_is_truncated_in_errors(post: Post, profile: Profile) -> None:
     response = post(request(profile, **{"k" * 100_000: 1}))
     assert response.status_code == 422
     assert len(response.content) < 1000
@@ -164,17 +162,19 @@ def test_a_long_key_is_not_given_back_whole(post: Post, profile: Profile) -> Non
     ],
     ids=str,
 )
-def test_other_types_and_codings_are_refused(post: Post, profile: Profile, headers: dict[str, str]) -> None:
+def test_unsupported_types_and_codings_are_refused(
+    post: Post, profile: Profile, headers: dict[str, str]
+) -> None:
     response = post(request(profile), headers)
     assert_problem(response, 415, "unsupported-body")
     assert response.headers["accept-encoding"] == "zstd"
 
 
-def test_no_content_type_is_refused(serve: Serve, profile: Profile) -> None:
+def test_missing_content_type_is_refused(serve: Serve, profile: Profile) -> None:
     assert_problem(serve().post("/v1/policies", content=request(profile)), 415, "unsupported-body")
 
 
-def test_a_solver_out_of_time_is_504(post: Post, profile: Profile) -> None:
+def test_solver_out_of_time_is_504(post: Post, profile: Profile) -> None:
     problem = assert_problem(
         post(request(profile, time_limit_s=3), solver=InProcess(out_of_time)), 504, "solver-out-of-time"
     )
@@ -185,14 +185,14 @@ def test_a_solver_out_of_time_is_504(post: Post, profile: Profile) -> None:
     ("error", "status", "kind"),
     [(SolveTimedOut(4), 504, "solver-out-of-time"), (SolverDied("by signal 9"), 500, "solver-died")],
 )
-def test_what_became_of_the_child_is_told(
+def test_death_of_the_child_is_reported(
     post: Post, profile: Profile, error: Exception, status: int, kind: str
 ) -> None:
     problem = assert_problem(post(request(profile), solver=Raising(error=error)), status, kind)
     assert problem["detail"] == str(error)
 
 
-def test_a_bug_says_nothing_of_the_server(post: Post, profile: Profile) -> None:
+def test_bug_reveals_nothing_of_the_server(post: Post, profile: Profile) -> None:
     response = post(request(profile), solver=Raising(error=RuntimeError("/srv/secret")))
     assert response.status_code == 500
     assert response.headers["content-type"] == "application/problem+json"
@@ -202,7 +202,7 @@ def test_a_bug_says_nothing_of_the_server(post: Post, profile: Profile) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status"), [("PUT", "/v1/policies", 405), ("GET", "/nothing", 404)]
 )
-def test_other_routes_and_methods_are_problems_too(serve: Serve, method: str, path: str, status: int) -> None:
+def test_unknown_routes_and_methods_are_problems(serve: Serve, method: str, path: str, status: int) -> None:
     response = serve().request(method, path)
     assert response.status_code == response.json()["status"] == status
     assert response.headers["content-type"] == "application/problem+json"
@@ -237,13 +237,11 @@ def test_head_is_the_head_of_get(serve: Serve, path: str) -> None:
 @pytest.mark.parametrize(
     "options", [{"budget_bytes": True}, {"budget_gb": "1"}, {"budget_gb": True}, {"gap": "0"}]
 )
-def test_a_number_is_not_read_out_of_a_text_or_a_bool(
-    post: Post, profile: Profile, options: dict[str, Any]
-) -> None:
+def test_text_or_bool_is_not_read_as_a_number(post: Post, profile: Profile, options: dict[str, Any]) -> None:
     assert_problem(post(request(profile, **options)), 422, "malformed-request")
 
 
-def test_a_name_may_stand_for_one_value(post: Post, profile: Profile) -> None:
+def test_duplicate_name_in_an_object_is_refused(post: Post, profile: Profile) -> None:
     twice = request(profile, budget_gb=1)[:-1] + b', "budget_gb": 2}'
     problem = assert_problem(post(twice), 400, "not-json")
     assert problem["detail"] == "the body has an object with the same name twice"
@@ -255,7 +253,7 @@ TOKEN = "a token of more than sixteen"
 @pytest.mark.parametrize(
     "given", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}]
 )
-def test_with_a_token_set_nobody_plans_without_it(
+def test_token_is_needed_to_plan_once_it_is_set(
     serve: Serve, post: Post, profile: Profile, given: dict[str, str]
 ) -> None:
     service = serve(token=TOKEN)
@@ -267,14 +265,14 @@ def test_with_a_token_set_nobody_plans_without_it(
     assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_with_the_token_one_plans_and_livez_needs_none(serve: Serve, post: Post, profile: Profile) -> None:
+def test_token_allows_planning_and_livez_needs_none(serve: Serve, post: Post, profile: Profile) -> None:
     right = {"Authorization": f"Bearer {TOKEN}"}
     assert post(request(profile), JSON | right, token=TOKEN).status_code == 201
     assert serve(token=TOKEN).get("/livez").json() == {"status": "alive"}
 
 
 def assert_problem(response: httpx2.Response, status: int, kind: str) -> dict[str, Any]:
-    """That the answer is this problem, and that OpenAPI says that it can be."""
+    """Assert that an answer is this problem and that the OpenAPI document has it."""
     assert response.headers["content-type"] == "application/problem+json"
     problem: dict[str, Any] = response.json()
     assert (response.status_code, problem["status"], problem["type"]) == (status, status, URN + kind), problem

@@ -1,4 +1,4 @@
-"""Real children: what they answer, and what becomes of them."""
+"""Test real child processes: their answers and their ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def asking(spawned: SpawnedSolver) -> Ask:
     return ask
 
 
-async def test_the_real_child_plans_as_the_embedded_planner_does() -> None:
+async def test_real_child_plans_as_the_embedded_planner() -> None:
     profile = chain_profile(1 * MIB, 8 * MIB, 1 * MIB, 8 * MIB, 1 * MIB, 8 * MIB, 1 * MIB)
     real = asking(SpawnedSolver(60.0, 30.0, 8192 * MIB))
     most, least = plan(profile, budget_gb=1.0).peak, smallest_peak(profile)
@@ -67,20 +67,20 @@ async def test_the_real_child_plans_as_the_embedded_planner_does() -> None:
 
 
 def smallest_peak(profile: Profile) -> int:
-    """The smallest peak that the planner finds."""
+    """Return the smallest peak that the planner finds."""
     with pytest.raises(InfeasibleBudget) as caught:
         plan(profile, budget_bytes=1)
     assert caught.value.smallest_found is not None
     return caught.value.smallest_found
 
 
-async def test_a_child_gives_the_policy_whatever_else_it_prints(profile: Profile) -> None:
+async def test_child_output_does_not_disturb_the_answer(profile: Profile) -> None:
     assert await solver(chatters)(request(profile, time_limit_s=7)) == (
         save_all(profile, budget_gb=1.0, time_limit_s=7).policy().to_json()
     )
 
 
-async def test_a_childs_errors_are_raised_with_their_fields(profile: Profile) -> None:
+async def test_errors_of_a_child_are_raised_with_their_fields(profile: Profile) -> None:
     with pytest.raises(InfeasibleBudget) as caught:
         await solver(infeasible)(request(profile))
     assert caught.value.proven_floor == 3 << 30
@@ -90,7 +90,7 @@ async def test_a_childs_errors_are_raised_with_their_fields(profile: Profile) ->
     assert malformed.value.problems == ("the body must be an object with a profile and a budget",)
 
 
-async def test_a_child_over_its_time_is_killed(profile: Profile, pid_file: Path) -> None:
+async def test_child_over_its_time_is_killed(profile: Profile, pid_file: Path) -> None:
     # A child that needs no time to start.
     code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     spawned = SpawnedSolver(3.0, 0.0, 2048 * MIB, [sys.executable, "-S", "-c", code])
@@ -99,7 +99,7 @@ async def test_a_child_over_its_time_is_killed(profile: Profile, pid_file: Path)
     assert_gone(pid_file)
 
 
-async def test_a_cancelled_solve_kills_its_child(profile: Profile, pid_file: Path) -> None:
+async def test_cancelled_solve_kills_its_child(profile: Profile, pid_file: Path) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(solver(writes_its_pid), request(profile))
         with anyio.fail_after(10):
@@ -119,7 +119,7 @@ async def test_a_cancelled_solve_kills_its_child(profile: Profile, pid_file: Pat
         (is_greedy, "more than 2.00 GiB of memory"),
     ],
 )
-async def test_a_child_that_dies_is_told_of(
+async def test_death_of_a_child_is_reported(
     profile: Profile, plan: Callable[..., Planned], reason: str
 ) -> None:
     with anyio.fail_after(20), pytest.raises(SolverDied, match=reason) as caught:
@@ -127,23 +127,23 @@ async def test_a_child_that_dies_is_told_of(
     assert "/srv/secret" not in str(caught.value)
 
 
-async def test_a_child_that_reads_nothing_is_no_obstacle() -> None:
+async def test_child_that_reads_nothing_does_not_block() -> None:
     nothing = asking(SpawnedSolver(30.0, 0.0, 2048 * MIB, [sys.executable, "-c", "raise SystemExit(3)"]))
     with anyio.fail_after(20), pytest.raises(SolverDied, match="exit status 3"):
         await nothing(bytes(50 * MIB))
 
 
-async def test_a_child_does_not_see_the_token(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_child_does_not_see_the_token(profile: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOAC_TOKEN", "a token of more than sixteen")
     code = (
-        "import os, pickle; told = pickle.dumps(os.environb.get(b'AUTOAC_TOKEN', b'none'));"
-        "os.write(1, b'R' + len(told).to_bytes(8, 'big') + told)"
+        "import os, pickle; data = pickle.dumps(os.environb.get(b'AUTOAC_TOKEN', b'none'));"
+        "os.write(1, b'R' + len(data).to_bytes(8, 'big') + data)"
     )
     spawned = SpawnedSolver(0.0, 30.0, 2048 * MIB, [sys.executable, "-c", code])
     assert await spawned.draw(b"") == b"none"
 
 
-async def test_a_child_ends_with_a_service_that_was_killed(profile: Profile, pid_file: Path) -> None:
+async def test_child_ends_with_a_killed_service(profile: Profile, pid_file: Path) -> None:
     spawned = f"SpawnedSolver(60.0, 0.0, 1 << 31, {child_command(writes_its_pid)!r})"
     code = (
         "import anyio, sys;"
@@ -165,7 +165,7 @@ async def test_a_child_ends_with_a_service_that_was_killed(profile: Profile, pid
             await anyio.sleep(0.01)
 
 
-async def test_sleepers_do_not_hold_the_loop(profile: Profile) -> None:
+async def test_solves_do_not_block_the_event_loop(profile: Profile) -> None:
     ticks = 0
     with anyio.move_on_after(1.0):
         async with anyio.create_task_group() as group:
@@ -178,7 +178,7 @@ async def test_sleepers_do_not_hold_the_loop(profile: Profile) -> None:
 
 @pytest.fixture
 def pid_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a child of `writes_its_pid` says who it is."""
+    """Return the file into which a child of `writes_its_pid` writes its process id."""
     monkeypatch.setenv("PID_FILE", str(tmp_path / "pid"))
     return tmp_path / "pid"
 
@@ -188,7 +188,7 @@ def assert_gone(pid_file: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether it runs; one that nobody has reaped does not."""
+    """Return True if a process runs. A zombie does not."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""Solves as jobs, on both databases: waiting, sharing, cancelling, limits, leases."""
+"""Test solves as jobs on both databases: waiting, sharing, cancelling, events, limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class Gate(Held):
-    """A `Held` solver that a test opens from its own thread."""
+    """A `Held` solver that a test opens from another thread."""
 
     def open(self, http: TestClient) -> None:
         portal = http.portal
@@ -57,7 +57,7 @@ def job_of(response: Any) -> str:
 # --- waiting --------------------------------------------------------------------------------------------
 
 
-def test_what_takes_long_is_a_job_and_its_result_is_the_policy(serve: Serve, profile: Profile) -> None:
+def test_long_solve_becomes_a_job_whose_result_is_the_policy(serve: Serve, profile: Profile) -> None:
     gate = Gate()
     http = serve(gate)
     accepted = post(http, profile, NOW)
@@ -79,22 +79,22 @@ def test_what_takes_long_is_a_job_and_its_result_is_the_policy(serve: Serve, pro
     wanted = save_all(profile, budget_gb=1).policy().to_json()
     assert http.get(done["result_url"]).text == wanted
     assert http.get(f"/v1/policies/{done['policy_id']}").text == wanted
-    assert post(http, profile).text == wanted  # kept: nobody solves it again
+    assert post(http, profile).text == wanted  # stored: not solved again
     assert gate.log == ["began", "ended"]
 
 
 @pytest.mark.parametrize("prefer", ["wait=60", "respond-async, wait=60", 'WAIT = "60"', "wait=60; foo=1"])
-def test_a_client_says_how_long_it_waits(serve: Serve, profile: Profile, prefer: str) -> None:
+def test_client_chooses_how_long_it_waits(serve: Serve, profile: Profile, prefer: str) -> None:
     response = post(serve(wait_s=0), profile, JSON | {"Prefer": prefer})
     assert (response.status_code, response.headers["preference-applied"]) == (201, "wait=60")
 
 
-def test_a_wait_that_is_none_is_the_default(serve: Serve, profile: Profile) -> None:
+def test_invalid_wait_means_the_default(serve: Serve, profile: Profile) -> None:
     for prefer in ("wait=soon", "wait=-1", "handling=lenient", "wait=" + "9" * 50):
         assert post(serve(), profile, JSON | {"Prefer": prefer}).status_code == 201
 
 
-def test_a_job_that_fails_tells_the_problem_as_the_request_would(serve: Serve, profile: Profile) -> None:
+def test_failed_job_has_the_problem_of_the_request(serve: Serve, profile: Profile) -> None:
     http = serve(InProcess(infeasible))
     direct = post(http, profile)
     assert (direct.status_code, direct.json()["type"]) == (422, URN + "infeasible-budget")
@@ -107,15 +107,13 @@ def test_a_job_that_fails_tells_the_problem_as_the_request_would(serve: Serve, p
 
 
 @pytest.mark.parametrize(("fake", "jobs"), [(infeasible, 1), (out_of_time, 2)])
-def test_only_what_would_be_said_again_is_not_tried_again(
-    serve: Serve, profile: Profile, fake: Any, jobs: int
-) -> None:
+def test_only_repeatable_failures_are_reused(serve: Serve, profile: Profile, fake: Any, jobs: int) -> None:
     http = serve(InProcess(fake))
     assert post(http, profile).json() == post(http, profile).json()
     assert len(http.get("/v1/jobs").json()["items"]) == jobs
 
 
-def test_a_result_may_be_asked_for_afresh(serve: Serve, profile: Profile) -> None:
+def test_no_cache_solves_again(serve: Serve, profile: Profile) -> None:
     http = serve()
     assert post(http, profile).text == post(http, profile, JSON | {"Cache-Control": "no-cache"}).text
     jobs = http.get("/v1/jobs", params={"state": "succeeded", "kind": "policy"}).json()["items"]
@@ -126,7 +124,7 @@ def test_a_result_may_be_asked_for_afresh(serve: Serve, profile: Profile) -> Non
 # --- sharing and cancelling -----------------------------------------------------------------------------
 
 
-def test_alike_requests_share_one_solve(serve: Serve, profile: Profile, threads: ThreadPoolExecutor) -> None:
+def test_equal_requests_share_one_solve(serve: Serve, profile: Profile, threads: ThreadPoolExecutor) -> None:
     gate = Gate()
     http = serve(gate, wait_s=60)
     same = [{"budget_gb": 1}, {"budget_bytes": 1 << 30}, {"budget_gb": 1, "gap": 0.01}]
@@ -141,7 +139,7 @@ def test_alike_requests_share_one_solve(serve: Serve, profile: Profile, threads:
 
 
 def waiters(http: TestClient) -> int:
-    """How many requests wait for the newest job."""
+    """Return the number of requests that wait for the newest job."""
     from sqlalchemy import select
 
     from autoac.api.storage.tables import jobs
@@ -151,7 +149,7 @@ def waiters(http: TestClient) -> int:
         return connection.scalar(select(jobs.c.waiters).order_by(jobs.c.number.desc()).limit(1)) or 0
 
 
-def test_delete_kills_the_solve_and_waiters_are_told(
+def test_cancelling_stops_the_solve_and_answers_its_waiters(
     serve: Serve, profile: Profile, threads: ThreadPoolExecutor
 ) -> None:
     gate = Gate()
@@ -161,12 +159,12 @@ def test_delete_kills_the_solve_and_waiters_are_told(
     assert http.delete(job["url"]).json()["state"] == "cancelled"
     until(lambda: gate.log == ["began", "killed"])
     assert (waiting.result().status_code, waiting.result().json()["type"]) == (409, URN + "job-cancelled")
-    assert http.delete(job["url"]).json()["state"] == "cancelled"  # again is no error
+    assert http.delete(job["url"]).json()["state"] == "cancelled"  # a second time is fine
     gate.open(http)
-    assert post(http, profile).status_code == 201  # and the next who asks gets a solve
+    assert post(http, profile).status_code == 201  # and the next request is solved
 
 
-def test_a_waiter_with_another_key_gets_its_own_job_when_the_owner_cancels(
+def test_waiter_with_another_key_gets_its_own_job_when_the_owner_cancels(
     serve: Serve, database: Database, profile: Profile, threads: ThreadPoolExecutor
 ) -> None:
     gate = Gate()
@@ -187,7 +185,7 @@ def test_a_waiter_with_another_key_gets_its_own_job_when_the_owner_cancels(
     assert len(set(owners)) == 2
 
 
-def test_a_finished_job_cannot_be_cancelled(serve: Serve, profile: Profile) -> None:
+def test_finished_job_cannot_be_cancelled(serve: Serve, profile: Profile) -> None:
     http = serve()
     post(http, profile)
     job = http.get("/v1/jobs").json()["items"][0]
@@ -198,7 +196,7 @@ def test_a_finished_job_cannot_be_cancelled(serve: Serve, profile: Profile) -> N
 @pytest.mark.parametrize(
     ("others", "state"), [("nobody", "cancelled"), ("waits", "running"), ("202", "running")]
 )
-def test_a_solve_ends_with_its_last_client_unless_it_was_promised(
+def test_solve_is_cancelled_with_its_last_client_unless_accepted(
     serve: Serve, profile: Profile, threads: ThreadPoolExecutor, others: str, state: str
 ) -> None:
     gate = Gate()
@@ -224,7 +222,7 @@ def test_a_solve_ends_with_its_last_client_unless_it_was_promised(
 
 
 def leaves(http: TestClient, body: bytes, leave: threading.Event) -> None:
-    """A request whose client goes away when told to."""
+    """Send a request whose client disconnects at the event `leave`."""
     sent = False
 
     async def receive() -> dict[str, Any]:
@@ -277,12 +275,12 @@ def test_frontiers_and_floors_are_jobs_too(serve: Serve, profile: Profile) -> No
 
 
 def events(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """What a stream said: kinds and data."""
+    """Return kind and data of each event of a stream."""
     blocks = [dict(line.split(": ", 1) for line in b.splitlines()) for b in text.split("\n\n") if "data" in b]
     return [(block["event"], json.loads(block["data"])) for block in blocks]
 
 
-def test_events_tell_states_and_progress_as_they_happen(
+def test_events_stream_states_and_progress(
     serve: Serve, profile: Profile, threads: ThreadPoolExecutor
 ) -> None:
     gate = Gate()
@@ -293,19 +291,19 @@ def test_events_tell_states_and_progress_as_they_happen(
     gate.open(http)
     answer = stream.result(60)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    told = events(answer.text)
-    assert [data["state"] for kind, data in told if kind == "state"] == ["queued", "running", "succeeded"]
-    progress = [data for kind, data in told if kind == "progress"]
+    received = events(answer.text)
+    assert [data["state"] for kind, data in received if kind == "state"] == ["queued", "running", "succeeded"]
+    progress = [data for kind, data in received if kind == "progress"]
     assert progress[0] == {"incumbent": 10.0, "bound": 5.0, "gap": 0.5, "seconds": 0.1}
-    # who comes later hears the same, who comes back goes on, and who has heard all is told to stop
+    # a late listener receives all events, a reconnecting one the rest, and one that has all of them gets 204
     assert http.get(f"{url}/events").text == answer.text
     ids = [line.removeprefix("id: ") for line in answer.text.splitlines() if line.startswith("id: ")]
     rest = http.get(f"{url}/events", headers={"Last-Event-ID": ids[-2]})
-    assert events(rest.text) == told[-1:]
+    assert events(rest.text) == received[-1:]
     assert http.get(f"{url}/events", headers={"Last-Event-ID": ids[-1]}).status_code == 204
 
 
-def test_listeners_of_a_job_share_what_is_read_of_it(
+def test_listeners_of_a_job_share_reads(
     serve: Serve, profile: Profile, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate()
@@ -321,13 +319,13 @@ def test_listeners_of_a_job_share_what_is_read_of_it(
     until(lambda: http.app.state.service.streams.total() == 8)  # type: ignore[attr-defined]
     reads.clear()
     time.sleep(1.5)
-    assert len(reads) <= 7  # one each 0.25 s, for all; each for itself they would be 48
+    assert len(reads) <= 7  # one each 0.25 s for all; separate reads would be 48
     gate.open(http)
     assert len({stream.result(60).text for stream in streams}) == 1
     assert events(streams[0].result().text)[-1] == ("state", {"state": "succeeded"})
 
 
-def test_a_key_listens_to_only_so_many_jobs_at_once(
+def test_key_has_a_limit_of_event_streams(
     serve: Serve, profile: Profile, threads: ThreadPoolExecutor
 ) -> None:
     gate = Gate()
@@ -349,7 +347,7 @@ def test_a_key_listens_to_only_so_many_jobs_at_once(
 # --- limits ---------------------------------------------------------------------------------------------
 
 
-def test_a_key_has_only_so_many_jobs_in_the_queue(serve: Serve, profile: Profile) -> None:
+def test_key_has_a_limit_of_queued_jobs(serve: Serve, profile: Profile) -> None:
     http = serve(Gate(), key_queued=2, solves_at_once=1)
     urls = [job_of(post(http, profile, NOW, budget_gb=1))]
     until(lambda: http.get(urls[0]).json()["state"] == "running")
@@ -361,12 +359,12 @@ def test_a_key_has_only_so_many_jobs_in_the_queue(serve: Serve, profile: Profile
         2,
     )
     assert int(refused.headers["retry-after"]) > 0
-    assert post(http, profile, NOW, budget_gb=3).status_code == 202  # a shared job takes no place
+    assert post(http, profile, NOW, budget_gb=3).status_code == 202  # a shared job does not count
     http.delete(urls[2])
     assert post(http, profile, NOW, budget_gb=4).status_code == 202
 
 
-def test_the_queue_of_everybody_has_an_end(serve: Serve, profile: Profile) -> None:
+def test_queue_has_a_limit(serve: Serve, profile: Profile) -> None:
     http = serve(Gate(), queue_most=1, solves_at_once=1)
     url = job_of(post(http, profile, NOW, budget_gb=1))
     until(lambda: http.get(url).json()["state"] == "running")

@@ -1,4 +1,4 @@
-"""Two replicas of the API on one PostgreSQL: whoever is asked, the answer is the same."""
+"""Test two replicas of the API on one PostgreSQL: both give the same answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "chain@cpu/production"
 
 @pytest.fixture
 def replicas(serve: Serve) -> tuple[TestClient, TestClient]:
-    """They share nothing but the database."""
+    """Start two replicas that share only the database."""
     return serve(), serve()
 
 
@@ -30,7 +30,7 @@ def made(http: TestClient, budget_gb: float = 1.0) -> Any:
     return answer
 
 
-def test_what_one_stores_the_other_has(replicas: tuple[TestClient, TestClient]) -> None:
+def test_replicas_share_what_is_stored(replicas: tuple[TestClient, TestClient]) -> None:
     one, other = replicas
     answer = made(one)
     profile = chain_profile()
@@ -55,7 +55,7 @@ def test_what_one_stores_the_other_has(replicas: tuple[TestClient, TestClient]) 
         assert asked[0].content == asked[1].content, path
 
 
-def test_a_list_begun_at_one_goes_on_at_the_other(replicas: tuple[TestClient, TestClient]) -> None:
+def test_list_continues_at_another_replica(replicas: tuple[TestClient, TestClient]) -> None:
     one, other = replicas
     for budget in (1.0, 2.0, 3.0):
         made(one, budget)
@@ -65,7 +65,7 @@ def test_a_list_begun_at_one_goes_on_at_the_other(replicas: tuple[TestClient, Te
     assert budgets == [3, 2, 1]
 
 
-def test_the_same_request_is_solved_once(serve: Serve) -> None:
+def test_equal_requests_at_two_replicas_are_solved_once(serve: Serve) -> None:
     solved = []
 
     def counted(profile: Any, **options: Any) -> Planned:
@@ -77,7 +77,7 @@ def test_the_same_request_is_solved_once(serve: Serve) -> None:
     assert len(solved) == 1
 
 
-def test_a_job_of_one_is_told_of_and_cancelled_by_the_other(serve: Serve) -> None:
+def test_job_is_shown_and_cancelled_by_another_replica(serve: Serve) -> None:
     one, other = (serve(runner="workers") for _ in range(2))
     answer = one.post("/v1/policies", content=request(chain_profile()), headers=JSON | {"Prefer": "wait=0"})
     job = answer.headers["location"]
@@ -86,7 +86,7 @@ def test_a_job_of_one_is_told_of_and_cancelled_by_the_other(serve: Serve) -> Non
     assert [http.get(job).json()["state"] for http in (one, other)] == ["cancelled"] * 2
 
 
-def test_an_alias_moves_at_both_at_once(replicas: tuple[TestClient, TestClient]) -> None:
+def test_alias_moves_at_both_replicas(replicas: tuple[TestClient, TestClient]) -> None:
     one, other = replicas
     ids = [made(one, budget).headers["etag"].strip('"') for budget in (1.0, 2.0)]
 
@@ -96,15 +96,13 @@ def test_an_alias_moves_at_both_at_once(replicas: tuple[TestClient, TestClient])
 
     assert put(one, ids[0], If_None_Match="*") == 201
     assert put(other, ids[1], If_Match='"1"') == 200
-    assert put(one, ids[0], If_Match='"1"') == 412  # it saw the state before
+    assert put(one, ids[0], If_Match='"1"') == 412  # it expects the earlier revision
     assert [http.get(f"/v1/named-policies/{NAME}").headers["etag"] for http in replicas] == [
         f'"{ids[1]}"'
     ] * 2
 
 
-def test_a_key_made_at_one_is_known_to_the_other(
-    replicas: tuple[TestClient, TestClient], database: Database
-) -> None:
+def test_key_works_at_every_replica(replicas: tuple[TestClient, TestClient], database: Database) -> None:
     with database.write() as connection:
         secret = create_key(connection, "ci", Scope.READ)[1]
     bearer = {"Authorization": f"Bearer {secret}"}

@@ -1,6 +1,6 @@
-"""Processes that are killed and a database that restarts: no accepted job is lost, none is finished twice.
+"""Kill processes and restart the database: no accepted job is lost, and none is finished twice.
 
-The service and the workers are processes of their own, their solves children that wait for a file.
+The service and the workers are separate processes. Their solves are children that wait for a file.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Machines:
 
     @property
     def gate(self) -> Path:
-        """Once this file is there, solves end."""
+        """Return the file that lets solves end."""
         return self.folder / "gate"
 
     @property
     def began(self) -> int:
-        """How many solves have begun."""
+        """Return the number of solves that have begun."""
         file = self.gate.with_suffix(".began")
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     def start(self, role: str) -> subprocess.Popen[bytes]:
-        """A process of the service: serve or worker."""
+        """Start a process: serve or worker."""
         environment = os.environ | {
             "AUTOAC_DATABASE_URL": self.database_url,
             "AUTOAC_RUNNER": "embedded" if self.embedded else "workers",
@@ -77,7 +77,7 @@ class Machines:
         return (self.folder / f"log-{self.running.index(process)}").read_text()
 
     def serve(self) -> tuple[subprocess.Popen[bytes], httpx2.Client]:
-        """A service that listens, and a client of it."""
+        """Start a service and return it with a client."""
         process = self.start("serve")
         log = self.folder / f"log-{self.running.index(process)}"
         http = httpx2.Client(base_url=listening(process, log), timeout=60)
@@ -85,11 +85,11 @@ class Machines:
         return process, http
 
     def solve(self) -> subprocess.Popen[bytes] | None:
-        """Whoever solves, beside the service: a worker, or nobody."""
+        """Start a worker unless the service runs jobs itself."""
         return None if self.embedded else self.start("worker")
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill the remaining processes."""
         for http in self.clients:
             http.close()
         for process in self.running:
@@ -99,7 +99,7 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path, database_url: str, size: str) -> Iterator[Machines]:
-    """None runs yet; all are gone afterwards."""
+    """Return a service without processes; kill all of its processes afterwards."""
     made = Machines(tmp_path, database_url, embedded=size == "sqlite")
     try:
         yield made
@@ -121,12 +121,12 @@ def accepted(http: httpx2.Client, profile: Profile, **options: Any) -> str:
 
 
 def assert_finished_once(http: httpx2.Client, url: str, text: str) -> None:
-    """That a job has its policy, and became so once, and that every stored policy can be read."""
+    """Assert that a job succeeded exactly once with this policy, and that every stored policy can be read."""
     job = http.get(url).json()
     assert job["state"] == "succeeded"
     assert http.get(f"/v1/policies/{job['policy_id']}").text == text
-    told = [line for line in http.get(f"{url}/events").text.splitlines() if line.startswith("data: ")]
-    states = [json.loads(line.removeprefix("data: ")).get("state") for line in told]
+    lines = [line for line in http.get(f"{url}/events").text.splitlines() if line.startswith("data: ")]
+    states = [json.loads(line.removeprefix("data: ")).get("state") for line in lines]
     assert states.count("succeeded") == 1
     assert states[-1] == "succeeded"
     for policy in http.get("/v1/policies").json()["items"]:
@@ -138,7 +138,7 @@ def wanted(profile: Profile, gb: int) -> str:
 
 
 @BOTH
-def test_a_service_killed_in_the_middle_of_solves_loses_none(machines: Machines, profile: Profile) -> None:
+def test_service_killed_in_mid_solve_loses_no_job(machines: Machines, profile: Profile) -> None:
     machines.solve()
     process, http = machines.serve()
     urls = {gb: accepted(http, profile, budget_gb=gb) for gb in (1, 2, 3)}
@@ -148,7 +148,7 @@ def test_a_service_killed_in_the_middle_of_solves_loses_none(machines: Machines,
     before = machines.began
     _, http = machines.serve()
     assert http.get("/readyz").json()["database"] == "ok"
-    if machines.embedded:  # the solves died with the service; others begin, and they again after their lease
+    if machines.embedded:  # the solves died with the service; they begin again
         until(lambda: machines.began > before)
     machines.gate.touch()
     for gb, url in urls.items():
@@ -157,7 +157,7 @@ def test_a_service_killed_in_the_middle_of_solves_loses_none(machines: Machines,
 
 
 @pytest.mark.parametrize("size", ["postgresql"], indirect=True)
-def test_a_worker_killed_in_the_middle_of_a_solve_loses_none(machines: Machines, profile: Profile) -> None:
+def test_worker_killed_in_mid_solve_loses_no_job(machines: Machines, profile: Profile) -> None:
     first = machines.start("worker")
     _, http = machines.serve()
     url = accepted(http, profile, budget_gb=1)
@@ -165,10 +165,12 @@ def test_a_worker_killed_in_the_middle_of_a_solve_loses_none(machines: Machines,
     child = int(machines.gate.with_suffix(".began").read_text())
     first.kill()
     first.wait()
-    until(lambda: not Path(f"/proc/{child}").exists() or _is_zombie(child))  # no child goes on burning
+    until(
+        lambda: not Path(f"/proc/{child}").exists() or _is_zombie(child)
+    )  # the children end with their worker
     second = machines.start("worker")
     until(lambda: machines.began == 2)
-    # and a worker that is told to stop gives its job back at once
+    # a worker that is stopped gives its job back at once
     second.send_signal(signal.SIGTERM)
     assert second.wait(60) == 0
     assert state(http, url) == "queued"
@@ -187,7 +189,7 @@ def _is_zombie(pid: int) -> bool:
 
 @pytest.mark.parametrize("size", ["postgresql"], indirect=True)
 @pytest.mark.parametrize("embedded", [True, False], ids=["embedded", "workers"])
-def test_a_database_that_crashes_and_comes_back_loses_none(
+def test_database_crash_in_mid_solve_loses_no_job(
     postgres: Server, database_url: str, tmp_path: Path, profile: Profile, embedded: bool
 ) -> None:
     machines = Machines(tmp_path, database_url, embedded)
@@ -202,13 +204,13 @@ def test_a_database_that_crashes_and_comes_back_loses_none(
         assert http.get("/livez").status_code == 200
         refused = http.get("/v1/policies")
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:autoac:problem:database-away")
-        machines.gate.touch()  # a solve ends while there is nowhere to put its result
+        machines.gate.touch()  # a solve ends while its result cannot be stored
         postgres.start()
         for gb, url in urls.items():
             until(lambda url=url: state(http, url) == "succeeded")
             assert_finished_once(http, url, wanted(profile, gb))
         urls[3] = accepted(http, profile, budget_gb=3)
-        until(lambda: state(http, urls[3]) == "succeeded")  # and work goes on
+        until(lambda: state(http, urls[3]) == "succeeded")  # later jobs run too
         assert process.poll() is None
         assert all(p.poll() is None for p in machines.running)
     finally:
@@ -218,7 +220,7 @@ def test_a_database_that_crashes_and_comes_back_loses_none(
 
 
 @pytest.mark.parametrize("size", ["postgresql"], indirect=True)
-def test_runners_outlive_a_database_that_is_read_only_for_a_while(
+def test_runners_survive_a_read_only_database(
     postgres: Server, database_url: str, tmp_path: Path, profile: Profile
 ) -> None:
     machines = Machines(tmp_path, database_url, embedded=True)
@@ -245,7 +247,7 @@ def test_runners_outlive_a_database_that_is_read_only_for_a_while(
 
 
 @BOTH
-def test_a_service_that_is_told_to_stop_gives_its_jobs_back(machines: Machines, profile: Profile) -> None:
+def test_stopped_service_gives_its_jobs_back(machines: Machines, profile: Profile) -> None:
     process, http = machines.serve()
     url = accepted(http, profile, budget_gb=1)
     if machines.embedded:

@@ -1,4 +1,4 @@
-"""The tables, their migrations, and the clock, on both databases."""
+"""Test the tables, their migrations, and the clock, on both databases."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ URN = "urn:autoac:problem:"
 
 
 @BOTH
-def test_migrations_make_the_tables_that_the_code_names(database: Database) -> None:
-    """What `alembic check` looks at."""
+def test_migrations_create_the_tables_of_the_code(database: Database) -> None:
+    """Compare as `alembic check` does."""
 
     def ours(thing: object, name: str | None, kind: str, reflected: bool, other: object) -> bool:
         return kind != "table" or name in metadata.tables
@@ -56,7 +56,7 @@ def test_postgresql_has_the_job_queue_too(database: Database) -> None:
         assert connection.scalar(text("SELECT count(*) FROM procrastinate_jobs")) == 0
 
 
-def test_tables_of_another_release_are_said_to_be_so(tmp_path: Path) -> None:
+def test_tables_of_another_release_are_reported(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path / 'new.sqlite3'}")
     with pytest.raises(DatabaseNotReady, match="autoac db upgrade"):
         database.check()
@@ -64,12 +64,12 @@ def test_tables_of_another_release_are_said_to_be_so(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_the_databases_clock_is_the_machines_here(database: Database) -> None:
+def test_database_clock_agrees_with_this_machine(database: Database) -> None:
     assert abs(database.clock() - time.time()) < 2
 
 
 @BOTH
-def test_a_write_that_fails_leaves_nothing(database: Database) -> None:
+def test_failed_write_leaves_nothing(database: Database) -> None:
     def fails() -> None:
         with database.write() as connection:
             connection.execute(
@@ -83,7 +83,7 @@ def test_a_write_that_fails_leaves_nothing(database: Database) -> None:
         assert connection.execute(select(model_names)).all() == []
 
 
-def test_the_embedded_database_is_in_wal_mode_and_enforces_its_keys(database: Database) -> None:
+def test_embedded_database_is_in_wal_mode_and_enforces_its_keys(database: Database) -> None:
     with database.read() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar() == 1
@@ -92,7 +92,7 @@ def test_the_embedded_database_is_in_wal_mode_and_enforces_its_keys(database: Da
 @pytest.mark.parametrize(
     "url", ["nonsense", "mysql://host/name", "sqlite://", "sqlite:///:memory:", "oracle://u:secret@h/n"]
 )
-def test_a_database_that_is_not_known_is_refused_without_its_password(url: str) -> None:
+def test_unsupported_database_is_refused_without_showing_its_password(url: str) -> None:
     with pytest.raises(InvalidSettings, match="AUTOAC_DATABASE_URL") as caught:
         read_url(url)
     assert "secret" not in str(caught.value)
@@ -103,7 +103,7 @@ def test_postgresql_is_reached_with_psycopg() -> None:
         assert read_url(f"{name}://u@h/n").drivername == "postgresql+psycopg"
 
 
-def test_a_database_that_is_away_is_an_operational_error() -> None:
+def test_missing_database_is_an_operational_error() -> None:
     database = Database("postgresql://nobody@127.0.0.1:9/none")
     with pytest.raises(OperationalError):
         database.clock()
@@ -114,14 +114,12 @@ def test_a_database_that_is_away_is_an_operational_error() -> None:
 
 
 def answer(http: TestClient, path: str) -> tuple[int, Any]:
-    """Status and kind of an answer; of a problem its type."""
+    """Return the status of an answer, and its `status` member or the type of its problem."""
     response = http.get(path)
     return response.status_code, response.json().get("type", response.json().get("status"))
 
 
-def test_a_service_that_starts_before_its_tables_works_once_they_are_there(
-    postgres: Server, profile: Profile
-) -> None:
+def test_service_started_before_its_tables_works_once_they_exist(postgres: Server, profile: Profile) -> None:
     name = f"empty_{secrets.token_hex(6)}"
     settings = Settings(database_url=postgres.database(name), runner="embedded")
     app = create_app(settings, InProcess(save_all))
@@ -136,17 +134,17 @@ def test_a_service_that_starts_before_its_tables_works_once_they_are_there(
     postgres.drop(name)
 
 
-def test_a_damaged_database_is_answered_with_503_and_ends_no_runner(serve: Serve, tmp_path: Path) -> None:
+def test_damaged_database_is_503_and_does_not_end_the_runner(serve: Serve, tmp_path: Path) -> None:
     http = serve()
     service = http.app.state.service  # type: ignore[attr-defined]
     file = tmp_path / "service.sqlite3"
     pages = file.stat().st_size - 4096
     for log in tmp_path.glob("service.sqlite3-wal"):
         log.write_bytes(b"")
-    with file.open("r+b") as stream:  # all but the page that says what the file is
+    with file.open("r+b") as stream:  # all but the page with the file's header
         stream.seek(4096)
         stream.write(b"\xa5" * pages)
-    http.app.state.service.database._engine.dispose()  # type: ignore[attr-defined]  # else pages are in caches
+    http.app.state.service.database._engine.dispose()  # type: ignore[attr-defined]  # drop cached pages
     assert answer(http, "/readyz") == (503, "not ready")
     refused = http.get("/v1/policies")
     assert (refused.status_code, refused.json()["type"]) == (503, URN + "database-away")
@@ -157,7 +155,7 @@ def test_a_damaged_database_is_answered_with_503_and_ends_no_runner(serve: Serve
     assert answer(http, "/livez") == (200, "alive")
 
 
-def test_a_runner_that_ends_by_a_bug_is_no_longer_alive(
+def test_runner_ended_by_a_bug_is_reported_by_livez(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def claim(*_: object) -> None:
@@ -172,9 +170,7 @@ def test_a_runner_that_ends_by_a_bug_is_no_longer_alive(
         assert answer(http, "/livez") == (503, "runner ended")
 
 
-def test_a_full_disk_is_named_in_the_log_and_by_a_write_that_is_tried(
-    database_url: str, profile: Profile
-) -> None:
+def test_full_disk_is_logged_and_found_by_a_trial_write(database_url: str, profile: Profile) -> None:
     database = Database(database_url)
 
     @event.listens_for(database._engine, "connect")
@@ -191,7 +187,7 @@ def test_a_full_disk_is_named_in_the_log_and_by_a_write_that_is_tried(
     assert "database or disk is full" in [line["cause"] for line in lines if line["event"] == "no answer"]
 
 
-def test_a_disk_without_room_is_not_ready(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_without_room_is_not_ready(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     http = serve()
     until(lambda: answer(http, "/readyz") == (200, "ready"))
     monkeypatch.setattr("autoac.api.storage.database.ROOM", 1 << 60)
@@ -199,7 +195,7 @@ def test_a_disk_without_room_is_not_ready(serve: Serve, monkeypatch: pytest.Monk
 
 
 @BOTH
-def test_a_database_of_a_newer_release_is_said_to_be_so(database: Database) -> None:
+def test_database_of_a_newer_release_is_refused(database: Database) -> None:
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
     for look in (database.check, database.upgrade):
@@ -207,7 +203,7 @@ def test_a_database_of_a_newer_release_is_said_to_be_so(database: Database) -> N
             look()
 
 
-def test_a_new_database_is_its_owners_alone(tmp_path: Path) -> None:
+def test_new_database_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     with Database(f"sqlite:///{tmp_path / 'data' / 'new.sqlite3'}") as database:
         database.upgrade()
         modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "data").iterdir()}

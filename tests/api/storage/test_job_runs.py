@@ -79,7 +79,7 @@ class Table:
 RESULT = Answer(save_all(chain_profile(), budget_gb=1).policy().to_json())
 
 
-def test_a_job_is_claimed_once(database: Database, profile: Profile) -> None:
+def test_job_is_claimed_once(database: Database, profile: Profile) -> None:
     """On PostgreSQL procrastinate sees to it: test_replicas.py."""
     table = Table.of(database)
     ids = {table.submit(profile, budget_gb=gb) for gb in (1, 2, 3)}
@@ -90,7 +90,7 @@ def test_a_job_is_claimed_once(database: Database, profile: Profile) -> None:
 
 
 @BOTH
-def test_a_job_is_finished_once(database: Database, profile: Profile) -> None:
+def test_job_is_finished_once(database: Database, profile: Profile) -> None:
     table = Table.of(database)
     id = table.submit(profile)
     first = table.claim()
@@ -111,7 +111,7 @@ def test_a_job_is_finished_once(database: Database, profile: Profile) -> None:
 
 
 @BOTH
-def test_a_job_that_kills_its_runners_fails_after_its_attempts(database: Database, profile: Profile) -> None:
+def test_job_that_kills_its_runners_fails_after_its_attempts(database: Database, profile: Profile) -> None:
     table = Table.of(database)
     id = table.submit(profile)
     for _ in range(2):
@@ -124,7 +124,7 @@ def test_a_job_that_kills_its_runners_fails_after_its_attempts(database: Databas
 
 
 @BOTH
-def test_a_job_given_back_is_no_attempt(database: Database, profile: Profile) -> None:
+def test_job_given_back_does_not_count_as_an_attempt(database: Database, profile: Profile) -> None:
     table = Table.of(database)
     table.submit(profile)
     for _ in range(5):
@@ -135,7 +135,7 @@ def test_a_job_given_back_is_no_attempt(database: Database, profile: Profile) ->
 
 
 @BOTH
-def test_a_key_runs_only_so_many_jobs_at_once(database: Database, profile: Profile) -> None:
+def test_key_has_a_limit_of_running_jobs(database: Database, profile: Profile) -> None:
     table = Table.of(database, key_running=1)
     mine = [table.submit(profile, "me", budget_gb=gb) for gb in (1, 2)]
     yours = table.submit(profile, "you", budget_gb=3)
@@ -144,7 +144,7 @@ def test_a_key_runs_only_so_many_jobs_at_once(database: Database, profile: Profi
 
 
 @POSTGRES
-def test_an_old_delivery_is_void_once_the_job_has_another(database: Database, profile: Profile) -> None:
+def test_old_delivery_is_void_once_the_job_has_another(database: Database, profile: Profile) -> None:
     table = Table.of(database)
     id = table.submit(profile)
     old = table.store.get(id).queue_id
@@ -160,7 +160,7 @@ def test_an_old_delivery_is_void_once_the_job_has_another(database: Database, pr
 
 
 @POSTGRES
-def test_a_cancelled_job_leaves_no_delivery(database: Database, profile: Profile) -> None:
+def test_cancelled_job_leaves_no_delivery(database: Database, profile: Profile) -> None:
     table = Table.of(database)
     table.requests.cancel(table.submit(profile))
     with database.read() as connection:

@@ -1,4 +1,4 @@
-"""Profiles, policies and aliases over HTTP, on both databases."""
+"""Test profiles, policies and aliases over HTTP, on both databases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def http(serve: Serve) -> TestClient:
 
 
 def solved(http: TestClient, profile: Profile, **options: Any) -> str:
-    """The id of the policy for a profile."""
+    """Plan a profile and return the id of its policy."""
     response = http.post("/v1/policies", content=request(profile, **options), headers=JSON)
     assert response.status_code == 201, response.text
     return response.headers["location"].removeprefix("/v1/policies/")
@@ -40,7 +40,7 @@ def solved(http: TestClient, profile: Profile, **options: Any) -> str:
 # --- profiles -------------------------------------------------------------------------------------------
 
 
-def test_the_same_profile_has_one_id_however_it_is_written(http: TestClient, profile: Profile) -> None:
+def test_equal_profiles_have_one_digest(http: TestClient, profile: Profile) -> None:
     first = http.post("/v1/profiles", content=profile.to_json(), headers=JSON)
     assert (first.status_code, first.json()["digest"]) == (201, profile.digest)
     shuffled = json.dumps(dict(reversed(json.loads(profile.to_json()).items())), indent=3)
@@ -54,7 +54,7 @@ def test_the_same_profile_has_one_id_however_it_is_written(http: TestClient, pro
     assert [p["digest"] for p in http.get("/v1/profiles").json()["items"]] == [profile.digest]
 
 
-def test_a_profile_comes_back_as_it_was(http: TestClient, profile: Profile) -> None:
+def test_stored_profile_is_returned_unchanged(http: TestClient, profile: Profile) -> None:
     url = f"/v1/profiles/{profile.digest}"
     assert http.get(url).status_code == http.head(url).status_code == 404
     http.put(url, content=profile.to_json(), headers=JSON)
@@ -64,13 +64,13 @@ def test_a_profile_comes_back_as_it_was(http: TestClient, profile: Profile) -> N
     assert http.get(url, headers={"If-None-Match": answer.headers["etag"]}).status_code == 304
 
 
-def test_a_profile_under_another_ones_digest_is_refused(http: TestClient, profile: Profile) -> None:
+def test_profile_under_another_digest_is_refused(http: TestClient, profile: Profile) -> None:
     response = http.put(f"/v1/profiles/{'0' * 64}", content=profile.to_json(), headers=JSON)
     assert response.status_code == 422
     assert profile.digest in response.json()["detail"]
 
 
-def test_a_deleted_profile_is_gone_and_its_policies_stay(http: TestClient, profile: Profile) -> None:
+def test_deleting_a_profile_keeps_its_policies(http: TestClient, profile: Profile) -> None:
     policy = solved(http, profile)
     url = f"/v1/profiles/{profile.digest}"
     assert http.delete(url).status_code == 204
@@ -78,7 +78,7 @@ def test_a_deleted_profile_is_gone_and_its_policies_stay(http: TestClient, profi
     assert http.get(f"/v1/policies/{policy}").status_code == 200
 
 
-def test_a_solve_may_name_a_stored_profile(http: TestClient, profile: Profile) -> None:
+def test_solve_may_name_a_stored_profile(http: TestClient, profile: Profile) -> None:
     body = json.dumps({"profile_digest": profile.digest, "budget_gb": 1})
     missing = http.post("/v1/policies", content=body, headers=JSON)
     assert (missing.status_code, missing.json()["type"]) == (404, URN + "not-found")
@@ -88,20 +88,20 @@ def test_a_solve_may_name_a_stored_profile(http: TestClient, profile: Profile) -
     assert made.text == save_all(profile, budget_gb=1).policy().to_json()
 
 
-def test_a_name_that_no_database_stores_is_refused(http: TestClient, profile: Profile) -> None:
+def test_name_with_nul_is_refused(http: TestClient, profile: Profile) -> None:
     odd = profile.model_copy(update={"model": "a\0b"})
     response = http.post("/v1/profiles", content=odd.to_json(), headers=JSON)
     assert (response.status_code, response.json()["type"]) == (422, URN + "malformed-profile")
     assert http.get("/v1/profiles", params={"model": "a\0b"}).status_code == 422
 
 
-def test_names_as_long_as_a_profile_may_have_are_stored(http: TestClient, profile: Profile) -> None:
+def test_longest_names_of_a_profile_are_stored(http: TestClient, profile: Profile) -> None:
     long = profile.model_copy(update={"model": "ü" * 4096})
     solved(http, long)
     assert http.get("/v1/policies").json()["items"][0]["model"] == "ü" * 4096
 
 
-def test_many_that_store_one_profile_at_once_store_it_once(http: TestClient, profile: Profile) -> None:
+def test_concurrent_uploads_store_one_profile(http: TestClient, profile: Profile) -> None:
     def store(_: int) -> int:
         return http.post("/v1/profiles", content=profile.to_json(), headers=JSON).status_code
 
@@ -113,7 +113,7 @@ def test_many_that_store_one_profile_at_once_store_it_once(http: TestClient, pro
 # --- policies -------------------------------------------------------------------------------------------
 
 
-def test_a_stored_policy_is_the_text_that_was_answered(http: TestClient, profile: Profile) -> None:
+def test_stored_policy_is_the_text_of_the_answer(http: TestClient, profile: Profile) -> None:
     answer = http.post("/v1/policies", content=request(profile), headers=JSON)
     stored = http.get(answer.headers["location"])
     assert stored.content == answer.content
@@ -123,7 +123,7 @@ def test_a_stored_policy_is_the_text_that_was_answered(http: TestClient, profile
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_policies_are_found_by_each_of_their_four_names(http: TestClient, profile: Profile) -> None:
+def test_policies_are_found_by_each_of_four_filters(http: TestClient, profile: Profile) -> None:
     other = profile.model_copy(update={"model": "Other"})
     wanted = solved(http, profile, budget_gb=2)
     solved(http, profile, budget_gb=3)
@@ -141,7 +141,7 @@ def test_policies_are_found_by_each_of_their_four_names(http: TestClient, profil
     assert both.status_code == 422
 
 
-def test_a_new_solve_of_the_same_budget_is_a_new_version(http: TestClient, profile: Profile) -> None:
+def test_new_solve_of_the_same_budget_is_a_new_version(http: TestClient, profile: Profile) -> None:
     first = solved(http, profile, gap=0.01)
     second = solved(http, profile, gap=0.02)
     assert first != second
@@ -150,7 +150,7 @@ def test_a_new_solve_of_the_same_budget_is_a_new_version(http: TestClient, profi
     assert [p["id"] for p in http.get("/v1/policies").json()["items"]] == [second, first]
 
 
-def test_pages_have_every_policy_once(http: TestClient, profile: Profile) -> None:
+def test_pages_list_every_policy_once(http: TestClient, profile: Profile) -> None:
     made = [solved(http, profile, budget_gb=gb) for gb in range(1, 6)]
     seen, cursor = [], None
     while True:
@@ -165,11 +165,11 @@ def test_pages_have_every_policy_once(http: TestClient, profile: Profile) -> Non
 
 
 @pytest.mark.parametrize("cursor", ["!", "AAAA", "LTE", "4pyT", "MTAwMDAwMDAwMDAwMDAwMDAwMDAwMA"])
-def test_a_cursor_that_is_none_of_ours_is_refused(http: TestClient, cursor: str) -> None:
+def test_foreign_cursor_is_refused(http: TestClient, cursor: str) -> None:
     assert http.get("/v1/policies", params={"cursor": cursor}).status_code == 422
 
 
-def test_the_difference_of_two_policies_names_the_ops(serve: Serve) -> None:
+def test_difference_of_two_policies_names_the_ops(serve: Serve) -> None:
     http = serve(InProcess(plan))
     mib = 1 << 20
     profile = chain_profile(1 * mib, 8 * mib, 1 * mib, 8 * mib, 1 * mib, 8 * mib, 1 * mib)
@@ -193,7 +193,7 @@ def move(http: TestClient, policy: str, headers: dict[str, str], name: str = NAM
     return http.put(f"/v1/aliases/{name}", json={"policy_id": policy}, headers=headers)
 
 
-def test_an_alias_moves_only_from_where_its_mover_saw_it(http: TestClient, profile: Profile) -> None:
+def test_alias_moves_only_from_the_expected_revision(http: TestClient, profile: Profile) -> None:
     one, two = solved(http, profile, budget_gb=1), solved(http, profile, budget_gb=2)
     assert move(http, one, {}).status_code == 428
     made = move(http, one, NEW)
@@ -206,7 +206,7 @@ def test_an_alias_moves_only_from_where_its_mover_saw_it(http: TestClient, profi
     assert http.get(f"/v1/aliases/{NAME}").json()["policy_id"] == two
 
 
-def test_of_many_movers_at_once_one_wins(http: TestClient, profile: Profile) -> None:
+def test_one_of_many_concurrent_moves_wins(http: TestClient, profile: Profile) -> None:
     policies = [solved(http, profile, budget_gb=gb) for gb in range(1, 7)]
     move(http, policies[0], NEW)
     with ThreadPoolExecutor(6) as pool:
@@ -216,7 +216,7 @@ def test_of_many_movers_at_once_one_wins(http: TestClient, profile: Profile) -> 
     assert http.get(f"/v1/aliases/{NAME}").json() == winner.json()
 
 
-def test_an_alias_gives_its_policy_and_tells_where_it_has_been(http: TestClient, profile: Profile) -> None:
+def test_alias_returns_its_policy_and_its_history(http: TestClient, profile: Profile) -> None:
     one, two = solved(http, profile, budget_gb=1), solved(http, profile, budget_gb=2)
     move(http, one, NEW)
     move(http, two, {"If-Match": '"1"'})
@@ -232,7 +232,7 @@ def test_an_alias_gives_its_policy_and_tells_where_it_has_been(http: TestClient,
     ]
 
 
-def test_an_alias_that_was_taken_away_counts_on(http: TestClient, profile: Profile) -> None:
+def test_revisions_continue_after_an_alias_is_deleted(http: TestClient, profile: Profile) -> None:
     one = solved(http, profile)
     move(http, one, NEW)
     assert http.delete(f"/v1/aliases/{NAME}", headers={"If-Match": '"7"'}).status_code == 412
@@ -247,16 +247,16 @@ BAD_NAMES = ["../etc/passwd", "a//b", "a/%2e%2e/b", "%00", ".hidden", "a b", "a"
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_name_that_is_none_is_refused(http: TestClient, profile: Profile, name: str) -> None:
+def test_invalid_alias_name_is_refused(http: TestClient, profile: Profile, name: str) -> None:
     assert move(http, solved(http, profile), NEW, name).status_code in (404, 405, 422)
     assert http.get("/v1/aliases").json()["items"] == []
 
 
-def test_an_alias_of_no_policy_is_refused(http: TestClient) -> None:
+def test_alias_of_a_missing_policy_is_refused(http: TestClient) -> None:
     assert move(http, "0" * 64, NEW).status_code == 404
 
 
-def test_a_policy_that_an_alias_names_cannot_be_deleted(http: TestClient, profile: Profile) -> None:
+def test_policy_named_by_an_alias_cannot_be_deleted(http: TestClient, profile: Profile) -> None:
     policy = solved(http, profile)
     move(http, policy, NEW)
     kept = http.delete(f"/v1/policies/{policy}")
@@ -270,7 +270,7 @@ def test_a_policy_that_an_alias_names_cannot_be_deleted(http: TestClient, profil
 # --- retention ------------------------------------------------------------------------------------------
 
 
-def test_retention_takes_the_old_and_the_many_and_never_what_is_named(
+def test_retention_deletes_by_age_and_count_but_never_aliased_policies(
     http: TestClient, database: Database, profile: Profile
 ) -> None:
     versions = [solved(http, profile, gap=gap) for gap in (0.1, 0.2, 0.3, 0.4)]

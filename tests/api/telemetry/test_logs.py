@@ -1,4 +1,4 @@
-"""Lines of log go to stderr as it is when they are written."""
+"""Test that log lines go to the current stderr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _as_before() -> Iterator[None]:
     structlog.configure(**before)
 
 
-def test_a_stderr_that_was_replaced_and_closed_is_not_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_stderr_is_not_written_to_after_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", first)
     configure()

@@ -1,4 +1,4 @@
-"""The pages as they are sent: no data in them, no key for them, and nothing but their own scripts."""
+"""Test the pages as sent: no data, no key, only their own scripts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = ("/", f"/models/{ID}", f"/policies/{ID}", "/difference", "/jobs")
 
 
 def idle_first() -> Profile:
-    """The chain, but backward asks for nothing of its first op."""
+    """Return the chain with a first op that backward does not need."""
     profile = chain_profile()
     n = len(profile.ops)
     return profile.model_copy(
@@ -43,7 +43,7 @@ def idle_first() -> Profile:
 
 
 @pytest.mark.parametrize("path", PAGES)
-def test_a_page_needs_no_key_and_asks_for_nothing_but_what_is_here(serve: Serve, path: str) -> None:
+def test_pages_need_no_key_and_load_only_local_files(serve: Serve, path: str) -> None:
     http = serve(token=TOKEN)
     page = http.get(path)
     assert page.status_code == 200
@@ -67,7 +67,7 @@ def test_a_page_needs_no_key_and_asks_for_nothing_but_what_is_here(serve: Serve,
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_every_script_and_style_is_served_and_nothing_else_is(serve: Serve) -> None:
+def test_only_scripts_and_styles_are_served(serve: Serve) -> None:
     http = serve()
     here = Path(autoac.api.web.__file__).parent / "static"
     assert sorted(OURS) == sorted(file.name for file in here.iterdir())
@@ -82,15 +82,15 @@ def test_every_script_and_style_is_served_and_nothing_else_is(serve: Serve) -> N
         assert http.get(wrong).status_code == 404
 
 
-def test_scripts_make_no_markup_of_text() -> None:
+def test_scripts_never_build_markup_from_text() -> None:
     for asset in assets().values():
         if asset.name != "uPlot.iife.min.js":
             text = asset.content.decode()
             assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", text)
 
 
-def test_a_page_names_nothing_by_its_place_on_the_host(serve: Serve) -> None:
-    """Below a path of a proxy, what begins with a slash is somebody else's."""
+def test_pages_use_relative_addresses(serve: Serve) -> None:
+    """Below a proxy's path, an address that begins with a slash belongs to another service."""
     http = serve()
     for path in PAGES:
         named = re.findall(r'(?:src|href)="([^"]*)"', http.get(path).text)
@@ -100,15 +100,15 @@ def test_a_page_names_nothing_by_its_place_on_the_host(serve: Serve) -> None:
         assert all(url.startswith(("../" * base) or "./") for url in named if url[0] not in "#d")
 
 
-def test_a_page_of_what_cannot_be_there_is_a_page(serve: Serve) -> None:
+def test_page_of_an_impossible_id_is_served(serve: Serve) -> None:
     http = serve()
     for path in ("/models/unknown", "/policies/unknown"):
         found = http.get(path)
         assert (found.status_code, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
 
 
-def test_a_difference_counts_what_is_really_kept(serve: Serve) -> None:
-    """The first op of the chain is needed by nothing once the second is kept: saved in name alone."""
+def test_difference_counts_what_is_really_saved(serve: Serve) -> None:
+    """Once the second op is saved, nothing needs the first one, although the policy saves it too."""
     profile = idle_first()
     http = serve(InProcess(plan))
     roomy = plan(profile, budget_bytes=1 << 40)
@@ -125,7 +125,7 @@ def test_a_difference_counts_what_is_really_kept(serve: Serve) -> None:
     assert found["same"]
 
 
-def test_a_difference_without_a_profile_counts_decisions(serve: Serve) -> None:
+def test_difference_without_a_profile_counts_decisions(serve: Serve) -> None:
     profile = idle_first()
     http = serve(InProcess(save_all), draw_ahead=False)
     made = http.post("/v1/policies", content=request(profile), headers=JSON)
@@ -135,7 +135,7 @@ def test_a_difference_without_a_profile_counts_decisions(serve: Serve) -> None:
     assert (side["kept"], side["idle"]) == (3, None)
 
 
-def test_jobs_of_one_profile(serve: Serve) -> None:
+def test_jobs_are_filtered_by_profile(serve: Serve) -> None:
     http = serve()
     for profile in (chain_profile(), chain_profile(1 << 20)):
         made = http.post("/v1/policies", content=request(profile), headers=JSON)

@@ -1,4 +1,4 @@
-"""The pages in Chromium, against a service that listens: they work, also from the keyboard."""
+"""Test the pages in Chromium against a running service, by mouse and by keyboard."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = needs_chromium
 
 @dataclass(frozen=True)
 class Gated(InProcess):
-    """Plans once the gate is open; until then it tells of progress."""
+    """Report progress until the gate is open, then plan."""
 
     plan: Any = plan
     gate: Event = field(default_factory=Event)
@@ -56,14 +56,14 @@ class Gated(InProcess):
 
 @dataclass
 class Live:
-    """A service that listens."""
+    """A running service."""
 
     url: str
     gate: Event
     http: httpx2.Client
 
     def policy(self, profile: Profile, budget_bytes: int) -> str:
-        """The id of a policy that it makes; the profile is stored."""
+        """Store a profile, plan it, and return the policy's id."""
         body = json.dumps({"profile": profile.model_dump(mode="json"), "budget_bytes": budget_bytes})
         headers = {"Content-Type": "application/json", "Prefer": "wait=120"}
         made = self.http.post("/v1/policies", content=body, headers=headers)
@@ -73,7 +73,7 @@ class Live:
 
 @contextmanager
 def listening(database: Path, token: str | None = None, below: str = "") -> Iterator[Live]:
-    """A service with that database; `below`: a path of a proxy, which takes it off."""
+    """Run a service with this database; `below` is a path that a proxy strips."""
     gate = Event()
     gate.set()
     settings = Settings(database_url=f"sqlite:///{database}", token=token)
@@ -99,7 +99,7 @@ def listening(database: Path, token: str | None = None, below: str = "") -> Iter
 
 @dataclass
 class Stored:
-    """What the service of most tests has."""
+    """The contents of the service in most tests."""
 
     live: Live
     profile: Profile
@@ -110,7 +110,7 @@ class Stored:
 
 
 def lengthy() -> Profile:
-    """The small step of a model and a device with long names."""
+    """Return a small step of a model and a device with long names."""
     profile = small(2)
     device = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition Max-Q"
     return profile.model_copy(
@@ -149,7 +149,7 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """A tab, what it complained about and what it asked for."""
+    """A tab, its errors, and its requests."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url = url
@@ -186,7 +186,7 @@ def names(row: Any) -> list[str]:
     return [text.strip() for text in row.locator("th, td").all_inner_texts()]
 
 
-def test_the_registry_is_filtered_and_left_from_the_keyboard(visit: Visit, stored: Stored) -> None:
+def test_registry_is_filtered_and_left_by_keyboard(visit: Visit, stored: Stored) -> None:
     page = visit.go("/")
     assert page.title() == "Registry · autoac"
     assert page.locator("#policies tbody tr").count() == 4
@@ -223,7 +223,7 @@ def test_the_registry_is_filtered_and_left_from_the_keyboard(visit: Visit, store
     assert page.input_value("#filter") == "production"  # the filter is in the address
 
 
-def test_a_policys_page_draws_its_step_and_says_what_is_kept(visit: Visit, stored: Stored) -> None:
+def test_policy_page_draws_the_step_and_lists_saved_ops(visit: Visit, stored: Stored) -> None:
     page = visit.go(f"/policies/{stored.ids[1]}")
     policy = stored.live.http.get(f"/v1/policies/{stored.ids[1]}")
     predicted = policy.json()["predicted"]
@@ -251,7 +251,7 @@ def test_a_policys_page_draws_its_step_and_says_what_is_kept(visit: Visit, store
     page.wait_for_url("**/models/*")
 
 
-def test_a_frontier_is_computed_watched_cancelled_and_chosen_from(visit: Visit, stored: Stored) -> None:
+def test_frontier_is_computed_watched_cancelled_and_chosen_from(visit: Visit, stored: Stored) -> None:
     profile = chain_profile(*[1 << 20] * 10)
     live = stored.live
     live.policy(profile, plan(profile, budget_bytes=1 << 40).peak)
@@ -295,14 +295,14 @@ def test_a_frontier_is_computed_watched_cancelled_and_chosen_from(visit: Visit, 
 
 
 def bytes_of(line: str) -> int:
-    """The budget of a line of Python, as `ac_client.apply` reads it."""
+    """Return the budget in a line of Python, as `ac_client.apply` reads it."""
     found = re.search(r"budget_gb=([\d.e-]+)", line)
     assert found is not None, line
     return bytes_from_gb(float(found[1]))
 
 
 def newest_for(live: Live, profile: Profile, budget_bytes: int) -> list[str]:
-    """The policy that the client takes for a budget (`ac_client.service_client`)."""
+    """Return the policy that the client gets for a budget (`ac_client.planning.service_client`)."""
     asked = {
         "fingerprint": profile.fingerprint,
         "device": profile.environment.device_name,
@@ -316,7 +316,7 @@ def newest_for(live: Live, profile: Profile, budget_bytes: int) -> list[str]:
     return [item["id"] for item in live.http.get("/v1/policies", params=asked).json()["items"]]
 
 
-def test_the_line_of_a_policys_page_gets_that_policy(visit: Visit, stored: Stored) -> None:
+def test_code_line_on_a_policy_page_fetches_that_policy(visit: Visit, stored: Stored) -> None:
     for id, budget in zip(stored.ids, stored.budgets, strict=True):
         page = visit.go(f"/policies/{id}")
         line = page.inner_text("#one-liner")
@@ -325,7 +325,7 @@ def test_the_line_of_a_policys_page_gets_that_policy(visit: Visit, stored: Store
         assert f'service="{stored.live.url}"' in line
 
 
-def test_a_policy_that_its_budget_does_not_find_is_named_or_downloaded(visit: Visit, stored: Stored) -> None:
+def test_policy_not_found_by_its_budget_is_named_or_downloaded(visit: Visit, stored: Stored) -> None:
     live, profile = stored.live, chain_profile(1 << 20, 2 << 20, 3 << 20)
     asked = {"profile": profile.model_dump(mode="json"), "budget_bytes": 1 << 30, "headroom_bytes": 1 << 20}
     made = live.http.post("/v1/policies", json=asked, headers={"Prefer": "wait=120"})
@@ -344,7 +344,7 @@ def test_a_policy_that_its_budget_does_not_find_is_named_or_downloaded(visit: Vi
     assert live.http.delete("/v1/aliases/chain").status_code == 204
 
 
-def test_a_stored_point_is_chosen_by_the_budget_it_was_planned_for(visit: Visit, stored: Stored) -> None:
+def test_stored_point_is_chosen_by_its_budget(visit: Visit, stored: Stored) -> None:
     page = visit.go(f"/models/{stored.profile.fingerprint}")
     page.focus("#budget")
     for key, budget, id in (
@@ -364,7 +364,7 @@ def test_a_stored_point_is_chosen_by_the_budget_it_was_planned_for(visit: Visit,
     assert bytes_of(page.inner_text("#one-liner")) == stored.budgets[0]
 
 
-def test_what_is_not_there_is_said_on_its_page(browser: Any, stored: Stored) -> None:
+def test_pages_report_missing_resources(browser: Any, stored: Stored) -> None:
     made = Visit(browser, stored.live.url)
     try:
         for path in (f"/models/{'0' * 64}", f"/policies/{'0' * 64}", "/models/unknown", "/policies/unknown"):
@@ -396,7 +396,7 @@ NARROW = """() => {
 
 @pytest.mark.parametrize("width", [390, 768, 1280])
 def test_tables_can_be_read(visit: Visit, stored: Stored, width: int) -> None:
-    """Also with long names, and with a job that failed at length."""
+    """Check the pages with long names and a long error too."""
     visit.page.set_viewport_size({"width": width, "height": 900})
     difference = f"/difference?before={stored.ids[0]}&after={stored.ids[1]}"
     for path in ("/", "/jobs", f"/models/{lengthy().fingerprint}", f"/policies/{stored.lengthy}", difference):
@@ -422,7 +422,7 @@ def test_axe_finds_nothing(visit: Visit, stored: Stored) -> None:
             assert [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]] == [], (path, width)
 
 
-def test_a_budget_below_the_least_is_refused_where_it_is_typed(visit: Visit, stored: Stored) -> None:
+def test_budget_below_the_minimum_is_refused_in_its_field(visit: Visit, stored: Stored) -> None:
     profile = chain_profile(*[3 << 20] * 4)
     least = frontier_of(stored.live, profile, 3)["floor"]["found_bytes"]
     page = visit.go(f"/models/{profile.fingerprint}")
@@ -446,7 +446,7 @@ def frontier_of(live: Live, profile: Profile, points: int) -> dict[str, Any]:
     return found
 
 
-def test_timeline_and_map_follow_the_budget_that_is_dragged(visit: Visit, stored: Stored) -> None:
+def test_timeline_and_map_follow_a_dragged_budget(visit: Visit, stored: Stored) -> None:
     profile = chain_profile(*[3 << 30] * 6)
     plans = frontier_of(stored.live, profile, 4)["plans"]
     assert len(plans) > 2
@@ -477,7 +477,7 @@ def test_timeline_and_map_follow_the_budget_that_is_dragged(visit: Visit, stored
     assert len(visit.requests) == asked  # all of it was there
 
 
-def test_a_stored_policy_is_drawn_on_its_models_page(visit: Visit, stored: Stored) -> None:
+def test_stored_policy_is_drawn_on_its_model_page(visit: Visit, stored: Stored) -> None:
     page = visit.go(f"/models/{stored.profile.fingerprint}")
     page.focus("#budget")
     for key, id in (("Home", stored.ids[1]), ("End", stored.ids[0])):
@@ -502,7 +502,7 @@ BLUE = """share => {
 }"""
 
 
-def test_a_step_of_more_events_than_the_one_before_is_drawn_to_its_end(visit: Visit, stored: Stored) -> None:
+def test_longer_step_is_drawn_to_its_end(visit: Visit, stored: Stored) -> None:
     profile = chain_profile(*[1 << 20] * 16)
     plans = frontier_of(stored.live, profile, 2)["plans"]
     stored.live.policy(profile, plans[-1]["peak_bytes"])
@@ -516,7 +516,7 @@ def test_a_step_of_more_events_than_the_one_before_is_drawn_to_its_end(visit: Vi
     visit.until(f"share => ({BLUE})(share) > 0", 0.9)
 
 
-def test_a_model_gets_a_name_and_a_small_frontier_in_the_registry(visit: Visit, stored: Stored) -> None:
+def test_model_gets_a_name_and_a_small_frontier_in_the_registry(visit: Visit, stored: Stored) -> None:
     profile = chain_profile(*[5 << 20] * 5)
     plans = frontier_of(stored.live, profile, 3)["plans"]
     page = visit.go(f"/models/{profile.fingerprint}")
@@ -539,7 +539,7 @@ def test_a_model_gets_a_name_and_a_small_frontier_in_the_registry(visit: Visit, 
     visit.until("name => document.querySelector('#name').textContent === name", profile.model)
 
 
-def test_an_empty_service_says_how_to_begin(browser: Any, sqlite_template: Path, tmp_path: Path) -> None:
+def test_empty_registry_explains_how_to_begin(browser: Any, sqlite_template: Path, tmp_path: Path) -> None:
     path = tmp_path / "service.sqlite3"
     shutil.copy(sqlite_template, path)
     with listening(path, below="/autoac") as live:  # and below a path of a proxy
@@ -570,7 +570,7 @@ def test_an_empty_service_says_how_to_begin(browser: Any, sqlite_template: Path,
             made.page.close()
 
 
-def test_jobs_tell_how_far_they_are_and_can_be_ended(visit: Visit, stored: Stored) -> None:
+def test_jobs_show_progress_and_can_be_cancelled(visit: Visit, stored: Stored) -> None:
     stored.live.gate.clear()
     try:
         asked = {"profile_digest": stored.profile.digest, "points": 5}
@@ -611,7 +611,7 @@ def test_two_policies_are_compared(visit: Visit, stored: Stored) -> None:
     assert page.evaluate(same)
 
 
-def test_names_are_shown_and_not_run_and_each_page_has_its_landmarks(visit: Visit, stored: Stored) -> None:
+def test_names_are_shown_as_text_and_pages_have_landmarks(visit: Visit, stored: Stored) -> None:
     fingerprint = hostile().fingerprint
     paths = ("/", f"/models/{fingerprint}", f"/policies/{stored.hostile}", "/jobs")
     for path in (*paths, f"/difference?before={stored.hostile}&after={stored.ids[0]}"):
@@ -646,7 +646,7 @@ def test_dark_and_light_follow_the_system_and_the_button_is_remembered(browser: 
         dark.page.close()
 
 
-def test_a_key_is_asked_for_and_goes_nowhere_but_into_the_header(
+def test_key_is_requested_and_sent_only_in_the_header(
     browser: Any, sqlite_template: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "service.sqlite3"

@@ -1,4 +1,4 @@
-"""What policies were asked for, so that a policy made under other options is not found"""
+"""Store the options of each policy, so that a search under other options does not find it"""
 
 from __future__ import annotations
 

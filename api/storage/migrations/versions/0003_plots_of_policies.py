@@ -1,4 +1,4 @@
-"""What the pages draw of policies, so that it outlives the process that drew it"""
+"""Store the plots of policies"""
 
 from __future__ import annotations
 
