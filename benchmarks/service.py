@@ -2,9 +2,9 @@
 
     python -m benchmarks.service [--database postgresql://...]
 
-Service and load run on this machine: requests for stored policies, large profiles posted by 32 clients at once,
-and a queue of 40 plans solved by one worker and by four. The workers need a PostgreSQL in which tables may be
-created; without `--database` that part is skipped.
+Service and load run on this machine: requests for stored policies, large profiles posted by 32 clients at
+once, and a queue of 40 plans solved by one worker and by four. The workers need a PostgreSQL in which tables
+may be created; without `--database` that part is skipped.
 """
 
 from __future__ import annotations

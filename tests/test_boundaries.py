@@ -35,7 +35,7 @@ GROUP_OF_FILE = {
         "base": ("errors", "settings", "requests", "problems"),
         "plot": ("policy_plot",),
         "error_mapping": ("error_mapping",),
-        "service": ("service", "plot_maker", "request_body", "request_reader"),
+        "service": ("service", "request_body", "request_reader", "plot_maker"),
         "app": ("app",),
     },
     "ac_client": {
