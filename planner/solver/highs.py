@@ -32,6 +32,13 @@ import highspy
 import numpy as np
 import numpy.typing as npt
 import pulp
+from pulp.apis import _all_solvers
+
+# PuLP keeps the errors of solvers that it cannot load, and their tracebacks keep the frames of whoever
+# imported this module first: a training loop with its model, since packages load at first use.
+for _solver in _all_solvers:
+    if isinstance(_error := getattr(_solver, "err", None), BaseException):
+        _error.__traceback__ = None
 
 SEED = 20261121
 THREADS = 1  # the same number in the whole process, or HiGHS raises an error

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -459,3 +462,24 @@ def test_strict_raises_where_a_layer_is_left_out(budget_gb: float) -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
     model.head = head
     gradients(model)
+
+
+def test_a_model_that_loads_the_packages_at_first_use_is_freed() -> None:
+    """Libraries keep errors of their own imports, whose frames lead to the caller."""
+    script = """
+        import gc, weakref
+        import torch
+        import ac_client
+
+        def train():
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+            ac_client.apply(model, 1)
+            model(torch.randn(4, 8)).sum().backward()
+            return weakref.ref(model)
+
+        model = train()
+        gc.collect()
+        assert model() is None, gc.get_referrers(model())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

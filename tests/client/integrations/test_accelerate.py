@@ -135,7 +135,7 @@ os.environ.update(
     RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
     MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
 )
-sys.path.append(sys.argv[1] + "/integrations")
+sys.path.append(sys.argv[1] + "/client/integrations")
 from test_accelerate import Accelerator, BUDGET_GB, planned, prepared, state, train
 
 def digest(accelerator, model):
