@@ -118,7 +118,7 @@ def per_op(function: Callable[[Tensor], Tensor], rounds: int) -> dict[str, dict[
 def block_steps(rounds: int) -> dict[str, float]:
     """Return the time of a GPT-2 block's forward and backward, divided by the plain one's."""
     x = torch.randn(1, 256, 768, requires_grad=True)
-    block = build_model(Setting(layers=1, width=768, heads=12, vocabulary=8192, batch=1)).get_submodule(
+    block = build_model(Setting(layers=1, width=768, heads=12, vocabulary=8192)).get_submodule(
         "transformer.h.0"
     )
     planned = copy.deepcopy(block)
@@ -219,7 +219,7 @@ def main() -> int:
         ]
         print(f"\n{markdown_table([f'a tiny {name}', 'forward us', 'above plain', 'backward us'], rows)}")
     result["block"] = block_steps(options.rounds)
-    setting = Setting(layers=4, width=768, heads=12, vocabulary=8192, batch=1)
+    setting = Setting(layers=4, width=768, heads=12, vocabulary=8192)
     result["gpt2"] = gpt2_steps(setting, max(7, options.rounds // 2))
     for title, name in (("a GPT-2 block, width 768, 256 tokens", "block"), (setting.describe(), "gpt2")):
         rows = [[way, f"{ratio:.3f}"] for way, ratio in result[name].items()]

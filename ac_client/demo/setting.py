@@ -14,11 +14,11 @@ if TYPE_CHECKING:  # the parent process does not load torch
 class Setting:
     """Size of the model and its batch. The default fits three rows into a minute on two cores."""
 
-    layers: int = 6
-    width: int = 384
-    heads: int = 6
+    layers: int = 8
+    width: int = 512
+    heads: int = 8
     vocabulary: int = 2048
-    batch: int = 2
+    batch: int = 1
     tokens: int = 256
     dropout: float = 0.1
     seed: int = 0
