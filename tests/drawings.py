@@ -1,4 +1,4 @@
-"""Pictures to draw: a small step, a long one, and one of a model that wants to be code."""
+"""Profiles and timelines to draw: a small step, a long one, and one with names that try to be code."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def small(layers: int = 3) -> Profile:
     return graphs.gpt2(layers, batch=32, length=128, vocabulary=512)
 
 
-def chosen(profile: Profile) -> Plan:
-    """A plan that nobody has solved for: what activations and attention's dropout make is run again."""
+def recompute_activations(profile: Profile) -> Plan:
+    """Return a plan made by hand, which recomputes activations and attention's dropout."""
     saved_all = plan(profile, budget_gb=1000).policy()
-    again = ("mlp.act/", "attn.attn_dropout/")
+    recomputed = ("mlp.act/", "attn.attn_dropout/")
     return as_planned(
         saved_all.model_copy(
             update={
                 "budget_bytes": saved_all.predicted.peak_bytes,
                 "decisions": {
-                    key: "recompute" if any(part in key for part in again) else "save"
+                    key: "recompute" if any(part in key for part in recomputed) else "save"
                     for key in saved_all.decisions
                 },
             }
@@ -43,22 +43,22 @@ def chosen(profile: Profile) -> Plan:
     )
 
 
-def drawn(profile: Profile) -> Picture:
-    """The picture of `chosen`; what is "measured" is 1 % more than that."""
-    made = chosen(profile)
+def timeline_of(profile: Profile) -> Picture:
+    """Return the timeline of `recompute_activations`, with a measured step 1 % above the predicted one."""
+    made = recompute_activations(profile)
     graph = made.graph
     timeline = simulate(graph, made.save_set)
     clock = KernelTimes.of(graph, timeline)
     time_us, levels = [0.0], [timeline.instants[0].live_bytes]
     for i, us in zip(clock.events[:-1], clock.begin_us, strict=False):
         live = timeline.instants[i].live_bytes * 101 // 100
-        time_us += [max(us - 1e-3, 0.0), us + 1e-3]  # frees come before a kernel, allocations inside
+        time_us += [max(us - 1e-3, 0.0), us + 1e-3]  # frees precede a kernel, allocations are inside
         levels += [min(live, levels[-1]), live]
     return picture(made, MeasuredStep(tuple(time_us), tuple(levels), (), clock.end_us))
 
 
 def hostile() -> Profile:
-    """The small step with names that a page must not run."""
+    """Return the small step with names that a page must not run."""
     profile = small()
     modules = tuple(
         f"{HOSTILE[i % len(HOSTILE)]}.{i}.{name}" if i % 3 == 0 else name

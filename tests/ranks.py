@@ -1,4 +1,4 @@
-"""Scripts that run on several ranks: processes of their own that talk over gloo."""
+"""Run a script on several ranks: processes that communicate over gloo."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[4], rank=rank, world_size=world)
 """
 
-# Gloo's threads may still let go of a tensor when the interpreter is half gone, and then end the process
-# by SIGABRT (pytorch pull request 179291): the script's work is done, so it leaves without taking down.
+# Gloo's threads may release a tensor while the interpreter shuts down, which ends the process by SIGABRT
+# (pytorch pull request 179291). The script's work is done, so it exits without shutting down.
 _END = """
 dist.destroy_process_group()
 sys.stdout.flush()
@@ -32,17 +32,17 @@ os._exit(0)
 """
 
 
-def told_by_ranks(script: str, store: Path, world: int = 2, timeout: float = 120) -> list[str]:
-    """What each rank prints.
+def outputs_of_ranks(script: str, store: Path, world: int = 2, timeout: float = 120) -> list[str]:
+    """Return the output of each rank.
 
-    The script finds `rank`, `world`, torch and dist ready, and the folder tests and the root on its path.
+    The script can use `rank`, `world`, torch and dist, and import from tests and from the root.
 
     Args:
-        store: where the ranks meet; must not exist.
+        store: a file through which the ranks meet; must not exist.
         timeout: seconds for all of them.
 
     Raises:
-        AssertionError: a rank did not end well; with what it wrote to stderr.
+        AssertionError: a rank failed; has its stderr.
     """
     command = [sys.executable, "-W", "ignore", "-c", _BEGIN + script + _END, str(Path(__file__).parent)]
     with contextlib.ExitStack() as files:
@@ -73,7 +73,7 @@ _ENDED = -signal.SIGKILL  # by us
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> None:
-    """Until all have ended, or one has failed: then the others wait for it in vain."""
+    """Wait until all ranks ended, or one failed, since the others then wait for it forever."""
     until = time.monotonic() + timeout
     try:
         while any(rank.poll() is None for rank in ranks):

@@ -1,4 +1,4 @@
-"""The service on a thread of this process, and a Chromium to look at pages with."""
+"""Run the service on a thread of this process, and pages in Chromium."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import uvicorn
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: `apt-get install chromium`")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: `apt-get install chromium`")
 
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """Where `app` listens, on a free port."""
+    """Yield the address on which `app` listens, with a free port."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="on"))
     thread = Thread(target=server.run)
     thread.start()
@@ -35,7 +35,7 @@ def serving(app: Any) -> Iterator[str]:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser; skips where there is none to drive it."""
+    """Yield a browser; skip the test where none can be driven."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is in the extra `dev`")
     with playwright.sync_playwright() as driver:
         launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import TorchDynamoPlugin
-from ranks import told_by_ranks
+from ranks import outputs_of_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -162,6 +162,6 @@ print(*found)
 
 
 def test_two_ranks_train_to_the_weights_of_two_ranks_without(tmp_path: Path) -> None:
-    first, second = (said.split() for said in told_by_ranks(RANKS, tmp_path / "store"))
+    first, second = (said.split() for said in outputs_of_ranks(RANKS, tmp_path / "store"))
     assert first[-2:] == second[-2:]
     assert first[-1] == first[-2]

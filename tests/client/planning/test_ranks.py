@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import told_by_ranks
+from ranks import outputs_of_ranks
 from torch import nn
 
 import ac_client
@@ -32,7 +32,7 @@ from autoac.profiler import observe
 from autoac.profiler.static_memory import optimizer_state_nbytes, static_bytes
 
 CPU = torch.device("cpu")
-told = {}
+results = {}
 
 def batch(rows=8, length=32):
     return torch.randn(rows, length, 32, generator=torch.Generator().manual_seed(rank))
@@ -59,15 +59,17 @@ def same(a, b):
 """
 
 TOLD = """
-print(json.dumps(told))
+print(json.dumps(results))
 """
 
 
-Told = list[dict[str, Any]]
+Results = list[dict[str, Any]]
 
 
-def told(script: str, tmp_path: Path) -> Told:
-    return [json.loads(out) for out in told_by_ranks(COMMON + script + TOLD, tmp_path / "store", timeout=300)]
+def results_of(script: str, tmp_path: Path) -> Results:
+    return [
+        json.loads(out) for out in outputs_of_ranks(COMMON + script + TOLD, tmp_path / "store", timeout=300)
+    ]
 
 
 DDP = """
@@ -79,22 +81,23 @@ plain, planned = made(), made()
 budget = tight(planned, batch(rows=4 + 4 * rank))
 ac_client.apply(planned, budget / GIB)
 at = ac_client.applied(planned)
-told["equal"] = []
+results["equal"] = []
 for i in range(3):
     x = batch(rows=4 + 4 * rank)  # rank 1 has the larger batch
     plain.zero_grad(), planned.zero_grad()
     step(plain, x, i), step(planned, x, i)
-    told["equal"].append(same(gradients(plain), gradients(planned)))
+    results["equal"].append(same(gradients(plain), gradients(planned)))
     if i == 0:
-        told["policy"], told["shapes"] = at.policy.to_json(), [dict(b.shape) for b in at.policies.buckets]
-        told["recomputed"], told["evidence"] = at.report().recomputed, at.plan is not None
+        results["policy"] = at.policy.to_json()
+        results["shapes"] = [dict(b.shape) for b in at.policies.buckets]
+        results["recomputed"], results["evidence"] = at.report().recomputed, at.plan is not None
 
 # Rank 0 alone meets a new shape, in a step of its own and then in one with gradients that are there.
 for i, longer in enumerate([40, 48]):
     x = batch(rows=4, length=longer if rank == 0 else 32)
     step(plain, x, i), step(planned, x, i)
-    told["equal"].append(same(gradients(plain), gradients(planned)))
-told["buckets"], told["off_path"] = len(at.policies.buckets), at.report().off_path
+    results["equal"].append(same(gradients(plain), gradients(planned)))
+results["buckets"], results["off_path"] = len(at.policies.buckets), at.report().off_path
 
 # A step that runs out of memory is not run again: the other rank would not.
 if rank == 0:
@@ -103,11 +106,11 @@ if rank == 0:
     try:
         at.step(broken, retry_oom=True)
     except torch.OutOfMemoryError as error:
-        told["notes"] = error.__notes__
+        results["notes"] = error.__notes__
 """
 
 
-def test_ranks_get_the_policy_of_the_largest_batch_and_gradients_stay_equal(replicas: Told) -> None:
+def test_ranks_get_the_policy_of_the_largest_batch_and_gradients_stay_equal(replicas: Results) -> None:
     first, second = replicas
     assert first["policy"] == second["policy"]
     assert first["shapes"] == second["shapes"] == [{"0": "float32[8, 32, 32]"}]
@@ -150,26 +153,26 @@ def attempt(budget_gb, bad=False, **options):
         said.append("unplanned")
     return said
 
-told["budget"] = attempt(1e-4)
-told["one is too small"] = attempt(1e-4 if rank else 1.0)
-told["constraints"] = attempt(1.0, constraints=ac_client.Constraints(pin_save=("nothing",)))
-told["one fails"] = attempt(1.0, bad=rank == 1)
+results["budget"] = attempt(1e-4)
+results["one is too small"] = attempt(1e-4 if rank else 1.0)
+results["constraints"] = attempt(1.0, constraints=ac_client.Constraints(pin_save=("nothing",)))
+results["one fails"] = attempt(1.0, bad=rank == 1)
 
 # While one rank has a profiler on, all wait with planning.
 model = ac_client.apply(DistributedDataParallel(Transformer()), 1.0)
 at = ac_client.applied(model)
 with torch.profiler.profile() if rank == 0 else torch.enable_grad():
     step(model, batch(), 0)
-told["while profiling"] = at.policy is None
+results["while profiling"] = at.policy is None
 step(model, batch(), 1)
-told["after"] = at.policy is not None
+results["after"] = at.policy is not None
 
 # Each for itself: rank 1 never comes to the meeting.
 model = ac_client.apply(DistributedDataParallel(Transformer()), 1.0, group=None)
 if rank == 0:
     with model.no_sync():
         step(model, batch(), 0)
-told["alone"] = ac_client.applied(model).policy is not None
+results["alone"] = ac_client.applied(model).policy is not None
 
 # The rank that holds most beside the profile sets the bound.
 torch.manual_seed(0)
@@ -178,19 +181,19 @@ model.register_buffer("table", torch.zeros(50_000 * rank))
 ac_client.apply(model, 1.0, group=dist.group.WORLD)
 step(model, batch(), 0)
 predicted = ac_client.applied(model).policy.predicted
-told["predicted"] = [predicted.peak_bytes, predicted.static_bytes]
-told["static"] = static_bytes(model, (batch(),), {}, 0, CPU, accumulates=False).total
-told["static"] -= sum(p.grad.nbytes for p in model.parameters())
+results["predicted"] = [predicted.peak_bytes, predicted.static_bytes]
+results["static"] = static_bytes(model, (batch(),), {}, 0, CPU, accumulates=False).total
+results["static"] -= sum(p.grad.nbytes for p in model.parameters())
 """
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What two ranks of DistributedDataParallel tell, for several tests: starting them takes long."""
-    return told(DDP + FAILING, tmp_path_factory.mktemp("replicas"))
+    return results_of(DDP + FAILING, tmp_path_factory.mktemp("replicas"))
 
 
-def test_what_goes_wrong_on_one_rank_is_raised_on_all_in_the_same_words(replicas: Told) -> None:
+def test_what_goes_wrong_on_one_rank_is_raised_on_all_in_the_same_words(replicas: Results) -> None:
     first, second = replicas
     for case in ("budget", "one is too small", "constraints"):
         assert first[case] == second[case]
@@ -239,7 +242,7 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 for way in WAYS:
-    at = told[way] = {"equal": []}
+    at = results[way] = {"equal": []}
     plain, planned = made(way), made(way)
     of_plain, of_planned = adam(plain), adam(planned)
     x = batch(rows=32)
@@ -279,7 +282,7 @@ for way in WAYS:
         x = batch(rows=4, length=40 if rank == 0 else 32)
         step(plain, x, 4), step(planned, x, 4)
         at["equal"].append(same(gradients(plain), gradients(planned)))
-        told["buckets"] = len(ac_client.applied(planned).policies.buckets)
+        results["buckets"] = len(ac_client.applied(planned).policies.buckets)
 
 # No gradient is touched that is not reduced yet.
 model = made("default")
@@ -287,7 +290,7 @@ model.set_requires_gradient_sync(False)
 step(model, batch(), 0)
 ac_client.apply(model, 1.0)
 step(model, batch(), 1)
-told["waits"] = ac_client.applied(model).policy is None
+results["waits"] = ac_client.applied(model).policy is None
 model.set_requires_gradient_sync(True)
 step(model, batch(), 2)
 reference = made("default")
@@ -295,9 +298,9 @@ reference.set_requires_gradient_sync(False)
 step(reference, batch(), 0), step(reference, batch(), 1)
 reference.set_requires_gradient_sync(True)
 step(reference, batch(), 2)
-told["accumulated"] = same(gradients(reference), gradients(model))
+results["accumulated"] = same(gradients(reference), gradients(model))
 step(model, batch(), 3)
-told["planned later"] = ac_client.applied(model).policy is not None
+results["planned later"] = ac_client.applied(model).policy is not None
 
 # A region that recomputes everything stays inside of the units.
 model, reference = made("default"), made("default")
@@ -307,12 +310,12 @@ with ac_client.save_recompute_policy("recompute_all"):
 loss.backward()
 torch.manual_seed(rank)
 reference(batch()).backward()
-told["region"] = same(gradients(reference), gradients(model))
+results["region"] = same(gradients(reference), gradients(model))
 """
 
 
 def test_a_sharded_model_is_planned_within_its_units(tmp_path: Path) -> None:
-    first, second = told(FSDP, tmp_path)
+    first, second = results_of(FSDP, tmp_path)
     for way in ("default", "kept gathered", "bf16"):
         for at in (first[way], second[way]):
             assert at["equal"] == [True] * (6 if way == "default" else 5)

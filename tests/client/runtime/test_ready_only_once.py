@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ranks import told_by_ranks
+from ranks import outputs_of_ranks
 
 SCRIPT = """
 import json
@@ -55,7 +55,7 @@ print(json.dumps({
 
 
 def test_parameters_of_checkpoints_are_marked_ready_once_under_ddp(tmp_path: Path) -> None:
-    for out in told_by_ranks(SCRIPT, tmp_path / "store"):
+    for out in outputs_of_ranks(SCRIPT, tmp_path / "store"):
         results = json.loads(out)
         assert "Expected to mark a variable ready only once" in results["reentrant"]
         assert isinstance(results["plain"], list)

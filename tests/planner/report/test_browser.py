@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drawings import HOSTILE, drawn, hostile, small
+from drawings import HOSTILE, hostile, small, timeline_of
 from serving import chromium, needs_chromium
 
 from autoac.planner import Picture
@@ -51,7 +51,7 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def small_picture() -> Picture:
-    return drawn(small())
+    return timeline_of(small())
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_dark_and_light_follow_the_system_and_the_button(
 
 
 def test_hostile_names_are_shown_and_not_run(browser: Any, tmp_path: Path) -> None:
-    made = Opened(browser, drawn(hostile()), tmp_path)
+    made = Opened(browser, timeline_of(hostile()), tmp_path)
     try:
         assert made.page.evaluate("() => window.broken") is None
         assert made.text("model") == HOSTILE[0]
@@ -197,7 +197,7 @@ def test_hostile_names_are_shown_and_not_run(browser: Any, tmp_path: Path) -> No
 
 def test_a_long_step_is_drawn_whole(browser: Any, tmp_path: Path) -> None:
     """Draw thousands of events. docs/pictures.md notes the time; no test measures it."""
-    picture = drawn(small(80))
+    picture = timeline_of(small(80))
     assert len(picture.tracks[0].kind) > 4000
     made = Opened(browser, picture, tmp_path)
     try:

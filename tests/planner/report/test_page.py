@@ -9,7 +9,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from drawings import HOSTILE, drawn, hostile, small
+from drawings import HOSTILE, hostile, small, timeline_of
 
 from autoac.planner.report.page import embedded, fill, timeline_page
 
@@ -39,7 +39,7 @@ class Elements(HTMLParser):
 
 
 def test_the_page_is_one_file_that_asks_the_network_for_nothing() -> None:
-    page = timeline_page(drawn(small()).data())
+    page = timeline_page(timeline_of(small()).data())
     elements = Elements(page)
     for _, attributes in elements.tags:
         for name in ("src", "href"):
@@ -49,7 +49,7 @@ def test_the_page_is_one_file_that_asks_the_network_for_nothing() -> None:
 
 
 def test_only_its_own_scripts_and_styles_may_run() -> None:
-    elements = Elements(timeline_page(drawn(small()).data()))
+    elements = Elements(timeline_page(timeline_of(small()).data()))
     (policy,) = [
         attributes["content"]
         for attributes, _ in elements.of("meta")
@@ -66,9 +66,9 @@ def test_only_its_own_scripts_and_styles_may_run() -> None:
 
 
 def test_hostile_names_stay_names() -> None:
-    data = drawn(hostile()).data()
+    data = timeline_of(hostile()).data()
     page = timeline_page(data)
-    plain, elements = Elements(timeline_page(drawn(small()).data())), Elements(page)
+    plain, elements = Elements(timeline_page(timeline_of(small()).data())), Elements(page)
     assert [tag for tag, _ in elements.tags] == [tag for tag, _ in plain.tags]
     (found,) = [text for attributes, text in elements.of("script") if attributes.get("id") == "data"]
     assert json.loads(found) == json.loads(json.dumps(data))

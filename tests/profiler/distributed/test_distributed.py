@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import told_by_ranks
+from ranks import outputs_of_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -315,7 +315,7 @@ def test_plan_applied_before_fully_shard_is_refused() -> None:
 RANK = """
 from torch.nn.parallel import DistributedDataParallel
 from benchmarks.models.modules import ConvNet
-from ranks import told_by_ranks
+from ranks import outputs_of_ranks
 from autoac.profiler import profile
 
 torch.manual_seed(0)
@@ -331,8 +331,8 @@ print([round(p.grad.sum().item(), 4) for p in model.parameters()])
 
 
 def test_one_of_two_ranks_can_profile_without_the_other(tmp_path: Path) -> None:
-    told = told_by_ranks(RANK, tmp_path / "store")
-    assert told[0] == told[1] != ""
+    outputs = outputs_of_ranks(RANK, tmp_path / "store")
+    assert outputs[0] == outputs[1] != ""
 
 
 def test_buckets_count_for_a_module_around_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:
