@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoac.planner.errors import Holding
-from autoac.planner.memory.schedule import Compute, Free, Recompute
+from autoac.planner.memory.schedule import Compute, Free, OptimizerStep, Recompute
 from autoac.planner.memory.simulate import Timeline, simulate, waiting_bytes
 from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
 from autoac.planner.problem.save_sets import with_forced_saves
@@ -68,7 +68,7 @@ def beside(graph: Graph, timeline: Timeline, at: int) -> int:
             return graph.ops[op].workspace_bytes + graph.steps[step].extra_bytes_while_unpacking
         case Free():
             return 0  # between two kernels
-        case None:
+        case OptimizerStep():
             return graph.closing_bytes
         case event:
             return graph.steps[event.step].extra_bytes_peak
@@ -83,7 +83,7 @@ def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
         for life in lives(graph, save_set, timeline)
         if life.begin <= at < life.end
     ]
-    if graph.waiting_microbatches and timeline.peak.event is not None:
+    if graph.waiting_microbatches and not isinstance(timeline.peak.event, OptimizerStep):
         waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set)
         holdings.append(Holding(waiting, "other microbatches in flight", f"{graph.waiting_microbatches}"))
     holdings += [

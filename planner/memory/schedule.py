@@ -70,7 +70,12 @@ class Free:
     nbytes: int
 
 
-Event = Compute | Recompute | Backward | Free
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The optimizer updates the parameters; what Python still holds of forward is live."""
+
+
+Event = Compute | Recompute | Backward | Free | OptimizerStep
 
 
 def schedule(graph: Graph, save_set: SaveSet) -> Iterator[Event]:
@@ -139,6 +144,8 @@ class ForwardMemory:
             op = graph.versions[last].op
             packed = (dropped[v] for v in storage.versions if graph.versions[v].op in save_set)
             end = max([storage.released, op + 1, *packed] + ([until[last]] if op in save_set else []))
+            if storage.released >= graph.end:
+                end = graph.end + 1  # Python holds it during the optimizer's step
             found.frees_at.setdefault(end, []).append(last)
             for v, successor in zip(storage.versions, storage.versions[1:], strict=False):
                 written_at = graph.versions[successor].op
@@ -215,6 +222,8 @@ class _Replay:
                 if not graph.saved_tensors[h].unpacked:
                     yield from self._lose(graph.saved_tensors[h].version)
         yield from self._frees(graph.end)
+        yield OptimizerStep()
+        yield from self._frees(graph.end + 1)
 
     def _frees(self, moment: int) -> Iterator[Event]:
         for v in self.forward.frees_at.get(moment, ()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute, schedule
+from autoac.planner.memory.schedule import Backward, Compute, Event, Free, OptimizerStep, Recompute, schedule
 from autoac.planner.problem.graph import Graph, Moment, SaveSet
 
 
@@ -13,7 +13,7 @@ from autoac.planner.problem.graph import Graph, Moment, SaveSet
 class Instant:
     """The device at one event."""
 
-    event: Event | None  # None: optimizer.step()
+    event: Event
     live_bytes: int  # all that is live at the event, static bytes and the kernel's workspace included
     moment: Moment  # forward op or backward step
 
@@ -43,7 +43,7 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
         save_set: ops whose outputs are saved; ops that must be are added.
 
     Returns:
-        One instant for each event, in order, then one for the optimizer step.
+        One instant for each event, in order.
 
     Raises:
         UnknownOp: `save_set` names an op that `graph` does not have.
@@ -55,7 +55,7 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     return Timeline(tuple(Instant(*instant) for instant in _instants(graph, save_set)))
 
 
-def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event | None, int, Moment]]:
+def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event, int, Moment]]:
     """Yield (event, live bytes, moment), as in Instant."""
     n = len(graph.ops)
     beside = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
@@ -81,7 +81,10 @@ def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event | None, i
             case Backward(step):
                 moment = Moment(n + step)
                 yield event, live + graph.steps[step].extra_bytes_peak, moment
-    yield None, live - beside + graph.closing_bytes, graph.end
+            case OptimizerStep():
+                moment = graph.end
+                live -= beside
+                yield event, live + graph.closing_bytes, moment
 
 
 def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:

@@ -87,7 +87,7 @@ class AlignedStep:
 
 def align(graph: Graph, timeline: Timeline, clock: KernelTimes, step: MeasuredStep) -> AlignedStep:
     """Return `step` in the time of `timeline`. See NOTE [ Two clocks ]."""
-    kernels: list[Event] = [event for i in clock.events if (event := timeline.instants[i].event) is not None]
+    kernels: list[Event] = [timeline.instants[i].event for i in clock.events[:-1]]
     backward_at = next((i for i, ran in enumerate(step.ran) if ran.node), len(step.ran))
     first_back = next((k for k, event in enumerate(kernels) if not isinstance(event, Compute)), len(kernels))
     pairs = [

@@ -14,7 +14,7 @@ from typing import Any
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
 from autoac.planner.memory.lifetimes import beside, lives
-from autoac.planner.memory.schedule import Backward, Compute, Recompute, recompute_us
+from autoac.planner.memory.schedule import Backward, Compute, OptimizerStep, Recompute, recompute_us
 from autoac.planner.memory.simulate import simulate, waiting_bytes
 from autoac.planner.plan import Plan
 from autoac.planner.problem.graph import BackwardStep, Graph, SaveSet
@@ -231,7 +231,7 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table
             case Backward(step):
                 kinds.append(BACKWARD)
                 at.append(int(step))
-            case _:
+            case OptimizerStep():
                 kinds.append(OPTIMIZER)
                 at.append(-1)
     found = [
@@ -250,9 +250,7 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table
         begin_us=tuple(round(us, 2) for us in kernels.begin_us),
         live_bytes=tuple(instant.live_bytes for instant in instants),
         beside_bytes=tuple(beside(graph, timeline, i) for i in kernels.events),
-        waiting_bytes=tuple(waiting if instant.event is not None else 0 for instant in instants)
-        if waiting
-        else (),
+        waiting_bytes=(waiting,) * (len(instants) - 1) + (0,) if waiting else (),
         kind=tuple(kinds),
         at=tuple(at),
         lives=LiveIntervals(*columns),

@@ -60,7 +60,8 @@ def _floor(windows: Windows) -> tuple[int, int]:
             unpacked = [j for h in version.saved_tensors for j in graph.saved_tensors[h].unpacked[:1]]
             if unpacked:
                 hold(max(n + min(unpacked), free_until), n + windows.last_use[v] + 1, nbytes)
-    most, at, live = graph.static_bytes + graph.closing_bytes, end, graph.static_bytes
+    held = sum(storage.nbytes for storage in graph.storages if storage.released >= end)
+    most, at, live = graph.static_bytes + graph.closing_bytes + held, end, graph.static_bytes
     live += graph.waiting_microbatches * waiting
     for moment in range(end):
         live += change[moment]

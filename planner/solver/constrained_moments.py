@@ -68,7 +68,7 @@ def moments_over_budget(
     worst: dict[Moment, Instant] = {}
     for instant in timeline.instants:
         at = instant.moment
-        if instant.event is not None and (at not in worst or instant.live_bytes > worst[at].live_bytes):
+        if at < graph.end and (at not in worst or instant.live_bytes > worst[at].live_bytes):
             worst[at] = instant
     moments: dict[ConstrainedMoment, None] = {}
     for at, instant in sorted(worst.items(), key=lambda item: -item[1].live_bytes):

@@ -12,10 +12,12 @@ import torch
 from stepping import expected_log, scalar
 from torch import nn
 
+import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.runtime.cursor import Cursor, Route
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
+from autoac.planner import plan
 from autoac.planner.formats.policy import decisions
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
@@ -23,7 +25,7 @@ from autoac.planner.memory.simulate import peak_bytes, simulate
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
-from autoac.profiler import profile
+from autoac.profiler import observe, profile
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from benchmarks.models.modules import ConvNet, Gates, InPlace, Transformer, Views
 
@@ -106,6 +108,29 @@ def test_predicted_peak_equals_the_measured_peak(case: str, autocast: bool) -> N
         predicted = simulate(graph, save_set).peak.live_bytes
         assert log.events == expected_log(graph, save_set)
         assert peak == predicted
+
+
+def test_outputs_held_over_the_optimizer_step_are_in_the_predicted_peak() -> None:
+    def training() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+        # `maximize` takes the memory of a gradient, and its kernels allocate nothing besides.
+        return model, torch.optim.SGD(model.parameters(), maximize=True), torch.randn(4, 512)
+
+    model, optimizer, batch = training()
+    policy = plan(observe(model, (batch,), {}, optimizer=optimizer), budget_gb=1).policy()
+    with AllocatorTimeline() as timeline:
+        model, optimizer, batch = training()
+        ac_client.apply(model, policy=policy, optimizer=optimizer)
+        timeline.mark("steps")
+        for _ in range(2):
+            out = model(batch)
+            out.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del out
+    assert policy.predicted.peak_at == "optimizer step"
+    assert timeline.peak_since("steps") == policy.predicted.peak_bytes
 
 
 class Late(torch.autograd.Function):

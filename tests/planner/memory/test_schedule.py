@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autoac.planner import Profile, UnknownOp, build, plan, schedule, simulate
+from autoac.planner import Profile, UnknownOp, bounds, build, plan, schedule, simulate
 from autoac.planner.formats.profile import Ragged
 from autoac.planner.memory.lifetimes import live_at_peak
-from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us
+from autoac.planner.memory.schedule import Backward, Compute, Free, OptimizerStep, Recompute, recompute_us
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.problem.graph import Graph, chain
+from autoac.planner.problem.graph import Graph, SaveSet, chain
 from autoac.planner.problem.save_sets import (
     recomputed_by_backward,
     with_forced_saves,
@@ -227,13 +227,35 @@ def test_an_unknown_op_is_an_error_that_names_it() -> None:
         list(schedule(chain(1, 2), frozenset({7})))
 
 
+def assert_all_is_freed(graph: Graph, save_set: SaveSet) -> None:
+    """During the optimizer's step only what Python holds is live; after it, nothing of forward is."""
+    instants = simulate(graph, save_set).instants
+    (optimizer,) = (i for i in instants if isinstance(i.event, OptimizerStep))
+    held = sum(s.nbytes for s in graph.storages if s.released >= graph.end)
+    assert optimizer.live_bytes == graph.static_bytes + graph.closing_bytes + held
+    after = (i.event for i in instants[instants.index(optimizer) + 1 :])
+    assert held == sum(event.nbytes for event in after if isinstance(event, Free))
+    assert instants[-1] is optimizer or instants[-1].live_bytes == graph.static_bytes
+
+
+def test_outputs_that_python_holds_are_live_in_the_optimizer_step() -> None:
+    tape = graphs.Tape(static=100, gradients=1000)
+    (x,) = tape.op("x", [], 4)
+    (out,) = tape.op("out", [x], 8)
+    tape.released[tape.value_storage[out]] = 3  # the end: 2 ops, 1 step
+    tape.step("first", [tape.save(x)])
+    graph = build(tape.profile())
+    assert list(schedule(graph, graph.everything))[-3:] == [Free(x, 4), OptimizerStep(), Free(out, 8)]
+    assert peak_bytes(graph, frozenset({0, 1})) == 100 + 1000 + 8
+    assert bounds(graph).floor == 1108
+
+
 @quick
 @given(seeds)
 def test_live_bytes_return_to_what_they_were(seed: int) -> None:
     graph = random_graph(seed)
     for save_set in oracles.every_save_set(graph):
-        last = simulate(graph, save_set).instants[-1]
-        assert last.live_bytes == graph.static_bytes + graph.closing_bytes
+        assert_all_is_freed(graph, save_set)
 
 
 @quick
@@ -307,8 +329,7 @@ def test_recompute_time_is_that_of_every_run_and_all_goes_in_the_end(seed: int) 
         runs = [e.op for e in schedule(graph, save_set) if isinstance(e, Recompute)]
         assert recompute_us(graph, save_set) == sum(graph.ops[op].runtime_us for op in runs)
         assert recompute_us(graph, save_set) >= sum(op.runtime_us for op in graph.ops if op.id in runs)
-        last = simulate(graph, save_set).instants[-1]
-        assert last.live_bytes == graph.static_bytes + graph.closing_bytes
+        assert_all_is_freed(graph, save_set)
 
 
 def test_rule_g_what_is_unpacked_again_when_it_is_gone_runs_in_passing() -> None:
