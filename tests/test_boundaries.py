@@ -28,7 +28,7 @@ GROUP_OF_FILE = {
     },
     "profiler": {
         "base": ("errors",),
-        "static": ("static_memory", "arguments", "model_device"),
+        "static": ("static_memory", "model_device"),
         "entry": ("observe", "to_profile", "environment"),
     },
     "api": {
@@ -56,25 +56,24 @@ planner/plans:          base formats problem memory solver
 planner/pipeline:       base formats problem solver plans
 planner/report:         base formats problem memory solver plans
 planner:                plans pipeline report
-profiler/base:          planner/base
-profiler/torch_facts:   base planner/base planner/formats
-profiler/distributed:   base torch_facts planner/formats
+profiler/base:
+profiler/torch_facts:   base planner/formats
+profiler/distributed:   base torch_facts
 profiler/restore:       base torch_facts
-profiler/capture:       base torch_facts restore planner/base planner/formats
-profiler/timing:        base torch_facts restore capture
-profiler/static:        base torch_facts distributed restore timing planner/base planner/formats
-profiler/steps:         base torch_facts distributed restore capture timing static planner planner/base
-profiler/entry:         base torch_facts distributed restore capture timing static steps planner
-                        planner/base planner/formats
+profiler/timing:        torch_facts restore
+profiler/capture:       base torch_facts restore timing planner/base planner/formats
+profiler/static:        base torch_facts distributed timing planner/base planner/formats
+profiler/steps:         base torch_facts distributed restore timing capture planner/formats
+profiler/entry:         base torch_facts distributed timing capture static steps planner/base planner/formats
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats profiler/base
 ac_client/runtime:      base planner/formats profiler/torch_facts profiler/distributed
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
-                        profiler/distributed profiler/static profiler/capture
+                        profiler/distributed
 ac_client/service_client: planner/base planner/formats planner/problem planner/memory planner/plans
 ac_client/planning:     base service_client runtime measure planner planner/base planner/formats
                         planner/problem planner/memory profiler profiler/base profiler/torch_facts
-                        profiler/distributed profiler/static
+                        profiler/distributed profiler/restore profiler/static
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/distributed profiler/static
 ac_client:              base entry
@@ -124,18 +123,13 @@ SHARED_CLASS_NAMES = {"AutoACCallback"}
 # Exceptions that wait for their files to be rewritten: they only ever get fewer.
 KNOWN_ARROWS: dict[str, set[str]] = {
     "planner/formats/constraints.py": {"planner/problem"},
-    "profiler/capture/allocations.py": {"profiler/steps", "profiler/timing"},
-    "profiler/distributed/fsdp.py": {"profiler/capture"},
-    "profiler/restore/batch.py": {"profiler/steps"},
     "api/requests.py": {"planner/solver"},
     "api/solving/child_main.py": {"planner/solver"},
-    "ac_client/planning/forwards_in_flight.py": {"profiler/steps"},
-    "ac_client/planning/oom_retry.py": {"profiler/restore"},
 }
 KNOWN_LATE_IMPORTS = {
     "ac_client/integrations/transformers.py",
 }
-KNOWN_FILE_NAMES = {"arguments.py"}
+KNOWN_FILE_NAMES: set[str] = set()
 KNOWN_CLASS_NAMES: set[str] = set()
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.runtime.split_backward import current_split
-from autoac.profiler.steps.training_loop import roots_of
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.profiler.torch_facts.gradients import roots_of
 from autoac.profiler.torch_facts.storage_table import has_storage
 
 

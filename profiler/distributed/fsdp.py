@@ -26,16 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoac.planner.formats.profile import CROSSES
-from autoac.profiler.capture.op_recorder import ForwardRecord
 from autoac.profiler.errors import CannotProfile, ShardsInUse
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
 from autoac.profiler.torch_facts.inductor import opaque_region, recording_modes
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.private import tree_leaves
-
-FREED = "its FSDP unit is freed when backward asks for it"
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -218,7 +214,7 @@ class Shards:
         unsharded = (getattr(param, "_unsharded_param", None) for param in self._params)
         return [p for p in unsharded if p is not None and p.requires_grad]
 
-    def _unit_of(self, path: str) -> Any:
+    def unit_of(self, path: str) -> Any:
         """Return the innermost unit around the module at `path`; None if there is none."""
         while path not in self._states:
             if path == ROOT:
@@ -228,21 +224,8 @@ class Shards:
 
     def is_gathered(self, path: str) -> bool:
         """Return True if the parameters of the unit around `path` are gathered."""
-        state = self._unit_of(path)
+        state = self.unit_of(path)
         return state is None or all(group.is_unsharded for group in state._fsdp_param_groups)
-
-    def force_saves(self, record: ForwardRecord, freed: Set[int]) -> None:
-        """Have ops saved that another unit reads, and the ops in `freed`. See NOTE [ Units ]."""
-        if not self._states:
-            return
-        units = [self._unit_of(op.module) for op in record.ops]
-        for reader, op in enumerate(record.ops):
-            for version in op.reads:
-                writer = record.versions[version].op
-                if units[writer] is not units[reader]:
-                    record.ops[writer].force_save(CROSSES)
-        for writer in freed:
-            record.ops[writer].force_save(FREED)
 
 
 @contextmanager

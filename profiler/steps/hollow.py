@@ -50,6 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.capture.op_recorder import ForwardRecord, Recorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
@@ -59,7 +60,7 @@ from autoac.profiler.errors import CannotProfile, NothingToProfile
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.first_backward import free_workspaces, is_first_backward_special
-from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of, outputs_held, roots_of
+from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of, outputs_held
 from autoac.profiler.timing.cache import OpTime
 from autoac.profiler.timing.op_timer import (
     BETWEEN_OPS,
@@ -71,11 +72,13 @@ from autoac.profiler.timing.op_timer import (
     sample_forwards,
     timed_forward,
 )
-from autoac.profiler.torch_facts.gradients import gradient_of
+from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
 from autoac.profiler.torch_facts.inductor import watch_compiled
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.rng import generators_restored
+
+FREED = "its FSDP unit is freed when backward asks for it"
 
 KnownTimes = Callable[[Set[Hashable]], Mapping[Hashable, OpTime]]
 """Return the run times that need not be measured, among those of the given signatures."""
@@ -237,10 +240,22 @@ def _trace(
         )
     allocations.check_complete(model)
     _clear_gradients(step, shards)  # with them, a further forward would hold more than any step
-    shards.force_saves(recorder.record, saved.out_of_reach)
+    _force_saves_of_units(recorder.record, shards, saved.out_of_reach)
     recorder.generators.restore()
     workspaces = allocations.freed_between(end, after_free) if freed else ()
     return HollowStep(recorder.record, saved, allocations, allocations.times_ns, *backward, workspaces)
+
+
+def _force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: Set[int]) -> None:
+    """Have ops saved that FSDP keeps from running again. See NOTE [ Units ] in distributed/fsdp.py."""
+    units = [shards.unit_of(op.module) for op in record.ops]
+    for reader, op in enumerate(record.ops):
+        for version in op.reads:
+            writer = record.versions[version].op
+            if units[writer] is not units[reader]:
+                record.ops[writer].force_save(CROSSES)
+    for writer in out_of_reach:
+        record.ops[writer].force_save(FREED)
 
 
 def _time(

@@ -1,15 +1,14 @@
-"""Describe a training loop: how many forwards run before one backward, and where backward begins."""
+"""Describe a training loop: how many forwards run before one backward, and what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.private import tree_leaves
 
 Loss = Callable[[Any], Tensor]
 
@@ -36,16 +35,6 @@ def loss_of(loss: Loss, output: Any) -> Tensor:
     if not isinstance(root, Tensor):
         raise TypeError(f"loss must return the tensor to differentiate, got a {type(root).__name__}")
     return root
-
-
-def roots_of(output: Any) -> list[Tensor]:
-    """Return the tensors where backward begins: the output's `.loss` or `["loss"]`, else all of the
-    output."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.requires_grad:
-        return [loss]
-    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def outputs_held(output: Any, loop: Loop) -> Any:

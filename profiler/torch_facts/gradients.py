@@ -1,8 +1,23 @@
-"""Read and free the gradients of leaves."""
+"""Find where backward begins, and read and free the gradients of leaves."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
+
+from autoac.profiler.torch_facts.private import tree_leaves
+
+
+def roots_of(output: Any) -> list[Tensor]:
+    """Return the tensors where backward begins: the output's `.loss` or `["loss"]`, else all of the
+    output."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return [loss]
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
