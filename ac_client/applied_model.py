@@ -192,7 +192,7 @@ class Applied:
         """Return predicted and measured peak and step time so far, and what is live at the peak.
 
         Args:
-            html: also write a page there that draws memory over the step, in one file (docs/pictures.md).
+            html: also write a page there that draws memory over the step, in one file (docs/cli.md).
                 A step that was measured (`measure`) is drawn over the predicted one.
 
         Raises:

@@ -1,7 +1,7 @@
 """Define `checkpoint` and `checkpoint_sequential` with torch's signatures.
 
 Each call is a region under the policy "recompute_all". Backward runs recorded ops again, not the Python
-function. All differences from `torch.utils.checkpoint` follow from that; docs/checkpoint.md lists them.
+function. All differences from `torch.utils.checkpoint` follow from that; docs/semantics.md lists them.
 """
 
 from __future__ import annotations

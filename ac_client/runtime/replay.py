@@ -1,7 +1,7 @@
 """Run recorded ops again when autograd asks for a storage version in backward.
 
 The rules are c to g of NOTE [ Rules of the schedule ] in planner/memory/schedule.py; NOTE [ Uses ] in
-nodes.py says what a use is. docs/backwards.md lists the kinds of backward passes: several, partial, split,
+nodes.py says what a use is. docs/semantics.md lists the kinds of backward passes: several, partial, split,
 compiled.
 """
 

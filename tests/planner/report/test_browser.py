@@ -196,7 +196,7 @@ def test_hostile_names_are_shown_and_not_run(browser: Any, tmp_path: Path) -> No
 
 
 def test_a_long_step_is_drawn_whole(browser: Any, tmp_path: Path) -> None:
-    """Draw thousands of events. docs/pictures.md notes the time; no test measures it."""
+    """Draw thousands of events. docs/cli.md notes the time; no test measures it."""
     picture = timeline_of(small(80))
     assert len(picture.tracks[0].kind) > 4000
     made = Opened(browser, picture, tmp_path)
