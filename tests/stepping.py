@@ -22,6 +22,7 @@ from ac_client.runtime.nodes import Node, live_versions
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
 from autoac.planner import Graph, Policy, schedule
+from autoac.planner.formats.op_key import OpKey
 from autoac.planner.memory.schedule import Compute, Recompute
 from autoac.planner.problem.graph import SaveSet
 
@@ -108,8 +109,8 @@ def expected_log(graph: Graph, save_set: SaveSet) -> list[tuple[str, str]]:
     events: list[tuple[str, str]] = []
     for event in schedule(graph, save_set):
         if isinstance(event, Compute | Recompute):
-            _, _, name = graph.ops[event.op].name.rpartition("/")
-            events.append((type(event).__name__.lower(), name.partition("#")[0]))
+            op = OpKey.parse(graph.ops[event.op].name).op
+            events.append((type(event).__name__.lower(), op))
     return events
 
 

@@ -126,7 +126,7 @@ class MeasuredSteps:
         if plan is None:
             if profile is None:
                 raise RuntimeError(
-                    "the policy was given without its profile, which has the bytes: draw it with "
+                    "the policy was given without its profile, which has the sizes; draw the policy with "
                     "`autoac explain POLICY --profile PROFILE --html PAGE`"
                 )
             plan = as_planned(policy, profile)

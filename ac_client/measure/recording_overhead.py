@@ -32,7 +32,7 @@ def recording_us(repeats: int = REPEATS) -> float:
     """
     if active.region is not None:
         raise RuntimeError(
-            "recording must be measured outside of any region, got an open region: measure outside of forward"
+            "recording must be measured outside of regions, got an open region: measure outside of forward"
         )
     numbers = torch.ones(EVICTED_BY)
     target = torch.empty_like(numbers)

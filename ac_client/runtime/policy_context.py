@@ -57,10 +57,12 @@ class save_recompute_policy:
     def __enter__(self) -> None:
         if dynamo_is_active():
             raise RuntimeError(
-                f"save_recompute_policy was entered inside of torch.compile; {_OUT_OF_COMPILED}"
+                f"save_recompute_policy must not be entered inside of torch.compile: {_OUT_OF_COMPILED}"
             )
         if self._entered is not None:
-            raise RuntimeError("this save_recompute_policy is entered already: make one for each with-block")
+            raise RuntimeError(
+                "this save_recompute_policy is already entered: create one for each with-block"
+            )
         caller = sys._getframe(1)
         region = active.region
         if region is None:
@@ -78,7 +80,7 @@ class save_recompute_policy:
             # The region saves all that it sees, until a region opened on its own thread takes it over.
             raise RuntimeError(
                 "a region must be left on the thread that entered it, and after the dispatch modes and "
-                "saved-tensor hooks that were entered inside: leave it before handing over"
+                "saved-tensor hooks that were entered inside: leave the region before you pass it on"
             )
 
     def __del__(self) -> None:

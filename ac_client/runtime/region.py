@@ -138,8 +138,8 @@ class Region(RecordingMode):
         self.storages.close()
         if self._compiled_unseen and watch_compiled() and anything_compiled():
             raise RuntimeError(
-                "torch.compile was used for the first time in this process, and inside this region, which "
-                "could not see what the compiled part writes: run the step again, or compile before it"
+                "torch.compile was used inside this region for the first time in this process, so the region "
+                "did not see the writes of the compiled code: run the step again, or compile before it"
             )
 
     def push_policy(self, frame: PolicyFrame) -> None:
@@ -208,8 +208,9 @@ class Region(RecordingMode):
         if type(origin) is not StorageVersion:
             if decision is CheckpointPolicy.MUST_RECOMPUTE:
                 raise RuntimeError(
-                    f"a {tensor.dtype} {list(tensor.shape)} tagged must_recompute was saved when it was "
-                    "made, or made outside; run what makes it under save_recompute_policy(...) instead"
+                    "a tensor tagged must_recompute must be the output of a recomputed op, got a "
+                    f"{tensor.dtype} {list(tensor.shape)} that was saved when it was made, or made outside "
+                    "of the region. Run the op under save_recompute_policy(...) instead"
                 )
         elif decision in SAVES:
             forced_by = origin.node.forced_by

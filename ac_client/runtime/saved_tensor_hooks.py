@@ -86,5 +86,5 @@ def enter_saved_tensor_hooks(hooks: torch.autograd.graph.saved_tensors_hooks) ->
         raise RuntimeError(
             "a planned model or region needs saved-tensor hooks, which are disabled here, as inside of "
             "torch.func.grad, vjp, jacrev and hessian. Differentiate with torch.autograd.grad, or call "
-            f"ac_client.applied_model(model).remove() first. They were disabled with: {error}"
+            f"ac_client.applied(model).remove() first. They were disabled with: {error}"
         ) from error

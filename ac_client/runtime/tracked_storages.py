@@ -37,8 +37,8 @@ _STRIDED = torch.strided
 class TrackedStorages:
     """The origin of each storage that recorded ops of one region made or read.
 
-    Invariant: a storage without an entry was made outside of the recorded ops and read by none of them, or
-    its origin was dropped because an op that is not recorded wrote it.
+    Invariant: the origin of a storage describes its current contents, unless they were written unseen. A
+    storage without an origin counts as from outside and not read yet.
 
     Attributes:
         key: name of the attribute that holds a storage's origin.

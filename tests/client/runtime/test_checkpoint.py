@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 import ac_client
 from ac_client import PolicyConflict, checkpoint, checkpoint_sequential, save_recompute_policy
 from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.runtime import nested_policies
 from ac_client.runtime.policy_context import active
 from ac_client.runtime.replay import EventLog
 from benchmarks.models.modules import Block, ConvNet, InPlace, Recurrent, Routed, Transformer, Views
@@ -1105,9 +1106,7 @@ def test_backwards_of_one_group_recompute_once(x: Tensor, w: Tensor) -> None:
 
 @pytest.mark.parametrize("word", ["MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD"])
 def test_offload_saves_with_one_warning(x: Tensor, word: str) -> None:
-    from ac_client.runtime import nested_policies as policies
-
-    policies._warn_of_offload.cache_clear()
+    nested_policies._warn_of_offload.cache_clear()
 
     def offload(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy[word]

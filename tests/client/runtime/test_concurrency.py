@@ -304,7 +304,7 @@ def test_leaving_a_region_before_an_inner_mode_is_an_error_and_heals() -> None:
 
 def test_entering_one_policy_object_twice_is_an_error() -> None:
     one = save_recompute_policy("recompute_all")
-    with one, pytest.raises(RuntimeError, match="entered already"):
+    with one, pytest.raises(RuntimeError, match="already entered"):
         one.__enter__()
     with one:
         assert active.region is not None
