@@ -7,20 +7,28 @@ names, so that steps of tens of thousands of ops stay small.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
 from autoac.planner.memory.lifetimes import beside, lives
-from autoac.planner.memory.schedule import Backward, Compute, OptimizerStep, Recompute, recompute_us
+from autoac.planner.memory.schedule import Backward, Compute, Event, Recompute, recompute_us
 from autoac.planner.memory.simulate import simulate, waiting_bytes
 from autoac.planner.plan import Plan
 from autoac.planner.problem.graph import BackwardStep, Graph, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.report.align_measured import KernelTimes, MeasuredStep, align, thin_out
-from autoac.planner.report.by_module import Decision, OpDecision, by_module, fold_paths, op_decisions
+from autoac.planner.report.by_module import (
+    Decision,
+    ModuleRow,
+    OpDecision,
+    by_module,
+    fold_paths,
+    op_decisions,
+)
 from autoac.planner.solver.heuristics import every_block_recomputed
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
@@ -89,20 +97,7 @@ class Layer:
     kept_bytes: int
     recomputed_bytes: int
     recompute_us: float
-    modules: tuple[LayerModules, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerModules:
-    """Modules of a Layer that decide alike."""
-
-    name: str
-    modules: int
-    keeps: tuple[str, ...]
-    recomputes: tuple[str, ...]
-    kept_bytes: int
-    recomputed_bytes: int
-    recompute_us: float
+    modules: tuple[ModuleRow, ...]  # without their paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,22 +147,23 @@ def picture(
         notes: sentences for the reader.
     """
     graph, profile = plan.graph, plan.profile
-    names = _Table()
-    labels, reasons = _Table(), _Table()
-    ops = [(key.module, key.label) for key in (OpKey.parse(op.name) for op in graph.ops)]
+    modules: dict[str, int] = {}
+    labels: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    keys = [OpKey.parse(op.name) for op in graph.ops]
     op_names = Names(
-        tuple(names.at(module) for module, _ in ops), tuple(labels.at(label) for _, label in ops)
+        tuple(_position(modules, key.module) for key in keys),
+        tuple(_position(labels, key.label) for key in keys),
     )
-    steps = Names(
-        tuple(names.at(module) for module in _modules_of_steps(graph, [module for module, _ in ops])),
-        tuple(labels.at(step.name) for step in graph.steps),
+    step_names = Names(
+        tuple(_position(modules, m) for m in _modules_of_steps(graph, [key.module for key in keys])),
+        tuple(_position(labels, step.name) for step in graph.steps),
     )
     tracks = [_track("plan", "this plan", graph, plan.save_set, reasons)]
     drawn = {with_forced_saves(graph, plan.save_set)}
-    blocks = every_block_recomputed(graph)
     for id_, name, other in (
         ("plain", "nothing recomputed", graph.everything),
-        ("blocks", "every block recomputed", blocks),
+        ("blocks", "every block recomputed", every_block_recomputed(graph)),
     ):
         if other is not None and with_forced_saves(graph, other) not in drawn:
             drawn.add(with_forced_saves(graph, other))
@@ -196,11 +192,11 @@ def picture(
         step_us=plan.step_us,
         gap=plan.gap,
         static=tuple((name, nbytes) for name, nbytes in standing if nbytes),
-        modules=tuple(names),
+        modules=tuple(modules),
         labels=tuple(labels),
         reasons=tuple(reasons),
         ops=op_names,
-        steps=steps,
+        steps=step_names,
         tracks=tuple(tracks),
         layers=_layers(op_decisions(graph, plan.save_set)),
         measured=_measured(plan, measured) if measured is not None else None,
@@ -208,36 +204,17 @@ def picture(
     )
 
 
-def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table) -> Track:
+def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: dict[str, int]) -> Track:
     timeline = simulate(graph, save_set)
     kernels = KernelTimes.of(graph, timeline)
     instants = [timeline.instants[i] for i in kernels.events]
-    # A free takes no time: its memory is gone at the next event.
-    event_after, k = [], 0
-    for i in range(len(timeline.instants) + 1):
-        if k < len(kernels.events) and kernels.events[k] < i:
-            k += 1
-        event_after.append(k)
     waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
-    kinds, at = [], []
-    for instant in instants:
-        match instant.event:
-            case Compute(op):
-                kinds.append(FORWARD)
-                at.append(int(op))
-            case Recompute(op):
-                kinds.append(RECOMPUTE)
-                at.append(int(op))
-            case Backward(step):
-                kinds.append(BACKWARD)
-                at.append(int(step))
-            case OptimizerStep():
-                kinds.append(OPTIMIZER)
-                at.append(-1)
+    kinds, at = zip(*(_kind(instant.event) for instant in instants), strict=True)
+    # A free takes no time: its memory is gone at the next kernel.
     found = [
-        (int(graph.versions[life.value].op), life.nbytes, begin, end, reasons.at(life.why))
+        (int(graph.versions[life.value].op), life.nbytes, begin, end, _position(reasons, life.why))
         for life in lives(graph, save_set, timeline)
-        if (begin := event_after[life.begin]) < (end := event_after[life.end])
+        if (begin := bisect_left(kernels.events, life.begin)) < (end := bisect_left(kernels.events, life.end))
     ]
     columns = list(zip(*found, strict=True)) or [()] * 5
     peak = max(range(len(instants)), key=lambda e: instants[e].live_bytes)
@@ -251,10 +228,23 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: _Table
         live_bytes=tuple(instant.live_bytes for instant in instants),
         beside_bytes=tuple(beside(graph, timeline, i) for i in kernels.events),
         waiting_bytes=(waiting,) * (len(instants) - 1) + (0,) if waiting else (),
-        kind=tuple(kinds),
-        at=tuple(at),
+        kind=kinds,
+        at=at,
         lives=LiveIntervals(*columns),
     )
+
+
+def _kind(event: Event) -> tuple[int, int]:
+    """Return the kind of `event`, and which op or backward step it is; -1 for the optimizer."""
+    match event:
+        case Compute(op):
+            return FORWARD, int(op)
+        case Recompute(op):
+            return RECOMPUTE, int(op)
+        case Backward(step):
+            return BACKWARD, int(step)
+        case _:
+            return OPTIMIZER, -1
 
 
 def _measured(plan: Plan, step: MeasuredStep) -> MeasuredTrack:
@@ -335,18 +325,7 @@ def _layers(ops: Sequence[OpDecision]) -> tuple[Layer, ...]:
                 kept_bytes=sum(op.kept_bytes for op in of_all),
                 recomputed_bytes=sum(op.recomputed_bytes for op in of_all),
                 recompute_us=sum(op.runtime_us for op in of_all),
-                modules=tuple(
-                    LayerModules(
-                        row.name,
-                        len(row.modules),
-                        row.keeps,
-                        row.recomputes,
-                        row.kept_bytes,
-                        row.recomputed_bytes,
-                        row.recompute_us,
-                    )
-                    for row in by_module(of_all)
-                ),
+                modules=tuple(replace(row, modules=()) for row in by_module(of_all)),
             )
         )
     return tuple(rows)
@@ -361,15 +340,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-class _Table(list[str]):
-    """Distinct strings, by position."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._at: dict[str, int] = {}
-
-    def at(self, text: str) -> int:
-        if text not in self._at:
-            self._at[text] = len(self)
-            self.append(text)
-        return self._at[text]
+def _position(table: dict[str, int], text: str) -> int:
+    """Return the position of `text` in `table`, where it is added if it is new."""
+    return table.setdefault(text, len(table))

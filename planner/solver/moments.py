@@ -8,21 +8,21 @@ from autoac.planner.problem.graph import Moment
 from autoac.planner.solver.recompute_windows import Windows
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class DuringForward:
     """While forward runs `op`."""
 
     op: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class DuringStep:
     """While backward does the work of `step`, after its unpacks."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class DuringBurst:
     """While the unpack that leads to `state` runs `op` again."""
 
