@@ -54,7 +54,7 @@ Result = TypeVar("Result")
 
 
 class Applied:
-    """What `apply` did to one model. Get it by `ac_client.applied(model)`.
+    """The handle of a planned model. Get it by `ac_client.applied(model)`.
 
     Attributes:
         budget_bytes: of the device, for the whole step; None if a policy was given without a budget.
@@ -404,7 +404,7 @@ class Applied:
 
 
 def applied(model: nn.Module) -> Applied:
-    """Return what `apply` did to `model`.
+    """Return the handle of a model that `apply` has planned.
 
     Raises:
         NotApplied: the model is not planned.

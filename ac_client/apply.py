@@ -57,66 +57,67 @@ def apply(
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
-    Changes the model in place and returns it. The first training forward is profiled on its real batch,
-    planned, and already runs planned; a forward under `no_grad` is left alone, and so
-    is one in `eval()` unless optimizer steps show that it trains. A batch of a
-    shape that no earlier plan covers is planned when it is met.
+    Changes the model in place and returns it. The first training forward is profiled on its real batch and
+    planned, and already runs under its plan. A forward under `no_grad` is left alone, and so is a forward in
+    `eval()` unless optimizer steps show that it trains. A batch of a shape that no earlier plan covers is
+    planned in its first forward. Each phase logs one line at INFO on the logger "ac_client".
 
     Args:
-        model: as it will be trained. Must not checkpoint itself.
+        model: the model, as it will be trained. It must not checkpoint itself.
         budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
-            optimizer state included. May be left out if `policy` is given.
-        optimizer: counts its state, also before its first step.
-        policy: carry this out: a Policy, for every batch; a PolicySet, for the batches that it covers, and
-            for others too if there is no budget to plan them for; or the path of a file with either.
-        alias: carry out the policy that this name stands for in the service right now, such as
-            "llama-8b@h100/production"; as if it were given as `policy`.
-        service: URL of a planning service to ask. It is asked for a policy that it has, for this model,
-            shapes, device, budget and constraints, and gets the profile where it has none. Its key is the
-            environment's AUTOAC_TOKEN. With it away, the plan is made in this process.
-        require_service: raise ServiceUnavailable instead, where the service is away.
+            optimizer state included. Optional if `policy` is given.
+        optimizer: the optimizer that steps the model; its state counts, also before its first step.
+        policy: the policy to carry out: a Policy, for every batch; a PolicySet, for the batches that it
+            covers, and for others too if there is no budget to plan them for; or the path of a file with
+            either.
+        alias: name of a policy in the service, such as "llama-8b@h100/production". The policy that it stands
+            for now is used as if it were given as `policy`.
+        service: URL of a planning service. It returns a stored policy for this model, shapes, device, budget
+            and constraints, and gets the profile if it has none. Its key is the environment's AUTOAC_TOKEN.
+            If the service is away, the plan is made in this process.
+        require_service: raise ServiceUnavailable if the service is away.
         headroom_gb: left free below the budget, for fragmentation.
-        constraints: what must hold for the plan beside the budget: pins by module path or op, FSDP units, a
-            budget for forward, ... (docs/constraints.md).
-        strict: raise LeftThePath where the ops that run are not those of the policy, instead of saving
-            what is unknown; and ShapeNotPlanned for a batch that no plan covers, instead of planning it. The
-            first batch is always planned.
-        shapes: "bucket": one policy for each shape of batch that is met and not covered by an earlier
-            one (docs/shapes.md). "first": the first batch's policy carries out every batch.
+        constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
+            units, a budget for forward, ... (docs/constraints.md).
+        strict: raise LeftThePath if the ops that run are not those of the policy, instead of saving what is
+            unknown; and ShapeNotPlanned for a batch that no plan covers, instead of planning it. The first
+            batch is always planned.
+        shapes: "bucket": one policy for each shape of batch that no earlier policy covers (docs/shapes.md).
+            "first": every batch runs under the policy of the first one.
         group: the torch.distributed ProcessGroup whose ranks run each forward together: they meet in the
             first one, and get the same policy, which keeps the budget on each of them (docs/ranks.md).
             "auto": that of the model's DistributedDataParallel or `fully_shard`, and none for other models.
             None: each rank plans for itself.
-        loss: output of the model -> the scalar that backward starts from, where that is not computed in the
-            model's forward. It is called while a step is profiled, and the plan counts what it needs; nothing
-            of it is recomputed. With `forwards_in_flight` above 1 it takes a list of all outputs.
+        loss: function from the model's output to the scalar that backward starts from, if the model's forward
+            does not compute it. It is called while a step is profiled, and the plan counts what it needs;
+            nothing of it is recomputed. With `forwards_in_flight` above 1 it takes a list of all outputs.
         forwards_in_flight: training forwards that run before one backward (2 for a siamese or contrastive
-            loss, 4 for DPO). By default one; more are planned for once they are seen (docs/budget.md).
+            loss, 4 for DPO). By default one; more are planned for once they occur (docs/budget.md).
 
     Raises:
         TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
             `constraints` not Constraints, `group` not a group, `loss` not a function, or a switch not a bool.
-        InvalidBudget: budget or headroom is not a number of GiB, as one in bytes is not; or there is no
+        InvalidBudget: budget or headroom is not a number of GiB (one in bytes is refused); or there is no
             budget, and the policy set is empty.
-        ValueError: `shapes` or `group` is not one of its words; `service` is not a URL; `alias` cannot
+        ValueError: `shapes` or `group` is not one of its valid values; `service` is not a URL; `alias` cannot
             be a name, or comes with `policy`; or `alias` or `require_service` come without `service`.
         ServiceUnavailable: the service is away, and `require_service` was passed or there is no budget to
-            plan for. From `apply` for an alias, else from the first training forward, which leaves the
+            plan for. From `apply` for an alias, otherwise from the first training forward, which leaves the
             model as it was.
-        ServiceRefused: the service said no: a wrong key, no such alias.
+        ServiceRefused: the service refused the request: a wrong key, no such alias.
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
-        MalformedPolicy: `policy` is the path of a file that holds none.
+        MalformedPolicy: `policy` is the path of a file without a policy.
         CheckpointingActive: the model checkpoints itself.
         CompiledModel: torch.compile was called on the whole model. Blocks that were compiled before are fine;
-            nothing inside of them is recomputed.
-        CannotProfile: the model lies on several devices, or partly on the CPU. Else from a training forward:
-            it runs inside of torch.compile or is traced, or for one of the reasons in docs/profiling.md.
+            nothing inside them is recomputed.
+        CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
+            model runs inside torch.compile or is traced, or for one of the reasons in docs/profiling.md.
         InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the first
             training forward, which leaves the model as it was; from `apply` if a policy is given as well.
-        InfeasibleBudget: no plan fits. From `apply` where a policy is given, else from the first
-            training forward, which leaves the model as it was.
-        SolverOutOfTime: no plan was found with the work that the planner may do, and none was ruled out; says
-            the smallest budget for which it found one. From the first training forward, as above.
+        InfeasibleBudget: no plan fits. From `apply` if a policy is given, otherwise from the first training
+            forward, which leaves the model as it was.
+        SolverOutOfTime: the planner used up its work limit and neither found a plan nor ruled one out. The
+            error names the smallest budget for which it found one. From the first training forward, as above.
     """
     check_model(model)
     check_optimizer(optimizer, model)
@@ -166,7 +167,7 @@ def _read(policy: Policy | PolicySet | str | os.PathLike[str] | None) -> Policy 
 
 
 def _named(service: str, alias: str, *, required: bool) -> Policy | None:
-    """What the alias stands for; None where the service is away and a plan can be made without it."""
+    """Return the policy that `alias` stands for; None if the service is away and not required."""
     try:
         return named_policy(service, alias)
     except ServiceUnavailable as error:

@@ -23,9 +23,9 @@ log = logging.getLogger("ac_client")
 
 
 def check_model(model: Any) -> None:
-    """Raise TypeError if `model` is not a module."""
+    """Raise TypeError if `model` is not an nn.Module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"apply plans an nn.Module, got {type(model).__name__}")
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
 
 
 def check_not_compiled(model: nn.Module, how: str = "compile its blocks instead") -> None:
@@ -78,31 +78,31 @@ def check_unplanned(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise TypeError if `optimizer` is not one; warn if it steps none of `model`'s parameters."""
+    """Raise TypeError if `optimizer` is not an optimizer; warn if it steps no parameter of `model`."""
     if optimizer is None:
         return
-    is_one = hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")
-    if isinstance(optimizer, type) or not is_one:
+    is_optimizer = hasattr(optimizer, "state") and hasattr(optimizer, "param_groups")
+    if isinstance(optimizer, type) or not is_optimizer:
         raise TypeError(
-            f"optimizer must be the torch.optim.Optimizer that steps this model, got {named(optimizer)}; of "
-            "several, pass one and leave headroom_gb for the state of the others"
+            f"optimizer must be the torch.optim.Optimizer that steps this model, got {described(optimizer)}; "
+            "if there are several, pass one and leave headroom_gb for the state of the others"
         )
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     own = set(map(id, model.parameters()))
     if stepped and not any(id(p) in own for p in stepped):
         log.warning(
-            "optimizer steps %d parameters, and none of them is one of this %s's: its state is counted all "
-            "the same; pass the optimizer that was made of model.parameters()",
+            "optimizer steps %d parameters, and none of them belongs to this %s: its state is counted "
+            "anyway; pass the optimizer that was made from model.parameters()",
             len(stepped),
             type(model).__name__,
         )
 
 
 def check_budget(budget_gb: Any, headroom_gb: Any, model: nn.Module) -> tuple[int | None, int]:
-    """Return budget and headroom in bytes; warn about a budget that `model`'s GPU does not have.
+    """Return budget and headroom in bytes; warn if `model`'s GPU has less memory than the budget.
 
     Raises:
-        InvalidBudget: one of the two is not a number of GiB, or nothing is left of the budget.
+        InvalidBudget: budget or headroom is not a number of GiB, or the headroom uses up the budget.
     """
     headroom = headroom_in_bytes(headroom_gb)
     if budget_gb is None:
@@ -112,30 +112,32 @@ def check_budget(budget_gb: Any, headroom_gb: Any, model: nn.Module) -> tuple[in
         raise InvalidBudget(f"headroom_gb must be below budget_gb={budget_gb!r}, got {headroom_gb!r}")
     device = device_of(model)
     if device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
-        if budget > there:
+        total = torch.cuda.get_device_properties(device).total_memory
+        if budget > total:
             log.warning(
                 "budget_gb=%r is more than the %s that %s has, so the plan may not fit; budget_gb is in GiB",
                 budget_gb,
-                format_bytes(there),
+                format_bytes(total),
                 device,
             )
     return budget, headroom
 
 
 def check_source(budget_gb: Any, policy: Any, alias: Any, service: Any, *, require_service: bool) -> None:
-    """Check where the policy is to come from: a budget, a policy, or a service.
+    """Check the sources of the policy: a budget, a policy, or a service.
 
     Raises:
         TypeError: `policy` is not a policy, a policy set or a path.
-        ValueError: `service` is not a URL; or arguments exclude or need each other.
+        ValueError: `service` is not a URL, or two arguments exclude or need each other.
         InvalidBudget: there is neither a budget nor a policy.
     """
     if policy is not None and not isinstance(policy, (Policy, PolicySet, str, os.PathLike)):
-        raise TypeError(f"policy must be a Policy, a PolicySet or the path of a file, got {named(policy)}")
+        raise TypeError(
+            f"policy must be a Policy, a PolicySet or the path of a file, got {described(policy)}"
+        )
     if service is None and (alias is not None or require_service):
-        what = "alias" if alias is not None else "require_service"
-        raise ValueError(f"{what} means something only with a service: pass service=URL")
+        argument = "alias" if alias is not None else "require_service"
+        raise ValueError(f"{argument} needs a service: pass service=URL")
     if service is not None:
         policies_url(service)  # raises
     if alias is not None and policy is not None:
@@ -145,21 +147,21 @@ def check_source(budget_gb: Any, policy: Any, alias: Any, service: Any, *, requi
 
 
 def check_constraints(constraints: Any, *, planned: bool) -> None:
-    """Check constraints, which only go with a budget to plan for.
+    """Check constraints, which need a budget to plan for.
 
     Args:
-        constraints: as of `apply`.
-        planned: a policy was given.
+        constraints: as passed to `apply`.
+        planned: True if a policy was given.
 
     Raises:
-        TypeError: they are not Constraints.
+        TypeError: `constraints` is not a Constraints.
         InvalidConstraints: a policy was given.
     """
     if constraints is None:
         return
     if not isinstance(constraints, Constraints):
         raise TypeError(
-            f"constraints must be ac_client.Constraints(pin_save=..., ...), got {named(constraints)}"
+            f"constraints must be ac_client.Constraints(pin_save=..., ...), got {described(constraints)}"
         )
     if planned:
         raise InvalidConstraints(
@@ -168,11 +170,11 @@ def check_constraints(constraints: Any, *, planned: bool) -> None:
 
 
 def check_switches(*, strict: Any, require_service: Any, shapes: Any, group: Any) -> None:
-    """Check the arguments that are one of a few.
+    """Check the arguments that have only a few valid values.
 
     Raises:
         TypeError: `strict` or `require_service` is not a bool, or `group` is not a ProcessGroup.
-        ValueError: `shapes` or `group` is another word than those that mean something.
+        ValueError: `shapes` or `group` is a string other than the valid ones.
     """
     for name, switch in (("strict", strict), ("require_service", require_service)):
         if not isinstance(switch, bool):
@@ -183,18 +185,18 @@ def check_switches(*, strict: Any, require_service: Any, shapes: Any, group: Any
         if group != AUTO:
             raise ValueError(f'group must be "auto", a ProcessGroup or None, got {group!r}')
     elif group is not None and not _is_process_group(group):
-        raise TypeError(f'group must be "auto", a ProcessGroup or None, got {named(group)}')
+        raise TypeError(f'group must be "auto", a ProcessGroup or None, got {described(group)}')
 
 
 def check_loop(loss: Any, forwards_in_flight: Any) -> None:
-    """Check what is known of the training loop.
+    """Check the arguments that describe the training loop.
 
     Raises:
         TypeError: `loss` is not a function, or `forwards_in_flight` not an integer.
         ValueError: `forwards_in_flight` is below 1.
     """
     if loss is not None and not callable(loss):
-        raise TypeError(f"loss must be a function from the model's output to a scalar, got {named(loss)}")
+        raise TypeError(f"loss must be a function from the model's output to a scalar, got {described(loss)}")
     if forwards_in_flight is None:
         return
     if isinstance(forwards_in_flight, bool) or not isinstance(forwards_in_flight, int):
@@ -207,8 +209,8 @@ def _is_process_group(group: Any) -> bool:
     return torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup)
 
 
-def named(value: Any) -> str:
-    """Return what an error calls a value of the wrong type: short, and with its type."""
+def described(value: Any) -> str:
+    """Return a short description of a value of the wrong type, for an error."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return type(value).__name__

@@ -1,4 +1,4 @@
-"""What can go wrong in the client.
+"""Errors of the client.
 
     ApplyError (ValueError)
     +-- AlreadyApplied         the model, a part of it, or what it is part of, is planned already
@@ -9,8 +9,9 @@
     RankFailed (RuntimeError)  another rank could not be profiled or planned
     CommandError               a command of `autoac` cannot go on
 
-Further: InvalidBudget and InfeasibleBudget of the planner, PolicyConflict of
-runtime/nested_policies.py, LeftThePath of runtime/cursor.py, StaleError of runtime/write_guard.py.
+Also raised: InvalidBudget and InfeasibleBudget of the planner, RemoteError of service_client/,
+PolicyConflict of runtime/nested_policies.py, LeftThePath of runtime/cursor.py (strict mode), StaleError of
+runtime/write_guard.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autoac.profiler.errors import PinConflict as PinConflict
 
 
 class ApplyError(ValueError):
-    """`apply` cannot do what was asked, and has changed nothing."""
+    """The model or an argument cannot be used; nothing was changed."""
 
 
 class AlreadyApplied(ApplyError):
@@ -39,19 +40,19 @@ class AlreadyApplied(ApplyError):
 
 
 class CheckpointingActive(ApplyError):
-    """The model checkpoints itself, which would recompute under the plan's feet."""
+    """The model checkpoints itself, so the plan would not decide what is recomputed."""
 
     def __init__(self, where: str, how: str) -> None:
         super().__init__(f"{where} has gradient checkpointing switched on; do {how} before ac_client.apply")
 
 
 class CompiledModel(ApplyError):
-    """The whole model is compiled: then it is one op to a plan, with nothing to recompute."""
+    """The whole model is compiled, so it is a single op with nothing to recompute."""
 
     def __init__(self, where: str, how: str) -> None:
         self.where, self.how = where, how
         super().__init__(
-            f"{where} compiles the whole model, and what compiled code saves is for the compiler to choose: "
+            f"{where} compiles the whole model, and the compiler chooses what compiled code saves: "
             f"{how}, or set torch._functorch.config.activation_memory_budget and leave ac_client out"
         )
 
@@ -60,19 +61,19 @@ class CompiledModel(ApplyError):
 
 
 class NotApplied(LookupError):
-    """`applied(model)` of a model that is not planned."""
+    """`applied(model)` was called on a model that is not planned."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"this {model} is not planned; call ac_client.apply(model, budget_gb=...) first")
 
 
 class ShapeNotPlanned(LookupError):
-    """Strict mode: no bucket covers the batch. Nothing was computed.
+    """No bucket covers the batch, in strict mode. Nothing was computed.
 
     Args:
         shape: of the batch.
-        planned: the buckets' shapes.
-        budgeted: whether there is a budget to plan for.
+        planned: shapes of the buckets.
+        budgeted: True if there is a budget to plan for.
     """
 
     def __init__(self, shape: Shape, planned: Sequence[Shape], budgeted: bool = True) -> None:
@@ -80,10 +81,10 @@ class ShapeNotPlanned(LookupError):
         self.budgeted = budgeted
         advice = (
             "Call ac_client.applied(model).plan_for(...) with such a batch, or pass strict=False to have it "
-            "planned when it is met"
+            "planned in the forward"
             if budgeted
-            else "Pass budget_gb beside the policies and call ac_client.applied(model).plan_for(...) with "
-            "such a batch, or pass strict=False to have it run under the largest"
+            else "Pass budget_gb as well as the policies and call ac_client.applied(model).plan_for(...) "
+            "with such a batch, or pass strict=False to have it run under the largest"
         )
         super().__init__(
             f"no plan covers a batch of {shape_in_words(shape)}; planned are "
@@ -95,7 +96,7 @@ class ShapeNotPlanned(LookupError):
 
 
 class RankFailed(RuntimeError):
-    """Another rank could not be profiled or planned, for a reason that is none of the planner's own."""
+    """Another rank could not be profiled or planned because of an unexpected error."""
 
     def __init__(self, rank: int, kind: str, words: str) -> None:
         self.rank, self.kind, self.words = rank, kind, words

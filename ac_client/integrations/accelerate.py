@@ -1,4 +1,4 @@
-"""A loop under accelerate: prepare first, then plan what is inside of what was prepared.
+"""Plan a model in a loop under accelerate: prepare it first, then plan the model inside.
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     with planned(accelerator, model, budget_gb=40, optimizer=optimizer) as at:
@@ -7,8 +7,8 @@
                 ...
                 accelerator.log(at.report().metrics(), step=step)
 
-Preparing puts autocast around the forward, the model on its device and DistributedDataParallel around it;
-a plan is for what then runs.
+Preparing wraps the forward in autocast and the model in DistributedDataParallel, and moves it to its device;
+the plan is for the step that then runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
         raise
     raise MissingLibrary("accelerate", "accelerate") from None
 
-_BY_HAND = (
+_COMPILE_BLOCKS = (
     "switch dynamo off in accelerate and compile the blocks yourself before prepare, "
     "for block in model.layers: block.compile()"
 )
@@ -48,19 +48,19 @@ def planned(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Unpack[Options],
 ) -> Iterator[Applied]:
-    """`ac_client.apply` for a with-block, on a prepared model: however that ends, it is left as it was.
+    """Apply a budget to a prepared model for a with-block, and remove it however the block ends.
 
     Args:
-        model: what `accelerator.prepare` gave.
-        optimizer: the prepared one or the one inside.
+        model: the result of `accelerator.prepare`.
+        optimizer: the prepared optimizer or the one inside it.
         budget_gb, options: as for `ac_client.apply`.
 
     Yields:
-        What was applied to the model inside. Its report can be read after the block too.
+        The `Applied` of the model inside. Its report can be read after the block too.
 
     Raises:
-        CompiledModel: accelerate compiles it.
-        What `ac_client.apply` raises.
+        CompiledModel: accelerate compiles the model.
+        ValueError, TypeError: as `ac_client.apply`.
     """
     check_not_compiled_by_accelerate("accelerate")
     inner = accelerator.unwrap_model(model)
@@ -70,14 +70,17 @@ def planned(
 
 
 def check_not_compiled_by_accelerate(where: str) -> None:
-    """Refuse if accelerate was told, by whatever means, to compile what it prepares.
+    """Refuse to plan if accelerate is configured to compile what it prepares.
+
+    Args:
+        where: what the error names as the cause.
 
     Raises:
-        CompiledModel.
+        CompiledModel: accelerate compiles.
     """
     from accelerate.state import AcceleratorState
     from accelerate.utils import DynamoBackend
 
     state = AcceleratorState()
     if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise CompiledModel(where, _BY_HAND)
+        raise CompiledModel(where, _COMPILE_BLOCKS)

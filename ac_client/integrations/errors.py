@@ -1,15 +1,15 @@
-"""What an integration refuses.
+"""Errors of the integrations.
 
     MissingLibrary (ModuleNotFoundError)   the library is not installed
 
-and ApplyError itself, where a training cannot be planned for another reason.
+An integration also raises ApplyError if a training cannot be planned for another reason.
 """
 
 from __future__ import annotations
 
 
 class MissingLibrary(ModuleNotFoundError):
-    """The library that an integration is for is not installed."""
+    """The library of an integration is not installed."""
 
     def __init__(self, name: str, install: str) -> None:
         self.install = install

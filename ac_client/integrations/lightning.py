@@ -1,13 +1,13 @@
-"""Lightning's Trainer: a callback that plans `training_step`, or one module that it calls.
+"""Plan the `training_step` of Lightning's Trainer, or one module that it calls, by a callback.
 
     trainer = L.Trainer(..., callbacks=[AutoACCallback(budget_gb=40)])
     trainer.fit(model)
 
-NOTE [ The step as a module ] A plan is carried out around the call of a module, and Lightning calls the
-method `training_step` instead. So for the time of `fit` that method leads to the call of a module whose
-forward it is: then the loss, made outside of any module, is planned too. What the step logs is noted and
-logged right after it. A step that is only profiled runs several times: what that logs is dropped, and the
-profiler puts back what metrics count.
+NOTE [ The step as a module ] A plan is carried out around the call of a module, but Lightning calls the
+method `training_step`. So during `fit` that method calls a module whose forward is the original method: then
+the loss, computed outside of any module, is planned too. Log calls of the step are collected and made right
+after it. A step that is only profiled runs several times: its log calls are dropped, and the profiler puts
+the state of metrics back.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ else:
 
 log = logging.getLogger("ac_client")
 
-_NOTED = ("log", "log_dict")
+_LOG_METHODS = ("log", "log_dict")
 
 
 class AutoACCallback(Callback):
-    """Plans the training steps of one `fit`.
+    """Plan the training steps of one `fit`.
 
-    Applied when training starts, after the sanity check and after a checkpoint was loaded; taken off when
-    it ends or raises. The report's `metrics()` go to the module's loggers with everything else.
+    The budget is applied when training starts, after the sanity check and after a checkpoint was loaded, and
+    removed when training ends or raises. The report's `metrics()` go to the module's loggers.
 
     Args:
         budget_gb, options: as for `ac_client.apply`.
         module: path of the module to plan instead of the whole `training_step`, such as "model". For manual
-            optimization, where a step contains its backward, one has to be named.
+            optimization, where a step contains its backward, it is required.
         measure: measure the peak of the third step by the allocator's own record. On CUDA, where the
-            allocator counts by itself, this is not needed, and resets its counter.
+            allocator counts by itself, this is unnecessary, and resets its counter.
 
     Raises:
-        ApplyError, CompiledModel: from `fit`.
+        ApplyError, CompiledModel: from `fit`, if the step cannot be planned.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class AutoACCallback(Callback):
 
     @property
     def applied(self) -> Applied:
-        """What was applied to the module that is being trained.
+        """The `Applied` of the module in training.
 
         Raises:
             NotApplied: no training is running.
@@ -96,7 +96,7 @@ class AutoACCallback(Callback):
 
     @property
     def report(self) -> Report | None:
-        """Of the training that is running, or of the last one; None before the first."""
+        """The report of the running training, or of the last one; None before the first."""
         return self._session.at.report() if self._session is not None else self._report
 
     def remove(self) -> None:
@@ -147,7 +147,7 @@ class AutoACCallback(Callback):
         self.remove()
 
     def _planned(self, trainer: Trainer, pl_module: LightningModule) -> Session:
-        """See NOTE [ The step as a module ]."""
+        """Plan the named module, or the step as a module: NOTE [ The step as a module ]."""
         if self._module is not None:
             try:
                 model = pl_module.get_submodule(self._module)
@@ -167,7 +167,7 @@ class AutoACCallback(Callback):
         check_not_compiled(pl_module, "pass it to fit uncompiled")
         step = TrainingStep(pl_module)
         session = self._session_of(step, trainer)
-        self._undo = step.take_the_place_of_the_method()
+        self._undo = step.replace_method()
         return session
 
     def _session_of(self, model: nn.Module, trainer: Trainer) -> Session:
@@ -185,8 +185,8 @@ class TrainingStep(nn.Module):
         self._method = module.training_step
         self._logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
-    def take_the_place_of_the_method(self) -> Callable[[], None]:
-        """Have `module.training_step` call this module. Returns what undoes it."""
+    def replace_method(self) -> Callable[[], None]:
+        """Have `module.training_step` call this module, and return a function that undoes it."""
         module, attributes = self.module, vars(self.module)
         before = attributes.get("training_step")
 
@@ -210,7 +210,7 @@ class TrainingStep(nn.Module):
         return undo
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _noted(self.module) as logged:
+        with _collected(self.module) as logged:
             out = self._method(*args, **kwargs)
         if not applied(self).planning:
             self._logged = logged
@@ -218,22 +218,22 @@ class TrainingStep(nn.Module):
 
 
 @contextmanager
-def _noted(module: nn.Module) -> Iterator[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
-    """What `module` logs in the block: the calls are made after it, where their ops are no part of a plan."""
+def _collected(module: nn.Module) -> Iterator[list[tuple[str, tuple[Any, ...], dict[str, Any]]]]:
+    """Collect the log calls of `module` in the block, to make them after it, outside of the plan."""
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
     attributes = vars(module)
-    kept = {name: attributes[name] for name in _NOTED if name in attributes}
-    for name in _NOTED:
-        attributes[name] = functools.partial(_note, logged, name)
+    kept = {name: attributes[name] for name in _LOG_METHODS if name in attributes}
+    for name in _LOG_METHODS:
+        attributes[name] = functools.partial(_collect, logged, name)
     try:
         yield logged
     finally:
-        for name in _NOTED:
+        for name in _LOG_METHODS:
             del attributes[name]
         attributes.update(kept)
 
 
-def _note(
+def _collect(
     logged: list[tuple[str, tuple[Any, ...], dict[str, Any]]], name: str, /, *args: Any, **kwargs: Any
 ) -> None:
     logged.append((name, args, kwargs))
@@ -244,7 +244,7 @@ def _children(module: nn.Module) -> str:
 
 
 def _optimizer_of(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer | None:
-    """The one with most of the model's parameters, in bytes; None if none has any."""
+    """Return the optimizer with most of the model's parameter bytes; None if no optimizer has any."""
     mine = {id(parameter) for parameter in model.parameters()}
 
     def share(optimizer: torch.optim.Optimizer) -> int:

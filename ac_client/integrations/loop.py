@@ -1,4 +1,4 @@
-"""A plain loop: the model is planned for as long as a with-block runs.
+"""Plan a model in a plain loop, for as long as a with-block runs.
 
 with planned(model, budget_gb=40, optimizer=optimizer) as at:
     for batch in loader:
@@ -27,16 +27,16 @@ def planned(
     optimizer: torch.optim.Optimizer | None = None,
     **options: Unpack[Options],
 ) -> Iterator[Applied]:
-    """`ac_client.apply` for a with-block: however that ends, the model is left as it was.
+    """Apply a budget for a with-block, and remove it however the block ends.
 
     Args:
         model, budget_gb, optimizer, options: as for `ac_client.apply`.
 
     Yields:
-        What `ac_client.applied(model)` gives. Its report can be read after the block too.
+        The model's `Applied`. Its report can be read after the block too.
 
     Raises:
-        What `ac_client.apply` raises.
+        ValueError, TypeError: as `ac_client.apply`.
     """
     apply(model, budget_gb, optimizer=optimizer, **options)
     at = applied(model)

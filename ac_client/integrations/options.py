@@ -1,4 +1,4 @@
-"""What every integration passes on to `ac_client.apply`."""
+"""Options that every integration passes on to `ac_client.apply`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoac.planner import Constraints, Policy, PolicySet
 
 
 class Options(TypedDict, total=False):
-    """Arguments of `ac_client.apply`, as they are there."""
+    """Keyword arguments of `ac_client.apply`."""
 
     policy: Policy | PolicySet | str | os.PathLike[str] | None
     alias: str | None

@@ -1,4 +1,4 @@
-"""One training run of a library's own loop: planned when it begins, measured once, taken off when it ends."""
+"""One training run of a library's loop: planned when it begins, measured once, removed when it ends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STEPS_BEFORE_MEASURING = 2
 
 
 class Session:
-    """A model that is planned from here until `close`.
+    """A model that is planned until `close`.
 
     Args:
         model, budget_gb, optimizer, options: as for `ac_client.apply`.
-        measure: measure the peak of the third step. Gradients and optimizer state are then as in later ones,
-            and a plan that the second step makes for gradients that it finds is there.
+        measure: measure the peak of the third step. By then gradients and optimizer state are as in later
+            steps, and so is the plan, which the second step may replace because gradients exist.
     """
 
     def __init__(
@@ -41,22 +41,22 @@ class Session:
         self._ended = 0
 
     def step_begins(self) -> None:
-        """A step of the optimizer begins: its first forward is next."""
+        """Begin a step of the optimizer, before its first forward."""
         if self._to_measure and self._ended >= STEPS_BEFORE_MEASURING and self.at.policy is not None:
             self._to_measure = False
             self._measuring = self.at.measure()
             self._measuring.__enter__()
 
     def step_ended(self) -> None:
-        """The optimizer has stepped, and gradients were dropped or will be."""
+        """End a step, after the optimizer has stepped."""
         self._ended += 1
         measuring, self._measuring = self._measuring, None
         if measuring is not None:
             measuring.__exit__(None, None, None)
         if self._ended == 1 and self.at.policy is None:
             log.warning(
-                "%s was not called in the first step, so nothing is planned: it has to be called itself, "
-                "as model(batch), and not a part or a copy of it",
+                "%s was not called in the first step, so nothing is planned: call the model itself, as "
+                "model(batch), not a part or a copy of it",
                 self._name,
             )
 
@@ -64,6 +64,6 @@ class Session:
         """Leave the model as it was. May be called twice, and in the middle of a step."""
         measuring, self._measuring = self._measuring, None
         if measuring is not None:
-            broken_off = RuntimeError("the step that was measured was broken off")
-            measuring.__exit__(RuntimeError, broken_off, None)
+            interrupted = RuntimeError("the measured step was interrupted")
+            measuring.__exit__(RuntimeError, interrupted, None)
         self.at.remove()

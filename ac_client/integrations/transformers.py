@@ -1,9 +1,9 @@
-"""transformers' Trainer: a callback that plans its model.
+"""Plan the model of a transformers Trainer by a callback.
 
     trainer = Trainer(..., callbacks=[AutoACCallback(budget_gb=40)])
     trainer.train()
 
-or, taken off also where training raises, and before the reporters so that all of them are told:
+or, to remove the plan even if training raises, and to run before the reporters so that all of them log it:
 
     with planned(trainer, budget_gb=40):
         trainer.train()
@@ -36,20 +36,19 @@ log = logging.getLogger("ac_client")
 
 
 class AutoACCallback(TrainerCallback):
-    """Plans the Trainer's model for the time of `train()`.
+    """Plan the Trainer's model for the duration of `train()`.
 
-    Applied when training begins: then the optimizer exists, a checkpoint to resume from is loaded, and
-    accelerate has prepared the model. The first training forward is profiled and planned. What is logged
-    of training has the report's `metrics()` beside the loss.
+    The budget is applied when training begins: by then the optimizer exists, a checkpoint to resume from is
+    loaded, and accelerate has prepared the model. The first training forward is profiled and planned. The
+    training logs contain the report's `metrics()` in addition to the loss.
 
-    The Trainer tells its callbacks nothing of an exception. Where training raised, the model stays planned,
-    which changes no number, until the next `train()` begins anew or `remove()` is called; `planned(trainer)`
-    takes it off at once.
+    The Trainer does not notify callbacks of an exception. If training raised, the model stays planned, which
+    changes no number, until the next `train()` or `remove()`; `planned(trainer)` removes the plan at once.
 
     Args:
         budget_gb, options: as for `ac_client.apply`.
         measure: measure the peak of the third step by the allocator's own record. On CUDA, where the
-            allocator counts by itself, this is not needed, and resets its counter.
+            allocator counts by itself, this is unnecessary, and resets its counter.
 
     Raises:
         CheckpointingActive, CompiledModel, ApplyError: from the Trainer's constructor or `train()`, for
@@ -67,7 +66,7 @@ class AutoACCallback(TrainerCallback):
 
     @property
     def applied(self) -> Applied:
-        """What was applied to the model that is being trained.
+        """The `Applied` of the model in training.
 
         Raises:
             NotApplied: no training is running.
@@ -78,7 +77,7 @@ class AutoACCallback(TrainerCallback):
 
     @property
     def report(self) -> Report | None:
-        """Of the training that is running, or of the last one; None before the first."""
+        """The report of the running training, or of the last one; None before the first."""
         return self._session.at.report() if self._session is not None else self._report
 
     def remove(self) -> None:
@@ -104,7 +103,7 @@ class AutoACCallback(TrainerCallback):
     ) -> None:
         from ac_client.integrations.accelerate import check_not_compiled_by_accelerate
 
-        self.remove()  # training has raised before, or auto_find_batch_size begins again
+        self.remove()  # an earlier training raised, or auto_find_batch_size starts again
         _check(args)
         check_not_compiled_by_accelerate("accelerate")
         assert model is not None
@@ -133,10 +132,10 @@ class AutoACCallback(TrainerCallback):
     ) -> None:
         if self._session is None or logs is None or not ("loss" in logs or "train_loss" in logs):
             return
-        found = self._session.at.report().metrics()
-        logs.update(found)
+        metrics = self._session.at.report().metrics()
+        logs.update(metrics)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(found)  # a copy of `logs` that was made before
+            state.log_history[-1].update(metrics)  # an earlier copy of `logs`
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -150,16 +149,15 @@ class AutoACCallback(TrainerCallback):
 def planned(
     trainer: Trainer, budget_gb: float | None = None, *, measure: bool = False, **options: Unpack[Options]
 ) -> Iterator[AutoACCallback]:
-    """Put the callback into `trainer` for a with-block: however that ends, both are left as they were.
+    """Add the callback to `trainer` for a with-block, and leave both as they were however the block ends.
 
-    The callback comes first, so that every reporter (TensorBoard, W&B, ...) finds the report's metrics
-    among what it is given to log.
+    The callback comes first, so that every reporter (TensorBoard, W&B, ...) logs the report's metrics.
 
     Args:
         budget_gb, measure, options: as for `AutoACCallback`.
 
     Raises:
-        As `AutoACCallback`.
+        CheckpointingActive, CompiledModel, ApplyError: as `AutoACCallback`.
     """
     callback = AutoACCallback(budget_gb, measure=measure, **options)
     _check(trainer.args)
@@ -175,7 +173,7 @@ def _check(args: TrainingArguments) -> None:
     """Refuse arguments that leave nothing to plan.
 
     Raises:
-        CheckpointingActive, CompiledModel, ApplyError.
+        CheckpointingActive, CompiledModel, ApplyError: the arguments leave nothing to plan.
     """
     for name in CHECKPOINTING_SWITCHES:
         if getattr(args, name, False):

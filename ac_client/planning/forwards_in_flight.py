@@ -82,7 +82,7 @@ class ForwardsInFlight:
         self._forwards.append(weakref.ref(forward))
 
     def forget(self) -> None:
-        """Stop to watch all forwards."""
+        """Stop watching all forwards."""
         for ref in self._forwards:
             if (forward := ref()) is not None:
                 forward.listener = None

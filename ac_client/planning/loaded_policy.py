@@ -125,7 +125,7 @@ class Correction:
 
 @dataclass(slots=True)
 class StepStatistics:
-    """What the steps of one bucket have shown. The peaks are those of the policy that is loaded now."""
+    """Observations of the steps of one bucket. The peaks are those of the policy that is loaded now."""
 
     steps: int = 0
     compared: int = 0  # steps whose peak was compared with the prediction
@@ -143,7 +143,7 @@ class StepStatistics:
 
 @dataclass(slots=True)
 class ObservedLoop:
-    """What the training loop around a bucket was seen to do."""
+    """The training loop around a bucket, as its steps have shown it."""
 
     loop: Loop  # planned for as soon as it differs from the step's own
     holds_outputs: bool = False  # a step held outputs again that earlier steps had dropped

@@ -102,7 +102,7 @@ class LoopWatch:
         return self._fits(bucket, 1)
 
     def close(self) -> None:
-        """Stop to watch."""
+        """Stop watching."""
         self._in_flight.forget()
 
     def _fits(self, bucket: PlannedBucket, waiting: int) -> bool:

@@ -182,7 +182,7 @@ class _Leaf:
 
 
 class StepSnapshot:
-    """What a step may change and must find again: gradients, buffers, attributes of modules, generators.
+    """The state that a step may change and must find again: gradients, buffers, modules, generators.
 
     Copies are in the host's memory; on a CPU that is the memory of the budget.
 

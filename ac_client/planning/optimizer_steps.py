@@ -1,4 +1,4 @@
-"""The optimizers that step a model: those that `apply` was given, and those that are seen to step it."""
+"""Watch the optimizers that step a model: those passed to `apply`, and those that are seen to step it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ModelOptimizers:
     Version counters do not show every step: a fused kernel writes and counts nothing.
 
     Attributes:
-        steps: since they are watched.
-        adopted: how many were not given, and were seen to step the model.
-        after_step: a reference to what is called with the optimizer after each step.
+        steps: number of their steps since the model was planned.
+        adopted: number of optimizers that were not passed to `apply` and were seen to step the model.
+        after_step: returns the function to call with the optimizer after each step, if there is one.
     """
 
     def __init__(self, model: nn.Module, given: torch.optim.Optimizer | None) -> None:
@@ -45,12 +45,12 @@ class ModelOptimizers:
 
     @property
     def all(self) -> list[torch.optim.Optimizer]:
-        """Those that are known, each without what wraps it."""
+        """Return the known optimizers, each without its wrappers."""
         adopted = [optimizer for ref in self._adopted if (optimizer := ref()) is not None]
         return [*([innermost(self._given)] if self._given is not None else []), *adopted]
 
     def state_nbytes(self, device: torch.device) -> int:
-        """Return the bytes of their state on `device` as it is now."""
+        """Return the bytes of optimizer state on `device` now."""
         return sum(optimizer_state_nbytes(optimizer, device) for optimizer in self.all)
 
     def has_state_of(self, model: nn.Module, profile: Profile) -> bool:
@@ -58,22 +58,22 @@ class ModelOptimizers:
         return self.state_nbytes(device_of(model)) >= profile.static.optimizer_state
 
     def close(self) -> None:
-        """Stop to watch."""
+        """Stop watching."""
         _watched.discard(self)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adopt `optimizer` if it steps the model and is not known."""
+        """Adopt `optimizer` if it steps the model and is not known yet."""
         if optimizer in self._of_others or any(optimizer is one for one in self.all):
             return
         model = self._model()
         if model is None or not _steps(optimizer, model):
             self._of_others.add(optimizer)
-        elif innermost(optimizer) is optimizer:  # what wraps another lets that one step
+        elif innermost(optimizer) is optimizer:  # a wrapper makes the inner one step
             self._adopted.append(weakref.ref(optimizer))
             self.adopted += 1
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step of one that is known."""
+        """Count a step of a known optimizer."""
         if any(optimizer is one for one in self.all):
             self.steps += 1
             if (after := self.after_step()) is not None:
@@ -99,7 +99,7 @@ def _nothing() -> None:
 
 @cache
 def _hooks() -> list[RemovableHandle]:
-    """Register both for all optimizers, once for the process: they hold no model and no optimizer."""
+    """Register hooks for all optimizers, once per process. They hold neither model nor optimizer."""
     return [register_optimizer_step_pre_hook(_begins), register_optimizer_step_post_hook(_ended)]
 
 
@@ -114,11 +114,11 @@ def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
 
 
 class UnplannedSteps:
-    """Notices training that no plan runs in: in `eval()`, or past the model's own call.
+    """Notice training that runs without a plan: in `eval()`, or not through the call of the model.
 
-    A forward in `eval()` that could be differentiated is an evaluation as a rule, and not planned. If an
-    optimizer steps after it, with no forward in `train()` since its last step, it was training (BatchNorm is
-    frozen so): forwards in `eval()` are planned from then on, until the model is called in `train()`.
+    A forward in `eval()` that could be differentiated is usually an evaluation, and is not planned. If an
+    optimizer steps after it, with no forward in `train()` since its last step, it was training: this is how
+    BatchNorm is frozen. Forwards in `eval()` are then planned, until the model is called in `train()`.
     """
 
     def __init__(self, name: str) -> None:
@@ -127,10 +127,10 @@ class UnplannedSteps:
         self._in_eval = False  # a forward that could be differentiated ran in eval() since the last step
         self._trains_in_eval = False
         self._in_a_row = 0  # steps without a forward that trains
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def trains_in(self, model: nn.Module) -> bool:
-        """Return True if a forward of `model` now, in its mode, is one that trains."""
+        """Return True if a forward of `model` in its present mode counts as training."""
         if model.training:
             self._trains_in_eval = self._in_eval = False
             return True
@@ -138,7 +138,7 @@ class UnplannedSteps:
         return self._trains_in_eval
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
-        """Take note of a step, after so many forwards that train."""
+        """Take note of a step after a total of `forwards` training forwards."""
         before = self._forwards_at.get(optimizer, 0)
         self._forwards_at[optimizer] = forwards
         in_eval, self._in_eval = self._in_eval, False
@@ -148,14 +148,14 @@ class UnplannedSteps:
         self._in_a_row += 1
         if in_eval:
             self._trains_in_eval = True
-            self._tell(
+            self._warn_once(
                 "eval",
                 "%s is trained in eval(): this step ran unplanned, and the next forwards are planned, "
                 "evaluations too unless they run under torch.no_grad()",
                 self._name,
             )
         elif self._in_a_row > 1:  # one alone may be a step that only makes the optimizer's state
-            self._tell(
+            self._warn_once(
                 "unseen",
                 "%s: the optimizer has stepped %d times without a training forward of the model, so nothing "
                 "is planned and the budget is not kept. Call the model itself, not model.forward or "
@@ -164,15 +164,15 @@ class UnplannedSteps:
                 self._in_a_row,
             )
 
-    def _tell(self, what: str, message: str, *args: Any) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, subject: str, message: str, *args: Any) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
             log.warning(message, *args)
 
 
 @contextmanager
 def steps_begun(model: nn.Module) -> Iterator[list[torch.optim.Optimizer]]:
-    """The optimizers of any of `model`'s parameters that begin a step inside the block, as they do."""
+    """Collect the optimizers of `model`'s parameters that begin a step in the block."""
     begun: list[torch.optim.Optimizer] = []
 
     def notice(optimizer: torch.optim.Optimizer, *_: Any) -> None:

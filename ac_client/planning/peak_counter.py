@@ -57,7 +57,7 @@ def allocator_peak(device: torch.device) -> AllocatorPeak | None:
 
 @dataclass(frozen=True, slots=True)
 class PeakBounds:
-    """What is known of the peak of a step, in bytes.
+    """Bounds of the peak of a step, in bytes.
 
     Invariant: `at_least <= at_most` if `at_most` is known.
     """

@@ -288,7 +288,7 @@ class PolicyStore:
                 raise
             self._to_meet = False
             assert profile is not None
-            for one in agreed.made:
+            for one in agreed.policies:
                 plan_made = own_plan[0] if one.planner == ranks.rank else None
                 if one.shape == shape:
                     extra = agreed.static - profile.static.total

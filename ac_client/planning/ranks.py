@@ -1,12 +1,12 @@
-"""Ranks that train one model agree on its first plan: docs/ranks.md.
+"""Agree with the other ranks of a training on the first plan: docs/ranks.md.
 
-NOTE [ Where ranks meet ] A collective that one rank alone comes to is a hang. So ranks meet once, in the
-first training forward of a model that is known to be run by all of them together: in DistributedDataParallel,
-under `fully_shard`, or where the user named the group. Whatever comes later (a new shape, gradients that
-exist, a correction) each rank plans by itself; policies that differ between ranks change no gradient and no
+NOTE [ Where ranks meet ] A collective entered by only one rank deadlocks. So ranks meet once, in the first
+training forward of a model that is known to be run by all of them together: in DistributedDataParallel, under
+`fully_shard`, or because the user named the group. Later plans (for a new shape, for gradients that exist,
+for a correction) are made by each rank alone; policies that differ between ranks change no gradient and no
 collective.
 
-What ranks tell each other is JSON as bytes in a tensor. Nothing is pickled.
+Ranks send each other JSON, as bytes in a tensor. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -28,80 +28,80 @@ from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, ShardsInUse, device_of
 
 Group = Any
-"""A `torch.distributed.ProcessGroup`; "auto": that of the model's wrapper; None: each rank for itself."""
+"""A `torch.distributed.ProcessGroup`; "auto" for that of the model's wrapper; None: each rank plans alone."""
 
 AUTO: Final = "auto"
 
 
 class Ranks:
-    """The ranks of a group, of which this process is one. All of them have to come to each call.
+    """The ranks of a group, of which this process is one. Every rank must enter every call.
 
     Args:
         group: the group.
-        device: of this rank's model. What is told goes over it, if the group talks over devices of its type:
-            the current one, which NCCL would take, may be the same on all ranks.
+        device: of this rank's model. Messages go over it if the group communicates over devices of its type;
+            the current device, which NCCL would take, may be the same one on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        talks_over = torch.device(dist.distributed_c10d._get_object_coll_device(group))
-        self._device = device if device.type == talks_over.type else talks_over
+        backend = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+        self._device = device if device.type == backend.type else backend
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` holds on any rank."""
-        told = self._numbers(int(flag))
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return bool(told.item())
+        """Return True if `flag` is true on any rank."""
+        flags = self._numbers(int(flag))
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return bool(flags.item())
 
-    def all(self, text: str) -> list[str]:
-        """What each rank says, by rank."""
+    def gather(self, text: str) -> list[str]:
+        """Return the `text` of each rank, by rank."""
         mine = text.encode()
         sizes = [self._numbers(0) for _ in range(self.size)]
         dist.all_gather(sizes, self._numbers(len(mine)), group=self._group)
         longest = max(int(size.item()) for size in sizes)
-        told = [self._bytes(b"", longest) for _ in sizes]
-        dist.all_gather(told, self._bytes(mine, longest), group=self._group)
-        return [_text(one, int(size.item())) for one, size in zip(told, sizes, strict=True)]
+        received = [self._bytes(b"", longest) for _ in sizes]
+        dist.all_gather(received, self._bytes(mine, longest), group=self._group)
+        return [_text(one, int(size.item())) for one, size in zip(received, sizes, strict=True)]
 
-    def of(self, speaker: int, text: str) -> str:
-        """What rank `speaker` says; the others' `text` is not read."""
-        mine = text.encode() if speaker == self.rank else b""
+    def broadcast(self, sender: int, text: str) -> str:
+        """Return the `text` of rank `sender`; that of the others is not sent."""
+        mine = text.encode() if sender == self.rank else b""
         size = self._numbers(len(mine))
-        source = dist.get_global_rank(self._group, speaker)
+        source = dist.get_global_rank(self._group, sender)
         dist.broadcast(size, source, group=self._group)
-        told = self._bytes(mine, int(size.item()))
-        dist.broadcast(told, source, group=self._group)
-        return _text(told, int(size.item()))
+        received = self._bytes(mine, int(size.item()))
+        dist.broadcast(received, source, group=self._group)
+        return _text(received, int(size.item()))
 
     def _numbers(self, number: int) -> Tensor:
         return torch.tensor([number], dtype=torch.int64, device=self._device)
 
     def _bytes(self, content: bytes, size: int) -> Tensor:
-        told = torch.zeros(max(size, 1), dtype=torch.uint8)  # a collective may refuse no bytes at all
+        padded = torch.zeros(max(size, 1), dtype=torch.uint8)  # some collectives refuse an empty tensor
         if content:
-            told[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return told.to(self._device)
+            padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return padded.to(self._device)
 
 
-def _text(told: Tensor, size: int) -> str:
-    return bytes(told[:size].cpu().tolist()).decode()
+def _text(received: Tensor, size: int) -> str:
+    return bytes(received[:size].cpu().tolist()).decode()
 
 
 def ranks_of(model: nn.Module, group: Group) -> Ranks | None:
-    """The ranks that run each forward of `model` together; None if they are not known, or one alone.
+    """Return the ranks that run each forward of `model` together; None if they are unknown, or only one.
 
     Args:
-        model: whose forward may be running.
-        group: as `apply` was given it; under `fully_shard` the ranks of the shards in place of "auto".
+        model: the model, whose forward may be running.
+        group: as passed to `apply`; under `fully_shard` the ranks of the shards in place of "auto".
     """
     if group is None or not dist.is_available() or not dist.is_initialized():
         return None
-    found = _wrapper_group(model) if group is AUTO else group
-    if found is None or dist.get_rank(found) < 0 or dist.get_world_size(found) == 1:
+    resolved = _wrapper_group(model) if group is AUTO else group
+    if resolved is None or dist.get_rank(resolved) < 0 or dist.get_world_size(resolved) == 1:
         return None
-    return Ranks(found, device_of(model))
+    return Ranks(resolved, device_of(model))
 
 
 def _wrapper_group(model: nn.Module) -> Any:
@@ -110,14 +110,14 @@ def _wrapper_group(model: nn.Module) -> Any:
         if isinstance(wrapper, DistributedDataParallel) and (
             wrapper is model or any(module is model for module in wrapper.modules())
         ):
-            # Under Join a rank without batches comes to no forward.
+            # Under Join a rank without batches runs no forward.
             return None if wrapper._join_config.enable else wrapper.process_group
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one rank found out about its first step. Bytes."""
+    """The need of one rank's first step, in bytes."""
 
     shape: Shape
     limit: int  # the budget less headroom
@@ -126,47 +126,47 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What the rank that plans has to keep, for all ranks. Bytes."""
+    """The terms that a plan for all ranks must keep, in bytes."""
 
     limit: int
-    extra_static: int  # what the neediest rank holds beyond the one that plans
+    extra_static: int  # held by the neediest rank beyond what the rank that plans holds
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class SharedPolicy:
     """A policy that one rank has made for all."""
 
-    planner: int
+    planner: int  # the rank
     shape: Shape  # of the planner's batch
     policy: Policy
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """What all ranks know once they have met."""
+class Agreement:
+    """The result of a meeting, the same on each rank."""
 
-    made: tuple[Made, ...]
+    policies: tuple[SharedPolicy, ...]
     static: int  # bytes that the neediest rank holds over the whole step
 
 
-def meet(ranks: Ranks, need: Need | Exception, plan: Callable[[Terms], Policy]) -> Agreed:
-    """Policies for the first batches of all ranks, the same on each rank.
+def meet(ranks: Ranks, need: Need | Exception, plan: Callable[[Terms], Policy]) -> Agreement:
+    """Return policies for the first batches of all ranks, the same on each rank.
 
-    One rank plans for all whose batches its own covers: the largest batch, and of equal ones the lowest rank.
-    Only if no batch covers all the others are there more ranks that plan, at the same time.
+    One rank plans for all ranks whose batches its own covers: that with the largest batch, and of equal ones
+    the lowest. Further ranks plan, at the same time, only if no batch covers all the others.
 
     Args:
-        ranks: all of them call this.
-        need: what this rank needs, or what went wrong when it found out.
-        plan: makes this rank's policy, if it is one that plans.
+        ranks: all of them, each of which calls this.
+        need: what this rank needs, or the error that kept it from finding out.
+        plan: makes this rank's policy, if this rank plans.
 
     Raises:
-        Exception: what went wrong on one of the ranks, the first of them. On the others than that one a
-            RankFailed if it is none of the planner's and profiler's own errors.
+        Exception: the first error of any rank. If it is not an error of the planner or the profiler, the
+            other ranks raise RankFailed.
     """
-    told = ranks.all(_words_of(need))
-    _raise_first(ranks, list(enumerate(told)), need)
-    needs = [_need(text) for text in told]
+    messages = ranks.gather(_encode(need))
+    _raise_first(ranks, list(enumerate(messages)), need)
+    needs = [_decode_need(text) for text in messages]
     limit = min(each.limit for each in needs)
     static = max(each.static for each in needs)
     mine: Policy | Exception | None = None
@@ -174,17 +174,17 @@ def meet(ranks: Ranks, need: Need | Exception, plan: Callable[[Terms], Policy]) 
     if ranks.rank in planners:
         try:
             mine = plan(Terms(limit, static - needs[ranks.rank].static))
-        except Exception as error:  # noqa: BLE001 - told to all ranks, and raised on each
+        except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
             mine = error
-    said = "" if mine is None else mine.to_json() if isinstance(mine, Policy) else _words_of(mine)
-    made = [(planner, ranks.of(planner, said)) for planner in planners]
+    message = "" if mine is None else mine.to_json() if isinstance(mine, Policy) else _encode(mine)
+    made = [(planner, ranks.broadcast(planner, message)) for planner in planners]
     _raise_first(ranks, made, mine)
-    policies = (Made(planner, needs[planner].shape, Policy.from_json(text)) for planner, text in made)
-    return Agreed(tuple(policies), static)
+    policies = (SharedPolicy(planner, needs[planner].shape, Policy.from_json(text)) for planner, text in made)
+    return Agreement(tuple(policies), static)
 
 
 def planners_of(shapes: Sequence[Shape]) -> list[int]:
-    """Ranks whose batches together cover all ranks' batches, the largest first.
+    """Return ranks whose batches together cover the batches of all ranks, the largest first.
 
     >>> planners_of([{"0": "float32[4, 8]"}, {"0": "float32[4, 9]"}, {"0": "float32[5, 1]"}])
     [1, 2]
@@ -197,53 +197,51 @@ def planners_of(shapes: Sequence[Shape]) -> list[int]:
     return planners
 
 
-# --- what is told ---------------------------------------------------------------------------------------
-
-_FAILED: Literal["failed"] = "failed"
+# --- messages ---------------------------------------------------------------------------------------------
 
 
-def _words_of(said: Need | Exception) -> str:
-    if isinstance(said, Need):
-        return json.dumps({"shape": dict(said.shape), "limit": said.limit, "static": said.static})
-    data: dict[str, Any] = {_FAILED: type(said).__name__, "words": str(said)}
-    match said:
+def _encode(need: Need | Exception) -> str:
+    if isinstance(need, Need):
+        return json.dumps({"shape": dict(need.shape), "limit": need.limit, "static": need.static})
+    data: dict[str, Any] = {"failed": type(need).__name__, "message": str(need)}
+    match need:
         case PlannerError():
-            data["error"] = said.to_dict()
+            data["error"] = need.to_dict()
         case CannotProfile():
-            data["arguments"] = [said.where, said.why, said.instead]
+            data["arguments"] = [need.where, need.why, need.instead]
         case ShardsInUse():
-            data["arguments"] = [said.where]
+            data["arguments"] = [need.where]
     return json.dumps(data)
 
 
-def _need(text: str) -> Need:
+def _decode_need(text: str) -> Need:
     data = json.loads(text)
     return Need(data["shape"], data["limit"], data["static"])
 
 
-def _raise_first(ranks: Ranks, told: Sequence[tuple[int, str]], mine: Any) -> None:
-    """Raise on every rank what the first that failed says."""
-    for rank, text in told:
+def _raise_first(ranks: Ranks, messages: Sequence[tuple[int, str]], mine: Any) -> None:
+    """Raise on every rank the first error among the messages."""
+    for rank, text in messages:
         data = json.loads(text)
-        if _FAILED not in data:
+        if "failed" not in data:
             continue
-        error = mine if rank == ranks.rank else _error(rank, data)
+        error = mine if rank == ranks.rank else _decode_error(rank, data)
         error.add_note(f"autoac: that was on rank {rank} of {ranks.size}. No rank is planned.")
         raise error
 
 
-def _error(rank: int, data: dict[str, Any]) -> Exception:
-    """The error that another rank tells of: of the same type and in the same words, if it is one of ours."""
+def _decode_error(rank: int, data: dict[str, Any]) -> Exception:
+    """Return the error of another rank; a RankFailed if it is not one of the planner or the profiler."""
     if (error := from_dict(data.get("error", {}))) is not None:
         return error
-    match data[_FAILED]:
+    match data["failed"]:
         case "CannotProfile":
             return CannotProfile(*data["arguments"])
         case "NothingToProfile":
-            return NothingToProfile(data["words"])
+            return NothingToProfile(data["message"])
         case "ProfilerBusy":
             return ProfilerBusy()
         case "ShardsInUse":
             return ShardsInUse(*data["arguments"])
         case kind:
-            return RankFailed(rank, kind, data["words"])
+            return RankFailed(rank, kind, data["message"])

@@ -15,7 +15,7 @@ MOST_KEYS = 10_000
 
 
 class _Extent(NamedTuple):
-    """A bucket beside others that are built alike."""
+    """The dimensions of a bucket, among buckets that are built alike."""
 
     total: int  # sum of `dims`: a smaller one than the batch's cannot cover it
     dims: tuple[int, ...]  # in the order of the batch key's second half

@@ -1,17 +1,17 @@
-"""What can go wrong with a planning service.
+"""Errors of a planning service and of the way to it.
 
     RemoteError
     +-- ServiceUnavailable   away, overloaded or broken: plan in this process instead
     +-- ServiceRefused       it refused: a wrong key, a wrong address, a body too large
 
-What the planner itself has to say about a profile or a budget comes back as the planner's own errors.
+If the planner there refuses a profile or a budget, the planner's own error is raised here.
 """
 
 from __future__ import annotations
 
 
 class RemoteError(Exception):
-    """Base of what can go wrong with a service, apart from what can go wrong in the planner."""
+    """Base of the errors of a service, other than those of the planner."""
 
 
 class ServiceUnavailable(RemoteError):

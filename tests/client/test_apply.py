@@ -57,6 +57,19 @@ def hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def test_first_planned_step_logs_one_line_per_phase(caplog: pytest.LogCaptureFixture) -> None:
+    model = ac_client.apply(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 1.0)
+    with caplog.at_level(logging.INFO, logger="ac_client"):
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.randn(2, 4)).sum().backward()
+    profiling, planning, planned = caplog.messages
+    assert profiling == "Sequential: profiling one step"
+    assert planning == "Sequential: planning 2 ops for 1.00 GiB"
+    assert planned.startswith("Sequential: planned: predicted peak ")
+    assert planned.endswith(" of 1.00 GiB, 0.0% of the step recomputed (0 of 2 ops)")
+
+
 def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
     plain, planned = made(), made()
     assert ac_client.apply(planned, budget_gb) is planned

@@ -59,7 +59,7 @@ def model() -> nn.Linear:
         ),
         ({"require_service": True}, ValueError, "pass service=URL"),
         ({"service": "planner:8421"}, ValueError, "service must be a URL such as"),
-        ({"alias": "a/b"}, ValueError, "alias means something only with a service"),
+        ({"alias": "a/b"}, ValueError, "alias needs a service"),
         ({"alias": "a/b", "policy": "p", "service": "http://here"}, ValueError, "not both"),
         ({"shapes": "all"}, ValueError, 'shapes must be "bucket" or "first", got \'all\''),
         ({"group": 3}, TypeError, "group must be .* got int"),
@@ -95,7 +95,7 @@ def test_an_optimizer_of_another_model_is_counted_with_a_warning(caplog: pytest.
         ac_client.apply(subject, 1.0, optimizer=torch.optim.AdamW(subject.parameters()))
         assert not caplog.messages
         ac_client.apply(model(), 1.0, optimizer=torch.optim.AdamW(model().parameters()))
-    assert "none of them is one of this Linear's" in caplog.text
+    assert "none of them belongs to this Linear" in caplog.text
 
 
 def test_a_frozen_model_is_sent_to_requires_grad() -> None:

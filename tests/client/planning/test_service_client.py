@@ -118,9 +118,9 @@ def test_an_alias_of_a_service_that_is_away(budget_gb: float, caplog: pytest.Log
 
 
 def test_arguments_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="alias means something only with a service"):
+    with pytest.raises(ValueError, match="alias needs a service"):
         ac_client.apply(made(), 1, alias=NAME)
-    with pytest.raises(ValueError, match="require_service means something only with a service"):
+    with pytest.raises(ValueError, match="require_service needs a service"):
         ac_client.apply(made(), 1, require_service=True)
     with pytest.raises(ValueError, match="not both"):
         ac_client.apply(made(), 1, alias=NAME, policy="policy.json", service=NOBODY)
