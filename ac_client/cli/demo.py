@@ -22,9 +22,9 @@ def demo(
     pairs: Annotated[int, typer.Option(min=1, help="Timed pairs of steps in each row.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Train a small GPT-2 in three ways and compare peak and time.
+    """Compare three ways to train a small GPT-2.
 
-    The rows are plain training, torch's checkpoint around every block, and autoac with the checkpoint's peak
+    The rows show peak and step time: plain training, torch's checkpoint around every block, and autoac with the checkpoint's peak
     as its budget, each in its own process. Exit code 1 if autoac exceeds the budget or changes gradients.
     """
     from ac_client.demo import comparison

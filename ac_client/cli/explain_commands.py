@@ -66,7 +66,10 @@ def explain(
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Say in words what a policy saves, what it recomputes, and what that costs."""
+    """Explain what a policy saves and recomputes.
+
+    Says in words what each module saves and recomputes, and what that costs.
+    """
     from autoac.planner import (
         Graph,
         Plan,
@@ -194,7 +197,10 @@ def diff(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what only one of two policies saves, by module, and what that costs."""
+    """Compare two policies.
+
+    Says what only one of them saves, by module, and what that costs.
+    """
     from autoac.planner import Plan, as_planned, difference, difference_in_words
 
     policies = [read_policy(path) for path in (first, second)]

@@ -49,7 +49,10 @@ def profile(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Profile one training step of the model that FUNCTION returns, without needing the step's memory."""
+    """Profile one training step of a model.
+
+    FUNCTION returns the model and its batch. The step does not need memory for saved tensors.
+    """
     from ac_client.model_loader import load_setup
     from autoac.profiler import DATASHEETS, observe
 
@@ -110,7 +113,10 @@ def plan(
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Find the save set that fits the budget with the least recompute time, and write it as a policy."""
+    """Plan a profile for a memory budget.
+
+    Finds the save set that fits the budget with the least recompute time, and writes it as a policy.
+    """
     from autoac.planner import plan as plan_profile
     from autoac.planner.budget import headroom_in_bytes
     from autoac.planner.units import format_bytes, format_us
@@ -199,9 +205,10 @@ def stages(
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Plan every stage of a pipeline within its device's budget; the slowest stage determines the step time.
+    """Plan every stage of a pipeline.
 
-    Prints a line for each stage and writes a policy for each. A pattern must match something in every stage.
+    Each stage stays within its device's budget, and the slowest stage determines the step time. Prints a line
+    and writes a policy for each stage. A pattern must match something in every stage.
     """
     from ac_client.errors import CommandError
     from autoac.planner import InfeasibleBudget, plan_stages
@@ -276,7 +283,10 @@ def frontier_command(
     time_limit_s: TimeLimit = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Plan for budgets from the smallest peak to the peak with nothing recomputed, and show their times."""
+    """Show the extra time for many budgets.
+
+    Plans for budgets from the smallest peak to the peak with nothing recomputed.
+    """
     from autoac.planner import find_frontier, frontier_in_words
 
     observed = read_profile(profile_file)

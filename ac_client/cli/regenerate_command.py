@@ -49,7 +49,10 @@ def regenerate(
         typer.Option(help="text; json: one object; github: annotations and a job summary."),
     ] = OutputFormat.TEXT,
 ) -> None:
-    """Plan the models of autoac.toml that changed and write their policies, or check the policies."""
+    """Keep the policies of autoac.toml up to date.
+
+    Plans the models that changed and writes their policies, or only checks the policies.
+    """
     from ac_client.errors import CommandError
     from ac_client.regenerate import outcome_formats as formats
     from ac_client.regenerate.config import InvalidConfig, read

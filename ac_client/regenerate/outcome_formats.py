@@ -45,9 +45,7 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
                 "stored": _numbers(result.stored),
                 "stored_now": _numbers(result.carried),
                 "planned": _numbers(result.planned),
-                "changes": [asdict(change) for change in result.difference.changes]
-                if result.difference is not None
-                else None,
+                "changes": result.difference and [asdict(change) for change in result.difference.changes],
                 "notes": list(result.notes),
                 "error": result.error or None,
                 "text": "\n".join(_details(result)),
@@ -134,8 +132,9 @@ def last_line(outcome: Outcome) -> str:
 
 
 def _advice(outcome: Outcome) -> str:
+    config = "" if outcome.config == Path("autoac.toml") else f" --config {outcome.config}"
     prune = " --prune" if outcome.prune else ""
-    return f"Run `autoac regenerate{prune}` and commit {outcome.folder}."
+    return f"Run `autoac regenerate{config}{prune}` and commit {outcome.folder}."
 
 
 def _stale_lines(outcome: Outcome) -> list[str]:
@@ -217,13 +216,7 @@ def _named(module: str) -> str:
 
 
 def _numbers(numbers: StepNumbers | None) -> dict[str, Any] | None:
-    if numbers is None:
-        return None
-    return {
-        "peak_bytes": numbers.peak_bytes,
-        "recompute_us": numbers.recompute_us,
-        "step_us": numbers.step_us,
-    }
+    return None if numbers is None else asdict(numbers)
 
 
 def _annotation(kind: str, file: Path, title: str, body: str, line: int = 0) -> str:

@@ -130,7 +130,7 @@ def test_plan_obeys_constraint_options(profiled, capsys):
         capsys, "explain", "policy.json", "--profile", "profile.json", "--tensor", "2/aten.mul.Tensor"
     )
     assert code == OK
-    assert "That is what its pin asks for" in out
+    assert "Its pin requires that" in out
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,11 @@ def test_stages_writes_a_policy_for_each_stage(profiled, capsys):
     [
         (["--budget-gb", "1", "--schedule", "2f2b"], ERROR, "2f2b"),
         (["--budget-gb", "0.0001"], ERROR, "This is stage 0 of 2, which holds 2 microbatches"),
-        (["--budget-gb", "1", "--budget-gb", "1", "--budget-gb", "1"], ERROR, "3 entries for 2 stages"),
+        (
+            ["--budget-gb", "1", "--budget-gb", "1", "--budget-gb", "1"],
+            ERROR,
+            "budget_gb must have one entry for each",
+        ),
         (["--budget-gb", "1", "--profile", "profile.json"], USAGE, "once before all files"),
     ],
 )
@@ -331,7 +335,11 @@ def test_profile_can_be_read_from_stdin(profiled, capsys, monkeypatch):
         (["plan", "profile.json", "--budget-gb", "1", "-o", "nowhere/p.json"], ERROR, "nowhere"),
         (["explain", "profile.json"], USAGE, "--budget-gb"),
         (["explain", "small.py"], ERROR, "not a valid policy"),
-        (["explain", "profile.json", "--budget-gb", "1", "--tensor", "nope"], ERROR, "'nope' names none"),
+        (
+            ["explain", "profile.json", "--budget-gb", "1", "--tensor", "nope"],
+            ERROR,
+            "'nope' must match one of",
+        ),
         (["explain", "profile.json", "--budget-gb", "1", "--more-gb", "0"], USAGE, "--more-gb"),
         (
             ["explain", "profile.json", "--budget-gb", "1", "--profile", "profile.json"],

@@ -209,6 +209,13 @@ def test_only_the_changed_layer_is_reported(fresh, capsys):
         )
 
 
+def test_advice_names_another_config_file(fresh, capsys):
+    (fresh / "autoac.toml").rename(fresh / "other.toml")
+    model(fresh, MODEL.replace("nn.GELU()", "nn.ReLU()"))
+    out = autoac(capsys, "--check", "--config", "other.toml")[1]
+    assert "Run `autoac regenerate --config other.toml` and commit policies." in out
+
+
 def test_frozen_parameter_is_drift_even_if_all_ops_are_equal(fresh, capsys):
     was = Lock.from_json((fresh / "policies" / "net.lock.json").read_text())
     model(fresh, MODEL.replace("    return Net(), torch", FROZEN))
