@@ -1,6 +1,7 @@
 """The problem to solve: ops, versions of storages, saved tensors and backward steps, as plain values.
 
-`build` reads a Profile. Everything else in the planner reads the Graph, so a test can write one by hand.
+`build` makes a Graph of a Profile. The rest of the planner reads Graphs, so a test can write one by hand.
+`validate.py` checks the invariants below.
 """
 
 from __future__ import annotations
@@ -12,59 +13,68 @@ from typing import NewType
 OpId = NewType("OpId", int)
 """Position of an op in forward order."""
 VersionId = NewType("VersionId", int)
-"""One version of one storage: what an op wrote."""
+"""Position of a storage version in the order in which ops write them."""
 StorageId = NewType("StorageId", int)
-"""Memory that a forward op allocated."""
+"""Position of a storage that a forward op allocated."""
 SavedTensorId = NewType("SavedTensorId", int)
-"""One saved tensor, as autograd packed it."""
+"""Position of a saved tensor in the order in which autograd packed them."""
 StepId = NewType("StepId", int)
-"""Position in backward."""
+"""Position of a step in backward."""
 Moment = NewType("Moment", int)
 """Forward op `i` is moment `i`; backward step `j` is moment `n_ops + j`; then comes the end."""
 
 SaveSet = frozenset[OpId]
-"""Ops whose outputs are kept from forward for as long as backward may need them."""
+"""Ops whose outputs are held from forward for as long as backward may need them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator call of the forward pass."""
+    """One operator call of the forward pass.
+
+    Invariant: every version in `reads` was written by an op with a smaller id.
+    """
 
     id: OpId
     name: str  # "layers.3.mlp/aten.mm.default#1"
-    reads: tuple[VersionId, ...]  # distinct; all written by earlier ops
+    reads: tuple[VersionId, ...]  # distinct
     writes: tuple[VersionId, ...]
     runtime_us: float
     workspace_bytes: int  # what the kernel holds in addition to its outputs while it runs
     extra_bytes: int  # live in forward at this op, in no storage of the graph
-    must_save: str  # why the planner may not drop its outputs; "" if it may
-    must_recompute: bool = False  # the user insists that its outputs are not saved
-    replay_us: float = 0.0  # what running it again takes beside its run time
+    must_save: str  # why the op must not be recomputed; "" if it may
+    must_recompute: bool = False  # the user pinned it: its outputs are not saved
+    replay_us: float = 0.0  # what recording and replaying the op adds to its run time
 
     @property
     def recompute_us(self) -> float:
-        """Time, in microseconds, that running the op again takes."""
+        """Return the time, in microseconds, that running the op again takes."""
         return self.runtime_us + self.replay_us
 
 
 @dataclass(frozen=True, slots=True)
 class StorageVersion:
-    """One version of a storage."""
+    """The contents of a storage between two in-place writes.
+
+    Invariant: `op` reads `previous`, which is a version of the same storage.
+    """
 
     id: VersionId
-    op: OpId  # who wrote it
+    op: OpId  # that wrote it
     storage: StorageId
-    previous: VersionId | None  # the version it was written over; None if the op allocated the storage
+    previous: VersionId | None  # the version that `op` wrote over; None if `op` allocated the storage
     readers: tuple[OpId, ...]
     saved_tensors: tuple[SavedTensorId, ...]  # those that show it
-    carries_older_saved_tensor: bool = (
-        False  # a saved tensor that was packed of an older version is read off this or a newer one
-    )
+    # A saved tensor that was packed before `op` ran shows bytes that `op` left alone. It counts as a saved
+    # tensor of this version, or of a newer one.
+    carries_older_saved_tensor: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Memory that a forward op allocates."""
+    """Memory that a forward op allocates.
+
+    Invariant: each version but the first was written over the one before it.
+    """
 
     id: StorageId
     nbytes: int
@@ -74,18 +84,24 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One saved tensor."""
+    """A tensor that autograd holds for backward.
+
+    Invariant: it is dropped after the last step that unpacks it.
+    """
 
     id: SavedTensorId
     version: VersionId
     packed: int  # ops that had started
     unpacked: tuple[StepId, ...]
-    dropped: Moment  # first moment at which autograd holds it no more
+    dropped: Moment  # first moment at which autograd no longer holds it
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardStep:
-    """A stretch of backward: unpacks, then work, then releases."""
+    """A stretch of backward: unpacks, then work, then releases.
+
+    Invariant: the tensors in `drops` are dropped at the moment after the step.
+    """
 
     id: StepId
     name: str
@@ -98,7 +114,10 @@ class BackwardStep:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One training step, at the level of storages."""
+    """One training step, at the level of storages.
+
+    Invariant: each part has its position as its id, and references between parts hold in both directions.
+    """
 
     ops: tuple[Op, ...]
     versions: tuple[StorageVersion, ...]
@@ -106,30 +125,30 @@ class Graph:
     saved_tensors: tuple[SavedTensor, ...]
     steps: tuple[BackwardStep, ...]
     static_bytes: int  # parameters, buffers, gradients before the step, optimizer state, the batch
-    closing_bytes: int  # gradients and the optimizer's own, at optimizer.step()
+    closing_bytes: int  # gradients of the step and the optimizer's temporaries, at optimizer.step()
     waiting_microbatches: int = 0  # others in flight; each holds what this one holds after forward
 
     @property
     def end(self) -> Moment:
-        """The moment after the last backward step."""
+        """Return the moment after the last backward step."""
         return Moment(len(self.ops) + len(self.steps))
 
     @property
     def everything(self) -> SaveSet:
-        """The save set that recomputes nothing but what must be."""
+        """Return the save set that recomputes only what must be recomputed."""
         return frozenset(op.id for op in self.ops if not op.must_recompute)
 
     @property
     def must_save(self) -> SaveSet:
-        """Ops that every save set includes."""
+        """Return the ops that every save set includes."""
         return frozenset(op.id for op in self.ops if op.must_save)
 
-    def nbytes(self, value: VersionId) -> int:
-        """Bytes of the storage that `value` is a version of."""
-        return self.storages[self.versions[value].storage].nbytes
+    def nbytes(self, version: VersionId) -> int:
+        """Return the bytes of the storage that `version` belongs to."""
+        return self.storages[self.versions[version].storage].nbytes
 
     def moment_name(self, moment: int) -> str:
-        """Where `moment` is, in words."""
+        """Return a name of `moment` for a person."""
         if moment < len(self.ops):
             return f"{self.ops[moment].name}, forward"
         if moment < self.end:
@@ -138,10 +157,11 @@ class Graph:
 
 
 def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:
-    """A chain in which op `i` allocates `nbytes[i]`, reads op `i - 1`, and backward reads every output.
+    """Return a chain of ops, the smallest example of a Graph. For documentation and tests.
 
-    Backward runs from the last op to the first; its step `j` unpacks the output of op `n - 1 - j` and
-    drops it. Python holds an output until the next op has run. For documentation and tests.
+    Op `i` allocates `nbytes[i]` and reads op `i - 1`. Python holds an output until the next op has run.
+    Backward goes from the last op to the first: its step `j` unpacks the output of op `n - 1 - j` and drops
+    it.
     """
     n = len(nbytes)
     times = list(runtime_us) if runtime_us is not None else [1.0] * n

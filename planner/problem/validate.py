@@ -1,0 +1,207 @@
+"""Check a Graph or the figures of a plan against their definitions.
+
+Each function returns the broken rules as sentences, none for a valid value. The rules are written from the
+definitions in graph.py and docs/memory-model.md. They share no code with the solver or the simulator, so that
+a fault there does not hide itself here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
+
+
+def broken_graph_rules(graph: Graph) -> list[str]:
+    """Return a sentence for each rule that `graph` breaks."""
+    if broken := list(_positions(graph)):
+        return broken  # the other rules follow references
+    rules: tuple[Callable[[Graph], Iterator[str]], ...] = (_ops, _versions, _storages, _saved_tensors, _sizes)
+    return [sentence for rule in rules for sentence in rule(graph)]
+
+
+def broken_plan_rules(
+    graph: Graph, *, save_set: SaveSet, recompute_set: SaveSet, peak: int, budget: int, recompute_us: float
+) -> list[str]:
+    """Return a sentence for each rule that a plan of `graph` breaks. Sizes are in bytes."""
+    if unknown := sorted(op for op in save_set | recompute_set if not 0 <= op < len(graph.ops)):
+        return [f"op {unknown[0]} must be one of the {len(graph.ops)} ops of the graph"]
+    broken = []
+    for op in graph.ops:
+        if op.must_recompute and op.id in save_set:
+            broken.append(f"{op.name} must be recomputed and is in the save set")
+        if op.must_save and op.id in recompute_set:
+            broken.append(f"{op.name} must be saved ({op.must_save}) and is in the recompute set")
+    held = _held_at_turn(graph, save_set)
+    if peak < held:
+        broken.append(f"peak must be at least the {held} bytes held when backward begins, got {peak}")
+    if peak < (closing := graph.static_bytes + graph.closing_bytes):
+        broken.append(f"peak must be at least the {closing} bytes of the optimizer's step, got {peak}")
+    if peak > budget:
+        broken.append(f"peak must be at most the budget of {budget} bytes, got {peak}")
+    least = sum(graph.ops[op].recompute_us for op in recompute_set)
+    if recompute_us < least * (1 - 1e-9):
+        broken.append(
+            f"recompute_us must be at least {least:g}, the time of the recompute set, got {recompute_us:g}"
+        )
+    missing = sorted(_demanded(graph, save_set) - recompute_set)
+    return broken + [
+        f"backward needs {graph.ops[o].name}, which is neither saved nor recomputed" for o in missing
+    ]
+
+
+def _positions(graph: Graph) -> Iterator[str]:
+    """Check that each part has its position as its id, and that references lead to parts of the graph."""
+    sizes = {
+        "op": len(graph.ops),
+        "version": len(graph.versions),
+        "storage": len(graph.storages),
+        "saved tensor": len(graph.saved_tensors),
+        "step": len(graph.steps),
+    }
+    ids: tuple[Sequence[int], ...] = (
+        [op.id for op in graph.ops],
+        [v.id for v in graph.versions],
+        [s.id for s in graph.storages],
+        [h.id for h in graph.saved_tensors],
+        [j.id for j in graph.steps],
+    )
+    for kind, column in zip(sizes, ids, strict=True):
+        for i, given in enumerate(column):
+            if given != i:
+                yield f"{kind} at position {i} must have the id {i}, got {given}"
+    references: list[tuple[str, str, tuple[int, ...]]] = []
+    for op in graph.ops:
+        references.append((op.name, "version", (*op.reads, *op.writes)))
+    for v in graph.versions:
+        previous = () if v.previous is None else (v.previous,)
+        references += [
+            (f"version {v.id}", "op", (v.op, *v.readers)),
+            (f"version {v.id}", "storage", (v.storage,)),
+            (f"version {v.id}", "version", previous),
+            (f"version {v.id}", "saved tensor", v.saved_tensors),
+        ]
+    references += [(f"storage {s.id}", "version", s.versions) for s in graph.storages]
+    for h in graph.saved_tensors:
+        references += [
+            (f"saved tensor {h.id}", "version", (h.version,)),
+            (f"saved tensor {h.id}", "step", h.unpacked),
+        ]
+    references += [(f"step {j.id}", "saved tensor", (*j.unpacks, *j.drops)) for j in graph.steps]
+    for owner, kind, targets in references:
+        for target in targets:
+            if not 0 <= target < sizes[kind]:
+                yield f"{owner} must refer to one of {sizes[kind]} {kind}s, got {target}"
+
+
+def _ops(graph: Graph) -> Iterator[str]:
+    for op in graph.ops:
+        for v in op.reads:
+            if graph.versions[v].op >= op.id:
+                yield f"{op.name} must read versions of earlier ops, got version {v}"
+            if op.id not in graph.versions[v].readers:
+                yield f"version {v} must list {op.name} as a reader"
+        for v in op.writes:
+            if graph.versions[v].op != op.id:
+                yield f"version {v} must name {op.name} as its op"
+        if op.must_save and op.must_recompute:
+            yield f"{op.name} must not be saved ({op.must_save}) and recomputed both"
+
+
+def _versions(graph: Graph) -> Iterator[str]:
+    for v in graph.versions:
+        if v.id not in graph.ops[v.op].writes:
+            yield f"{graph.ops[v.op].name} must write version {v.id}"
+        if v.previous is not None:
+            if graph.versions[v.previous].storage != v.storage:
+                yield f"version {v.id} must be of the storage of the version before it"
+            if v.previous not in graph.ops[v.op].reads:
+                yield f"{graph.ops[v.op].name} must read version {v.previous}, which it writes over"
+        for reader in v.readers:
+            if v.id not in graph.ops[reader].reads:
+                yield f"{graph.ops[reader].name} must read version {v.id}"
+        for h in v.saved_tensors:
+            if graph.saved_tensors[h].version != v.id:
+                yield f"saved tensor {h} must show version {v.id}"
+
+
+def _storages(graph: Graph) -> Iterator[str]:
+    for s in graph.storages:
+        chain = [None, *s.versions]
+        for before, v in zip(chain, s.versions, strict=False):
+            if graph.versions[v].storage != s.id or graph.versions[v].previous != before:
+                yield f"version {v} must follow {before} in storage {s.id}"
+        if not 0 <= s.released <= graph.end:
+            yield f"storage {s.id} must be released from 0 to {graph.end}, got {s.released}"
+    listed = sum(len(s.versions) for s in graph.storages)
+    if listed != len(graph.versions):
+        yield f"storages must list each of the {len(graph.versions)} versions once, got {listed}"
+
+
+def _saved_tensors(graph: Graph) -> Iterator[str]:
+    n = len(graph.ops)
+    for h in graph.saved_tensors:
+        if h.id not in graph.versions[h.version].saved_tensors:
+            yield f"version {h.version} must list saved tensor {h.id}"
+        if not 0 <= h.dropped <= graph.end:
+            yield f"saved tensor {h.id} must be dropped from 0 to {graph.end}, got {h.dropped}"
+        for j in h.unpacked:
+            if h.id not in graph.steps[j].unpacks:
+                yield f"step {j} must unpack saved tensor {h.id}"
+            if h.dropped <= n + j:
+                yield f"saved tensor {h.id} must be dropped after step {j}, which unpacks it, got {h.dropped}"
+    for step in graph.steps:
+        for drop in step.drops:
+            if graph.saved_tensors[drop].dropped != n + step.id + 1:
+                yield f"saved tensor {drop} must be dropped at the end of step {step.id}"
+
+
+def _sizes(graph: Graph) -> Iterator[str]:
+    for owner, nbytes in (
+        *((op.name, min(op.workspace_bytes, op.extra_bytes)) for op in graph.ops),
+        *((f"storage {s.id}", s.nbytes) for s in graph.storages),
+        *((j.name, min(j.extra_bytes_while_unpacking, j.extra_bytes_peak)) for j in graph.steps),
+        ("the graph", min(graph.static_bytes, graph.closing_bytes, graph.waiting_microbatches)),
+    ):
+        if nbytes < 0:
+            yield f"bytes of {owner} must not be negative, got {nbytes}"
+
+
+def _held_at_turn(graph: Graph, save_set: SaveSet) -> int:
+    """Return a lower bound of the bytes live between forward and backward.
+
+    Counted are static bytes and each storage that Python holds into backward, or of which an op of the save
+    set wrote a version that autograd still holds.
+    """
+    n = len(graph.ops)
+    held = graph.static_bytes
+    for s in graph.storages:
+        packed = any(
+            graph.saved_tensors[h].dropped > n
+            for v in s.versions
+            if graph.versions[v].op in save_set
+            for h in graph.versions[v].saved_tensors
+        )
+        if s.released > n or packed:
+            held += s.nbytes
+    return held
+
+
+def _demanded(graph: Graph, save_set: SaveSet) -> set[OpId]:
+    """Return the ops that some unpack needs, directly or through others, and that are not saved.
+
+    An op that only writes over outputs of saved ops is saved together with them, so it is left out.
+    """
+    saved = set(save_set) | {op.id for op in graph.ops if op.must_save}
+    for op in graph.ops:
+        overwritten = [graph.versions[w].previous for w in op.writes]
+        if overwritten and all(v is not None and graph.versions[v].op in saved for v in overwritten):
+            saved.add(op.id)
+    demanded: set[OpId] = set()
+    pending = [graph.versions[h.version].op for h in graph.saved_tensors if h.unpacked]
+    while pending:
+        op_id = pending.pop()
+        if op_id not in saved and op_id not in demanded:
+            demanded.add(op_id)
+            pending += [graph.versions[v].op for v in graph.ops[op_id].reads]
+    return demanded

@@ -1,0 +1,106 @@
+"""The validator accepts what the planner makes and names each rule that a spoiled graph or plan breaks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import graphs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoac.planner import Plan, build, plan
+from autoac.planner.problem.graph import Graph, Moment, OpId, VersionId, chain
+from autoac.planner.problem.validate import broken_graph_rules, broken_plan_rules
+
+seeds = st.integers(0, 2**32 - 1)
+few = settings(max_examples=60, derandomize=True, deadline=None)
+
+
+def check(made: Plan, **changed: Any) -> list[str]:
+    figures: dict[str, Any] = {
+        name: getattr(made, name) for name in ("save_set", "recompute_set", "peak", "budget", "recompute_us")
+    }
+    return broken_plan_rules(made.graph, **figures | changed)
+
+
+@few
+@given(seeds)
+def test_graphs_of_profiles_are_valid(seed: int) -> None:
+    assert broken_graph_rules(build(graphs.random_profile(random.Random(seed), 8))) == []
+
+
+@few
+@given(seeds, st.floats(0, 1))
+def test_plans_are_valid(seed: int, share: float) -> None:
+    graph = build(graphs.random_profile(random.Random(seed), 6))
+    ceiling = plan(graph, budget_bytes=1 << 40)
+    floor = max(ceiling.floor, 1)
+    assert check(ceiling) == []
+    made = plan(graph, budget_bytes=max(int(floor + share * (ceiling.peak - floor)), ceiling.peak))
+    assert check(made) == []
+
+
+def with_op(graph: Graph, **changed: Any) -> Graph:
+    return replace(graph, ops=(graph.ops[0], replace(graph.ops[1], **changed), *graph.ops[2:]))
+
+
+def with_version(graph: Graph, **changed: Any) -> Graph:
+    return replace(graph, versions=(replace(graph.versions[0], **changed), *graph.versions[1:]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda g: with_op(g, id=OpId(7)), "op at position 1 must have the id 1"),
+        (lambda g: with_op(g, reads=(VersionId(9),)), "must refer to one of 3 versions, got 9"),
+        (lambda g: with_op(g, reads=(VersionId(2),)), "must read versions of earlier ops, got version 2"),
+        (lambda g: with_op(g, must_save="pinned", must_recompute=True), "must not be saved (pinned)"),
+        (lambda g: with_op(g, workspace_bytes=-1), "bytes of op1 must not be negative, got -1"),
+        (lambda g: with_version(g, readers=()), "version 0 must list op1 as a reader"),
+        (lambda g: with_version(g, previous=VersionId(1)), "version 0 must be of the storage"),
+        (lambda g: with_version(g, saved_tensors=()), "version 0 must list saved tensor 0"),
+        (
+            lambda g: replace(g, storages=(replace(g.storages[0], released=Moment(99)), *g.storages[1:])),
+            "storage 0 must be released from 0 to 6, got 99",
+        ),
+        (
+            lambda g: replace(
+                g, saved_tensors=(replace(g.saved_tensors[0], dropped=Moment(2)), *g.saved_tensors[1:])
+            ),
+            "saved tensor 0 must be dropped after step 2, which unpacks it, got 2",
+        ),
+    ],
+)
+def test_broken_rule_of_a_graph_is_named(spoil: Callable[[Graph], Graph], words: str) -> None:
+    graph = chain(1, 2, 3)
+    assert broken_graph_rules(graph) == []
+    assert any(words in sentence for sentence in broken_graph_rules(spoil(graph)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"save_set": frozenset({9})}, "op 9 must be one of the 5 ops"),
+        ({"peak": 1}, "peak must be at least"),
+        ({"budget": 5}, "peak must be at most the budget of 5 bytes, got 10"),
+        ({"recompute_us": 0.0}, "recompute_us must be at least 1"),
+        ({"recompute_set": frozenset()}, "backward needs op1, which is neither saved nor recomputed"),
+    ],
+)
+def test_broken_rule_of_a_plan_is_named(changed: dict[str, Any], words: str) -> None:
+    made = plan(chain(1, 8, 1, 8, 0), budget_bytes=10)
+    assert check(made) == []
+    assert any(words in sentence for sentence in check(made, **changed))
+
+
+def test_plan_obeys_what_must_be_saved_or_recomputed() -> None:
+    graph = with_op(chain(1, 2, 3), must_save="pinned")
+    made = plan(graph, budget_bytes=1 << 20)
+    (sentence,) = check(made, recompute_set=made.recompute_set | {OpId(1)}, recompute_us=10.0)
+    assert sentence == "op1 must be saved (pinned) and is in the recompute set"
+    other = replace(made, graph=with_op(chain(1, 2, 3), must_recompute=True))
+    assert "op1 must be recomputed and is in the save set" in check(other)
