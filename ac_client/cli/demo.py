@@ -24,7 +24,7 @@ def demo(
 ) -> None:
     """Compare three ways to train a small GPT-2.
 
-    The rows show peak and step time of plain training, of torch's checkpoint around every block, and of autoac
+    The rows show peak and step time of plain training, torch's checkpoint around every block, and autoac
     with the checkpoint's peak as its budget. Each is measured in its own process. Exit code 1 if autoac
     exceeds the budget or changes gradients.
     """
