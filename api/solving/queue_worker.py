@@ -26,6 +26,7 @@ from autoac.api.storage.postgres_queue import QUEUE, TASK
 log = structlog.get_logger("autoac.worker")
 
 LATER_S = 2  # until a delivery is tried again whose owner is at its limit, or that met an error
+CANCEL_AGAIN_S = 5.0  # between two attempts to stop procrastinate's worker
 QUEUE_AWAY = (ConnectorException, AppNotOpen, psycopg.Error)
 
 
@@ -63,15 +64,16 @@ class QueueWorker:
         log.info("working", at_once=self.runner.settings.solves_at_once)
         while True:
             app = self._app()
-            # procrastinate shuts down in order if its task is cancelled once; anyio cancels repeatedly.
+            # procrastinate shuts down in order if its task is cancelled once; anyio cancels repeatedly. But a
+            # cancellation may get lost: asyncio.wait_for of Python 3.11 drops one that meets its result.
             task = asyncio.create_task(self._work(app))
             try:
                 await asyncio.wait([task])
             finally:
-                if not task.done():
-                    task.cancel()
-                    with anyio.CancelScope(shield=True):
-                        await asyncio.wait([task])
+                with anyio.CancelScope(shield=True):
+                    while not task.done():
+                        task.cancel()
+                        await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
             error = task.exception()
             if error is not None:
                 _raise_unless_away(error)
@@ -102,22 +104,26 @@ class QueueWorker:
 
     async def _work(self, app: procrastinate.App) -> None:
         settings = self.runner.settings
-        async with app.open_async():
+        rescue = None
+        try:
+            await app.open_async()
             rescue = asyncio.create_task(self._rescue(app))
-            try:
-                await app.run_worker_async(
-                    queues=[QUEUE],
-                    concurrency=settings.solves_at_once,
-                    install_signal_handlers=False,
-                    fetch_job_polling_interval=2.0,
-                    abort_job_polling_interval=1.0,
-                    delete_jobs="always",
-                    shutdown_graceful_timeout=0,
-                    update_heartbeat_interval=settings.lease_s / 3,
-                    stalled_worker_timeout=settings.lease_s,
-                )
-            finally:
+            await app.run_worker_async(
+                queues=[QUEUE],
+                concurrency=settings.solves_at_once,
+                install_signal_handlers=False,
+                fetch_job_polling_interval=2.0,
+                abort_job_polling_interval=1.0,
+                delete_jobs="always",
+                shutdown_graceful_timeout=0,
+                update_heartbeat_interval=settings.lease_s / 3,
+                stalled_worker_timeout=settings.lease_s,
+            )
+        finally:  # also if cancelled while the pool opens: a pool that is left open never lets the loop end
+            if rescue is not None:
                 rescue.cancel()
+                await asyncio.wait([rescue])
+            await app.close_async()
 
     async def _deliver(self, context: procrastinate.JobContext, job_id: str) -> None:
         """Run the job of an entry."""
