@@ -38,13 +38,13 @@ def check_one_device(
     Raises:
         CannotProfile: names a tensor on each device.
     """
-    found: dict[torch.device, str] = {}
+    devices: dict[torch.device, str] = {}
     for name, tensor in _tensors(model, args, kwargs):
         stays = tensor.device.type == "cpu" and not (isinstance(tensor, nn.Parameter) and tensor.dim())
         if not stays and tensor.device.type != "meta":
-            found.setdefault(tensor.device, name)
-    if len(found) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in found.items())
+            devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise CannotProfile(
             type(model).__name__,
             f"it is on several devices ({where}), and a budget is for one",

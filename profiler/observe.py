@@ -148,7 +148,7 @@ def observe(
     needs = optimizer_bytes(optimizer, device, datasheet)
     static = static_bytes(model, args, kwargs, needs.state, device, datasheet, accumulates=accumulates)
     with no_garbage_collection():
-        found = assemble(
+        result = assemble(
             step,
             model=type(model).__name__,
             inputs=inputs,
@@ -158,8 +158,8 @@ def observe(
             notes=[*notes, *([needs.note] if needs.note else [])],
         )
     if on is None and times is not None:
-        found = _with_cached_backward(found, times, machine(device, environment.device_name))
-    return found
+        result = _with_cached_backward(result, times, machine(device, environment.device_name))
+    return result
 
 
 def _check_no_lazy_layers(model: nn.Module) -> None:
@@ -241,17 +241,17 @@ def _real_step(
     if times is not None:
         times.keep_ops(here, {key: row for key, row in step.op_times.items() if key not in known})
     kinds = step.op_times.keys() - {BETWEEN_OPS}
-    once = sum(step.op_times[key][2] == 1 for key in kinds)
-    suffix = f"; {once} of them were seen once" if once else ""
+    single = sum(step.op_times[key][2] == 1 for key in kinds)
+    suffix = f"; {single} of them have one sample" if single else ""
     notes.append(f"measured: run times of {len(kinds)} kinds of op{suffix}")
     return step, notes
 
 
-def _with_cached_backward(found: Profile, times: Times, here: str) -> Profile:
+def _with_cached_backward(result: Profile, times: Times, here: str) -> Profile:
     """Return the profile with cached run times of backward, which are added to the cache if it has none."""
-    cached = times.backward(here, found.fingerprint, len(found.backward))
+    cached = times.backward(here, result.fingerprint, len(result.backward))
     if cached is None:
-        times.keep_backward(here, found.fingerprint, found.backward.runtime_us)
-        return found
-    backward = found.backward.model_copy(update={"runtime_us": tuple(cached)})
-    return found.model_copy(update={"backward": backward})
+        times.keep_backward(here, result.fingerprint, result.backward.runtime_us)
+        return result
+    backward = result.backward.model_copy(update={"runtime_us": tuple(cached)})
+    return result.model_copy(update={"backward": backward})

@@ -1,6 +1,6 @@
 """Record what autograd saves, and keep descriptions in place of the activations: saved-tensor hooks.
 
-NOTE [ What is kept of a saved tensor ]
+NOTE [ What replaces a saved tensor ]
 A floating-point activation becomes a description: size, strides, type. Backward gets ones of that
 description, so every kernel runs, on meaningless numbers. Integer and bool tensors index and decide, so
 they are copied, except for bytes that encode floating-point numbers. External tensors (parameters, inputs)
@@ -77,17 +77,17 @@ class SavedTensorRecorder:
         self.versions.append(version)
         self.packed.append(len(recorder.record.ops))
         self._windows.append(window_of(tensor))
-        kept = None
+        content = None
         floats = tensor.is_floating_point() or tensor.is_complex() or self._encodes_floats(tensor, version)
         if self._plain:
-            kept = tensor
+            content = tensor
             if not floats:
                 self._mark()
         elif not floats:
             with _paused(recorder):
-                kept = tensor.detach().clone()
-            self.copies.append(RecordedStorage(recorder.locate(kept.untyped_storage()), self._mark()))
-        return _HollowHandle(index, tensor, kept, weakref.ref(self))
+                content = tensor.detach().clone()
+            self.copies.append(RecordedStorage(recorder.locate(content.untyped_storage()), self._mark()))
+        return _HollowHandle(index, tensor, content, weakref.ref(self))
 
     def _encodes_floats(self, tensor: Tensor, version: int) -> bool:
         """Return True if the bytes of `tensor` are floating-point numbers."""
@@ -107,9 +107,9 @@ class SavedTensorRecorder:
         writer = recorder.record.versions[self.versions[packed.index]].op
         if not self.can_run(recorder.record.ops[writer].module):
             self.out_of_reach.add(writer)
-        if packed.kept is not None:
+        if packed.content is not None:
             event.end_mark = self._mark()
-            return self._note_unpack_in_forward(packed.kept, packed)
+            return self._note_unpack_in_forward(packed.content, packed)
         with _paused(recorder):
             ones = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype, device=packed.device)
             # Not zeros: some kernels (prod) take another path on them.
@@ -157,12 +157,12 @@ class SavedTensorRecorder:
 class _HollowHandle:
     """Stand in for a saved tensor in autograd's graph. Deleting the handle is the drop."""
 
-    __slots__ = ("conjugate", "device", "dtype", "index", "kept", "negative", "owner", "size", "stride")
+    __slots__ = ("conjugate", "content", "device", "dtype", "index", "negative", "owner", "size", "stride")
 
     def __init__(
-        self, index: int, tensor: Tensor, kept: Tensor | None, owner: weakref.ref[SavedTensorRecorder]
+        self, index: int, tensor: Tensor, content: Tensor | None, owner: weakref.ref[SavedTensorRecorder]
     ) -> None:
-        self.index, self.kept, self.owner = index, kept, owner
+        self.index, self.content, self.owner = index, content, owner
         self.size, self.stride = tensor.size(), tensor.stride()
         self.dtype, self.device = tensor.dtype, tensor.device
         self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()

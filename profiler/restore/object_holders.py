@@ -10,7 +10,7 @@ import types
 import zlib
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from operator import is_not
@@ -36,9 +36,9 @@ class Holder:
     owner: Holder | None = None
     key: Any = None
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the references, each with its key."""
-        raise NotImplementedError
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        """Return the references, each with its key."""
+        return ()
 
     def restore(self) -> None:
         """Restore the references, without calling a method of the user's."""
@@ -67,8 +67,8 @@ class Attributes(Holder):
         self._attributes, self._content = attributes, dict(attributes)
         self._path = path  # of a module of the model
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from self._content.items()
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return self._content.items()
 
     def restore(self) -> None:
         now, content = self._attributes, self._content
@@ -100,8 +100,8 @@ class Slots(Holder):
         self._thing, self._slots = thing, slots
         self._content = [_slot(slot, thing) for slot in slots]
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from enumerate(self._content)
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return enumerate(self._content)
 
     def restore(self) -> None:
         for slot, value in zip(self._slots, self._content, strict=True):
@@ -134,8 +134,8 @@ class ClassAttributes(Holder):
     def __init__(self, kind: type) -> None:
         self._kind, self._content = kind, dict(vars(kind))
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from self._content.items()
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return self._content.items()
 
     def restore(self) -> None:
         now = vars(self._kind)
@@ -160,8 +160,8 @@ class _List(Holder):
         self._value, self._base = value, base
         self._content = list(base.__iter__(value))
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from enumerate(self._content)
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return enumerate(self._content)
 
     def restore(self) -> None:
         value, base = self._value, self._base
@@ -186,9 +186,6 @@ class _PythonArray(Holder):
     def __init__(self, value: Any, base: Any) -> None:
         self._value, self._base, self._content = value, base, value[:]
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from ()
-
     def restore(self) -> None:
         if not self._base.__eq__(self._value, self._content):
             self._base.__setitem__(self._value, slice(None), self._content)
@@ -202,8 +199,8 @@ class _Dict(Holder):
         self._base = OrderedDict if isinstance(value, OrderedDict) else dict
         self._content = list(self._base.items(value))
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from self._content
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return self._content
 
     def restore(self) -> None:
         value, base = self._value, self._base
@@ -226,8 +223,8 @@ class _Set(Holder):
     def __init__(self, value: set[Any]) -> None:
         self._value, self._content = value, set(set.__iter__(value))
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from ((None, item) for item in self._content)
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return ((None, item) for item in self._content)
 
     def restore(self) -> None:
         set.intersection_update(self._value, self._content)
@@ -242,8 +239,8 @@ class ClosureCells(Holder):
         self._cells = function.__closure__ or ()
         self._content = [_content(cell) for cell in self._cells]
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from enumerate(self._content)
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return enumerate(self._content)
 
     def restore(self) -> None:
         for cell, value in zip(self._cells, self._content, strict=True):
@@ -275,8 +272,8 @@ class FixedParts(Holder):
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from enumerate(self._parts)
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        return enumerate(self._parts)
 
 
 class _RandomState(Holder):
@@ -284,9 +281,6 @@ class _RandomState(Holder):
 
     def __init__(self, restore: Callable[[], None]) -> None:
         self.restore = restore  # type: ignore[method-assign]
-
-    def items(self) -> Iterator[tuple[Any, Any]]:
-        yield from ()
 
 
 class NumpyArray(Holder):
@@ -301,7 +295,7 @@ class NumpyArray(Holder):
     def _sum(self) -> int:
         return zlib.crc32(numpy.ascontiguousarray(self._value).view(numpy.uint8).data)
 
-    def items(self) -> Iterator[tuple[Any, Any]]:
+    def items(self) -> Iterable[tuple[Any, Any]]:
         if self._value.dtype.hasobject:
             yield from enumerate(self._value.ravel().tolist())
 

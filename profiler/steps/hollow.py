@@ -6,7 +6,7 @@ Theory of operation:
    memory that they take in training.
 2. Autograd is handed descriptions in place of floating-point activations, so an activation is freed as soon
    as forward itself drops it. Backward gets ones of the same description: right sizes, meaningless numbers
-   (NOTE [ What is kept of a saved tensor ] in saved_tensor_recorder.py).
+   (NOTE [ What replaces a saved tensor ] in saved_tensor_recorder.py).
 3. A mark is placed around each op and each unpack, and at each drop. The allocator's record lists these marks
    among the allocations and frees, so every byte belongs to an op or a node without a clock.
 4. The step works on aliases of the parameters and on copies of the buffers, and everything else that a
@@ -265,10 +265,10 @@ def _time(
     ops, at = traced.forward.ops, traced.times_ns
     signatures: list[Hashable] = [op.signature for op in ops]
     kinds = {*signatures, *warm_up.samples.keys() & {BETWEEN_OPS}}
-    found = known(kinds)
-    unknown = kinds - found.keys()
+    times = known(kinds)
+    unknown = kinds - times.keys()
     if not unknown:
-        return found
+        return times
     in_trace_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in ops]
     samples: Samples = {}
     # Clocks differ between ranks, so with collectives they must not decide how often forward runs.
@@ -285,7 +285,7 @@ def _time(
             step.call, step.device, total_us, forward_ns / 1e9, max(EXTRA_S, left_ns / 1e9)
         )
     samples.setdefault(BETWEEN_OPS, warm_up.samples.get(BETWEEN_OPS, []))
-    return {**median_and_spread(in_trace_us, signatures, samples), **found}
+    return {**median_and_spread(in_trace_us, signatures, samples), **times}
 
 
 def take_step(

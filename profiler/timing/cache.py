@@ -64,18 +64,18 @@ class Times:
     def ops(self, machine: str, signatures: Iterable[Hashable]) -> dict[Hashable, OpTime]:
         """Return the run times of ops on `machine` that the cache has, by signature."""
         keys = {_key(machine, signature): signature for signature in signatures}
-        found: dict[Hashable, OpTime] = {}
+        times: dict[Hashable, OpTime] = {}
         with self._open() as file:
             if file is None:
-                return found
+                return times
             names = list(keys)
             for i in range(0, len(names), _MOST_VARIABLES):
                 some = names[i : i + _MOST_VARIABLES]
                 marks = ",".join("?" * len(some))
                 query = f"select key, runtime_us, spread_us, samples from ops where key in ({marks})"
                 for key, runtime, spread, samples in file.execute(query, some):
-                    found[keys[key]] = (_checked_us(runtime), _checked_us(spread), int(samples))
-        return found
+                    times[keys[key]] = (_checked_us(runtime), _checked_us(spread), int(samples))
+        return times
 
     def keep_ops(self, machine: str, measured: Mapping[Hashable, OpTime]) -> None:
         """Add run times of ops, by signature."""

@@ -31,15 +31,15 @@ def pins_of(model: nn.Module) -> Mapping[str, str]:
     Raises:
         PinConflict: a module is pinned one way and one inside it the other way.
     """
-    found: dict[str, tuple[str, str]] = {}  # path -> pin, and the path at which it was set
+    pins: dict[str, tuple[str, str]] = {}  # path -> pin, and the path at which it was set
     for name, module in model.named_modules():
         path = name or ROOT
         parent = name.rpartition(".")[0] or ROOT
-        outer = found.get(parent) if name else None
+        outer = pins.get(parent) if name else None
         own = _pins.get(module)
         if own is None and outer is None:
             continue
         if own is not None and outer is not None and own != outer[0]:
             raise PinConflict(outer[1], outer[0], path, own)
-        found[path] = (own, path) if own is not None else outer  # type: ignore[assignment]
-    return {path: word for path, (word, _) in found.items()}
+        pins[path] = (own, path) if own is not None else outer  # type: ignore[assignment]
+    return {path: word for path, (word, _) in pins.items()}

@@ -211,8 +211,8 @@ def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out:
 
     Integers computed from integers are the same a second time, for every kernel.
     """
-    made = [tensor.dtype for tensor in outputs_of(out)]
-    if not made or any(dtype.is_floating_point or dtype.is_complex for dtype in made):
+    types = [tensor.dtype for tensor in outputs_of(out)]
+    if not types or any(dtype.is_floating_point or dtype.is_complex for dtype in types):
         return False
     if facts.name.startswith("aten.new_") or facts.name.partition(".")[2].partition(".")[0].endswith("_like"):
         return False  # reads no number of its argument

@@ -155,17 +155,17 @@ class StorageTable(Generic[T]):
     def values(self) -> list[T]:
         """Return the entries of the storages that are alive."""
         self._prune()
-        found = []
+        entries = []
         for ref in self._refs:
             storage = ref()
             if storage is not None:
-                found.append(storage.__dict__[self.name])
-        return found
+                entries.append(storage.__dict__[self.name])
+        return entries
 
     def clear(self) -> None:
         """Delete all entries."""
-        noted, self._refs = self._refs, []
-        for ref in noted:
+        refs, self._refs = self._refs, []
+        for ref in refs:
             storage = ref()
             if storage is not None:
                 storage.__dict__.pop(self.name, None)

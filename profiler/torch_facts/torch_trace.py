@@ -147,14 +147,14 @@ class TorchTrace:
         listed = sum(
             event.name() == _MEMORY and event.device_type() != _CPU for event in self._results.events()
         )
-        found = sum(
+        in_tree = sum(
             event.tag == private.EventType.Allocation and event.typed[1].device.type != "cpu"
             for event, _ in self._walk()
         )
-        if found != listed:
+        if in_tree != listed:
             raise CannotProfile(
                 where,
-                f"{listed - found} of its {listed} allocations and frees happen on threads that "
+                f"{listed - in_tree} of its {listed} allocations and frees happen on threads that "
                 "torch.profiler assigns to no range (such as those of torch.jit.fork)",
                 "run that part on the thread that calls forward",
             )
@@ -162,7 +162,7 @@ class TorchTrace:
     def events(self) -> Iterator[TraceEvent]:
         """Yield the events in order of time. Of nested ops, only the outer one."""
         ops = self._ops
-        for event, inside in sorted(self._walk(), key=lambda found: int(found[0].start_time_ns)):
+        for event, inside in sorted(self._walk(), key=lambda pair: int(pair[0].start_time_ns)):
             time_ns = int(event.start_time_ns)
             if event.tag == private.EventType.Allocation:
                 fields = event.typed[1]
