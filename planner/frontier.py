@@ -40,12 +40,12 @@ class Frontier:
     @property
     def kinks(self) -> tuple[Kink, ...]:
         """Return where the curve bends most: budgets worth choosing, largest bend first."""
-        found = []
+        kinks = []
         for before, here, after in zip(self.plans, self.plans[1:], self.plans[2:], strict=False):
             steep, flat = _slope(before, here), _slope(here, after)
             if steep > KINK * flat:
-                found.append(Kink(here, steep, flat))
-        return tuple(sorted(found, key=lambda k: k.after_us_per_gib / k.before_us_per_gib))
+                kinks.append(Kink(here, steep, flat))
+        return tuple(sorted(kinks, key=lambda k: k.after_us_per_gib / k.before_us_per_gib))
 
 
 def find_frontier(
@@ -125,11 +125,11 @@ def _with_point(progress: OnProgress, point: int, points: int) -> OnProgress:
 
 def _monotone(plans: list[Plan]) -> tuple[Plan, ...]:
     """Return `plans` from small budgets to large, without those that another beats in memory and time."""
-    kept: list[Plan] = []
+    undominated: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.peak, plan.recompute_us)):
-        if not kept or plan.recompute_us < kept[-1].recompute_us:
-            kept.append(plan)
-    return tuple(kept)
+        if not undominated or plan.recompute_us < undominated[-1].recompute_us:
+            undominated.append(plan)
+    return tuple(undominated)
 
 
 def _slope(less: Plan, more: Plan) -> float:
@@ -137,18 +137,18 @@ def _slope(less: Plan, more: Plan) -> float:
     return (less.recompute_us - more.recompute_us) / max((more.peak - less.peak) / 2**30, 1e-12)
 
 
-def frontier_in_words(found: Frontier) -> str:
+def frontier_in_words(frontier: Frontier) -> str:
     """Write a line for each plan, and mark the budgets that are worth choosing."""
-    kinks = {kink.plan.peak for kink in found.kinks}
+    kinks = {kink.plan.peak for kink in frontier.kinks}
     lines = [
-        f"smallest peak {format_bytes(found.floor.found)}, proven {format_bytes(found.floor.proven)}",
+        f"smallest peak {format_bytes(frontier.floor.found)}, proven {format_bytes(frontier.floor.proven)}",
         f"{'peak':>12}  {'recompute':>12}  {'of the step':>11}  {'gap':>5}",
     ]
-    for made in found.plans:
-        share = made.recompute_us / made.step_us if made.step_us else 0.0
-        mark = "  less memory costs much more from here" if made.peak in kinks else ""
+    for plan in frontier.plans:
+        share = plan.recompute_us / plan.step_us if plan.step_us else 0.0
+        mark = "  less memory costs much more from here" if plan.peak in kinks else ""
         lines.append(
-            f"{format_bytes(made.peak):>12}  {format_us(made.recompute_us):>12}  {share:>11.1%}  "
-            f"{made.gap:>5.1%}{mark}"
+            f"{format_bytes(plan.peak):>12}  {format_us(plan.recompute_us):>12}  {share:>11.1%}  "
+            f"{plan.gap:>5.1%}{mark}"
         )
     return "\n".join(lines)

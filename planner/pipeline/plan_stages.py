@@ -106,27 +106,27 @@ def plan_stage(
         InvalidConstraints: gradients="absent", or as `plan`.
         InvalidBudget, InvalidLimit, InfeasibleBudget, SolverOutOfTime: as `plan`.
     """
-    rules = constraints
-    if rules is not None and rules.gradients != "as profiled":
-        if rules.gradients == "absent":
+    for_plan = constraints
+    if for_plan is not None and for_plan.gradients != "as profiled":
+        if for_plan.gradients == "absent":
             raise InvalidConstraints(
                 "gradients must not be 'absent' in a pipeline, whose microbatches add to the same gradients; "
                 "leave it out"
             )
-        rules = rules.model_copy(update={"gradients": "as profiled"})
-    made = plan(
+        for_plan = for_plan.model_copy(update={"gradients": "as profiled"})
+    stage_plan = plan(
         stage_graph(profile, in_flight, beside_bytes=beside_bytes),
         budget_gb=budget_gb,
         budget_bytes=budget_bytes,
         headroom_bytes=headroom_bytes,
-        constraints=rules,
+        constraints=for_plan,
         gap=gap,
         time_limit_s=time_limit_s,
         clock=clock,
         progress=progress,
     )
-    kept = None if constraints == Constraints() else constraints
-    return replace(made, profile=None if isinstance(profile, Graph) else profile, constraints=kept)
+    recorded = None if constraints == Constraints() else constraints
+    return replace(stage_plan, profile=None if isinstance(profile, Graph) else profile, constraints=recorded)
 
 
 def plan_stages(
@@ -193,7 +193,7 @@ def plan_stages(
             fullest = max(forwards, key=lambda load: (load.total, sum(load.backward)))
             n, waiting_bytes = sum(fullest.backward), sum(fullest.weights) * weight_half_bytes[s]
         try:
-            made = plan_stage(
+            stage_plan = plan_stage(
                 profile,
                 in_flight=n,
                 budget_gb=budgets[s],
@@ -207,8 +207,9 @@ def plan_stages(
         except (InfeasibleBudget, InvalidConstraints) as error:
             error.add_note(f"This is stage {s} of {p}, which holds {n} microbatches under {schedule}.")
             raise
-        stages.append(Stage(n, waiting_bytes, made, _cost(made.graph, made.recompute_us, weight_share)))
-        plain.append(_cost(made.graph, 0.0, weight_share))
+        cost = _cost(stage_plan.graph, stage_plan.recompute_us, weight_share)
+        stages.append(Stage(n, waiting_bytes, stage_plan, cost))
+        plain.append(_cost(stage_plan.graph, 0.0, weight_share))
     return Stages(
         schedule=Schedule(schedule),
         n_microbatches=n_microbatches,

@@ -186,7 +186,7 @@ def longest_common_subsequence(a: Sequence[Hashable], b: Sequence[Hashable]) -> 
         shared = row & masks.get(item, 0)
         row = ((row + shared) | (row - shared)) & full
         rows.append(row)
-    found = []
+    pairs = []
     i, at = len(a) - 1, len(places) - 1
     while i >= 0 and at >= 0:
         if rows[i] >> at & 1:
@@ -194,19 +194,19 @@ def longest_common_subsequence(a: Sequence[Hashable], b: Sequence[Hashable]) -> 
         elif i and not rows[i - 1] >> at & 1:
             i -= 1
         else:
-            found.append((i, places[at]))
+            pairs.append((i, places[at]))
             i, at = i - 1, at - 1
-    return found[::-1]
+    return pairs[::-1]
 
 
 def thin_out(levels: Sequence[int], most: int) -> list[int]:
     """Return the positions of about `most` levels: the first, and the highest and last of each stretch."""
     if len(levels) <= most:
         return list(range(len(levels)))
-    kept = [0]
+    positions = [0]
     stretch = max(1, 2 * len(levels) // most)
     for begin in range(0, len(levels), stretch):
         end = min(begin + stretch, len(levels))
         highest = max(range(begin, end), key=lambda i: levels[i])
-        kept += [highest, end - 1]
-    return sorted(set(kept))
+        positions += [highest, end - 1]
+    return sorted(set(positions))

@@ -87,12 +87,12 @@ def _kept_nbytes(graph: Graph, save_set: SaveSet) -> list[int]:
     """
     n = len(graph.ops)
     until, readers = held_until(graph, save_set), readers_until(graph, save_set)
-    kept = [0] * len(graph.versions)
+    nbytes = [0] * len(graph.versions)
     for storage in graph.storages:
         saved = [v for v in storage.versions if graph.versions[v].op in save_set and until[v] > n]
         for v in saved:
             if v != storage.versions[-1] and readers[v] > n:
-                kept[v] = storage.nbytes
+                nbytes[v] = storage.nbytes
         packed = [
             v
             for v in saved
@@ -100,8 +100,8 @@ def _kept_nbytes(graph: Graph, save_set: SaveSet) -> list[int]:
         ]
         holding = saved[-1:] if storage.versions[-1] in saved else packed[-1:]
         for v in holding:
-            kept[v] += storage.nbytes
-    return kept
+            nbytes[v] += storage.nbytes
+    return nbytes
 
 
 def by_module(ops: Iterable[OpDecision]) -> tuple[ModuleRow, ...]:

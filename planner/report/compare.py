@@ -88,8 +88,8 @@ def difference(
     modules: dict[str, list[tuple[OpDecision, OpDecision]]] = {}
     for key, old in of_before.items():
         new = of_after.get(key)
-        kept = old.decision is Decision.SAVED and key not in unknown
-        if new is not None and kept != (new.decision is Decision.SAVED):
+        was_saved = old.decision is Decision.SAVED and key not in unknown
+        if new is not None and was_saved != (new.decision is Decision.SAVED):
             modules.setdefault(OpKey.parse(key).module, []).append((old, new))
 
     def signature(module: str) -> object:
@@ -136,13 +136,13 @@ def _side(subject: Plan | Policy, ops: Sequence[OpDecision], known: bool) -> Sid
     return Side(subject.model, budget, peak, at, us, kept, again, idle if known else None)
 
 
-def difference_in_words(found: Difference, first: str = "the first", second: str = "the second") -> str:
+def difference_in_words(comparison: Difference, first: str = "the first", second: str = "the second") -> str:
     """Write the difference as text; `first` and `second` name the two plans."""
-    return "\n".join(_lines(found, first, second))
+    return "\n".join(_lines(comparison, first, second))
 
 
-def _lines(found: Difference, first: str, second: str) -> Iterator[str]:
-    before, after = found.before, found.after
+def _lines(comparison: Difference, first: str, second: str) -> Iterator[str]:
+    before, after = comparison.before, comparison.after
     if before.model != after.model:
         yield f"Two models: {before.model} and {after.model}."
     width = max(len(first), len(second))
@@ -161,9 +161,9 @@ def _lines(found: Difference, first: str, second: str) -> Iterator[str]:
             else " and recomputes as long."
         )
     )
-    if found.same:
+    if comparison.same:
         yield "Both keep the same."
-    for change in found.changes:
+    for change in comparison.changes:
         several = len(change.modules)
         yield (change.name or "(outside all modules)") + (f" ({several} modules)" if several > 1 else "")
         for who, ops, nbytes in (
@@ -174,7 +174,7 @@ def _lines(found: Difference, first: str, second: str) -> Iterator[str]:
                 yield f"  only {who} keeps {', '.join(ops)}" + (
                     f"  ({format_bytes(nbytes)})" if nbytes else ""
                 )
-    for who, keys in ((first, found.only_before), (second, found.only_after)):
+    for who, keys in ((first, comparison.only_before), (second, comparison.only_after)):
         if keys:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
             yield f"only {who} has the ops {', '.join(keys[:5])}{more}"

@@ -211,12 +211,12 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: dict[s
     waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
     kinds, at = zip(*(_kind(instant.event) for instant in instants), strict=True)
     # A free takes no time: its memory is gone at the next kernel.
-    found = [
+    intervals = [
         (int(graph.versions[life.value].op), life.nbytes, begin, end, _position(reasons, life.why))
         for life in lives(graph, save_set, timeline)
         if (begin := bisect_left(kernels.events, life.begin)) < (end := bisect_left(kernels.events, life.end))
     ]
-    columns = list(zip(*found, strict=True)) or [()] * 5
+    columns = list(zip(*intervals, strict=True)) or [()] * 5
     peak = max(range(len(instants)), key=lambda e: instants[e].live_bytes)
     return Track(
         id=id_,
@@ -260,10 +260,10 @@ def _measured(plan: Plan, step: MeasuredStep) -> MeasuredTrack:
             highest = max(highest, level)
             at += 1
         most.append(highest)
-    kept = thin_out(step.live_bytes, MOST_CHANGES)
+    positions = thin_out(step.live_bytes, MOST_CHANGES)
     return MeasuredTrack(
-        time_us=tuple(round(aligned.time_us[i], 2) for i in kept),
-        live_bytes=tuple(step.live_bytes[i] for i in kept),
+        time_us=tuple(round(aligned.time_us[i], 2) for i in positions),
+        live_bytes=tuple(step.live_bytes[i] for i in positions),
         end_us=round(aligned.end_us, 2),
         most_bytes=tuple(most),
         peak_bytes=step.peak_bytes,

@@ -115,19 +115,19 @@ def why(plan: Plan, key: str) -> Why:
     op = find_op(graph, key)
     name = graph.ops[op].name
     windows = find_windows(graph)
-    all_of_them = op_decisions(graph, plan.save_set)
-    fate = all_of_them[op].decision
-    # Start from what is really kept: a save set also names ops that backward does not need.
-    kept = graph.must_save | {OpId(i) for i, d in enumerate(all_of_them) if d.decision is Decision.SAVED}
+    decisions = op_decisions(graph, plan.save_set)
+    fate = decisions[op].decision
+    # Start from what is really saved: a save set also names ops that backward does not need.
+    saved = graph.must_save | {OpId(i) for i, d in enumerate(decisions) if d.decision is Decision.SAVED}
     if fate is Decision.RECOMPUTED:
-        other = without_cost_free_recomputes(graph, kept | {op})
+        other = without_cost_free_recomputes(graph, saved | {op})
     else:
-        kept -= {op}
-        if op in with_forced_saves(graph, kept):
-            kept -= frozenset(unsaved_with(graph, op)) - graph.must_save
-        other = without_cost_free_recomputes(graph, kept)
+        saved -= {op}
+        if op in with_forced_saves(graph, saved):
+            saved -= frozenset(unsaved_with(graph, op)) - graph.must_save
+        other = without_cost_free_recomputes(graph, saved)
     before, after = simulate(graph, plan.save_set), simulate(graph, other)
-    spent = recompute_us(graph, other)
+    new_us = recompute_us(graph, other)
     leader = windows.leader[op]
     return Why(
         key=name,
@@ -138,8 +138,8 @@ def why(plan: Plan, key: str) -> Why:
         at_peak_bytes=_most_at(after, before.peak.moment) - before.peak.live_bytes,
         peak=after.peak.live_bytes,
         peak_at=instant_name(graph, after.peak),
-        recompute_us=spent,
-        gain_us=plan.recompute_us - spent,
+        recompute_us=new_us,
+        gain_us=plan.recompute_us - new_us,
         planned_peak=plan.peak,
         planned_peak_at=plan.peak_at,
         budget=plan.budget,
@@ -235,8 +235,8 @@ def as_planned(policy: Policy, profile: Profile) -> Plan:
         only = [key for key in policy.decisions if key not in set(keys)]
         only += [key for key in keys if key not in policy.decisions]
         raise OtherProfile(policy.model, profile.model, only[0] if only else keys[0])
-    made = carried(policy, profile)
-    return replace(made, bound_us=min(policy.predicted.recompute_bound_us, made.recompute_us))
+    plan = carried(policy, profile)
+    return replace(plan, bound_us=min(policy.predicted.recompute_bound_us, plan.recompute_us))
 
 
 def carried(policy: Policy, profile: Profile) -> Plan:
@@ -270,16 +270,16 @@ def why_in_words(answer: Why) -> str:
     """Write the answer as text."""
     if answer.fate is Decision.UNUSED:
         return f"{answer.key} is neither saved nor recomputed: backward does not need it."
-    kept = answer.fate is Decision.SAVED
-    lines = [f"{answer.key} is {'saved' if kept else 'recomputed in backward'}."]
-    if answer.must_save and kept:
+    saved = answer.fate is Decision.SAVED
+    lines = [f"{answer.key} is {'saved' if saved else 'recomputed in backward'}."]
+    if answer.must_save and saved:
         return f"{lines[0]} It must be saved: {answer.must_save}."
-    if answer.must_recompute and not kept:
+    if answer.must_recompute and not saved:
         lines.append("Its pin requires that; the planner had no choice.")
     spent = format_us(abs(answer.gain_us))
     sign = "less" if answer.gain_us >= 0 else "more"
     lines.append(
-        f"With it {'recomputed' if kept else 'saved'}, backward would recompute {spent} {sign}"
+        f"With it {'recomputed' if saved else 'saved'}, backward would recompute {spent} {sign}"
         f" ({format_us(answer.recompute_us)} in all)."
     )
     where = f"At the planned peak, {answer.planned_peak_at}"
@@ -301,9 +301,9 @@ def why_in_words(answer: Why) -> str:
     )
     if answer.forward_over:
         lines.append(f"Forward would exceed its own budget by {format_bytes(answer.forward_over)}.")
-    if answer.follows and not kept:
+    if answer.follows and not saved:
         lines.append(f"Saving {answer.follows} instead is never worse, so the planner considers only that.")
-    if not kept and answer.fits and answer.gain_us > 0 and not answer.must_recompute:
+    if not saved and answer.fits and answer.gain_us > 0 and not answer.must_recompute:
         lines.append(f"So it could be saved; the planner stopped within {answer.gap:.1%} of the best plan.")
     return "\n".join(lines)
 

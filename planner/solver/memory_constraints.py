@@ -184,10 +184,10 @@ class MemoryConstraints:
         arrays, variables = self.arrays, self.variables
         x = variables.x
         row = arrays.row[arrays.op]
-        made = x[row, np.where(arrays.op <= at, after, before)]
-        live = (arrays.nbytes > 0) & (row >= 0) & (made != ZERO)
+        recomputed = x[row, np.where(arrays.op <= at, after, before)]
+        live = (arrays.nbytes > 0) & (row >= 0) & (recomputed != ZERO)
         due = live & (arrays.last_use >= step)
-        total.add(made[due], arrays.nbytes[due])
+        total.add(recomputed[due], arrays.nbytes[due])
 
         # Past its last unpack a version is live only while an op that reads it is still to run ...
         rest = live & ~due
@@ -214,12 +214,12 @@ class MemoryConstraints:
         alone = within & ~waits
         total.add(begun[alone], arrays.nbytes[alone])
         total.add(ended[alone], -arrays.nbytes[alone])
-        self._add_pending_bytes(pending, made, np.flatnonzero(within & waits), begun, ended, total)
+        self._add_pending_bytes(pending, recomputed, np.flatnonzero(within & waits), begun, ended, total)
 
     def _add_pending_bytes(
-        self, pending: Ints, made: Codes, both: Ints, begun: Codes, ended: Codes, total: LinearSum
+        self, pending: Ints, recomputed: Codes, both: Ints, begun: Codes, ended: Codes, total: LinearSum
     ) -> None:
-        """Add (11) past the last unpack: maxima of `made + end - read - 1` of `pending`, `begun - ended`."""
+        """Add the bytes of (11) past the last unpack: maxima over waiting readers, and over the burst."""
         if not len(pending):
             return
         versions, group = np.unique(np.concatenate([pending[:, 0], both]), return_inverse=True)
@@ -227,7 +227,7 @@ class MemoryConstraints:
         wait, burst, one = np.arange(m), np.arange(m, m + k), np.full(m, ONE)
         expression = np.concatenate([wait, wait, wait, wait, burst, burst])
         codes = np.concatenate(
-            [made[pending[:, 0]], pending[:, 1], pending[:, 2], one, begun[both], ended[both]]
+            [recomputed[pending[:, 0]], pending[:, 1], pending[:, 2], one, begun[both], ended[both]]
         )
         coefficients = np.repeat([1.0, 1.0, -1.0, -1.0, 1.0, -1.0], [m, m, m, m, k, k])
         columns = self._maxima_of_groups(group, expression, codes, coefficients)

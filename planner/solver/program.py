@@ -166,8 +166,8 @@ def _add_lazy_rows(variables: Variables, table: RowTable) -> None:
         early = variables.states < arrays.first_needed[row]
         at = np.flatnonzero(variables.in_grid[row] & early & (x[row, :-1] != ZERO))
         readers = arrays.row[list(variables.windows.readers[op])].astype(np.int64)
-        asked = [variables.x_after[reader, at] for reader in readers]
-        table.add_table([x[row, at], *asked], [1.0, *[-1.0] * len(asked)], 0.0)
+        requests = [variables.x_after[reader, at] for reader in readers]
+        table.add_table([x[row, at], *requests], [1.0, *[-1.0] * len(requests)], 0.0)
 
 
 def _add_canonical_rows(variables: Variables, table: RowTable) -> None:

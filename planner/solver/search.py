@@ -379,25 +379,25 @@ class Search:
         self._missing = None
         if outcome.values is None or (self.budget is None and self.allowance.out_of_work):
             return
-        found = built.save_set(outcome.values)
-        tidy = without_cost_free_recomputes(self.graph, found)
+        candidate = built.save_set(outcome.values)
+        tidy = without_cost_free_recomputes(self.graph, candidate)
         tidy_peak = peak_bytes(self.graph, tidy)
         if self.budget is not None and tidy_peak <= self.budget:
             self.best.take(recompute_us(self.graph, tidy), tidy)
             return
-        timeline = simulate(self.graph, found)  # its peak is seldom smaller than that of `tidy`
+        timeline = simulate(self.graph, candidate)  # its peak is seldom smaller than that of `tidy`
         peak = timeline.peak.live_bytes
         if self.budget is None:
             self.best.take(tidy_peak, tidy)
-            self.best.take(peak, found)
+            self.best.take(peak, candidate)
             limit = math.ceil((outcome.objective or 0.0) * built.cost_scale)
-            over = moments_over_budget(self.windows, limit, found, timeline, self.problem.blocks)
+            over = moments_over_budget(self.windows, limit, candidate, timeline, self.problem.blocks)
             self._missing = [moment for moment in over if moment not in self.moments] or None
         elif peak <= self.budget:
-            self.best.take(recompute_us(self.graph, found), found)
+            self.best.take(recompute_us(self.graph, candidate), candidate)
         else:
             blocks = self.problem.blocks
-            self._missing = moments_over_budget(self.windows, self.budget, found, timeline, blocks)
+            self._missing = moments_over_budget(self.windows, self.budget, candidate, timeline, blocks)
 
     def _consider_rounded(self, built: BuiltProgram, outcome: Outcome) -> None:
         self._consider(built, outcome)

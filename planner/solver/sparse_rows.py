@@ -135,8 +135,8 @@ class RowTable:
         constant = (codes < 0) | (codes == ONE)  # 1 - x, or 1
         bounds = bounds - np.bincount(of[constant], coefficients[constant], count)
         column = np.abs(codes) - 1
-        kept = column > 0
-        of, column, coefficients = of[kept], column[kept], (coefficients * np.sign(codes))[kept]
+        variable = column > 0
+        of, column, coefficients = of[variable], column[variable], (coefficients * np.sign(codes))[variable]
 
         width = int(column.max(initial=0)) + 1
         key = of * width + column
@@ -150,15 +150,15 @@ class RowTable:
         of, column = key // width, key % width
 
         most = np.bincount(of, np.maximum(total, 0.0), count)
-        needed = most > bounds + 1e-12
-        kept = needed[of]
-        lengths = np.bincount(of[kept], minlength=count)[needed]
+        binding = most > bounds + 1e-12
+        of_binding = binding[of]
+        lengths = np.bincount(of[of_binding], minlength=count)[binding]
         return Rows(
             starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-            columns=column[kept].astype(np.int32),
-            coefficients=total[kept],
+            columns=column[of_binding].astype(np.int32),
+            coefficients=total[of_binding],
             lower=np.full(len(lengths), -np.inf),
-            upper=bounds[needed],
+            upper=bounds[binding],
         )
 
 
