@@ -42,13 +42,13 @@ def test_profile_of_two_matmuls_lists_ops_storages_and_saved_tensors() -> None:
     ]
     assert found.storages.nbytes == (8 * 16 * 4, 8 * 16 * 4, 8 * 2 * 4, 4)
     assert found.ops.reads.rows() == [(), (0,), (1,), (2,)]
-    # Autograd keeps relu's output twice: for relu itself, and for the second matmul.
+    # Autograd saves relu's output twice: for relu itself, and for the second matmul.
     assert found.saved.value == (1, 1)
     assert found.ops.flops == (2 * 8 * 4 * 16, 0, 2 * 8 * 16 * 2, 0)
     assert found.static.parameters == (4 * 16 + 16 * 2) * 4
     assert found.static.inputs == 8 * 4 * 4
     assert found.gradient_nbytes == found.static.parameters
-    # The first matmul's output is Python's until relu has run; the output is held to the end.
+    # Python holds the first matmul's output until relu has run, and the model's output to the end.
     assert found.storages.released[0] == 2
     assert found.storages.released[2] == len(found.ops) + len(found.backward)
 
@@ -148,8 +148,8 @@ def test_hollow_step_needs_no_memory_for_saved_activations() -> None:
     found = profile(model, x)
     graph = build(found)
     plain = simulate(graph, graph.everything).peak.live_bytes - graph.static_bytes
-    # Two torch profilers cannot run at once, so the hollow step's peak is read off the simulator, whose
-    # rules for a step that saves nothing and unpacks nothing are what a hollow step does.
+    # Two torch profilers cannot run at once, so the peak of the hollow step is simulated: that of a step
+    # that saves nothing and unpacks nothing.
     unsaved = dataclasses.replace(
         graph,
         saved_tensors=(),

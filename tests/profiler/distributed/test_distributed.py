@@ -108,7 +108,7 @@ def test_buckets_count_in_the_peak(way: str) -> None:
     def run(standing: int) -> int:
         model = DistributedDataParallel(made(), **WAYS[way])
         x = batch()
-        step(model)  # buckets are laid out anew after the first backward
+        step(model)  # DDP rebuilds its buckets after the first backward
         step(model)
         model.zero_grad()
         with AllocatorTimeline(base=standing) as timeline:
@@ -172,7 +172,7 @@ def test_profile_leaves_a_sharded_model_unchanged() -> None:
     found = profile(model, x, loss=torch.sum)
     assert found.static.parameters == sum(p.nbytes for p in layers().parameters())
     assert [op for op, why in zip(found.keys(), found.ops.must_save, strict=True) if why >= 0] == [
-        "0/aten.addmm.default#0",  # its output goes into another unit
+        "0/aten.addmm.default#0",  # another unit reads its output
         "./aten.sum.default#0",  # the loss
     ]
     assert all(a is b and a.grad is None for a, b in zip(before, model.parameters(), strict=True))
@@ -322,7 +322,7 @@ torch.manual_seed(0)
 model = DistributedDataParallel(ConvNet())
 for i in range(3):
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * i + rank))
-    if rank == 0 and i != 1:  # alone: between the first two steps the reducer itself talks
+    if rank == 0 and i != 1:  # not between the first two steps, where the reducer communicates
         profile(model, x, loss=torch.sum)
     torch.manual_seed(i)
     model(x).sum().backward()

@@ -269,11 +269,11 @@ def test_unchanged_objects_are_not_written() -> None:
     rows = Rows(torch.randn(4, 8), Loader())
     written: list[object] = []
 
-    def told(_frame: Any, event: str, call: Any) -> None:
+    def note_call(_frame: Any, event: str, call: Any) -> None:
         if event == "c_call" and call.__name__ == "clear":
             written.append(call.__self__)
 
-    sys.setprofile(told)
+    sys.setprofile(note_call)
     try:
         profile(Model(8, 8), rows)
     finally:

@@ -150,7 +150,7 @@ def test_cached_ops_are_not_measured_again(tmp_path: Path) -> None:
 
     model, x = Counts(), torch.randn(2, 8, 32)
     profile(model, x, times=times)
-    assert len(CALLS) > 2  # the warm-up, the step, and at least one more for the clock
+    assert len(CALLS) > 2  # the warm-up, the step, and at least one more for run times
     CALLS.clear()
     profile(model, x, times=times)
     assert len(CALLS) == 2
@@ -228,7 +228,7 @@ class Stateful(nn.Module):
         if self.breaks == "forward":
             raise ZeroDivisionError
         if self.breaks == "backward":
-            y = Breaks.apply(y)  # an error where autograd is off: training never is
+            y = Breaks.apply(y)  # raises only with autograd, as in training
         return y
 
 
@@ -256,14 +256,14 @@ def test_step_changes_nothing_even_if_it_raises(mode: Any, breaks: str) -> None:
 
 def test_accumulated_gradients_count_from_the_start() -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
-    told = observe(model, (x,), {}, accumulates=True)
+    declared = observe(model, (x,), {}, accumulates=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    seen = observe(model, (x,), {})
-    assert told.static.gradients == sum(p.nbytes for p in model.parameters())
-    assert told.fingerprint == seen.fingerprint
-    assert told.backward.peak_nbytes == seen.backward.peak_nbytes
-    assert told.gradient_nbytes == 0
+    existing = observe(model, (x,), {})
+    assert declared.static.gradients == sum(p.nbytes for p in model.parameters())
+    assert declared.fingerprint == existing.fingerprint
+    assert declared.backward.peak_nbytes == existing.backward.peak_nbytes
+    assert declared.gradient_nbytes == 0
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -284,7 +284,7 @@ def test_factored_state_of_adafactor_counts_before_its_first_step(foreach: bool)
 @pytest.mark.parametrize(
     ("settings", "at_once", "steps_there"),
     [
-        ({}, True, False),  # on a GPU torch updates all at once, and counts steps on the host
+        ({}, True, False),  # on a GPU torch updates all at once; step counts are on the host
         ({"foreach": False}, False, False),
         ({"fused": True}, None, True),
         ({"capturable": True}, True, True),
@@ -312,7 +312,7 @@ def test_optimizer_on_a_gpu_copies_all_parameters_at_once(
 def test_optimizer_on_a_cpu_updates_one_parameter_after_another() -> None:
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
     needs = optimizer_bytes(torch.optim.AdamW(model.parameters()), torch.device("cpu"))
-    assert needs.state == 4 * (2 * 64 * 64 * 4 + 4)  # steps are counted beside the rest
+    assert needs.state == 4 * (2 * 64 * 64 * 4 + 4)  # plus one step count per parameter
     assert 64 * 64 * 4 <= needs.workspace < 4 * 64 * 64 * 4
 
 
