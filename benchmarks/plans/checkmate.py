@@ -214,7 +214,7 @@ class _Program:
         return self.lives[key]
 
     def _within(self, terms: Iterable[Any], constant: int, budget: int) -> None:
-        """A row of bytes, scaled to be near one."""
+        """Add a row that limits bytes, scaled to be near one."""
         self.problem += pulp.lpSum(terms) * (1 / self.scale) <= (budget - constant) / self.scale
 
     def solve(self, time_limit_s: float) -> Optimum | None:
