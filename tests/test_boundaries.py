@@ -81,8 +81,8 @@ ac_client/integrations: base planning entry planner ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler ac_client
 ac_client/demo:         base measure planner planner/formats planner/problem planner/memory planner/report
                         profiler ac_client
-ac_client/cli:          base regenerate demo planner planner/base planner/formats planner/report profiler
-                        ac_client api/cli
+ac_client/cli:          base regenerate demo planner planner/base planner/formats planner/problem
+                        planner/report profiler ac_client api/cli
 api/base:               planner planner/base planner/formats planner/plans
 api/telemetry:
 api/plot:               planner planner/formats planner/memory planner/plans planner/report

@@ -2,7 +2,8 @@
 
 The command imports `autoac.planner.formats` and the lock, neither torch nor a solver, so that a commit hook
 can run it. In addition to the formats, it finds traces of a merge or an edit: a key that occurs twice, a peak
-over the budget, a text that differs from the one that its lock was written with.
+over the budget, a text that differs from the one that its lock was written with. With `--profile` it also
+builds the plan's graph and checks the plan's numbers against their definitions.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import typer
 
 from ac_client.cli.exit_codes import ERROR
 from ac_client.cli.options import Json
-from ac_client.cli.output import read
+from ac_client.cli.output import read, read_profile
 
 if TYPE_CHECKING:
-    from autoac.planner import Policy
+    from autoac.planner import Policy, Profile
 
 MAX_PROBLEMS = 8  # printed for one file
 
@@ -39,10 +40,15 @@ def validate(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Policies, policy sets, locks; - for stdin.")
     ],
+    profile_file: Annotated[
+        Path | None,
+        typer.Option("--profile", help="Also check that each policy is a correct plan of this profile."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check policy files without loading torch. The pre-commit hook runs this command."""
-    checked = [check_file(file) for file in files]
+    profile = None if profile_file is None else read_profile(profile_file)
+    checked = [check_file(file, profile) for file in files]
     invalid = [one for one in checked if one.problems]
     if as_json:
         print(json.dumps({"valid": not invalid, "files": [asdict(one) for one in checked]}, indent=1))
@@ -62,8 +68,8 @@ def validate(
         raise typer.Exit(ERROR)
 
 
-def check_file(file: Path) -> CheckedFile:
-    """List the problems of one file; `-` is stdin."""
+def check_file(file: Path, profile: Profile | None = None) -> CheckedFile:
+    """List the problems of one file; `-` is stdin. Check a policy against the profile it was planned from."""
     try:
         text = read(file)
     except OSError as error:
@@ -77,7 +83,7 @@ def check_file(file: Path) -> CheckedFile:
     except ValueError as error:
         return CheckedFile(str(file), "", [f"not JSON: {error}"])
     kind = data.get("format") if isinstance(data, dict) else None
-    problems = list(_format_problems(kind, text))
+    problems = list(_format_problems(kind, text, profile))
     if not problems and str(file) != "-":  # stdin has no lock next to it
         problems = list(_lock_problems(file, text, data))
     return CheckedFile(str(file), kind if isinstance(kind, str) else "", problems)
@@ -100,7 +106,7 @@ def _reject_constant(name: str) -> Any:
     raise _InvalidObject(f"{name} is not a JSON number")
 
 
-def _format_problems(kind: object, text: bytes) -> Iterator[str]:
+def _format_problems(kind: object, text: bytes, profile: Profile | None) -> Iterator[str]:
     """List what the file's own format finds, and numbers of a policy that contradict each other."""
     from ac_client.regenerate.lock import FORMAT as LOCK
     from ac_client.regenerate.lock import Lock, UnreadableLock
@@ -111,7 +117,10 @@ def _format_problems(kind: object, text: bytes) -> Iterator[str]:
 
     try:
         if kind == POLICY:
-            yield from _contradictions(Policy.from_json(text))
+            policy = Policy.from_json(text)
+            yield from _contradictions(policy)
+            if profile is not None:
+                yield from _plan_problems(policy, profile)
         elif kind == SET_FORMAT:
             for i, bucket in enumerate(PolicySet.from_json(text).buckets):
                 yield from (f"buckets[{i}].policy.{line}" for line in _contradictions(bucket.policy))
@@ -141,6 +150,33 @@ def _contradictions(policy: Policy) -> Iterator[str]:
         parsed = OpKey.parse(key)
         if parsed.occurrence is None or str(parsed) != key:
             yield f"decisions: a key must have the form MODULE/OP#N, got {json.dumps(key)}"
+
+
+def _plan_problems(policy: Policy, profile: Profile) -> Iterator[str]:
+    """List the rules that a policy breaks as a plan of `profile`."""
+    from autoac.planner import PlannerError, as_planned
+    from autoac.planner.problem.validate import broken_graph_rules, broken_plan_rules
+
+    if policy.profile_digest != profile.digest:
+        yield f"profile_digest must be {profile.digest} for this profile, got {policy.profile_digest}"
+        return
+    try:
+        plan = as_planned(policy, profile)
+    except PlannerError as error:
+        yield str(error)
+        return
+    predicted = policy.predicted
+    yield from broken_graph_rules(plan.graph)
+    yield from broken_plan_rules(
+        plan.graph,
+        save_set=plan.save_set,
+        recompute_set=plan.recompute_set,
+        peak=predicted.peak_bytes,
+        budget=policy.budget_bytes,
+        recompute_us=predicted.recompute_us,
+    )
+    if predicted.peak_bytes != plan.peak:
+        yield f"predicted.peak_bytes must be {plan.peak} for these decisions, got {predicted.peak_bytes}"
 
 
 def _lock_problems(path: Path, text: bytes, data: dict[str, Any]) -> Iterator[str]:

@@ -133,6 +133,27 @@ def test_plan_obeys_constraint_options(profiled, capsys):
     assert "Its pin requires that" in out
 
 
+def test_validate_checks_a_policy_as_a_plan_of_its_profile(profiled, capsys):
+    budget = gb_of(profiled / "profile.json", 0.5)
+    assert run(capsys, "plan", "profile.json", "--budget-gb", budget)[0] == OK
+    argv = ["validate", "policy.json", "--profile", "profile.json"]
+    assert run(capsys, *argv) == (OK, "", "")
+    text = (profiled / "policy.json").read_text()
+    policy = Policy.from_json(text)
+    peak = policy.predicted.peak_bytes
+    for old, new, words in (
+        (f'"peak_bytes": {peak}', f'"peak_bytes": {peak - 1}', f"must be {peak} for these decisions"),
+        (policy.profile_digest, "0" * 64, "profile_digest must be"),
+        ('": "recompute"', '": "save"', "predicted.peak_bytes must be"),
+    ):
+        (profiled / "policy.json").write_text(text.replace(old, new))
+        code, _, err = run(capsys, *argv)
+        assert code == ERROR
+        assert words in err
+    (profiled / "policy.json").write_text(text.replace("7/aten", "70/aten"))
+    assert "was not made for this profile" in run(capsys, *argv)[2]
+
+
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
