@@ -41,6 +41,10 @@ policies-check: $(READY)
 	$(BIN)/autoac validate examples/regenerate/policies/*.json
 	$(BIN)/autoac regenerate --config examples/regenerate/autoac.toml --check --prune
 
+# JSON Schema of policies, for editors and for checks without Python.
+schema: $(READY)
+	$(BIN)/python -c 'from autoac.planner.formats.policy import json_schema; print(json_schema(), end="")' > planner/formats/policy.schema.json
+
 fmt: $(READY)
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .

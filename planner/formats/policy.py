@@ -1,7 +1,7 @@
-"""What the runtime loads: a decision for each op, in execution order, as pure data.
+"""The table that an executor loads: a decision for each op, in execution order, as pure data.
 
-A Policy is JSON that a person can read and that shows small differences in a version control system:
-a header and one line for each op.
+A Policy is JSON with a header and one line for each op, so that a person can read it and a diff is small.
+policy.schema.json is its JSON Schema; `make schema` writes it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
 
 Decision = Literal["save", "recompute"]
-Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # also less than nothing
+Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # may be negative
 
 
 class Predicted(FrozenModel):
-    """What the planner expects of a step under this policy."""
+    """The figures that the planner predicts for a step under this policy."""
 
     peak_bytes: Count
     peak_at: Name  # "layers.17.mlp/aten.mm.default#2, forward"
@@ -49,28 +49,28 @@ class Policy(FrozenModel):
     inputs: tuple[Name, ...]
     device: Name
     budget_bytes: Count
-    corrected_by_bytes: Bytes = 0  # taken off the budget when planning again, after what the allocator said
+    corrected_by_bytes: Bytes = 0  # taken off the budget when planning again, after measuring a peak
     stopped: Name  # why the solver stopped
     predicted: Predicted
     tools: dict[str, Name]  # versions of what made it
-    constraints: Constraints | None = None  # what it was planned under; left out where there are none
+    constraints: Constraints | None = None  # of the plan; left out if there are none
     # Several forwards that run before one backward: how many decisions there are up to the end of each.
     forward_ends: tuple[Index, ...] = ()  # left out where there is one forward
     decisions: dict[Name, Decision]  # by op key, in execution order
 
     def to_json(self) -> str:
-        """The published form: one decision to a line, the same text for the same policy."""
+        """Return the published form: one decision to a line, the same text for the same policy."""
         return json.dumps(self.data(), indent=1) + "\n"
 
     def data(self) -> dict[str, Any]:
-        """The published form before it is text. What does not apply is not mentioned."""
+        """Return the published form as a dict, without the fields that do not apply."""
         left_out = {"constraints"} if self.constraints is None else set()
         left_out |= {name for name in ("corrected_by_bytes", "forward_ends") if not getattr(self, name)}
         return self.model_dump(mode="json", exclude=left_out)
 
     @property
     def forwards(self) -> tuple[dict[str, Decision], ...]:
-        """The decisions of each forward that runs before one backward; those of a loss go with the last."""
+        """Return the decisions of each forward before one backward. A loss belongs to the last forward."""
         if not self.forward_ends:
             return (self.decisions,)
         items = list(self.decisions.items())
@@ -94,8 +94,14 @@ class Policy(FrozenModel):
         return read(cls, text, MalformedPolicy)
 
 
+def json_schema() -> str:
+    """Return the JSON Schema of policies, the text of policy.schema.json."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Policy.model_json_schema()
+    return json.dumps(schema, indent=1) + "\n"
+
+
 def tool_versions() -> dict[str, str]:
-    """Versions of what makes a policy."""
+    """Return the versions of the packages that make a policy."""
     versions = {}
     for name in ("autoac", "pulp", "highspy"):
         try:
@@ -106,5 +112,5 @@ def tool_versions() -> dict[str, str]:
 
 
 def decisions(profile: Profile, save_set: frozenset[int]) -> dict[str, Decision]:
-    """The decisions of a save set, by op key, in execution order."""
+    """Return the decisions of a save set, by op key, in execution order."""
     return {key: "save" if op in save_set else "recompute" for op, key in enumerate(profile.keys())}

@@ -1,6 +1,6 @@
-"""One policy for each shape of batch that was planned: pure data, and the rule by which one is chosen.
+"""A policy for each shape of batch that was planned, and the rule that chooses one of them.
 
-A batch's shape is a line for each leaf: where it is and what it is, `{"0": "int64[4, 128]"}`. A bucket
+The shape of a batch has an entry for each leaf, `{"0": "int64[4, 128]"}`. A bucket
 covers a batch with the same leaves, of the same types, in which no dimension is larger than the bucket's.
 """
 
@@ -22,7 +22,7 @@ SET_FORMAT: Final = "autoac.policy-set"
 SET_VERSION: Final = 1
 
 Shape = Mapping[str, str]
-"""Of a batch, by leaf: `float32[4, 64, 64]` for a tensor, else the name of a type, True, False or None."""
+"""The shape of a batch, by leaf: `float32[4, 64]` for a tensor, else a type's name, True, False or None."""
 
 Leaf = tuple[str, str, Sequence[int] | None]
 """Its name, its type, and the dimensions of a tensor."""
@@ -46,13 +46,13 @@ class PolicySet(FrozenModel):
     buckets: tuple[Bucket, ...]
 
     def bucket(self, shape: Shape) -> Bucket | None:
-        """The bucket with the fewest elements that covers a batch of `shape`; None if there is none."""
+        """Return the bucket with the fewest elements that covers a batch of `shape`, or None."""
         batch = Extent.of(shape)
         covering = [bucket for bucket in self.buckets if Extent.of(bucket.shape).covers(batch)]
         return min(covering, key=lambda bucket: Extent.of(bucket.shape).elements, default=None)
 
     def to_json(self) -> str:
-        """The published form: the same text for the same set."""
+        """Return the published form: the same text for the same set."""
         buckets = [{"shape": bucket.shape, "policy": bucket.policy.data()} for bucket in self.buckets]
         return (
             json.dumps({"format": self.format, "version": self.version, "buckets": buckets}, indent=1) + "\n"
@@ -70,20 +70,20 @@ class PolicySet(FrozenModel):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A shape, read: what covers what is asked at each new shape of batch."""
+    """A shape, parsed once, for comparing it with the shape of each new batch."""
 
     structure: tuple[tuple[str, str, int], ...]  # of each leaf its name, type, and number of dimensions
-    dims: tuple[int, ...]  # of all leaves, one behind the other
+    dims: tuple[int, ...]  # of all leaves, concatenated
     elements: int  # of all tensors
 
     @classmethod
     def of(cls, shape: Shape) -> Extent:
-        """Of a shape in words."""
+        """Return the extent of a shape."""
         return cls.of_leaves((leaf, *_read(kind)) for leaf, kind in shape.items())
 
     @classmethod
     def of_leaves(cls, leaves: Iterable[Leaf]) -> Extent:
-        """Of a batch itself."""
+        """Return the extent of a batch with these leaves."""
         structure: list[tuple[str, str, int]] = []
         flat: list[int] = []
         elements = 0
@@ -95,12 +95,12 @@ class Extent:
         return cls(tuple(structure), tuple(flat), elements)
 
     def covers(self, batch: Extent) -> bool:
-        """Whether each leaf of `batch` is one of these, of its type and in no dimension larger."""
+        """Return True if `batch` has the same leaves and types, and no larger dimension."""
         return self.structure == batch.structure and all(map(operator.ge, self.dims, batch.dims))
 
 
 def covers(shape: Shape, batch: Shape) -> bool:
-    """Whether a bucket of `shape` covers `batch`.
+    """Return True if a bucket of `shape` covers `batch`.
 
     >>> covers({"0": "int64[4, 128]"}, {"0": "int64[3, 128]"})
     True
@@ -111,12 +111,12 @@ def covers(shape: Shape, batch: Shape) -> bool:
 
 
 def shape_in_words(shape: Shape) -> str:
-    """For a person: `0=int64[4, 128], mask=bool[4, 128]`."""
+    """Return the shape as text for a person: `0=int64[4, 128], mask=bool[4, 128]`."""
     return ", ".join(f"{leaf}={kind}" for leaf, kind in shape.items()) or "no arguments"
 
 
 def _read(kind: str) -> tuple[str, list[int] | None]:
-    """A type, and if it is a tensor's its dimensions."""
+    """Return the type of a leaf, and its dimensions if it is a tensor."""
     match = _TENSOR.fullmatch(kind)
     if match is None:
         return kind, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import graphs
@@ -36,6 +37,7 @@ from autoac.planner.errors import (
     UnmatchedPattern,
     from_dict,
 )
+from autoac.planner.formats import policy
 from autoac.planner.units import bytes_from_gb, exact_bytes, format_bytes, format_us
 
 
@@ -216,6 +218,11 @@ def test_errors_cross_a_process_boundary(error: PlannerError) -> None:
 )
 def test_data_that_is_not_an_error_decodes_to_none(data: dict[str, object]) -> None:
     assert from_dict(data) is None
+
+
+def test_committed_schema_of_policies_is_the_models() -> None:
+    path = Path(policy.__file__).with_name("policy.schema.json")
+    assert path.read_text() == policy.json_schema(), "run `make schema`"
 
 
 def test_a_save_set_stays_in_its_process() -> None:
