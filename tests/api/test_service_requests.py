@@ -104,7 +104,7 @@ def test_constraints_that_cannot_be_met_are_the_planners_own_errors(
     assert vars(caught.value) == vars(embedded.value) | {"save_set": None}  # which a service does not send
 
 
-def test_so_are_the_others(in_app: Transport, profile: Profile) -> None:
+def test_other_planner_errors_are_raised_as_such(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(SolverOutOfTime) as caught:
         ask(profile, in_app(InProcess(out_of_time)), time_limit_s=3)
     assert vars(caught.value) == vars(SolverOutOfTime(1 << 30, 3.0, 1 << 29, 1 << 31))
@@ -247,12 +247,12 @@ def test_solve_that_takes_long_is_waited_for(in_app: Transport, profile: Profile
     assert transport.request.url.path.endswith("/result")
 
 
-def test_so_is_one_that_fails(in_app: Transport, profile: Profile) -> None:
+def test_solve_that_fails_is_waited_for(in_app: Transport, profile: Profile) -> None:
     with pytest.raises(InfeasibleBudget):
         ask(profile, in_app(InProcess(infeasible), max_wait_s=1e-9))
 
 
-def test_but_not_for_ever(in_app: Transport, profile: Profile) -> None:
+def test_solve_is_not_waited_for_forever(in_app: Transport, profile: Profile) -> None:
     nobody_solves = in_app(runner="workers", max_wait_s=1e-9)
     with pytest.raises(ServiceUnavailable, match=r"has not finished /v1/jobs/"):
         ask(profile, nobody_solves, timeout_s=0.6)
@@ -295,7 +295,7 @@ def test_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, profi
         (answering(500, b"[", **{"content-type": "application/problem+json"}), ServiceUnavailable, "500"),
     ],
 )
-def test_what_is_not_our_service(
+def test_other_servers_are_unavailable_or_refusing(
     profile: Profile, transport: httpx2.BaseTransport, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
@@ -315,7 +315,7 @@ def test_service_that_is_away_is_unavailable(profile: Profile) -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8421", "service", "", "ftp://service", "http://"])
-def test_url_that_is_none_is_an_error_and_not_a_service_that_is_away(profile: Profile, url: str) -> None:
+def test_invalid_url_is_a_value_error(profile: Profile, url: str) -> None:
     with pytest.raises(ValueError, match="service must be a URL"):
         request_policy(url, profile, 1 << 30)
 

@@ -1,4 +1,4 @@
-"""The client and a service that has policies already: what is taken, what is asked for anew."""
+"""Take stored policies of a service that fit, and have others made."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def step() -> Profile:
 
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long the client waited before each further try; nobody waits here."""
+    """Collect the pauses of the client before further tries, without waiting."""
     waited: list[float] = []
     monkeypatch.setattr(ac_client.service_client.connection, "time", Clock(waited))
     return waited
@@ -144,7 +144,7 @@ def test_one_whose_solver_reached_the_gap_is(in_app: Transport, step: Profile) -
 
 
 def test_one_that_does_not_fit_on_this_profile_is_not_taken(in_app: Transport, step: Profile) -> None:
-    """Temporaries are no part of the fingerprint and count at the peak."""
+    """Temporaries are not part of the fingerprint and count at the peak."""
     transport = in_app(InProcess(plan))
     budget = tightest(step)
     made = ask(transport, step, budget)
@@ -202,7 +202,7 @@ def test_alias_gives_the_policy_that_it_stands_for(in_app: Transport, step: Prof
 
 
 @pytest.mark.parametrize("name", ["", "/x", "a/../b", "a b", "a?b", "a/b/c/d/e", "a" * 201])
-def test_what_cannot_be_an_alias_is_never_asked_for(name: str) -> None:
+def test_invalid_alias_is_never_sent(name: str) -> None:
     with pytest.raises(ValueError, match="alias must be a name"):
         named_policy(URL, name, transport=httpx2.MockTransport(lambda request: httpx2.Response(500)))
 
@@ -254,7 +254,7 @@ def test_tries_are_bounded_in_number_and_in_time(step: Profile, pauses: list[flo
     assert len(pauses) == ac_client.service_client.connection.TRIES - 1  # a second would have been too long
 
 
-def test_key_with_too_many_jobs_is_no_refusal(step: Profile) -> None:
+def test_key_with_too_many_jobs_is_unavailable(step: Profile) -> None:
     """The service has no place now, so that the plan is made in process, as where it is overloaded."""
     with pytest.raises(ServiceUnavailable, match="429"):
         ask(httpx2.MockTransport(lambda request: busy(429)), step)
@@ -263,13 +263,13 @@ def test_key_with_too_many_jobs_is_no_refusal(step: Profile) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"items": [{"id": "../keys"}]}', '{"items": [{"id": 1}]}', "<"]
 )
-def test_what_is_no_list_of_policies_is_no_service(step: Profile, text: str) -> None:
+def test_answer_other_than_a_list_of_policies_is_unavailable(step: Profile, text: str) -> None:
     with pytest.raises(ServiceUnavailable, match="other than a list of policies"):
         ask(httpx2.MockTransport(lambda request: httpx2.Response(200, text=text)), step)
 
 
-def test_what_is_looked_for_may_be_given_in_part(serve: Serve, step: Profile) -> None:
-    """What is left out is the default of a request; with none of the four, any policy is found."""
+def test_omitted_parameters_of_the_search_have_the_defaults_of_a_request(serve: Serve, step: Profile) -> None:
+    """Omitted parameters have the defaults of a request; without all four, any policy is found."""
     http = serve(InProcess(plan))
     http.post("/v1/policies", json={"profile": step.model_dump(mode="json"), "budget_gb": 1, "gap": 0.5})
     found = [

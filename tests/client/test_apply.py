@@ -1,4 +1,4 @@
-"""One line plans a model in place; what is wrong is said, and nothing is left patched."""
+"""Plan a model in place by one line; refuse what cannot be planned, and leave nothing patched."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
     assert report.predicted_peak_bytes <= report.budget_bytes
 
 
-def test_the_measured_peak_is_within_the_budget(budget_gb: float) -> None:
+def test_measured_peak_is_within_the_budget(budget_gb: float) -> None:
     model = ac_client.apply(made(), budget_gb)
 
     def step() -> None:
@@ -98,7 +98,7 @@ def test_the_measured_peak_is_within_the_budget(budget_gb: float) -> None:
     assert "measured" in str(report)
 
 
-def test_a_forward_that_does_not_train_uses_nothing_up(budget_gb: float) -> None:
+def test_forward_that_does_not_train_uses_nothing_up(budget_gb: float) -> None:
     model = ac_client.apply(made(), budget_gb)
     with torch.no_grad():
         model(BATCH)
@@ -110,7 +110,7 @@ def test_a_forward_that_does_not_train_uses_nothing_up(budget_gb: float) -> None
     assert ac_client.applied(model).policy is not None
 
 
-def test_profiling_changes_nothing_of_the_first_step() -> None:
+def test_profiling_does_not_change_the_first_step() -> None:
     torch.manual_seed(0)
     plain = ConvNet()
     planned = copy.deepcopy(plain)
@@ -130,7 +130,7 @@ def test_profiling_changes_nothing_of_the_first_step() -> None:
     assert len(fired) == len(list(planned.parameters())), "each hook fired once, in the real backward"
 
 
-def test_gradient_accumulation(budget_gb: float) -> None:
+def test_accumulated_gradients_equal_the_plain_models(budget_gb: float) -> None:
     plain, planned = made(), ac_client.apply(made(), budget_gb)
     for model in (plain, planned):
         torch.manual_seed(1)
@@ -139,14 +139,14 @@ def test_gradient_accumulation(budget_gb: float) -> None:
     assert_equal([p.grad for p in planned.parameters()], [p.grad for p in plain.parameters()])
 
 
-def test_a_budget_above_what_the_step_needs_costs_nothing() -> None:
+def test_budget_above_what_the_step_needs_costs_nothing() -> None:
     model = ac_client.apply(made(), 10.0)
     gradients(model)
     report = ac_client.applied(model).report()
     assert (report.recomputed, report.recompute_us) == (0, 0)
 
 
-def test_the_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path: Path) -> None:
+def test_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path: Path) -> None:
     first = ac_client.apply(made(), budget_gb)
     want = gradients(first)
     policy = ac_client.applied(first).policy
@@ -159,7 +159,7 @@ def test_the_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path
         ac_client.apply(made(), policy.predicted.peak_bytes / GIB / 2, policy=policy)
 
 
-def test_a_file_that_is_no_policy_is_refused_by_name(tmp_path: Path) -> None:
+def test_file_without_a_policy_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_bytes(b"\xff\xfe\x00 weights")
     with pytest.raises(MalformedPolicy, match=r"policy\.json: not a valid policy: not JSON"):
@@ -169,7 +169,7 @@ def test_a_file_that_is_no_policy_is_refused_by_name(tmp_path: Path) -> None:
         ac_client.apply(made(), policy=path)
 
 
-def test_an_infeasible_budget_leaves_the_model_as_it_was() -> None:
+def test_infeasible_budget_leaves_the_model_as_it_was() -> None:
     model = ac_client.apply(made(), 1e-4)
     with pytest.raises(ac_client.InfeasibleBudget, match="needs at least") as raised:
         model(BATCH)
@@ -180,7 +180,7 @@ def test_an_infeasible_budget_leaves_the_model_as_it_was() -> None:
     gradients(model)
 
 
-def test_applying_twice_is_an_error_also_over_a_part() -> None:
+def test_applying_twice_is_an_error_also_to_a_part() -> None:
     model = ac_client.apply(made(), 1.0)
     with pytest.raises(ac_client.AlreadyApplied):
         ac_client.apply(model, 1.0)
@@ -192,7 +192,7 @@ def test_applying_twice_is_an_error_also_over_a_part() -> None:
     ac_client.apply(model, 1.0)
 
 
-def test_a_model_that_checkpoints_itself_is_refused() -> None:
+def test_model_that_checkpoints_itself_is_refused() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = made()
@@ -203,15 +203,15 @@ def test_a_model_that_checkpoints_itself_is_refused() -> None:
         ac_client.apply(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))), 1.0)
 
 
-def test_transformers_own_switch_is_seen() -> None:
+def test_switch_of_transformers_is_recognized() -> None:
     model = gpt2(layers=1, width=8, heads=2, vocabulary=16)
     model.activation_checkpointing_enable()
     with pytest.raises(ac_client.CheckpointingActive, match=r"activation_checkpointing_disable\(\)"):
         ac_client.apply(model, 1.0)
 
 
-def test_weights_of_functional_call_are_asked_for_no_gradient(budget_gb: float) -> None:
-    """They are no leaves here, and torch warns of their `.grad`."""
+def test_weights_of_functional_call_need_no_gradient(budget_gb: float) -> None:
+    """The weights are not leaves here, and torch warns of their `.grad`."""
 
     def trained(model: nn.Module) -> list[torch.Tensor]:
         leaves = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
@@ -224,14 +224,14 @@ def test_weights_of_functional_call_are_asked_for_no_gradient(budget_gb: float) 
     assert_equal(trained(ac_client.apply(made(), budget_gb * 2)), trained(made()))
 
 
-def test_a_report_without_a_budget_says_so(budget_gb: float) -> None:
+def test_report_without_a_budget_says_so(budget_gb: float) -> None:
     found = plan(profile(made(), BATCH), budget_bytes=GIB)
     model = ac_client.apply(made(), policy=found.policy())
     model(BATCH)
     assert str(ac_client.applied(model).report()).startswith("Transformer: a policy and no budget, 1 planned")
 
 
-def test_a_list_of_what_is_live_counts_the_rest() -> None:
+def test_list_of_what_is_live_counts_the_rest() -> None:
     with pytest.raises(ac_client.InfeasibleBudget) as refused:
         ac_client.apply(made(), 1e-6)(BATCH)
     live = refused.value.live
@@ -253,7 +253,7 @@ def test_remove_leaves_the_model_as_it_was(budget_gb: float) -> None:
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_an_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None:
+def test_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None:
     model = ac_client.apply(made(), budget_gb)
     want = gradients(model)
     with pytest.raises(RuntimeError):
@@ -263,7 +263,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_batch(
+def test_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_batch(
     error: type[BaseException],
 ) -> None:
     model = ac_client.apply(made(), 1.0)
@@ -279,7 +279,7 @@ def test_a_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_bat
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_code_after_an_interrupted_forward_is_not_taken_for_its_own(
+def test_code_after_an_interrupted_forward_is_not_part_of_it(
     strict: bool, budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, model = made(), ac_client.apply(made(), budget_gb, strict=strict)
@@ -302,7 +302,7 @@ def test_code_after_an_interrupted_forward_is_not_taken_for_its_own(
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
-def test_a_batch_of_one_is_on_the_path_of_larger_ones(budget_gb: float) -> None:
+def test_batch_of_one_is_on_the_path_of_larger_ones(budget_gb: float) -> None:
     """Attention copies its heads, but for one batch entry of one head."""
     model = ac_client.apply(made(), budget_gb, strict=True)
     gradients(model)
@@ -332,7 +332,7 @@ class Looping(nn.Module):
         return x.exp().exp().sum()
 
 
-def test_a_module_called_in_a_loop_stays_on_the_path() -> None:
+def test_module_called_in_a_loop_stays_on_the_path() -> None:
     x = torch.randn(4, 8)
     found = plan(profile(Looping(), x), budget_bytes=GIB).policy()
     decisions = {key: "save" if key.startswith("cell") else "recompute" for key in found.decisions}
@@ -367,7 +367,7 @@ def test_strict_raises_where_the_ops_differ(budget_gb: float) -> None:
     gradients(model)
 
 
-def test_a_service_that_is_away_is_said_once_and_the_plan_made_here(
+def test_service_that_is_away_is_warned_of_once_and_planned_around(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = ac_client.apply(made(), budget_gb, service="http://127.0.0.1:9")
@@ -392,7 +392,7 @@ def test_planning_waits_until_torchs_profiler_is_done(
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])  # noqa: S301
-def test_a_copy_of_a_planned_model_is_a_plain_model(
+def test_copy_of_a_planned_model_is_a_plain_model(
     budget_gb: float, copied: Callable[[nn.Module], nn.Module]
 ) -> None:
     model = ac_client.apply(made(), budget_gb)
@@ -443,7 +443,7 @@ def test_gradients_that_stay_between_microbatches_are_planned_for(budget_gb: flo
     assert ac_client.applied(planned).policy is second  # a first microbatch needs less
 
 
-def test_a_plan_that_gradients_leave_no_room_for_stays_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_without_room_for_gradients_stays_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     planned = made()
     found = profile(planned, BATCH)
     least = find_minimum_peak(found, time_limit_s=10).found / GIB
@@ -454,7 +454,7 @@ def test_a_plan_that_gradients_leave_no_room_for_stays_and_says_so(caplog: pytes
 
 
 @pytest.mark.parametrize("left_out", [0, 1, 2], ids=["first", "middle", "last"])
-def test_a_layer_that_is_taken_out_is_reported_and_right(budget_gb: float, left_out: int) -> None:
+def test_layer_that_is_taken_out_is_reported_and_right(budget_gb: float, left_out: int) -> None:
     """Layers are built alike, so each op of the next one is the op that the policy has for this one."""
     plain, planned = made(), ac_client.apply(made(), budget_gb)
     gradients(planned)
@@ -477,7 +477,7 @@ def test_strict_raises_where_a_layer_is_left_out(budget_gb: float) -> None:
     gradients(model)
 
 
-def test_a_model_that_loads_the_packages_at_first_use_is_freed() -> None:
+def test_model_that_loads_the_packages_at_first_use_is_freed() -> None:
     """Libraries keep errors of their own imports, whose frames lead to the caller."""
     script = """
         import gc, weakref

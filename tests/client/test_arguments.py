@@ -66,7 +66,7 @@ def model() -> nn.Linear:
         ({"group": "all"}, ValueError, "group must be .* got 'all'"),
     ],
 )
-def test_a_wrong_argument_is_refused_and_changes_nothing(
+def test_wrong_argument_is_refused_and_changes_nothing(
     arguments: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     subject = model()
@@ -89,7 +89,7 @@ def test_only_modules_are_planned(subject: Any) -> None:
         applied(subject)
 
 
-def test_an_optimizer_of_another_model_is_counted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_of_another_model_is_counted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "ac_client"):
         subject = model()
         ac_client.apply(subject, 1.0, optimizer=torch.optim.AdamW(subject.parameters()))
@@ -98,12 +98,12 @@ def test_an_optimizer_of_another_model_is_counted_with_a_warning(caplog: pytest.
     assert "none of them belongs to this Linear" in caplog.text
 
 
-def test_a_frozen_model_is_sent_to_requires_grad() -> None:
+def test_error_for_a_frozen_model_names_requires_grad() -> None:
     with pytest.raises(NothingToProfile, match=r"requires_grad_\(\)"):
         ac_client.apply(model().requires_grad_(False), 1.0)(torch.ones(1, 2))
 
 
-def test_a_model_on_meta_is_sent_to_its_device() -> None:
+def test_error_for_a_model_on_meta_names_the_device() -> None:
     with torch.device("meta"):
         subject = model()
     with pytest.raises(CannotProfile, match="move it to the device"):

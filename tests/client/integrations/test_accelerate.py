@@ -72,7 +72,7 @@ def state(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
 
 
-def test_the_weights_are_those_of_a_training_without(tmp_path: Path) -> None:
+def test_weights_equal_those_of_an_unplanned_training(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
     model, optimizer, loader = prepared(accelerator)
     plain_peak = train(accelerator, model, optimizer, loader)
@@ -99,7 +99,7 @@ def test_the_weights_are_those_of_a_training_without(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, plain[name]) for name, tensor in state(accelerator, model).items())
 
 
-def test_a_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
+def test_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, _ = prepared(accelerator)
     before = [id(p) for group in optimizer.param_groups for p in group["params"]]
@@ -115,7 +115,7 @@ def test_a_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
 
 
 @pytest.mark.parametrize("regional", [False, True])
-def test_a_compiled_model_is_refused(regional: bool) -> None:
+def test_compiled_model_is_refused(regional: bool) -> None:
     plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
     model, _, _ = prepared(accelerator)
@@ -161,7 +161,7 @@ print(*found)
 """
 
 
-def test_two_ranks_train_to_the_weights_of_two_ranks_without(tmp_path: Path) -> None:
+def test_two_ranks_train_to_the_weights_of_two_unplanned_ranks(tmp_path: Path) -> None:
     first, second = (said.split() for said in outputs_of_ranks(RANKS, tmp_path / "store"))
     assert first[-2:] == second[-2:]
     assert first[-1] == first[-2]

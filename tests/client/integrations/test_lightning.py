@@ -142,7 +142,7 @@ def assert_untouched(model: nn.Module) -> None:
         pytest.param({"precision": "bf16-mixed", "val_check_interval": 1}, id="bf16, validation"),
     ],
 )
-def test_weights_and_metrics_are_those_of_a_training_without(
+def test_weights_and_metrics_equal_those_of_an_unplanned_training(
     tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
     plain_watch, watch, callback = Watch(), Watch(), AutoACCallback(BUDGET_GB)
@@ -198,7 +198,7 @@ class Raise(lp.Callback):
             raise Stop
 
 
-def test_after_an_exception_nothing_is_left(tmp_path: Path) -> None:
+def test_exception_leaves_nothing_behind(tmp_path: Path) -> None:
     callback, model = AutoACCallback(BUDGET_GB, measure=True), Lit()
     with pytest.raises(Stop):  # within the step that is measured
         fitted(tmp_path, model, [callback, Raise(at=3)])
@@ -211,7 +211,7 @@ def test_after_an_exception_nothing_is_left(tmp_path: Path) -> None:
         _ = callback.applied
 
 
-def test_a_resumed_training_ends_with_the_same_weights_and_files_tell_nothing(tmp_path: Path) -> None:
+def test_resumed_training_ends_with_the_same_weights_and_plain_files(tmp_path: Path) -> None:
     plain, first, ours = Lit(), Lit(), Lit()
     trainer = fitted(tmp_path, plain, [], max_epochs=2)
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
@@ -227,7 +227,7 @@ def test_a_resumed_training_ends_with_the_same_weights_and_files_tell_nothing(tm
     assert b"ac_client" not in (tmp_path / "ours.ckpt").read_bytes().replace(b"integrations.lightning", b"")
 
 
-def test_the_loggers_are_given_the_figures(tmp_path: Path) -> None:
+def test_loggers_receive_the_metrics(tmp_path: Path) -> None:
     callback = AutoACCallback(BUDGET_GB, measure=True)
     fitted(tmp_path, Lit(), [callback], logger=CSVLogger(tmp_path, name="log"))
     (path,) = tmp_path.rglob("metrics.csv")
@@ -241,7 +241,7 @@ def test_the_loggers_are_given_the_figures(tmp_path: Path) -> None:
     assert callback.report.measured_peak_bytes <= callback.report.budget_bytes
 
 
-def test_a_compiled_module_is_refused(tmp_path: Path) -> None:
+def test_compiled_module_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompiledModel, match="LightningModule itself"):
         fitted(tmp_path, torch.compile(Lit(), backend="eager"), [AutoACCallback(BUDGET_GB)])  # type: ignore[arg-type]
 
@@ -250,7 +250,7 @@ def _step(self: Any, batch: Tensor) -> dict[str, Tensor]:
     return {"loss": self.model(batch)["logits"].square().mean()}
 
 
-def test_the_other_package_of_lightning_takes_it_too(tmp_path: Path) -> None:
+def test_callback_works_with_pytorch_lightning_too(tmp_path: Path) -> None:
     class Other(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()

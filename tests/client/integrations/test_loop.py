@@ -31,7 +31,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: tuple[int, 
         optimizer.zero_grad()
 
 
-def test_a_block_is_planned_and_nothing_after_it() -> None:
+def test_block_is_planned_and_nothing_after_it() -> None:
     (plain, optimizer), (ours, own) = made(), made()
     train(plain, optimizer)
     with planned(ours, BUDGET_GB, optimizer=own) as at:
@@ -45,7 +45,7 @@ def test_a_block_is_planned_and_nothing_after_it() -> None:
     assert not ours._forward_pre_hooks
 
 
-def test_a_block_that_raises_leaves_nothing() -> None:
+def test_block_that_raises_leaves_nothing_behind() -> None:
     model, optimizer = made()
     with (
         pytest.raises(RuntimeError, match="normalized_shape"),
@@ -60,7 +60,7 @@ def test_a_block_that_raises_leaves_nothing() -> None:
 TOLD: list[bool] = []  # global: what a closure of the model holds is put back after a profile
 
 
-def test_a_step_that_is_only_profiled_can_be_told() -> None:
+def test_profiled_step_is_recognizable() -> None:
     class Telling(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -89,7 +89,7 @@ def test_a_step_that_is_only_profiled_can_be_told() -> None:
         ("lightning", ["lightning", "pytorch_lightning"], "lightning"),
     ],
 )
-def test_a_missing_library_names_its_installation(
+def test_missing_library_names_its_installation(
     name: str, absent: list[str], install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for library in absent:

@@ -110,7 +110,7 @@ def trained(folder: Path, callbacks: Sequence[TrainerCallback], **arguments: Any
         pytest.param({"bf16": True, "eval_strategy": "steps", "eval_steps": 1}, id="bf16, evaluation"),
     ],
 )
-def test_the_weights_are_those_of_a_training_without_and_its_steps_take_less(
+def test_weights_equal_those_of_an_unplanned_training_at_a_lower_peak(
     tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
     plain_watch, watch, callback = Watch(), Watch(), AutoACCallback(BUDGET_GB)
@@ -124,7 +124,7 @@ def test_the_weights_are_those_of_a_training_without_and_its_steps_take_less(
     assert_untouched(ours.model)
 
 
-def test_a_resumed_training_ends_with_the_same_weights_and_files_tell_nothing(tmp_path: Path) -> None:
+def test_resumed_training_ends_with_the_same_weights_and_plain_files(tmp_path: Path) -> None:
     saved = {"save_strategy": "steps", "save_steps": 2}
     plain = trained(tmp_path / "plain", [], **saved)
     first = trainer_of(tmp_path / "ours", [AutoACCallback(BUDGET_GB), Raise(at=3)], **saved)
@@ -162,7 +162,7 @@ class Raise(TrainerCallback):
             raise Stop
 
 
-def test_after_an_exception_nothing_is_left_of_planned(tmp_path: Path) -> None:
+def test_exception_leaves_nothing_of_planned_behind(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, [Raise(at=3)])
     callbacks = list(trainer.callback_handler.callbacks)
     with (
@@ -178,7 +178,7 @@ def test_after_an_exception_nothing_is_left_of_planned(tmp_path: Path) -> None:
     assert not torch._C._autograd._profiler_enabled()
 
 
-def test_the_callback_begins_anew_after_an_exception_or_is_removed(tmp_path: Path) -> None:
+def test_callback_starts_again_after_an_exception_or_is_removed(tmp_path: Path) -> None:
     callback = AutoACCallback(BUDGET_GB)
     trainer = trainer_of(tmp_path, [callback, Raise(at=1)], max_steps=2)
     for _ in range(2):
@@ -209,7 +209,7 @@ FIGURES = {
 }
 
 
-def test_reporters_and_the_history_are_given_the_figures(tmp_path: Path) -> None:
+def test_reporters_and_history_receive_the_metrics(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, [reporter := Reporter()], eval_strategy="epoch")
     with planned(trainer, BUDGET_GB, measure=True):
         done = trainer.train()
@@ -228,7 +228,7 @@ def test_reporters_and_the_history_are_given_the_figures(tmp_path: Path) -> None
     json.dumps(trainer.state.log_history)
 
 
-def test_a_policy_is_carried_out(tmp_path: Path) -> None:
+def test_policy_is_carried_out(tmp_path: Path) -> None:
     found = AutoACCallback(BUDGET_GB)
     trainer = trained(tmp_path, [found, keep := KeepPolicy(found)], max_steps=2)
     (tmp_path / "policy.json").write_text(keep.policy.to_json())
@@ -247,7 +247,7 @@ class KeepPolicy(TrainerCallback):
         self.policy = self.callback.applied.policy
 
 
-def test_a_service_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_service_makes_the_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as taken:  # bound, and nobody listens
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -272,7 +272,7 @@ def test_checkpointing_switched_on_in_the_model_is_refused_by_train(tmp_path: Pa
         trainer.train()
 
 
-def test_a_compiled_model_is_refused(tmp_path: Path) -> None:
+def test_compiled_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompiledModel, match="torch_compile=False"):
         trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)], torch_compile=True)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -301,7 +301,7 @@ class OutOnce(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def test_a_smaller_batch_after_running_out_of_memory_is_planned_anew(tmp_path: Path) -> None:
+def test_smaller_batch_after_running_out_of_memory_is_planned_again(tmp_path: Path) -> None:
     arguments = {"kind": OutOnce, "auto_find_batch_size": True, "max_steps": 3}
     callback = AutoACCallback(0.0024)
     plain = trained(tmp_path, [], **arguments)
@@ -320,6 +320,6 @@ class PartOnly(Trainer):
         return model.transformer(inputs["input_ids"]).last_hidden_state.square().mean()
 
 
-def test_a_model_that_is_not_called_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_that_is_not_called_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trained(tmp_path, [AutoACCallback(BUDGET_GB)], kind=PartOnly, max_steps=2)
     assert caplog.text.count("GPT2LMHeadModel was not called in the first step") == 1

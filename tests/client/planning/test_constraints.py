@@ -44,7 +44,7 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
     return [p.grad for p in net.parameters()]  # type: ignore[misc]
 
 
-def test_a_planned_model_obeys_constraints_with_the_plain_gradients() -> None:
+def test_planned_model_obeys_constraints_with_the_plain_gradients() -> None:
     x = torch.randn(64, 16)
     rules = Constraints(pin_recompute=("*.experts",), fsdp_units=("*",), forward_budget_bytes=1 << 29)
     planned = ac_client.apply(model(), budget_gb=1.0, constraints=rules)
@@ -71,7 +71,7 @@ def test_constraints_that_cannot_be_met_leave_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("lifted", [False, True])
-def test_what_decides_runs_again_only_where_the_user_lifts_the_default(
+def test_deciding_ops_are_recomputed_only_if_the_user_lifts_the_default(
     lifted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(64, 16)
@@ -145,7 +145,7 @@ class Deciding(nn.Module):
 
 
 @pytest.mark.parametrize("name", BOUNDARIES)
-def test_wherever_numbers_become_a_decision_it_is_saved(name: str) -> None:
+def test_deciding_values_are_saved(name: str) -> None:
     graph = build(profile(Deciding(name), torch.randn(4, 8)))
     assert any(op.must_save for op in graph.ops), [op.name for op in graph.ops]
 

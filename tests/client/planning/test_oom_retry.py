@@ -52,7 +52,7 @@ AIMS: weakref.WeakKeyDictionary[Trap, SimpleNamespace] = weakref.WeakKeyDictiona
 
 
 class Trap(nn.Module):
-    """Runs out of memory, so often, where it is told to."""
+    """A module that runs out of memory a given number of times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def plain(steps: int, *, accumulate: bool = False) -> list[Tensor]:
     return state(model)
 
 
-def test_what_python_and_numpy_drew_for_the_broken_step_is_drawn_again(budget_gb: float) -> None:
+def test_retried_step_draws_the_same_random_numbers_from_python_and_numpy(budget_gb: float) -> None:
     model, step = planned(budget_gb)
     random.seed(5)
     numpy.random.seed(5)
@@ -163,7 +163,7 @@ def nothing_open() -> bool:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_step_runs_again_as_if_for_the_first_time(budget_gb: float, where: str) -> None:
+def test_retried_step_gives_the_result_of_a_first_run(budget_gb: float, where: str) -> None:
     want = plain(2)
     model, step = planned(budget_gb)
     at = ac_client.applied(model)
@@ -185,7 +185,9 @@ def test_the_step_runs_again_as_if_for_the_first_time(budget_gb: float, where: s
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("keep", [False, True])
-def test_gradients_of_earlier_steps(budget_gb: float, where: str, keep: bool) -> None:
+def test_accumulated_gradients_are_undone_only_with_keep_gradients(
+    budget_gb: float, where: str, keep: bool
+) -> None:
     model, step = planned(budget_gb)
     at = ac_client.applied(model)
     torch.manual_seed(5)
@@ -204,7 +206,7 @@ def test_gradients_of_earlier_steps(budget_gb: float, where: str, keep: bool) ->
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_without_leave_the_error_goes_on_with_advice(budget_gb: float, where: str) -> None:
+def test_error_is_raised_with_advice_without_retry_oom(budget_gb: float, where: str) -> None:
     model, step = planned(budget_gb)
     model.trap.aim.where, model.trap.aim.times = where, 1
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -220,7 +222,7 @@ def test_without_leave_the_error_goes_on_with_advice(budget_gb: float, where: st
     step()
 
 
-def test_a_loop_of_ones_own_has_advice_with_errors_of_forward(budget_gb: float) -> None:
+def test_out_of_memory_in_a_plain_loop_has_advice(budget_gb: float) -> None:
     model, step = planned(budget_gb)
     model.trap.aim.where, model.trap.aim.times = "forward", 1
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -229,7 +231,7 @@ def test_a_loop_of_ones_own_has_advice_with_errors_of_forward(budget_gb: float) 
     assert nothing_open()
 
 
-def test_twice_is_once_too_often(budget_gb: float) -> None:
+def test_second_out_of_memory_error_is_raised(budget_gb: float) -> None:
     model, step = planned(budget_gb)
     model.trap.aim.where, model.trap.aim.times = "backward", 2
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -238,7 +240,7 @@ def test_twice_is_once_too_often(budget_gb: float) -> None:
     assert nothing_open()
 
 
-def test_each_time_the_plan_is_tighter_until_there_is_none(
+def test_each_retry_tightens_the_plan_until_none_is_tighter(
     budget_gb: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The last plans before the floor take long, and how good they are is not the question.
@@ -258,12 +260,12 @@ def test_each_time_the_plan_is_tighter_until_there_is_none(
         run_out()
     assert peaks == sorted(set(peaks), reverse=True)
     assert "no tighter plan" in "".join(raised.value.__notes__)
-    assert "spring" in "".join(raised.value.__notes__), "where it came from is still told"
+    assert "spring" in "".join(raised.value.__notes__), "the traceback still names the origin"
     model.zero_grad()
     at.step(step, retry_oom=True)
 
 
-def test_other_errors_are_none_of_its_business(budget_gb: float) -> None:
+def test_other_errors_are_raised_unchanged(budget_gb: float) -> None:
     model, step = planned(budget_gb)
     model.trap.aim.where, model.trap.aim.times = "forward", 1
     model.trap.error = lambda: ValueError("no")
@@ -272,7 +274,7 @@ def test_other_errors_are_none_of_its_business(budget_gb: float) -> None:
     assert not getattr(raised.value, "__notes__", [])
 
 
-def test_an_optimizer_in_backward_is_not_run_twice(budget_gb: float) -> None:
+def test_optimizer_in_backward_is_not_run_twice(budget_gb: float) -> None:
     model, step = planned(budget_gb)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(written)
@@ -282,7 +284,7 @@ def test_an_optimizer_in_backward_is_not_run_twice(budget_gb: float) -> None:
     assert "written to parameters" in "".join(raised.value.__notes__)
 
 
-def test_a_fused_optimizer_in_backward_is_not_run_twice(budget_gb: float) -> None:
+def test_fused_optimizer_in_backward_is_not_run_twice(budget_gb: float) -> None:
     """Its kernel writes parameters past their version counters."""
     model, step = planned(budget_gb)
     for parameter in model.parameters():
@@ -299,7 +301,7 @@ def written(parameter: Tensor) -> None:
         parameter.sub_(0.1)
 
 
-def test_a_policy_from_elsewhere_cannot_be_planned_again(budget_gb: float) -> None:
+def test_policy_from_elsewhere_cannot_be_planned_again(budget_gb: float) -> None:
     first, _ = planned(budget_gb)
     model = ac_client.apply(made(), policy=ac_client.applied(first).policy)
     model.trap.aim.where, model.trap.aim.times = "forward", 1
@@ -308,7 +310,7 @@ def test_a_policy_from_elsewhere_cannot_be_planned_again(budget_gb: float) -> No
     assert "budget_gb" in "".join(raised.value.__notes__)
 
 
-def test_a_step_returns_what_its_function_returns(budget_gb: float) -> None:
+def test_step_returns_the_result_of_its_function(budget_gb: float) -> None:
     model, _ = planned(budget_gb)
 
     def step() -> float:
@@ -320,7 +322,7 @@ def test_a_step_returns_what_its_function_returns(budget_gb: float) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_nothing_of_the_broken_step_is_held_while_it_runs_again(budget_gb: float, where: str) -> None:
+def test_failed_step_is_freed_before_the_retry(budget_gb: float, where: str) -> None:
     model, _ = planned(budget_gb)
     at, live = ac_client.applied(model), []
 
@@ -343,7 +345,7 @@ def test_nothing_of_the_broken_step_is_held_while_it_runs_again(budget_gb: float
         model.zero_grad()
 
 
-def test_what_counts_as_out_of_memory() -> None:
+def test_out_of_memory_errors_are_recognized() -> None:
     assert is_out_of_memory(torch.cuda.OutOfMemoryError("x"))
     assert is_out_of_memory(RuntimeError(CPU_WORDS))
     assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"))

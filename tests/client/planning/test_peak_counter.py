@@ -1,4 +1,4 @@
-"""What the allocator says of a planned step is compared with what was predicted, and corrected."""
+"""Compare the measured peak of planned steps with the prediction, and correct it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def budget(bounds: tuple[int, int]) -> int:
 
 @dataclass
 class Fake:
-    """A counting allocator: each step has the peak that its plan has, and `extra` beside it."""
+    """A counting allocator: each step has the peak of its plan plus `extra`."""
 
     extra: int
     peak: int = 0
@@ -86,7 +86,7 @@ def step(model: nn.Module, sgd: torch.optim.Optimizer | None, fake: Fake, *, res
     return plan.peak + fake.extra
 
 
-def test_a_peak_over_the_budget_is_corrected_once_and_fits(
+def test_peak_over_the_budget_is_corrected_once_and_fits(
     budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = Fake(extra=200_000)
@@ -109,7 +109,9 @@ def test_a_peak_over_the_budget_is_corrected_once_and_fits(
     assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), want, strict=True))
 
 
-def test_a_counter_that_is_never_reset_tells_enough(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counter_that_is_never_reset_is_enough_for_a_correction(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake = Fake(extra=200_000)
     model, sgd = planned(budget, fake, monkeypatch)
     for _ in range(8):
@@ -117,7 +119,7 @@ def test_a_counter_that_is_never_reset_tells_enough(budget: int, monkeypatch: py
     assert ac_client.applied(model).report().corrections == 1
 
 
-def test_a_prediction_that_is_right_is_left_alone(
+def test_right_prediction_is_not_corrected(
     budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake = Fake(extra=0)
@@ -132,7 +134,7 @@ def test_a_prediction_that_is_right_is_left_alone(
 @pytest.mark.parametrize(
     "fused", [False, True]
 )  # a fused kernel writes parameters past their version counters
-def test_a_prediction_far_too_high_is_corrected_after_whole_steps(
+def test_prediction_far_too_high_is_corrected_after_whole_steps(
     budget: int, monkeypatch: pytest.MonkeyPatch, fused: bool
 ) -> None:
     fake = Fake(extra=-200_000)
@@ -159,7 +161,7 @@ def test_steps_without_an_optimizer_step_do_not_loosen_a_plan(
     assert ac_client.applied(model).report().corrections == 0
 
 
-def test_corrections_are_bounded_and_the_rest_is_said_once(
+def test_corrections_are_bounded_and_then_warned_of_once(
     budget: int, bounds: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Worse(Fake):
@@ -178,7 +180,7 @@ def test_corrections_are_bounded_and_the_rest_is_said_once(
     assert len(caplog.messages) <= MOST_CORRECTIONS + 1
 
 
-def test_evaluation_is_no_part_of_a_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_is_not_part_of_a_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake(extra=0)
     model, sgd = planned(budget, fake, monkeypatch)
     for _ in range(5):
@@ -217,7 +219,7 @@ def test_measuring_on_a_cpu_corrects_too(budget: int, caplog: pytest.LogCaptureF
     assert sum("planned again" in message for message in caplog.messages) == 1
 
 
-def test_gradients_dropped_within_a_measured_step_are_not_counted_on() -> None:
+def test_gradients_dropped_in_a_measured_step_are_counted_until_then() -> None:
     model = ac_client.apply(made(), 1.0)
     at = ac_client.applied(model)
     peaks = []
@@ -232,7 +234,7 @@ def test_gradients_dropped_within_a_measured_step_are_not_counted_on() -> None:
     assert peaks[0] == peaks[1]
 
 
-def test_a_batch_made_before_the_measured_step_counts() -> None:
+def test_batch_made_before_the_measured_step_counts() -> None:
     """As in `for batch in loader`; else the plan would be loosened by the batch, and be over its budget."""
 
     class Wide(nn.Sequential):
@@ -268,7 +270,7 @@ def test_a_batch_made_before_the_measured_step_counts() -> None:
     assert at.report().corrections == 0
 
 
-def test_what_was_planned_elsewhere_is_not_planned_again_but_said(
+def test_policy_planned_elsewhere_is_not_planned_again_but_warned_of(
     budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = ac_client.apply(made(), budget / GIB)
@@ -300,7 +302,7 @@ def test_what_was_planned_elsewhere_is_not_planned_again_but_said(
         ((9, 9, 4, 6), PeakBounds(6, None)),  # reset after forward
     ],
 )
-def test_what_a_counter_tells_of_a_step(readings: tuple[int, ...], seen: PeakBounds) -> None:
+def test_readings_of_the_counter_bound_the_peak(readings: tuple[int, ...], seen: PeakBounds) -> None:
     assert PeakBounds.of(readings) == seen
 
 
@@ -322,12 +324,12 @@ def test_two_steps_have_the_larger_peak_of_both() -> None:
         (PeakBounds(80, None), 0, 0),
     ],
 )
-def test_what_is_worth_a_correction(seen: PeakBounds, rise: int, fall: int) -> None:
+def test_excess_and_unused_bytes_of_a_peak(seen: PeakBounds, rise: int, fall: int) -> None:
     assert excess_bytes(seen, predicted=90, limit=100) == rise
     assert unused_bytes(seen, predicted=90, limit=100) == fall
 
 
-def test_a_headroom_is_proposed_where_fragments_go_over_the_budget(
+def test_headroom_is_proposed_where_fragments_go_over_the_budget(
     budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert proposed_headroom(10 * MIB, 13 * MIB, 12 * MIB) == 4 * MIB
@@ -357,7 +359,7 @@ class Banked(nn.Module):
 
 
 @pytest.mark.parametrize(("budget_mib", "warns"), [(1.5, True), (2.5, False)])
-def test_a_profile_that_needs_more_than_the_budget_says_so_beforehand(
+def test_profile_that_needs_more_than_the_budget_warns_first(
     budget_mib: float, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It copies buffers, which a planned step does not."""

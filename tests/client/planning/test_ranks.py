@@ -174,7 +174,7 @@ if rank == 0:
         step(model, batch(), 0)
 results["alone"] = ac_client.applied(model).policy is not None
 
-# The rank that holds most beside the profile sets the bound.
+# The rank that holds most in addition to the profile sets the bound.
 torch.manual_seed(0)
 model = nn.Sequential(Transformer())[0]
 model.register_buffer("table", torch.zeros(50_000 * rank))
@@ -189,11 +189,11 @@ results["static"] -= sum(p.grad.nbytes for p in model.parameters())
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What two ranks of DistributedDataParallel tell, for several tests: starting them takes long."""
+    """Results of two ranks of DistributedDataParallel, shared by tests because starting takes long."""
     return results_of(DDP + FAILING, tmp_path_factory.mktemp("replicas"))
 
 
-def test_what_goes_wrong_on_one_rank_is_raised_on_all_in_the_same_words(replicas: Results) -> None:
+def test_error_of_one_rank_is_raised_on_all_in_the_same_words(replicas: Results) -> None:
     first, second = replicas
     for case in ("budget", "one is too small", "constraints"):
         assert first[case] == second[case]
@@ -314,7 +314,7 @@ results["region"] = same(gradients(reference), gradients(model))
 """
 
 
-def test_a_sharded_model_is_planned_within_its_units(tmp_path: Path) -> None:
+def test_sharded_model_is_planned_within_its_units(tmp_path: Path) -> None:
     first, second = results_of(FSDP, tmp_path)
     for way in ("default", "kept gathered", "bf16"):
         for at in (first[way], second[way]):
@@ -355,7 +355,7 @@ class Party:
 
 
 def heard(error: Exception) -> Exception:
-    """What another rank raises when this one fails."""
+    """Return the error that another rank raises when this one fails."""
     speaker = Party(0, ["", ""])
     with pytest.raises(type(error)):
         meet(speaker, error, lambda _terms: pytest.fail("planned all the same"))  # type: ignore[arg-type]
@@ -376,14 +376,14 @@ def heard(error: Exception) -> Exception:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_of_the_planner_is_the_same_on_every_rank(error: Exception) -> None:
+def test_error_of_the_planner_is_the_same_on_every_rank(error: Exception) -> None:
     other = heard(error)
     assert type(other) is type(error)
     assert str(other) == str(error)
     assert {**vars(other), "__notes__": 0} == {**vars(error), "__notes__": 0}
 
 
-def test_any_other_error_says_on_which_rank_and_what() -> None:
+def test_unexpected_error_names_the_rank_and_the_error() -> None:
     other = heard(KeyError("vocabulary"))
     assert isinstance(other, ac_client.RankFailed)
     assert (other.rank, other.kind) == (0, "KeyError")
@@ -396,7 +396,7 @@ def test_ranks_plan_only_for_batches_that_no_other_covers() -> None:
 
 
 @pytest.mark.parametrize(("talks_over", "expected"), [("cuda", "cuda:3"), ("cpu", "cpu")])
-def test_ranks_talk_over_the_device_of_their_model(
+def test_ranks_communicate_over_the_device_of_their_model(
     talks_over: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over the current one, which is every rank's first GPU if nobody set it, NCCL refuses to."""
@@ -413,7 +413,7 @@ def test_ranks_talk_over_the_device_of_their_model(
     assert asked == [torch.device(expected)]
 
 
-def test_a_model_without_a_wrapper_is_planned_by_each_rank_alone() -> None:
+def test_model_without_a_wrapper_is_planned_by_each_rank_alone() -> None:
     assert ranks_of(nn.Linear(1, 1), "auto") is None
     with pytest.raises(ValueError, match='group must be "auto", a ProcessGroup or None'):
         ac_client.apply(nn.Linear(1, 1), 1.0, group="all")

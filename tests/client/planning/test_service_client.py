@@ -73,7 +73,7 @@ def profiles(url: str) -> int:
     return len(httpx2.get(f"{url}/v1/profiles").json()["items"])
 
 
-def test_a_second_training_gets_the_first_ones_policy_by_its_name_too(url: str, budget_gb: float) -> None:
+def test_second_training_gets_the_stored_policy_also_by_alias(url: str, budget_gb: float) -> None:
     plain = gradients(made())
     first = ac_client.apply(made(), budget_gb, service=url, require_service=True)
     assert all(map(torch.equal, gradients(first), plain))
@@ -97,7 +97,7 @@ def test_a_second_training_gets_the_first_ones_policy_by_its_name_too(url: str, 
         ac_client.apply(made(), budget_gb / 2, alias=NAME, service=url)
 
 
-def test_with_the_service_away_and_required_the_first_step_says_so_and_the_model_is_as_it_was(
+def test_required_service_that_is_away_fails_the_first_step_and_restores_the_model(
     budget_gb: float,
 ) -> None:
     model = ac_client.apply(made(), budget_gb, service=NOBODY, require_service=True)
@@ -106,7 +106,9 @@ def test_with_the_service_away_and_required_the_first_step_says_so_and_the_model
     assert all(map(torch.equal, gradients(model), gradients(made())))
 
 
-def test_an_alias_of_a_service_that_is_away(budget_gb: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_alias_of_a_service_that_is_away_is_planned_here_unless_required(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         model = ac_client.apply(made(), budget_gb, alias=NAME, service=NOBODY)
     assert f"in place of {NAME}" in caplog.text
@@ -117,7 +119,7 @@ def test_an_alias_of_a_service_that_is_away(budget_gb: float, caplog: pytest.Log
             ac_client.apply(made(), alias=NAME, service=NOBODY, **given)
 
 
-def test_arguments_that_mean_nothing_are_refused() -> None:
+def test_arguments_without_effect_are_refused() -> None:
     with pytest.raises(ValueError, match="alias needs a service"):
         ac_client.apply(made(), 1, alias=NAME)
     with pytest.raises(ValueError, match="require_service needs a service"):

@@ -91,11 +91,11 @@ def eval_shape(shape: dict[str, str]) -> tuple[int, int]:
     return int(a), int(b)
 
 
-def test_the_short_last_batch_is_planned_by_nobody(budget_gb: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_last_batch_is_not_planned(budget_gb: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, planned = made(), ac_client.apply(made(), budget_gb)
     assert_as_plain(planned, plain, LARGE)
     policy = ac_client.applied(planned).policy
-    monkeypatch.setattr(plan_batch, "observe", None)  # whoever profiles now fails
+    monkeypatch.setattr(plan_batch, "observe", None)  # profiling now fails
     assert_as_plain(planned, plain, (5, 48))
     assert ac_client.applied(planned).policy is policy
 
@@ -166,7 +166,7 @@ def test_planning_ahead_changes_nothing(budget_gb: float) -> None:
         ac_client.applied(ac_client.apply(made(), policy=at.policies)).plan_for(batch(LARGE))
 
 
-def test_a_shape_that_does_not_fit_leaves_the_others_planned(budget_gb: float) -> None:
+def test_shape_that_does_not_fit_leaves_the_others_planned(budget_gb: float) -> None:
     plain, planned = made(), ac_client.apply(made(), budget_gb)
     assert_as_plain(planned, plain, SMALL)
     with pytest.raises(ac_client.InfeasibleBudget):
@@ -175,7 +175,7 @@ def test_a_shape_that_does_not_fit_leaves_the_others_planned(budget_gb: float) -
     assert_as_plain(planned, plain, SMALL)
 
 
-def test_a_set_is_carried_out_from_a_file(
+def test_set_is_carried_out_from_a_file(
     budget_gb: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, first = made(), ac_client.apply(made(), budget_gb)
@@ -196,7 +196,7 @@ def test_a_set_is_carried_out_from_a_file(
             assert at.policy == policies.buckets[1].policy
     assert sum("no bucket covers" in message for message in caplog.messages) == 1
     strict = ac_client.apply(made(), policy=policies, strict=True)
-    with pytest.raises(ac_client.ShapeNotPlanned, match="Pass budget_gb beside the policies"):
+    with pytest.raises(ac_client.ShapeNotPlanned, match="Pass budget_gb as well as the policies"):
         strict(batch((7, 48)))
     filled = ac_client.apply(made(), 1.0, policy=policies)
     assert_as_plain(filled, plain, (7, 48))
@@ -207,7 +207,7 @@ def test_a_set_is_carried_out_from_a_file(
         ac_client.apply(made(), policy=ac_client.PolicySet(buckets=()))
 
 
-def test_a_loop_with_ever_larger_batches_does_not_plan_for_ever(
+def test_loop_with_ever_larger_batches_does_not_plan_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(policy_store, "MOST_BUCKETS", 2)
@@ -219,7 +219,7 @@ def test_a_loop_with_ever_larger_batches_does_not_plan_for_ever(
     assert sum("no bucket covers" in message for message in caplog.messages) == 1
 
 
-def test_while_torchs_profiler_runs_the_largest_bucket_serves_what_is_beyond(budget_gb: float) -> None:
+def test_largest_bucket_serves_larger_batches_while_torchs_profiler_runs(budget_gb: float) -> None:
     plain, planned = made(), ac_client.apply(made(), budget_gb)
     at = ac_client.applied(planned)
     for of in (TALL, SMALL):
@@ -232,7 +232,7 @@ def test_while_torchs_profiler_runs_the_largest_bucket_serves_what_is_beyond(bud
     assert at.report().buckets == 2
 
 
-def test_the_first_policy_can_serve_every_shape() -> None:
+def test_first_policy_can_serve_every_shape() -> None:
     plain, planned = made(), ac_client.apply(made(), 1.0, shapes="first")
     for of in (SMALL, LARGE):
         assert_as_plain(planned, plain, of)
@@ -241,7 +241,7 @@ def test_the_first_policy_can_serve_every_shape() -> None:
         ac_client.apply(made(), 1.0, shapes="one")  # type: ignore[arg-type]
 
 
-def test_a_shape_with_nothing_to_differentiate_runs_plain() -> None:
+def test_shape_with_nothing_to_differentiate_runs_plain() -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -291,7 +291,7 @@ def test_batches_of_one_key_have_one_shape(one: tuple[Any, ...], other: tuple[An
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_bucket_covers_a_batch_whose_arguments_come_in_another_order(first: int) -> None:
+def test_bucket_covers_a_batch_whose_arguments_come_in_another_order(first: int) -> None:
     """Dimensions are compared leaf by leaf, also where their number is the same."""
     policy = plan(profile(nn.Linear(4, 4), torch.randn(2, 4)), budget_gb=1.0).policy()
     long, wide = torch.empty(2, 48), torch.empty(48, 2)
@@ -307,7 +307,7 @@ def test_a_bucket_covers_a_batch_whose_arguments_come_in_another_order(first: in
     assert buckets.covering(key_of((), {"other": long}), (), {"other": long}) is None
 
 
-def test_a_shape_names_each_leaf() -> None:
+def test_shape_names_each_leaf() -> None:
     x = torch.zeros(2, 3)
     assert shape_of((x, [x, 1]), {"scale": {"by": x}, "flag": True, "mask": None}) == {
         "0": "float32[2, 3]",
@@ -365,7 +365,7 @@ def test_other_parameters_that_train_have_a_plan_of_their_own(
     assert at.report().buckets == 2
 
 
-def test_one_parameter_that_is_frozen_is_seen_within_a_few_forwards(budget_gb: float) -> None:
+def test_single_frozen_parameter_is_noticed_within_a_few_forwards(budget_gb: float) -> None:
     planned, plain = made(), made()
     ac_client.apply(planned, 2 * budget_gb)
     assert_as_plain(planned, plain, LARGE)
@@ -378,7 +378,7 @@ def test_one_parameter_that_is_frozen_is_seen_within_a_few_forwards(budget_gb: f
     assert ac_client.applied(planned).policy is not before
 
 
-def test_a_policy_that_was_given_serves_whatever_trains(budget_gb: float) -> None:
+def test_policy_that_was_given_serves_whatever_trains(budget_gb: float) -> None:
     first = ac_client.apply(made(), budget_gb)
     gradients(first, LARGE)
     planned, plain = made(), made()

@@ -151,7 +151,7 @@ def test_forwards_in_flight_that_fit_are_left_alone(caplog: pytest.LogCaptureFix
     assert len(ac_client.applied(model).policy.forwards) == 1
 
 
-def test_a_budget_that_the_loop_cannot_keep_is_said_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_budget_that_the_loop_cannot_keep_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     budget = budget_for(WithLoss(), 0.5)
     model = ac_client.apply(WithLoss(), budget / GIB)
     several(2)(model)
@@ -175,13 +175,13 @@ def loss_of(out: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits, logits.new_zeros(len(out), dtype=torch.long))
 
 
-def test_a_large_loss_outside_of_the_model_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_large_loss_outside_of_the_model_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(Net(), budget_for(Net(), 0.7) / GIB)
     with_cross_entropy(model)
     assert "Pass loss=..." in warnings(caplog)[0]
 
 
-def test_a_loss_that_is_passed_is_part_of_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_that_is_passed_is_part_of_the_plan(caplog: pytest.LogCaptureFixture) -> None:
     model = Net()
     graph = build(observe(model, batches(), {}, loss=loss_of))
     budget = simulate(graph, graph.everything).peak.live_bytes - ROWS * WIDTH * 4
@@ -194,7 +194,7 @@ def test_a_loss_that_is_passed_is_part_of_the_plan(caplog: pytest.LogCaptureFixt
     assert not warnings(caplog)
 
 
-def test_a_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixture) -> None:
     def step(model: nn.Module) -> None:
         torch.manual_seed(2)
         x = batches()[0].requires_grad_()
@@ -210,7 +210,7 @@ def test_a_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFi
     assert_gradients_of_the_plain_model(model, Net(), step)
 
 
-def test_a_retained_graph_is_warned_of_and_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_retained_graph_is_warned_of_and_planned_for(caplog: pytest.LogCaptureFixture) -> None:
     def step(model: nn.Module) -> None:
         torch.manual_seed(2)
         loss = model(batches()[0])
@@ -230,7 +230,7 @@ def test_a_retained_graph_is_warned_of_and_planned_for(caplog: pytest.LogCapture
     assert len(warnings(caplog)) == 1
 
 
-def test_an_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytest.LogCaptureFixture) -> None:
     plain, model = WithLoss(), WithLoss()
     adam = torch.optim.AdamW(model.parameters())
     budget = budget_for(plain, 0.6, torch.optim.AdamW(plain.parameters()))
@@ -253,7 +253,7 @@ def test_an_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytes
     )
 
 
-def test_an_optimizer_of_another_model_is_not_adopted() -> None:
+def test_optimizer_of_another_model_is_not_adopted() -> None:
     model, other = ac_client.apply(WithLoss(), 1.0), WithLoss()
     adam = torch.optim.AdamW(other.parameters())
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogC
     assert any(ac_client.applied(model).report().recomputed for model in models)
 
 
-def test_a_planned_model_that_does_not_train_takes_no_room() -> None:
+def test_planned_model_that_does_not_train_takes_no_room() -> None:
     idle = ac_client.apply(WithLoss(), 1.0)
     several(1)(idle)
     model = ac_client.apply(WithLoss(), 1.0)

@@ -63,9 +63,7 @@ def test_training_in_eval_is_planned_from_the_second_step_on(
     assert sum("is trained in eval()" in message for message in caplog.messages) == 1
 
 
-def test_an_evaluation_with_gradients_is_not_planned(
-    budget_gb: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_evaluation_with_gradients_is_not_planned(budget_gb: float, caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(made(), budget_gb * 2)
     for _ in range(2):
         train(model.train(), model, steps=1)
@@ -87,7 +85,7 @@ def test_each_mode_has_a_plan_of_its_own(budget_gb: float) -> None:
 
 
 @pytest.mark.parametrize("way", ["forward", "list"])
-def test_steps_past_the_models_call_are_told_once(way: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_steps_without_a_call_of_the_model_warn_once(way: str, caplog: pytest.LogCaptureFixture) -> None:
     model: nn.Module = made()
     call: Callable[[Tensor], object] = model.forward
     if way == "list":
@@ -101,7 +99,7 @@ def test_steps_past_the_models_call_are_told_once(way: str, caplog: pytest.LogCa
     assert len(caplog.messages) == 1
 
 
-def test_two_optimizers_over_one_forward_are_no_unplanned_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_two_optimizers_over_one_forward_are_not_unplanned_steps(caplog: pytest.LogCaptureFixture) -> None:
     model = ac_client.apply(made(), 1.0)
     half, others = list(model.parameters())[::2], list(model.parameters())[1::2]
     optimizers = [torch.optim.SGD(some, lr=0.1) for some in (half, others)]
