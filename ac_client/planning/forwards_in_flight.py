@@ -1,6 +1,6 @@
 """Forwards whose backward has not begun, and what a backward shows of the training loop.
 
-A plan is made for one form of loop (`autoac.profiler.steps.hollow.Loop`): so many forwards, then one backward
+A plan is made for one form of loop (`autoac.profiler.Loop`): so many forwards, then one backward
 through all of them, which frees what it has used; and outputs that are held or dropped. A loop of another
 form needs more memory or less. The outputs of the model show the form, at almost no cost:
 

@@ -86,7 +86,7 @@ class ForwardRecord:
     forward_ends: list[int] = field(default_factory=list)  # by forward of the model: ops up to its end
 
 
-class Recorder(RecordingMode):
+class OpRecorder(RecordingMode):
     """Record ops while the mode is active.
 
     Attributes:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.profiler.capture.op_recorder import RecordedStorage, Recorder
+from autoac.profiler.capture.op_recorder import OpRecorder, RecordedStorage
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.storage_table import Window, disjoint, window_of
 
@@ -54,7 +54,7 @@ class SavedTensorRecorder:
         out_of_reach: ops whose output was unpacked while they could not run.
     """
 
-    def __init__(self, recorder: Recorder, mark: Callable[[], int], *, plain: bool = False) -> None:
+    def __init__(self, recorder: OpRecorder, mark: Callable[[], int], *, plain: bool = False) -> None:
         self._recorder = recorder
         self._mark = mark
         self._plain = plain
@@ -174,7 +174,7 @@ class _HollowHandle:
 
 
 @contextmanager
-def _paused(recorder: Recorder) -> Iterator[None]:
+def _paused(recorder: OpRecorder) -> Iterator[None]:
     """Run ops of the profiler's own, which are not recorded."""
     recorder.paused = True
     try:

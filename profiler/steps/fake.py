@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autoac.profiler.capture.fake_allocations import FakeAllocations, copy_if_known, fake_like
-from autoac.profiler.capture.op_recorder import Recorder
+from autoac.profiler.capture.op_recorder import OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.restore.isolated_call import isolated_call
@@ -79,7 +79,7 @@ def run(
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
     allocations = FakeAllocations(device.allocator_rounding, (measured or device).runtime_us)
-    recorder = Recorder(allocations.mark, allocations.locate, has_storage_or_fake)
+    recorder = OpRecorder(allocations.mark, allocations.locate, has_storage_or_fake)
     saved = SavedTensorRecorder(recorder, allocations.mark)
     allocations.idle = lambda: recorder.paused
     with (

@@ -52,7 +52,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.allocations import AllocationRecord, Allocations, Block
-from autoac.profiler.capture.op_recorder import ForwardRecord, Recorder
+from autoac.profiler.capture.op_recorder import ForwardRecord, OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.distributed.fsdp import Shards, parameters_of, single_rank_fsdp, watch_sharding
@@ -160,7 +160,7 @@ def run(
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
     allocations = AllocationRecord(device)
-    recorder = Recorder(allocations.mark)
+    recorder = OpRecorder(allocations.mark)
     saved = SavedTensorRecorder(recorder, allocations.mark, plain=plain)
     with (
         generators_restored(device),
@@ -201,7 +201,7 @@ def _prepare(step: ProfiledStep, shards: Shards) -> _WarmUp:
 
 def _run_unrecorded(step: ProfiledStep) -> None:
     """Run a hollow step without a record. Leaves gradients."""
-    recorder = Recorder(lambda: 0)
+    recorder = OpRecorder(lambda: 0)
     saved = SavedTensorRecorder(recorder, lambda: 0)
     try:
         with torch.enable_grad():
@@ -219,7 +219,7 @@ def _clear_gradients(step: ProfiledStep, shards: Shards) -> None:
 def _trace(
     step: ProfiledStep,
     shards: Shards,
-    recorder: Recorder,
+    recorder: OpRecorder,
     saved: SavedTensorRecorder,
     allocations: AllocationRecord,
 ) -> HollowStep:
@@ -289,7 +289,7 @@ def _time(
 
 
 def take_step(
-    step: ProfiledStep, recorder: Recorder, saved: SavedTensorRecorder, mark: Callable[[], int]
+    step: ProfiledStep, recorder: OpRecorder, saved: SavedTensorRecorder, mark: Callable[[], int]
 ) -> tuple[int, int]:
     """Run forward under the recorder, then backward. Return the marks at which backward begins and ends."""
     outputs, roots = _forward(step, recorder, saved)
@@ -325,7 +325,7 @@ def take_step(
 
 
 def _forward(
-    step: ProfiledStep, recorder: Recorder, saved: SavedTensorRecorder
+    step: ProfiledStep, recorder: OpRecorder, saved: SavedTensorRecorder
 ) -> tuple[list[Any], list[Tensor]]:
     """Run the forwards of the loop. Return the outputs that the loop holds, and the roots of backward."""
     loss, loop, path = step.loss, step.loop, [recorder.module]
