@@ -32,6 +32,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tools/lint_english.py
 
 # Policies of the example models: plan the models that changed; or, like CI, fail if one did.
 policies: $(READY)

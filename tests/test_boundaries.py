@@ -83,12 +83,12 @@ ac_client/demo:         base measure planner planner/formats planner/problem pla
                         profiler ac_client
 ac_client/cli:          base regenerate demo planner planner/base planner/formats planner/problem
                         planner/report profiler ac_client api/cli
-api/base:               planner planner/base planner/formats planner/plans
+api/base:               planner planner/base planner/formats planner/solver planner/plans
 api/telemetry:
 api/plot:               planner planner/formats planner/memory planner/plans planner/report
 api/storage:            base plot planner planner/base planner/formats
 api/error_mapping:      base storage planner planner/base
-api/solving:            base telemetry plot storage error_mapping planner planner/base planner/formats
+api/solving:            base telemetry plot storage error_mapping planner planner/base planner/solver planner/formats
                         planner/plans
 api/service:            base telemetry plot storage error_mapping solving planner planner/base planner/formats
 api/web:                planner/report
@@ -120,17 +120,8 @@ SHARED_NAMES = {"__init__.py", "__main__.py", "errors.py", "settings.py", "optio
 # The callback of each training library has the name that users of both know.
 SHARED_CLASS_NAMES = {"AutoACCallback"}
 
-# Exceptions that wait for their files to be rewritten: they only ever get fewer.
-KNOWN_ARROWS: dict[str, set[str]] = {
-    "planner/formats/constraints.py": {"planner/problem"},
-    "api/requests.py": {"planner/solver"},
-    "api/solving/child_main.py": {"planner/solver"},
-}
-KNOWN_LATE_IMPORTS = {
-    "ac_client/integrations/transformers.py",
-}
-KNOWN_FILE_NAMES: set[str] = set()
-KNOWN_CLASS_NAMES: set[str] = set()
+# The callback for transformers needs accelerate only inside a Trainer that uses it.
+LATE_IMPORTS = {"ac_client/integrations/transformers.py"}
 
 
 def product_files(package: str) -> Iterator[Path]:
@@ -209,15 +200,14 @@ def test_every_import_follows_an_arrow(package: str) -> None:
     broken = {
         str(path): sorted(extra)
         for path in product_files(package)
-        if path.name != "__init__.py"
-        and (extra := arrows(path) - ARROWS[group_of(path)] - KNOWN_ARROWS.get(str(path), set()))
+        if path.name != "__init__.py" and (extra := arrows(path) - ARROWS[group_of(path)])
     }
     assert not broken, "import from the group that owns the name, or decide on a new arrow in TABLE"
 
 
 def test_functions_do_not_import_our_modules() -> None:
     def is_exempt(path: Path) -> bool:
-        return path.name == "__init__.py" or "cli" in path.parts or str(path) in KNOWN_LATE_IMPORTS
+        return path.name == "__init__.py" or "cli" in path.parts or str(path) in LATE_IMPORTS
 
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     late = {
@@ -240,7 +230,7 @@ def test_no_folder_has_more_than_sixteen_python_files() -> None:
 def test_no_two_product_files_share_a_name() -> None:
     names = Counter(path.name for path in modules().values())
     shared = {name for name, count in names.items() if count > 1}
-    assert shared <= SHARED_NAMES | KNOWN_FILE_NAMES
+    assert shared <= SHARED_NAMES
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -251,7 +241,7 @@ def test_no_class_name_is_defined_twice_in_a_package(package: str) -> None:
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     )
-    assert {name for name, count in names.items() if count > 1} <= SHARED_CLASS_NAMES | KNOWN_CLASS_NAMES
+    assert {name for name, count in names.items() if count > 1} <= SHARED_CLASS_NAMES
 
 
 @pytest.mark.parametrize(
