@@ -88,8 +88,8 @@ api/telemetry:
 api/plot:               planner planner/formats planner/memory planner/plans planner/report
 api/storage:            base plot planner planner/base planner/formats
 api/error_mapping:      base storage planner planner/base
-api/solving:            base telemetry plot storage error_mapping planner planner/base planner/solver planner/formats
-                        planner/plans
+api/solving:            base telemetry plot storage error_mapping planner planner/base planner/solver
+                        planner/formats planner/plans
 api/service:            base telemetry plot storage error_mapping solving planner planner/base planner/formats
 api/web:                planner/report
 api/routes:             base telemetry plot storage error_mapping solving service web planner planner/base
