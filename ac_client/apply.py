@@ -82,10 +82,10 @@ def apply(
         strict: raise LeftThePath if the ops that run are not those of the policy, instead of saving what is
             unknown; and ShapeNotPlanned for a batch that no plan covers, instead of planning it. The first
             batch is always planned.
-        shapes: "bucket": one policy for each shape of batch that no earlier policy covers (docs/shapes.md).
+        shapes: "bucket": one policy for each shape of batch that no earlier policy covers (docs/budget.md).
             "first": every batch runs under the policy of the first one.
         group: the torch.distributed ProcessGroup whose ranks run each forward together: they meet in the
-            first one, and get the same policy, which keeps the budget on each of them (docs/ranks.md).
+            first one, and get the same policy, which keeps the budget on each of them (docs/integrations.md).
             "auto": that of the model's DistributedDataParallel or `fully_shard`, and none for other models.
             None: each rank plans for itself.
         loss: function from the model's output to the scalar that backward starts from, if the model's forward

@@ -1,6 +1,6 @@
 """Which policy runs a batch: a single one, its bucket's, one that is planned now, or none.
 
-docs/shapes.md explains the buckets, docs/ranks.md what several ranks agree on.
+docs/budget.md explains the buckets, docs/integrations.md what several ranks agree on.
 """
 
 from __future__ import annotations

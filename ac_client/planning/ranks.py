@@ -1,4 +1,4 @@
-"""Agree with the other ranks of a training on the first plan: docs/ranks.md.
+"""Agree with the other ranks of a training on the first plan: docs/integrations.md.
 
 NOTE [ Where ranks meet ] A collective entered by only one rank deadlocks. So ranks meet once, in the first
 training forward of a model that is known to be run by all of them together: in DistributedDataParallel, under
