@@ -168,7 +168,7 @@ async def test_few_bodies_are_decoded_at_a_time_outside_the_event_loop(
         finally:
             at_once.pop()
 
-    monkeypatch.setattr("autoac.api.service.decode_body", watched)
+    monkeypatch.setattr("autoac.api.request_reader.decode_body", watched)
     portal = http.portal
     assert portal is not None
     loop = portal.call(threading.current_thread)

@@ -268,7 +268,7 @@ def test_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, profi
     with pytest.raises(ServiceUnavailable, match="500: the solver was ended by signal 9"):
         ask(profile, in_app(dead))
     busy = in_app(reads_at_once=1, reads_waiting=0)
-    busy.client.app.state.service.inside["somebody else"] = 1
+    busy.client.app.state.service.reader.slots["somebody else"] = 1
     with pytest.raises(ServiceUnavailable, match="503: as many requests"):
         ask(profile, busy)
 
