@@ -1,4 +1,4 @@
-"""What is live when: for every version of a storage, from which event of the step to which."""
+"""List the live interval of every storage version: the events of the step between which it is live."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from dataclasses import dataclass
 
 from autoac.planner.errors import Holding
 from autoac.planner.memory.schedule import Compute, Free, OptimizerStep, Recompute
-from autoac.planner.memory.simulate import Timeline, simulate, waiting_bytes
+from autoac.planner.memory.simulate import Timeline, extra_bytes, simulate, waiting_bytes
 from autoac.planner.problem.graph import Graph, OpId, SaveSet, VersionId
 from autoac.planner.problem.save_sets import with_forced_saves
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """Memory that an op of forward filled, in forward or again in backward."""
+    """The live interval of memory that an op wrote, in forward or recomputed in backward."""
 
     value: VersionId
     nbytes: int
     begin: int  # into Timeline.instants
-    end: int  # the first instant at which it is live no more
+    end: int  # the first instant at which it is no longer live
     why: str  # "saved", "recomputed", ...
 
 
 def lives(graph: Graph, save_set: SaveSet, timeline: Timeline) -> tuple[Life, ...]:
-    """Who holds what in `timeline`, which is `simulate(graph, save_set)`; in the order of their beginning.
+    """Return the live intervals of `timeline`, which is `simulate(graph, save_set)`, earliest first.
 
-    At every instant the sizes of what is live, static bytes, what other microbatches hold, and what belongs
-    to no storage (`beside`) add up to the instant's `live_bytes`. Memory that is written over in place is
-    from then on the new version's.
+    At every instant the sizes of live versions, static bytes, bytes of waiting microbatches, and the
+    event's `extra_bytes` add up to the instant's `live_bytes`. Memory that is written over in place belongs
+    to the new version from then on.
     """
     saved = with_forced_saves(graph, save_set)
     found: list[Life] = []
-    begun: dict[VersionId, list[tuple[int, str]]] = {}  # lives that have not ended: since when, and why
+    begun: dict[VersionId, list[tuple[int, str]]] = {}  # begin and reason of intervals that have not ended
 
     def end(v: VersionId, at: int) -> None:
-        # Of several, the latest: what Python holds of forward outlives what backward made again.
+        # Of several, the latest: what Python holds of forward outlives what backward recomputed.
         since, why = begun[v].pop()
         if graph.nbytes(v):
             found.append(Life(v, graph.nbytes(v), since, at, why))
@@ -58,24 +58,8 @@ def lives(graph: Graph, save_set: SaveSet, timeline: Timeline) -> tuple[Life, ..
     return tuple(sorted(found, key=lambda life: (life.begin, life.value)))
 
 
-def beside(graph: Graph, timeline: Timeline, at: int) -> int:
-    """Bytes live at instant `at` in no storage of forward: gradients, temporaries, a kernel's workspace."""
-    instant = timeline.instants[at]
-    match instant.event:
-        case Compute(op):
-            return graph.ops[op].workspace_bytes + graph.ops[op].extra_bytes
-        case Recompute(op, _, step):
-            return graph.ops[op].workspace_bytes + graph.steps[step].extra_bytes_while_unpacking
-        case Free():
-            return 0  # between two kernels
-        case OptimizerStep():
-            return graph.closing_bytes
-        case event:
-            return graph.steps[event.step].extra_bytes_peak
-
-
 def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
-    """What is live at the peak, largest first. The sizes add up to the peak."""
+    """Return what is live at the peak, largest first. The sizes add up to the peak."""
     timeline = simulate(graph, save_set)
     at = timeline.instants.index(timeline.peak)
     holdings = [
@@ -88,7 +72,9 @@ def live_at_peak(graph: Graph, save_set: SaveSet) -> list[Holding]:
         holdings.append(Holding(waiting, "other microbatches in flight", f"{graph.waiting_microbatches}"))
     holdings += [
         Holding(graph.static_bytes, "parameters, buffers, gradients, optimizer state, batch", "not planned"),
-        Holding(beside(graph, timeline, at), "gradients, temporaries and workspace", "not planned"),
+        Holding(
+            extra_bytes(graph, timeline.peak.event), "gradients, temporaries and workspace", "not planned"
+        ),
     ]
     return sorted((h for h in holdings if h.nbytes), key=lambda h: -h.nbytes)
 

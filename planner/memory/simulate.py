@@ -1,4 +1,4 @@
-"""Bytes live after each event: the only definition of "peak"."""
+"""Fold the events of a step into live bytes: the only definition of "peak"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoac.planner.problem.graph import Graph, Moment, SaveSet
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """The device at one event."""
+    """The device's memory at one event."""
 
     event: Event
     live_bytes: int  # all that is live at the event, static bytes and the kernel's workspace included
@@ -20,13 +20,13 @@ class Instant:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The bytes live over one step."""
+    """The live bytes of one step, event by event."""
 
     instants: tuple[Instant, ...]
 
     @property
     def peak(self) -> Instant:
-        """The first instant at which the most bytes are live."""
+        """Return the first instant at which the most bytes are live."""
         return max(self.instants, key=lambda instant: instant.live_bytes)
 
 
@@ -58,40 +58,47 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
 def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event, int, Moment]]:
     """Yield (event, live bytes, moment), as in Instant."""
     n = len(graph.ops)
-    beside = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
-    live = graph.static_bytes + beside
+    waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
+    live = graph.static_bytes + waiting
     moment = Moment(0)
     for event in schedule(graph, save_set):
         match event:
             case Free(_, nbytes):
                 live -= nbytes
-                yield event, live, moment
             case Compute(op, nbytes):
                 moment = Moment(op)
                 live += nbytes
-                yield event, live + graph.ops[op].workspace_bytes + graph.ops[op].extra_bytes, moment
-            case Recompute(op, nbytes, step):
+            case Recompute(_, nbytes, step):
                 moment = Moment(n + step)
                 live += nbytes
-                yield (
-                    event,
-                    live + graph.ops[op].workspace_bytes + graph.steps[step].extra_bytes_while_unpacking,
-                    moment,
-                )
             case Backward(step):
                 moment = Moment(n + step)
-                yield event, live + graph.steps[step].extra_bytes_peak, moment
             case OptimizerStep():
                 moment = graph.end
-                live -= beside
-                yield event, live + graph.closing_bytes, moment
+                live -= waiting
+        yield event, live + extra_bytes(graph, event), moment
+
+
+def extra_bytes(graph: Graph, event: Event) -> int:
+    """Return the bytes that are live only during `event`: gradients, temporaries, a kernel's workspace."""
+    match event:
+        case Free():
+            return 0  # between two kernels
+        case Compute(op):
+            return graph.ops[op].workspace_bytes + graph.ops[op].extra_bytes
+        case Recompute(op, _, step):
+            return graph.ops[op].workspace_bytes + graph.steps[step].extra_bytes_while_unpacking
+        case Backward(step):
+            return graph.steps[step].extra_bytes_peak
+        case OptimizerStep():
+            return graph.closing_bytes
 
 
 def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
-    """Bytes that a microbatch holds from the end of its forward until its backward begins.
+    """Return the bytes that a microbatch holds from the end of its forward until its backward begins.
 
-    What is saved and wanted, and what forward or Python holds beyond forward (the outputs). Each of
-    `graph.waiting_microbatches` holds so much while this one runs (docs/pipelines.md).
+    Those are saved tensors that backward may need, and storages that Python holds beyond forward (the
+    outputs). Each of `graph.waiting_microbatches` holds so many while this one runs (docs/pipelines.md).
     """
     live = 0
     for event in schedule(graph, save_set):
@@ -106,17 +113,17 @@ def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
 
 
 def peak_of(graph: Graph, save_set: SaveSet) -> Instant:
-    """The peak of `simulate`, without the timeline."""
+    """Return the peak of `simulate`, without the timeline."""
     return Instant(*max(_instants(graph, save_set), key=lambda instant: instant[1]))
 
 
 def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
-    """The most bytes live at any event of the step."""
+    """Return the most bytes live at any event of the step."""
     return max(live for _, live, _ in _instants(graph, save_set))
 
 
 def fits(graph: Graph, save_set: SaveSet, budget: int) -> bool:
-    """Return True if the peak is within `budget`; stops at the first event that is above it."""
+    """Return True if the peak is within `budget`. Stop at the first event above it."""
     return all(live <= budget for _, live, _ in _instants(graph, save_set))
 
 

@@ -26,14 +26,14 @@ from autoac.planner.problem.save_sets import because_of, unsaved_with
 
 
 def build(profile: Profile) -> Graph:
-    """The graph of a profile.
+    """Return the graph of a profile.
 
-    An op's `must_save` is the profile's reason. The planner treats a value that is overwritten in place
-    while something else still reads it as any other; the runtime keeps a private copy of it where the
-    save set asks for that (see `schedule`).
+    The `must_save` of an op is the profile's reason. A version that is overwritten in place while another op
+    still reads it is a version like any other; the runtime keeps a private copy of it if the save set needs
+    one (see `schedule`).
 
     Raises:
-        ConflictingPins: the user has an op saved and one that writes over its output run again.
+        ConflictingPins: the user pins an op to be saved and one that writes over its output to be recomputed.
     """
     n = len(profile.ops)
     writes: list[list[VersionId]] = [[] for _ in range(n)]
@@ -125,13 +125,13 @@ def build(profile: Profile) -> Graph:
 
 
 def _run_again(graph: Graph, pinned: Sequence[OpId]) -> Graph:
-    """Return `graph` with the ops that the user has run again, and those that must be with them.
+    """Return `graph` with the ops that the user pins to be recomputed, and those recomputed with them.
 
-    An op that must be saved for a reason of its own stays saved, and so does what must be saved with it, as
-    long as the user's word holds for some op of the module.
+    An op that must be saved for its own reason stays saved, and so do the ops that must be saved with it, as
+    long as the pin holds for some op of the module.
 
     Raises:
-        ConflictingPins: the user has one of them saved, or others let nothing of a module run again.
+        ConflictingPins: the user pins one of them to be saved, or no op of a module can be recomputed.
     """
     again: set[OpId] = set()
     obeyed: set[str] = set()  # modules

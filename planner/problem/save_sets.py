@@ -8,11 +8,11 @@ from autoac.planner.problem.graph import Graph, Op, OpId, SaveSet
 
 
 def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
-    """`save_set` with the ops that are saved whether or not it names them.
+    """Return `save_set` with the ops that are saved whether or not it names them.
 
-    Those that must be, and those that write in place over a saved value and make nothing else: the old
-    version is gone, so the new one is kept in its place. Where the new version carries a saved tensor of the
-    old one, the old one is saved with it as well. Those that must be run again are left out.
+    These are the ops that must be saved, and those that only write in place over a saved version: the old
+    version is gone, so the new one is saved instead. If the new version carries a saved tensor of the old
+    one, the old one is saved as well. Ops that must be recomputed are left out.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
     for value in reversed(graph.versions):
@@ -27,7 +27,7 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
 
 
 def carried_over(graph: Graph, op: Op) -> Iterator[OpId]:
-    """Yield the ops over whose outputs `op` writes where a saved tensor does not show them (`carries`)."""
+    """Yield the ops over whose outputs `op` writes while a saved tensor of them is carried over."""
     for w in op.writes:
         value = graph.versions[w]
         if value.carries_older_saved_tensor and value.previous is not None:
@@ -35,10 +35,10 @@ def carried_over(graph: Graph, op: Op) -> Iterator[OpId]:
 
 
 def unsaved_with(graph: Graph, op: OpId) -> list[OpId]:
-    """Return `op` and the ops that must not be saved if it is not to be (`with_forced_saves`).
+    """Return `op` and the ops that must not be saved if `op` must not be (`with_forced_saves`).
 
-    An op that only writes over saved values is saved with them. So these are the ops that made what `op`
-    writes over, if it makes nothing else; those that write over its outputs and carry their saved tensors;
+    An op that only writes over saved versions is saved with them. So these are the ops that wrote what `op`
+    writes over, if `op` allocates nothing; those that write over its outputs and carry their saved tensors;
     and so on.
     """
     together = [op]
@@ -52,23 +52,23 @@ def unsaved_with(graph: Graph, op: OpId) -> list[OpId]:
 
 
 def because_of(graph: Graph, op: OpId, reason: str) -> str:
-    """Return `reason` in words, with the name of the op that it is the reason of."""
+    """Return `reason` with the name of the op that it belongs to, which shares memory with another."""
     return f"{reason} (of {graph.ops[op].name}, whose memory it shares)"
 
 
 def recomputed_by_backward(graph: Graph, save_set: SaveSet) -> list[bool]:
-    """Which ops of the recompute set a full backward runs again, by op.
+    """Return for each op whether a full backward recomputes it.
 
-    An op is run when an unpack needs one of its outputs, or an op that is run reads one. Ops that must
-    be saved count as saved.
+    An op is recomputed if an unpack needs one of its outputs, or a recomputed op reads one. Ops that must be
+    saved count as saved.
     """
     return _asked_for(graph, save_set, [bool(handle.unpacked) for handle in graph.saved_tensors])
 
 
 def may_be_recomputed(graph: Graph, save_set: SaveSet) -> list[bool]:
-    """Which ops of the recompute set backward may ask for when it begins, by op.
+    """Return for each op whether backward may need it when it begins.
 
-    More than `recomputed_by_backward` by what only saved tensors that are never unpacked ask for.
+    In addition to `recomputed_by_backward`, these are ops for saved tensors that are never unpacked.
     """
     return _asked_for(graph, save_set, [handle.dropped > len(graph.ops) for handle in graph.saved_tensors])
 
@@ -88,11 +88,11 @@ def _asked_for(graph: Graph, save_set: SaveSet, by_handle: Sequence[bool]) -> li
 
 
 def without_cost_free_recomputes(graph: Graph, ops: Iterable[OpId]) -> SaveSet:
-    """`ops` and all that must be saved, and every op that would not be run again anyway.
+    """Return `ops` with all that must be saved, and every op that would not be recomputed anyway.
 
-    Saving an op that nothing needs costs nothing as a rule: the runtime holds a value only if autograd
-    packed it or an op of the recompute set reads it. The exception is a value that is held for a saved
-    tensor that is dropped without having been unpacked; so the planner tries both.
+    Saving an op that nothing needs costs nothing as a rule: the runtime holds a version only if autograd
+    packed it or an op of the recompute set reads it. The exception is a version that is held for a saved
+    tensor that is dropped without being unpacked; so the planner tries both.
     """
     save_set = frozenset(ops) | graph.must_save
     run = may_be_recomputed(graph, save_set)

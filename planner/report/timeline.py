@@ -14,9 +14,9 @@ from typing import Any
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Policy
-from autoac.planner.memory.lifetimes import beside, lives
+from autoac.planner.memory.lifetimes import lives
 from autoac.planner.memory.schedule import Backward, Compute, Event, Recompute, recompute_us
-from autoac.planner.memory.simulate import simulate, waiting_bytes
+from autoac.planner.memory.simulate import extra_bytes, simulate, waiting_bytes
 from autoac.planner.plan import Plan
 from autoac.planner.problem.graph import BackwardStep, Graph, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
@@ -226,7 +226,7 @@ def _track(id_: str, name: str, graph: Graph, save_set: SaveSet, reasons: dict[s
         end_us=kernels.end_us,
         begin_us=tuple(round(us, 2) for us in kernels.begin_us),
         live_bytes=tuple(instant.live_bytes for instant in instants),
-        beside_bytes=tuple(beside(graph, timeline, i) for i in kernels.events),
+        beside_bytes=tuple(extra_bytes(graph, timeline.instants[i].event) for i in kernels.events),
         waiting_bytes=(waiting,) * (len(instants) - 1) + (0,) if waiting else (),
         kind=kinds,
         at=at,

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoac.planner import Graph, Plan, as_planned, build, picture, plan, simulate
-from autoac.planner.memory.lifetimes import beside, lives
+from autoac.planner.memory.lifetimes import lives
 from autoac.planner.memory.schedule import Backward, Compute, Recompute
+from autoac.planner.memory.simulate import extra_bytes
 from autoac.planner.problem.graph import OpId, SaveSet, chain
 from autoac.planner.report.align_measured import (
     KernelTimes,
@@ -44,7 +45,9 @@ def test_live_versions_add_up_at_every_instant(seed: int, share: float) -> None:
     found = lives(graph, save_set, timeline)
     for i, instant in enumerate(timeline.instants):
         held = sum(life.nbytes for life in found if life.begin <= i < life.end)
-        assert graph.static_bytes + held + beside(graph, timeline, i) == instant.live_bytes
+        assert (
+            graph.static_bytes + held + extra_bytes(graph, timeline.instants[i].event) == instant.live_bytes
+        )
 
 
 def test_overwritten_memory_belongs_to_the_new_version() -> None:
