@@ -1,4 +1,4 @@
-"""What the repository promises around the code: names, targets, vendored files."""
+"""Check the files around the code: targets, pages, packages, vendored files."""
 
 import hashlib
 import json

@@ -34,7 +34,7 @@ import numpy.typing as npt
 import pulp
 from pulp.apis import _all_solvers
 
-# PuLP keeps the errors of solvers that it cannot load, and their tracebacks keep the frames of whoever
+# PuLP keeps the errors of solvers that it cannot load, and their tracebacks keep the frames of the code that
 # imported this module first: a training loop with its model, since packages load at first use.
 for _solver in _all_solvers:
     if isinstance(_error := getattr(_solver, "err", None), BaseException):

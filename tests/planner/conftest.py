@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import `graphs` and `oracles` beside this file."""
+"""Let the tests of this folder import `graphs` and `oracles`."""
 
 from __future__ import annotations
 

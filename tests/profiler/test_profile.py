@@ -197,7 +197,7 @@ def test_equal_steps_have_equal_fingerprints_and_profiles_survive_json() -> None
 def test_loss_argument_is_part_of_the_step() -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
     found = profile(model, x, loss=lambda out: nn.functional.mse_loss(out["logits"], torch.zeros(2, 8, 32)))
-    assert "./aten.mse_loss.default#0" in found.keys()  # noqa: SIM118 - a Profile is no dict
+    assert "./aten.mse_loss.default#0" in found.keys()  # noqa: SIM118 - a Profile is not a dict
 
 
 def test_ops_whose_outputs_decide_are_saved() -> None:

@@ -1,4 +1,4 @@
-"""Profile and Policy: what is written is read again, and what is wrong is told."""
+"""Check that Profile and Policy survive JSON, and that errors name what is wrong."""
 
 from __future__ import annotations
 

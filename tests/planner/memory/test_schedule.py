@@ -55,7 +55,7 @@ def told(graph: Graph, save: set[int]) -> list[str]:
         ({0, 1, 2, 3, 4}, 18, 0),  # nothing recomputed: both 8-byte outputs meet
         ({0, 2, 4}, 10, 2),
         ({2, 4}, 9, 3),
-        ({4}, 18, 4),  # saving nothing is no floor: backward rebuilds all at once
+        ({4}, 18, 4),  # saving nothing has a higher peak: backward recomputes everything at once
     ],
 )
 def test_peak_and_recompute_of_a_chain(save: set[int], peak: int, recompute: int) -> None:

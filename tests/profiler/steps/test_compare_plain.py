@@ -171,10 +171,10 @@ def test_invalid_cache_file_is_ignored_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "times.sqlite3"
-    path.write_text("this is no database, and long enough to tell so " * 40)
+    path.write_text("this is not a database, and long enough to show it " * 40)
     assert profile(nn.Linear(4, 4), torch.randn(2, 4), times=path).ops
     assert caplog.text.count("measured again") == 1
-    assert path.read_text().startswith("this is no database")
+    assert path.read_text().startswith("this is not a database")
 
 
 @pytest.mark.parametrize("junk", [("'no json'", "'x'"), ("'[\"x\"]'", "-1.0"), ("'3'", "9e999")])
@@ -329,7 +329,7 @@ def test_model_may_differentiate_inside_its_forward() -> None:
             return y + slope.square().sum(1, keepdim=True)
 
     found = profile(Penalised(), torch.randn(3, 4))
-    assert "./aten.mm.default#0" in found.keys()  # noqa: SIM118 - a Profile is no dict
+    assert "./aten.mm.default#0" in found.keys()  # noqa: SIM118 - a Profile is not a dict
 
 
 # torch's own, when it loads decompositions for forward mode
