@@ -79,7 +79,7 @@ Event = Compute | Recompute | Backward | Free | OptimizerStep
 
 
 def schedule(graph: Graph, save_set: SaveSet) -> Iterator[Event]:
-    """What happens in one step when `save_set` is saved, in order.
+    """Yield the events of one step under `save_set`, in order.
 
     Ops that must be saved are saved whether or not `save_set` names them.
 
@@ -93,16 +93,16 @@ def schedule(graph: Graph, save_set: SaveSet) -> Iterator[Event]:
 
 
 def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
-    """For each value, the first moment at which neither it nor anything unsaved made from it is needed.
+    """Return for each version the first moment at which neither it nor an unsaved one made from it is needed.
 
-    0 for a value that nothing needs. For a saved value this is how long it is held (rule a).
+    0 for a version that nothing needs. A saved version is held until then (rule a).
     """
     until, dropped = readers_until(graph, save_set), _dropped(graph)
     return [max(pair) for pair in zip(until, dropped, strict=True)]
 
 
 def _dropped(graph: Graph) -> list[int]:
-    """By value: the first moment at which autograd holds no saved tensor of it; 0 if it never did."""
+    """Return for each version the first moment at which autograd holds no saved tensor of it, or 0."""
     return [
         max((graph.saved_tensors[h].dropped for h in value.saved_tensors), default=0)
         for value in graph.versions
@@ -110,7 +110,7 @@ def _dropped(graph: Graph) -> list[int]:
 
 
 def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
-    """By value: the first moment at which nothing unsaved that is made from it is needed; 0 if nothing is."""
+    """Return for each version the first moment at which no unsaved one made from it is needed, or 0."""
     n = len(graph.ops)
     until, dropped = [0] * len(graph.versions), _dropped(graph)
     in_forward = [min(graph.storages[value.storage].released, n) for value in graph.versions]
@@ -128,7 +128,7 @@ def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ForwardMemory:
-    """What happens to the memory of forward, and when: places are ops, then backward steps."""
+    """The events of the memory that forward allocates, by moment."""
 
     frees_at: dict[int, list[VersionId]]
     copies_at: dict[int, list[VersionId]]  # versions that are written over while a copy is kept (rule b)
@@ -136,7 +136,7 @@ class ForwardMemory:
 
     @classmethod
     def of(cls, graph: Graph, save_set: SaveSet) -> ForwardMemory:
-        """Work it out for a save set."""
+        """Return the events under a save set."""
         found = cls({}, {}, {})
         until, dropped = readers_until(graph, save_set), _dropped(graph)
         for storage in graph.storages:
@@ -157,14 +157,14 @@ class ForwardMemory:
         return found
 
     def compute(self, graph: Graph, op: Op) -> Compute:
-        """The event of `op` in forward."""
+        """Return the event of `op` in forward."""
         fresh = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous is None)
         copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
         return Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
 
 
 def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
-    """By value: how often backward will ask for it, by unpacks and by unsaved ops that run again."""
+    """Return for each version how often unpacks and recomputed ops will use it."""
     n = len(graph.ops)
     uses = [sum(graph.saved_tensors[h].dropped > n for h in value.saved_tensors) for value in graph.versions]
     for op in reversed(graph.ops):
@@ -175,7 +175,7 @@ def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
 
 
 def recompute_us(graph: Graph, save_set: SaveSet) -> float:
-    """Run time, in microseconds, of what a full backward runs again, as often as it does (rule g)."""
+    """Return the time, in microseconds, of all recomputes of a full backward (rule g)."""
     if all(len(set(handle.unpacked)) < 2 for handle in graph.saved_tensors):
         return sum(
             op.recompute_us
@@ -259,7 +259,7 @@ class _Replay:
         return Free(v, self.graph.nbytes(v))
 
     def _burst(self, wanted: VersionId) -> list[OpId]:
-        """What `wanted` needs, in forward order (rule c)."""
+        """Return the ops that `wanted` needs, in forward order (rule c)."""
         graph = self.graph
         burst: set[OpId] = set()
         stack = [wanted]
@@ -272,7 +272,7 @@ class _Replay:
         return sorted(burst)
 
     def _run_in_passing(self, burst: list[OpId], wanted: VersionId, step: StepId) -> Iterator[Event]:
-        """Run what was run before and is gone (rule g)."""
+        """Recompute ops whose outputs were freed after their last use (rule g)."""
         graph = self.graph
         made = [w for op in burst for w in graph.ops[op].writes]
         for op in burst:
@@ -303,7 +303,7 @@ class _Replay:
                     yield self._free(w)
 
     def _may_take(self, p: VersionId) -> bool:
-        """Whether an in-place op may write into the buffer of version `p` (rule e)."""
+        """Return True if an in-place op may write into the buffer of version `p` (rule e)."""
         return self.cached[p] and self.left[p] == 1 and not self.graph.versions[p].saved_tensors
 
     def _use(self, v: VersionId) -> Iterator[Event]:
@@ -314,7 +314,7 @@ class _Replay:
             yield self._free(v)
 
     def _lose(self, v: VersionId) -> Iterator[Event]:
-        """A use of `v` that will never come (rule f)."""
+        """Drop a use of `v` that will never come (rule f)."""
         stack = [v]
         while stack:
             v = stack.pop()
