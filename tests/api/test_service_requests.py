@@ -231,7 +231,7 @@ def test_token_is_the_environments(
     in_app: Transport, profile: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        ServiceRefused, match=r"401: this service wants a key.*environment variable AUTOAC_TOKEN"
+        ServiceRefused, match=r"401: this service needs a key.*environment variable AUTOAC_TOKEN"
     ):
         ask(profile, in_app(token=TOKEN))
     for given in (TOKEN, f"{TOKEN}\n", f" {TOKEN}\r\n"):  # as in a mounted file
@@ -269,7 +269,7 @@ def test_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, profi
         ask(profile, in_app(dead))
     busy = in_app(reads_at_once=1, reads_waiting=0)
     busy.client.app.state.service.reader.slots["somebody else"] = 1
-    with pytest.raises(ServiceUnavailable, match="503: as many requests"):
+    with pytest.raises(ServiceUnavailable, match="503: too many requests"):
         ask(profile, busy)
 
 

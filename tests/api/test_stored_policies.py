@@ -181,7 +181,7 @@ def test_key_that_may_only_read_gets_what_is_stored(
         read = create_key(connection, "reader", Scope.READ)[1]
         full = create_key(connection, "planner", Scope.PLAN)[1]
     transport = in_app(InProcess(plan))
-    with pytest.raises(ServiceRefused, match="403: this needs a key with the scope plan"):
+    with pytest.raises(ServiceRefused, match="403: the key must have the scope plan"):
         ask(transport, step, token=read)
     made = ask(transport, step, token=full)
     assert ask(transport, step, token=read) == made
