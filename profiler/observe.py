@@ -68,8 +68,8 @@ def profile(
         NothingToProfile: nothing requires a gradient.
         ProfilerBusy: torch.profiler is running on this thread.
         ShardsInUse: FSDP holds gradients that are not reduced yet.
-        CannotProfile: the model is sharded in a way that docs/integrations.md excludes, has lazy layers, is on
-            meta or on several devices without `on`, or uses torch.utils.checkpoint in a way that
+        CannotProfile: the model is sharded in a way that docs/integrations.md excludes, has lazy layers, is
+            on meta or on several devices without `on`, or uses torch.utils.checkpoint in a way that
             docs/profiling.md excludes; or the device's allocator reports nothing, as CUDA's
             `cudaMallocAsync` and pluggable ones; or a part of the step allocates on a thread that
             torch.profiler does not watch.
