@@ -97,7 +97,7 @@ class Applied:
         takes_all = forwards_in_flight is not None and forwards_in_flight > 1
         self._profiler = BatchProfiler(planner, self._optimizers, loss, loss_takes_all=takes_all)
         buckets = BucketPlanner(planner, self._profiler, self._on_device)
-        replanner = Replanner(buckets, self._optimizers)
+        self._replanner = replanner = Replanner(buckets, self._optimizers)
         self._peaks = PeakWatch(model, self._optimizers, replanner)
         self._store = PolicyStore(
             model,
@@ -381,6 +381,9 @@ class Applied:
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._read_counter()
+        model, bucket = self._model(), self._store.current
+        if model is not None and bucket is not None:
+            self._replanner.warn_of_uncounted_state(model, bucket)
         self._unplanned.optimizer_stepped(optimizer, self._forwards)
 
     def _read_counter(self) -> None:

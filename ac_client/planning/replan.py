@@ -163,14 +163,25 @@ class Replanner:
                     first_line(error),
                 )
                 return
-        self._planner.warn_once(
-            "optimizer",
-            "%s: %s steps it and was not passed to ac_client.apply: planned again with %s of state. Pass "
-            "optimizer=... to have it counted from the first step on",
-            self._name,
-            names,
-            format_bytes(more),
-        )
+        log.info("%s: planned again, with %s of state of %s", self._name, format_bytes(more), names)
+
+    def warn_of_uncounted_state(self, model: nn.Module, bucket: PlannedBucket) -> None:
+        """Warn of an optimizer that was not passed to `apply`, in the step in which it makes its state."""
+        profile, adopted = bucket.profile, self._optimizers.adopted
+        if profile is None or self._planner.budget_bytes is None or bucket.step.n_adopted == adopted:
+            return
+        more = optimizer_bytes(self._optimizers.all, device_of(model)).state - profile.static.optimizer_state
+        if more > 0:
+            names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers.all))
+            self._planner.warn_once(
+                "optimizer",
+                "%s: %s steps it and was not passed to ac_client.apply: its state of %s is not in this plan, "
+                "and this step may go over the budget. It is planned again at the next step; pass "
+                "optimizer=... to have the state counted from the first step on",
+                self._name,
+                names,
+                format_bytes(more),
+            )
 
     def count_other_models(self, bucket: PlannedBucket) -> None:
         """Plan again with what other planned models on the device hold by now.
