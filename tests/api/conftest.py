@@ -6,12 +6,11 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import structlog
 from starlette.testclient import TestClient
@@ -19,45 +18,13 @@ from starlette.testclient import TestClient
 sys.path.append(str(Path(__file__).parent))  # the import mode adds no folder by itself
 
 from postgres import NoPostgres, Server
+from service_app import InApp, Serve, Transport
 from service_fakes import InProcess, chain_profile, save_all
 
 from autoac.api import Settings, create_app
 from autoac.api.solving.child_process import Solver
 from autoac.api.storage.database import Database
 from autoac.planner.formats.profile import Profile
-
-BOTH = pytest.mark.parametrize("size", ["sqlite", "postgresql"], indirect=True)
-"""Run the tests of a module on both databases: `pytestmark = BOTH`."""
-
-Serve = Callable[..., TestClient]
-
-
-class InApp(httpx2.BaseTransport):
-    """Send a client's requests to the app in this process, and record them."""
-
-    def __init__(self, client: TestClient) -> None:
-        self.client = client
-        self.requests: list[httpx2.Request] = []
-
-    @property
-    def request(self) -> httpx2.Request:
-        """Return the last request."""
-        return self.requests[-1]
-
-    @property
-    def posts(self) -> int:
-        """Return the number of POST requests."""
-        return sum(request.method == "POST" for request in self.requests)
-
-    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        self.requests.append(request)
-        response = self.client.request(
-            request.method, str(request.url), headers=request.headers, content=request.read()
-        )
-        return httpx2.Response(response.status_code, headers=response.headers, content=response.content)
-
-
-Transport = Callable[..., InApp]
 
 
 @pytest.fixture(scope="session")

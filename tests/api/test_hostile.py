@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 import zstandard
-from conftest import Serve
+from service_app import Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 from starlette.testclient import TestClient
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 
 import pytest
-from conftest import BOTH, Serve
+from service_app import BOTH, Serve
 from service_fakes import MIB, InProcess, chain_profile, child_command, request, save_all
 from sqlalchemy import func, select, update
 from starlette.testclient import TestClient

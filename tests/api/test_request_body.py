@@ -12,8 +12,8 @@ import anyio
 import httpx2
 import pytest
 import zstandard
-from conftest import Serve
 from fastapi import FastAPI, Request, Response
+from service_app import Serve
 
 from autoac.api import Settings
 from autoac.api.error_mapping import problem_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from conftest import Transport
+from service_app import Transport
 from service_fakes import Held, InProcess, Raising, infeasible, out_of_time, save_all
 from waiting import until
 

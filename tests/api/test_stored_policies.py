@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from conftest import InApp, Serve, Transport
+from service_app import InApp, Serve, Transport
 from service_fakes import InProcess, Planned, chain_profile, save_all
 
 import ac_client.service_client.connection

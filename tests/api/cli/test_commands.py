@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import BOTH, Serve
+from service_app import BOTH, Serve
 from service_fakes import request
 from sqlalchemy import text
 

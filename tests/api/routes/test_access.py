@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 import pytest
-from conftest import BOTH, Serve
+from service_app import BOTH, Serve
 from service_fakes import Held, Raising, request
 from sqlalchemy import select
 from starlette.testclient import TestClient

@@ -8,7 +8,7 @@ import json
 import pytest
 from alembic.command import downgrade
 from alembic.config import Config
-from conftest import BOTH, Serve
+from service_app import BOTH, Serve
 from service_fakes import InProcess, chain_profile, request
 from sqlalchemy import text
 from starlette.testclient import TestClient

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 import zstandard
-from conftest import Serve
+from service_app import Serve
 from service_fakes import InProcess, Raising, infeasible, out_of_time, request, save_all
 
 from autoac.api import Settings, create_app

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from conftest import BOTH, Serve
+from service_app import BOTH, Serve
 from service_fakes import Held, InProcess, infeasible, out_of_time, request, save_all
 from starlette.testclient import TestClient
 from waiting import until

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Serve
+from service_app import Serve
 from service_fakes import InProcess, Planned, chain_profile, request, save_all
 from starlette.testclient import TestClient
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx2
 import pytest
-from conftest import BOTH
 from postgres import Server
+from service_app import BOTH
 from service_fakes import request, save_all, waits_for_a_file
 from waiting import listening, until
 

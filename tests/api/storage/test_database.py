@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from conftest import BOTH, Serve
 from postgres import Server
+from service_app import BOTH, Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 from sqlalchemy import event, insert, inspect, select, text
 from sqlalchemy.exc import OperationalError

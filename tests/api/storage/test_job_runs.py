@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from alembic.command import downgrade
 from alembic.config import Config
-from conftest import BOTH
+from service_app import BOTH
 from service_fakes import chain_profile, request, save_all
 from sqlalchemy import text
 

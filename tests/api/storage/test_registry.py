@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from conftest import BOTH, Serve
+from service_app import BOTH, Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 from starlette.testclient import TestClient
 

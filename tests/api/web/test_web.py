@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 import pytest
-from conftest import Serve
+from service_app import Serve
 from service_fakes import InProcess, chain_profile, request, save_all
 
 import autoac.api.web
