@@ -248,7 +248,10 @@ def _forward_limit(constraints: Constraints, headroom: int) -> int | None:
 
 def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: int) -> int:
     if (budget_gb is None) == (budget_bytes is None):
-        raise InvalidBudget("pass exactly one of budget_gb and budget_bytes")
+        raise InvalidBudget(
+            "exactly one of budget_gb and budget_bytes must be given, "
+            f"got budget_gb={budget_gb}, budget_bytes={budget_bytes}"
+        )
     if headroom_bytes < 0:
         raise InvalidBudget(f"headroom_bytes must not be negative, got {headroom_bytes!r}")
     if budget_gb is not None:

@@ -186,7 +186,8 @@ def _check_no_iterators(model: nn.Module, leaves: Sequence[Any]) -> None:
 def _check_mode(mode: Mode | None, on: Device | torch.device | None) -> None:
     if on is not None and not isinstance(on, (Device, torch.device)):
         raise ValueError(
-            f"on must be a torch.device or one of DATASHEETS[...], of {', '.join(DATASHEETS)}, got {on!r}"
+            f"on must be a torch.device or an entry of DATASHEETS, got {on!r}; pass "
+            f"DATASHEETS[name] with a name of {', '.join(DATASHEETS)}"
         )
     if (
         isinstance(on, torch.device)

@@ -90,7 +90,7 @@ class Trainee:
         return [torch.from_numpy(self.loss), *gradients]
 
     def zero_grad(self) -> None:
-        """Zero the gradients, or free them if the setting does not keep them."""
+        """Fill the gradients with zeros if the setting keeps them between steps, else free them."""
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
 
 

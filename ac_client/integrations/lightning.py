@@ -100,7 +100,7 @@ class AutoACCallback(Callback):
         return self._session.at.report() if self._session is not None else self._report
 
     def remove(self) -> None:
-        """Leave the module as it was. May be called twice."""
+        """Restore the module to its state before the plan. A second call does nothing."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()

@@ -81,10 +81,10 @@ _NO_KWARGS: dict[str, Any] = {}
 
 
 class Region(RecordingMode):
-    """The dispatch mode of the outermost region; nested policies are pushed onto it.
+    """Record the ops of the outermost with-block as a dispatch mode; inner ones push their policies onto it.
 
     Attributes:
-        storages: what recorded ops made and read.
+        storages: the table of storages that recorded ops wrote or read.
     """
 
     supports_higher_order_operators = True  # each passes as one opaque op

@@ -105,7 +105,10 @@ def named_policy(
         ValueError: `url` is not an http or https URL, or `alias` cannot be a name.
     """
     if not ALIAS.fullmatch(alias) or len(alias) > MOST_ALIAS_LENGTH:
-        raise ValueError(f"alias must be a name such as llama-8b@h100/production, got {alias!r}")
+        raise ValueError(
+            f"alias must be a name of at most {MOST_ALIAS_LENGTH} letters, digits and -_.@/ such as "
+            f"llama-8b@h100/production, got {alias!r}"
+        )
     with ServiceConnection(url, token, transport, timeout_s) as connection:
         response = connection.send("GET", f"/v1/named-policies/{quote(alias)}")
         if response.status_code != 200:

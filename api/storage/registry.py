@@ -284,7 +284,7 @@ def get_model(connection: Connection, fingerprint: str) -> StoredModel:
     """
     found = list_models(connection, fingerprint=fingerprint, limit=1)
     if not found:
-        raise NotFound(f"no profile of the fingerprint {fingerprint}")
+        raise NotFound(f"no profile has the fingerprint {fingerprint}; PUT the profile to /v1/profiles first")
     return found[0]
 
 

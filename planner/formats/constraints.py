@@ -72,7 +72,7 @@ def without_forward_budget(constraints: Constraints | None) -> Constraints:
         return Constraints()
     if constraints.forward_budget_bytes is not None:
         raise InvalidConstraints(
-            f"forward_budget_bytes must be None here, got {constraints.forward_budget_bytes}: it needs the "
-            "budget of the step; leave it out, or call plan() with both"
+            f"forward_budget_bytes must be None here, got {constraints.forward_budget_bytes}: a budget "
+            "of forward needs a budget of the step; leave it out, or call plan() with both budgets"
         )
     return constraints

@@ -42,12 +42,12 @@ class OpKey:
 
     @property
     def short_op(self) -> str:
-        """The op as reports show it: `mm.default`."""
+        """Return the op as reports show it: `mm.default`."""
         return self.op.removeprefix("aten.")
 
     @property
     def label(self) -> str:
-        """The op with its occurrence as reports show it: `mm.default#1`."""
+        """Return the op and its occurrence as reports show them: `mm.default#1` is the second call."""
         return self.short_op + ("" if self.occurrence is None else f"#{self.occurrence}")
 
     def block(self, depth: int = 1) -> str:

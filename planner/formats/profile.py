@@ -261,8 +261,9 @@ class Profile(FrozenModel):
             current[storage] = value
         if any(a > b for a, b in itertools.pairwise(self.values.op)):
             raise ValueError("values must be listed in the order in which ops write them")
-        if len(set(self.keys())) != n:
-            raise ValueError("two ops have the same key")
+        if len(set(keys := self.keys())) != n:
+            twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+            raise ValueError(f"op keys must be unique, got {twice!r} twice: profile the model again")
         return self
 
     def keys(self) -> list[str]:

@@ -22,7 +22,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphArrays:
-    """Arrays over one step. A *row* is the position of an op's leader among the free ops; -1: not free."""
+    """Hold the Graph of one step as arrays.
+
+    Ops that must be decided alike share a *leader*. An op is *free* if no rule decides it. The *row* of an op
+    is the position of its leader among the free ops, or -1 if it is not free.
+    """
 
     windows: Windows
     free: Ints  # ops that the planner decides on

@@ -159,7 +159,7 @@ class Outcome:
 
 
 class _Meter:
-    """Count the work of one solve. See NOTE [ Work ]."""
+    """Count the work of one solve, in units that do not depend on the machine. See NOTE [ Work ]."""
 
     def __init__(self, nonzeros: int, linear: bool, limit: float) -> None:
         self._nonzeros, self._linear, self._limit = max(nonzeros, 1), linear, limit

@@ -35,7 +35,7 @@ class LinearSum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaximumColumns:
-    """Columns that are the maximum of 0 and some expressions, so that their values follow from the others."""
+    """Columns whose values are max(0, e1, e2, ...) of expressions over other columns; none is decided."""
 
     columns: Codes  # by expression; the same column may come more than once
     expression: Codes  # by term: the expression it belongs to
