@@ -1,12 +1,12 @@
-"""What was observed of one training step: the format that the service accepts.
+"""Define the Profile: the record of one training step, in the format that the service accepts.
 
-A Profile is data from one step of one model at one set of input shapes. It is columnar: a table is an
+A Profile describes one step of one model at one set of input shapes. The format is columnar. A table is an
 object with one list for each field, and row `i` of a table is the `i`-th entry of each of its lists.
 Rows refer to other rows by position.
 
 Time is counted in *moments*. With `n` forward ops and `m` backward steps, moment `i < n` is forward op
-`i`, moment `n + j` is backward step `j`, and moment `n + m` is the end of the step. `released` and
-`dropped` columns hold the first moment at which something is no longer held.
+`i`, moment `n + j` is backward step `j`, and moment `n + m` is the end of the step. The columns `released`
+and `dropped` hold the first moment at which a storage or saved tensor is no longer held.
 """
 
 from __future__ import annotations
@@ -35,28 +35,30 @@ from autoac.planner.formats.op_key import OpKey
 
 FORMAT: Final = "autoac.profile"
 VERSION: Final = 1
-DECIDES: Final = "its values decide"  # a reason of `must_save`: by default only, the user may lift it
-PINNED: Final = "pinned"  # another: by the user
-CROSSES: Final = "another FSDP unit reads it"  # another
+
+# Reasons for `must_save`:
+DECIDES: Final = "its values decide"  # the user may lift this one (`Constraints.save_deciding`)
+PINNED: Final = "pinned"  # the user pinned the op
+CROSSES: Final = "another FSDP unit reads it"
 
 
 class OpFlag(IntFlag):
-    """Facts about an op that are not sizes or times."""
+    """Mark properties of an op that are not sizes or times."""
 
-    RANDOM = 1  # draws from a generator
-    MUTATES = 2  # writes a storage that it did not make
-    COLLECTIVE = 4  # talks to other ranks
-    MUST_RECOMPUTE = 8  # the user insists that its outputs are not saved
+    RANDOM = 1  # draws from a random number generator
+    MUTATES = 2  # writes to a storage that an earlier op allocated
+    COLLECTIVE = 4  # communicates with other ranks
+    MUST_RECOMPUTE = 8  # the user pinned the op: its outputs must not be saved
 
 
 class Table(FrozenModel):
-    """Columns of equal length."""
+    """A table: one column per field, all of the same length."""
 
     @model_validator(mode="after")
     def _columns_have_one_length(self) -> Self:
         lengths = {name: len(value) for name, value in self if not name.startswith("_")}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns differ in length: {lengths}")
+            raise ValueError(f"columns must have the same length, got {lengths}")
         return self
 
     def __len__(self) -> int:
@@ -64,14 +66,14 @@ class Table(FrozenModel):
 
 
 class Ragged(FrozenModel):
-    """A column of lists: row `i` is `items[starts[i]:starts[i + 1]]`."""
+    """A column of lists, stored flat: row `i` is `items[starts[i]:starts[i + 1]]`."""
 
     starts: tuple[Index, ...]
     items: tuple[Index, ...]
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Self:
-        """The column whose rows are `rows`."""
+        """Return the column that has these rows."""
         starts = (0, *itertools.accumulate(len(row) for row in rows))
         return cls(starts=starts, items=tuple(itertools.chain.from_iterable(rows)))
 
@@ -79,19 +81,19 @@ class Ragged(FrozenModel):
     def _starts_ascend(self) -> Self:
         ascending = all(a <= b for a, b in itertools.pairwise(self.starts))
         if not self.starts or self.starts[0] != 0 or self.starts[-1] != len(self.items) or not ascending:
-            raise ValueError("starts must ascend from 0 to the number of items")
+            raise ValueError(f"starts must ascend from 0 to {len(self.items)}, the number of items")
         return self
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def rows(self) -> list[tuple[int, ...]]:
-        """The lists, one for each row."""
+        """Return the list of each row."""
         return [self.items[a:b] for a, b in itertools.pairwise(self.starts)]
 
 
 class Environment(FrozenModel):
-    """Where the step ran."""
+    """The device and the settings that the step ran with."""
 
     torch: Name  # version
     device_type: Name  # "cpu", "cuda"
@@ -99,15 +101,15 @@ class Environment(FrozenModel):
     dtype: Name  # of the first parameter
     autocast: Name  # "off", or the dtype
     allocator_rounding: Annotated[int, Field(ge=1, le=1 << 30)]  # sizes are multiples of this
-    threads: Count  # intra-op threads; 0 where it does not matter
+    threads: Count  # intra-op threads; 0 on devices where the number does not matter
 
 
 class StaticBytes(FrozenModel):
-    """What no plan can change, in bytes."""
+    """Bytes that are live during the whole step and that no plan can change."""
 
     parameters: Count
     buffers: Count
-    gradients: Count  # those that exist before the step
+    gradients: Count  # only those that exist before the step
     optimizer_state: Count
     inputs: Count  # the batch
 
@@ -117,16 +119,16 @@ class StaticBytes(FrozenModel):
 
 
 class Storages(Table):
-    """The memory that forward ops allocate.
+    """The storages that forward ops allocate.
 
-    A block can be larger than what was asked for and rounded: CUDA's caching allocator does not split off a
-    rest below 1 MiB. That slack differs from one measurement to the next. Where there is none, the published
-    form does not have the column.
+    A block can be larger than the requested and rounded size, because CUDA's caching allocator does not split
+    off a remainder below 1 MiB. The difference, the slack, varies between measurements. If all slack is 0,
+    the JSON omits the column.
     """
 
-    nbytes: tuple[Count, ...]  # asked for, as the allocator rounds it
+    nbytes: tuple[Count, ...]  # the requested size, rounded by the allocator
     slack_nbytes: Annotated[tuple[Count, ...], Field(exclude_if=lambda column: not any(column))] = ()
-    released: tuple[Index, ...]  # moment from which neither Python nor forward holds it
+    released: tuple[Index, ...]  # first moment at which neither Python nor forward holds the storage
 
     @model_validator(mode="before")
     @classmethod
@@ -140,57 +142,57 @@ class Storages(Table):
         return data
 
     def block_nbytes(self) -> list[int]:
-        """What each storage takes of the device's memory."""
+        """Return the device memory of each storage: its size and its slack."""
         return [nbytes + slack for nbytes, slack in zip(self.nbytes, self.slack_nbytes, strict=True)]
 
 
 class Values(Table):
-    """The versions of the storages: a write in place makes a new one."""
+    """The versions of the storages. An in-place write makes a new version."""
 
     storage: tuple[Index, ...]
     op: tuple[Index, ...]  # the op that wrote this version
-    previous: tuple[OptionalIndex, ...]  # the version that it overwrote; -1 for a fresh storage
+    previous: tuple[OptionalIndex, ...]  # the version that the op wrote over; -1 for a new storage
 
 
 class Ops(Table):
-    """Forward ops in execution order. An op that only makes a view is not listed."""
+    """Forward ops in execution order. Ops that only make views are not listed."""
 
     module: tuple[Index, ...]  # into Profile.modules
     overload: tuple[Index, ...]  # into Profile.overloads
-    reads: Ragged  # values
+    reads: Ragged  # rows of Values
     runtime_us: tuple[Microseconds, ...]
-    spread_us: tuple[Microseconds, ...]  # median absolute deviation of the samples behind runtime_us
-    flops: tuple[Count, ...]  # 0 where not known
-    workspace_nbytes: tuple[Count, ...]  # most that the kernel holds beside its outputs
-    other_nbytes: tuple[Count, ...]  # live at the op and in no recorded storage
+    spread_us: tuple[Microseconds, ...]  # median absolute deviation of the samples of runtime_us
+    flops: tuple[Count, ...]  # 0 if not known
+    workspace_nbytes: tuple[Count, ...]  # most that the kernel holds in addition to its outputs
+    other_nbytes: tuple[Count, ...]  # live at the op, but not in a recorded storage
     flags: tuple[Annotated[int, Field(ge=0, le=15)], ...]  # OpFlag
-    must_save: tuple[OptionalIndex, ...]  # into Profile.reasons; -1: the planner decides
+    must_save: tuple[OptionalIndex, ...]  # into Profile.reasons; -1 if the planner decides
 
 
 class SavedTensors(Table):
-    """What autograd kept for backward, in the order in which it was packed.
+    """The tensors that autograd holds for backward, in the order in which it packed them.
 
-    A tensor that shows no byte of what an op writes to its storage later is a saved tensor of the version
-    that this op makes, and `packed` is before the op.
+    After a tensor is packed, an op may write in place to other bytes of the same storage. The tensor then
+    counts as a saved tensor of the version that this op writes, and its `packed` comes before the op.
     """
 
-    value: tuple[Index, ...]
-    packed: tuple[Index, ...]  # ops that had started by then
-    dropped: tuple[Index, ...]  # moment from which autograd holds it no more
+    value: tuple[Index, ...]  # row of Values
+    packed: tuple[Index, ...]  # the number of ops that had started when autograd packed the tensor
+    dropped: tuple[Index, ...]  # first moment at which autograd no longer holds the tensor
 
 
 class BackwardSteps(Table):
-    """Backward, cut so that within a step all unpacks come first, then work, then releases."""
+    """Backward, divided into steps. A step unpacks saved tensors, then works, then releases memory."""
 
     name: tuple[Index, ...]  # into Profile.nodes: the autograd node that unpacked
     unpacks: Ragged  # rows of SavedTensors
     runtime_us: tuple[Microseconds, ...]
-    other_nbytes: tuple[Count, ...]  # gradients and temporaries live while it unpacks
-    peak_nbytes: tuple[Count, ...]  # the most of them, and of workspace, while it works
+    other_nbytes: tuple[Count, ...]  # gradients and temporaries that are live during the unpacks
+    peak_nbytes: tuple[Count, ...]  # most gradients, temporaries and workspace live during the work
 
 
 class Profile(FrozenModel):
-    """One training step, observed. See the module docstring for how to read the tables."""
+    """The record of one training step. The module docstring explains how to read the tables."""
 
     format: Literal["autoac.profile"] = FORMAT
     version: Literal[1] = VERSION
@@ -198,9 +200,9 @@ class Profile(FrozenModel):
     inputs: tuple[Name, ...]  # "int64[4, 128]", in the order of the arguments
     environment: Environment
     static: StaticBytes
-    gradient_nbytes: Count  # gradients that the step leaves behind
-    optimizer_workspace_nbytes: Count  # most that optimizer.step() holds for itself
-    # What running an op again takes beside its run time, to record and replay it; 0 where that is not known.
+    gradient_nbytes: Count  # gradients that the step allocates and that outlive backward
+    optimizer_workspace_nbytes: Count  # most temporaries that optimizer.step() holds at once
+    # The time to record and replay a recomputed op, in addition to its run time; 0 if not known.
     replay_us: Annotated[Microseconds, Field(exclude_if=lambda us: us == 0)] = 0.0
     modules: tuple[Name, ...]
     overloads: tuple[Name, ...]
@@ -211,8 +213,8 @@ class Profile(FrozenModel):
     ops: Ops
     saved: SavedTensors
     backward: BackwardSteps
-    notes: tuple[Name, ...] = ()  # what was estimated, and what could not be seen
-    # Where several forwards of the model run before one backward: the number of ops up to the end of each.
+    notes: tuple[Name, ...] = ()  # which numbers are estimates, and what the profiler could not record
+    # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
 
     @model_validator(mode="after")
@@ -221,7 +223,7 @@ class Profile(FrozenModel):
 
         def within(what: str, column: Sequence[int], bound: int) -> None:
             if column and max(column) >= bound:
-                raise ValueError(f"{what} refers to row {max(column)} of {bound}")
+                raise ValueError(f"{what} must refer to rows below {bound}, got row {max(column)}")
 
         within("ops.module", self.ops.module, len(self.modules))
         within("ops.overload", self.ops.overload, len(self.overloads))
@@ -241,18 +243,27 @@ class Profile(FrozenModel):
         for step, unpacks in enumerate(self.backward.unpacks.rows()):
             for saved in unpacks:
                 if self.saved.dropped[saved] <= n + step:
-                    raise ValueError(f"backward step {step} unpacks saved tensor {saved}, dropped before")
+                    raise ValueError(
+                        f"saved tensor {saved} must be dropped after backward step {step}, which unpacks it, "
+                        f"got moment {self.saved.dropped[saved]}"
+                    )
         reads_of = self.ops.reads.rows()
         for op, reads in enumerate(reads_of):
             late = [value for value in reads if self.values.op[value] >= op]
             if late:
-                raise ValueError(f"op {op} reads value {late[0]}, which it or a later op writes")
-        current: dict[int, int] = {}  # the newest version of each storage so far
+                raise ValueError(
+                    f"op {op} must read values that earlier ops write, got value {late[0]}, which op "
+                    f"{self.values.op[late[0]]} writes"
+                )
+        current: dict[int, int] = {}  # the latest version of each storage so far
         for value, (storage, previous) in enumerate(
             zip(self.values.storage, self.values.previous, strict=True)
         ):
             if current.get(storage, -1) != previous:
-                raise ValueError(f"value {value} does not follow the version before it of storage {storage}")
+                raise ValueError(
+                    f"values.previous of value {value} must be {current.get(storage, -1)}, the latest "
+                    f"version of storage {storage}, got {previous}"
+                )
             if previous >= 0 and previous not in reads_of[self.values.op[value]]:
                 raise ValueError(
                     f"op {self.values.op[value]} must read value {previous}, which it writes over with value "
@@ -267,7 +278,7 @@ class Profile(FrozenModel):
         return self
 
     def keys(self) -> list[str]:
-        """The name of each op: module path, overload, and how often that pair came before.
+        """Return the key of each op: its module path, its overload and its occurrence in the module.
 
         `model.layers.3.mlp/aten.mm.default#1` is the second `mm` in that module.
         """
@@ -281,15 +292,15 @@ class Profile(FrozenModel):
 
     @property
     def digest(self) -> str:
-        """Identifies this content: SHA-256 of the JSON with sorted keys."""
+        """Return the SHA-256 of the JSON with sorted keys. Equal profiles have equal digests."""
         return _sha256(self.model_dump(mode="json"))
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the same model at the same shapes on the same kind of device.
+        """Return a hash that is equal for the same model, at the same shapes, on the same kind of device.
 
-        Left out is what differs from one measurement to the next: run times and replays, workspaces, the
-        allocator's slack, and the bytes of temporaries and gradients, which are read off the allocator.
+        The hash leaves out the numbers that vary between measurements: run times and replay times,
+        workspaces, the allocator's slack, and the bytes of temporaries and gradients.
         """
         content = self.model_dump(
             mode="json",
@@ -305,7 +316,7 @@ class Profile(FrozenModel):
         return _sha256(content)
 
     def to_json(self) -> str:
-        """The published form."""
+        """Return the published form."""
         return self.model_dump_json()
 
     @classmethod

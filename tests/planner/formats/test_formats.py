@@ -1,4 +1,4 @@
-"""Check that Profile and Policy survive JSON, and that errors name what is wrong."""
+"""Check that Profile and Policy survive JSON, and that errors name the wrong field."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made() -> Policy:
     return plan(profile, budget_bytes=(known.floor + known.ceiling) // 2).policy()
 
 
-def test_a_profile_is_read_as_it_was_written_and_plans_alike() -> None:
+def test_profile_round_trips_through_json_and_builds_the_same_graph() -> None:
     profile = graphs.gpt2(1)
     again = Profile.from_json(profile.to_json())
     assert again == profile
@@ -55,18 +55,18 @@ def test_a_profile_is_read_as_it_was_written_and_plans_alike() -> None:
     assert build(again) == build(profile)
 
 
-def test_a_policy_is_read_as_it_was_written() -> None:
+def test_policy_round_trips_through_json() -> None:
     policy = made()
     assert Policy.from_json(policy.to_json()) == policy
     assert Policy.from_json(policy.to_json()).to_json() == policy.to_json()
 
 
-def test_a_policy_has_one_decision_for_each_op_in_execution_order() -> None:
+def test_policy_has_one_decision_per_op_in_execution_order() -> None:
     profile = graphs.gpt2(1)
     assert list(made().decisions) == profile.keys()
 
 
-def test_other_run_times_change_the_digest_and_not_the_fingerprint() -> None:
+def test_run_times_change_the_digest_but_not_the_fingerprint() -> None:
     profile = graphs.gpt2(1)
     ops = profile.ops.model_copy(update={"runtime_us": tuple(2 * t for t in profile.ops.runtime_us)})
     slower = profile.model_copy(update={"ops": ops})
@@ -74,7 +74,7 @@ def test_other_run_times_change_the_digest_and_not_the_fingerprint() -> None:
     assert slower.fingerprint == profile.fingerprint
 
 
-def test_what_replay_takes_is_planned_with_and_not_in_the_fingerprint() -> None:
+def test_replay_time_changes_the_recompute_time_but_not_the_fingerprint() -> None:
     profile = graphs.gpt2(1)
     assert profile.replay_us == 0
     assert "replay_us" not in profile.to_json()
@@ -84,7 +84,7 @@ def test_what_replay_takes_is_planned_with_and_not_in_the_fingerprint() -> None:
     assert build(slow).ops[0].recompute_us == profile.ops.runtime_us[0] + 9
 
 
-def test_what_the_allocator_adds_is_planned_with_and_not_in_the_fingerprint() -> None:
+def test_allocator_slack_changes_storage_sizes_but_not_the_fingerprint() -> None:
     profile = graphs.gpt2(1)
     count = len(profile.storages)
     assert profile.storages.slack_nbytes == (0,) * count
@@ -113,36 +113,38 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     [
         (change("model", 3), "model"),
         (change("surprise", 1), "surprise"),
-        (change("ops.runtime_us", []), "differ in length"),
-        (change("values.storage", [10**6] * 3), "differ in length"),
+        (change("ops.runtime_us", []), "must have the same length"),
+        (change("values.storage", [10**6] * 3), "must have the same length"),
         (change("storages.nbytes", ["many"]), "storages.nbytes"),
         (change("ops.reads.starts", [1]), "ascend"),
         (change("static.parameters", -1), "parameters"),
         (change("static.parameters", 2**60), "parameters"),
-        (change("saved.dropped", [10**9]), "refers to row"),
+        (change("saved.dropped", [10**9]), "must refer to rows below"),
     ],
 )
-def test_a_malformed_profile_is_told_where(spoil: Callable[[dict[str, Any]], None], words: str) -> None:
+def test_error_for_a_malformed_profile_names_the_field(
+    spoil: Callable[[dict[str, Any]], None], words: str
+) -> None:
     data = json.loads(graphs.dropout().to_json())
     spoil(data)
     with pytest.raises(MalformedProfile, match=words):
         Profile.from_data(data)
 
 
-def test_references_out_of_range_and_into_the_future_are_malformed() -> None:
+def test_references_to_missing_rows_and_to_later_ops_are_rejected() -> None:
     data = json.loads(graphs.dropout().to_json())
     for path, value in (("values", 99), ("saved", 99)):
         spoiled = json.loads(json.dumps(data))
         column = "op" if path == "values" else "value"
         spoiled[path][column][0] = value
-        with pytest.raises(MalformedProfile, match="refers to row 99"):
+        with pytest.raises(MalformedProfile, match="got row 99"):
             Profile.from_data(spoiled)
     data["ops"]["reads"]["items"][0] = 3
-    with pytest.raises(MalformedProfile, match="which it or a later op writes"):
+    with pytest.raises(MalformedProfile, match="must read values that earlier ops write, got value 3"):
         Profile.from_data(data)
 
 
-def test_an_op_that_overwrites_a_version_it_does_not_read_is_malformed() -> None:
+def test_op_that_writes_over_a_version_without_reading_it_is_rejected() -> None:
     tape = graphs.Tape()
     (x,) = tape.op("x", [], 4)
     tape.op("relu_", [], into=x)
@@ -154,18 +156,18 @@ def test_an_op_that_overwrites_a_version_it_does_not_read_is_malformed() -> None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"x"', "[" * 100_000, b"\xff\xfe"])
-def test_what_is_no_profile_is_malformed(text: str | bytes) -> None:
+def test_text_that_is_not_a_profile_is_rejected(text: str | bytes) -> None:
     with pytest.raises(MalformedProfile):
         Profile.from_json(text)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"decisions": {"a": "maybe"}}', "[" * 100_000])
-def test_what_is_no_policy_is_malformed(text: str) -> None:
+def test_text_that_is_not_a_policy_is_rejected(text: str) -> None:
     with pytest.raises(MalformedPolicy):
         Policy.from_json(text)
 
 
-def test_a_version_of_the_future_is_told_apart_from_nonsense() -> None:
+def test_unknown_version_has_its_own_error() -> None:
     profile = json.loads(graphs.dropout().to_json()) | {"version": 7}
     with pytest.raises(UnknownVersion, match="version 7 is not known here"):
         Profile.from_data(profile)
@@ -195,7 +197,7 @@ def test_a_version_of_the_future_is_told_apart_from_nonsense() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_cross_a_process_boundary(error: PlannerError) -> None:
+def test_errors_survive_pickle_and_json(error: PlannerError) -> None:
     again = pickle.loads(pickle.dumps(error))  # noqa: S301 (our own bytes)
     assert type(again) is type(error)
     assert str(again) == str(error) == explain(again)
@@ -220,17 +222,17 @@ def test_data_that_is_not_an_error_decodes_to_none(data: dict[str, object]) -> N
     assert from_dict(data) is None
 
 
-def test_committed_schema_of_policies_is_the_models() -> None:
+def test_committed_policy_schema_matches_the_model() -> None:
     path = Path(policy.__file__).with_name("policy.schema.json")
     assert path.read_text() == policy.json_schema(), "run `make schema`"
 
 
-def test_a_save_set_stays_in_its_process() -> None:
+def test_save_set_is_not_part_of_an_encoded_error() -> None:
     error = InfeasibleBudget(10, 20, 30, "here", [], frozenset({0}))
     assert "save_set" not in error.to_dict()
 
 
-def test_an_infeasible_budget_says_what_would_do() -> None:
+def test_error_for_an_infeasible_budget_advises_a_budget_that_fits() -> None:
     graph = build(graphs.gpt2(2))
     known = bounds(graph)
     with pytest.raises(InfeasibleBudget) as caught:
@@ -245,7 +247,7 @@ def test_an_infeasible_budget_says_what_would_do() -> None:
     assert plan(graph, budget_gb=advised, time_limit_s=20).peak <= bytes_from_gb(advised)
 
 
-def test_a_plan_and_its_policy_are_told_in_words() -> None:
+def test_explain_describes_a_plan_and_its_policy() -> None:
     profile = graphs.gpt2(2)
     known = bounds(build(profile))
     made = plan(profile, budget_bytes=(known.floor + known.ceiling) // 2)
@@ -264,7 +266,7 @@ def test_a_plan_and_its_policy_are_told_in_words() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [16, 345_784, 347_187, 5_000_000_000, 2**50])
-def test_the_advised_budget_is_enough_and_close(nbytes: int) -> None:
+def test_advised_budget_is_sufficient_and_at_most_ten_percent_too_large(nbytes: int) -> None:
     error = InfeasibleBudget(nbytes // 2, nbytes, nbytes, "backward", ())
     advised = float(str(error).split("budget_gb=")[1].split()[0])
     assert nbytes <= bytes_from_gb(advised) <= nbytes * 1.1

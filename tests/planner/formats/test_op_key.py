@@ -1,4 +1,4 @@
-"""Keys of ops are read in one way, also where the name of a module contains "/" or "#"."""
+"""Check that every reader parses an op key alike, even if a module name contains "/" or "#"."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_key_is_split_at_its_last_slash(key: str, module: str, op: str, occurren
     assert str(parsed) == key
 
 
-def test_text_without_slash_is_an_op() -> None:
+def test_text_without_a_slash_is_an_op_name() -> None:
     assert OpKey.parse("op3") == OpKey("", "op3", None)
 
 
 @pytest.mark.parametrize(("depth", "block"), [(1, "layer1.2"), (2, "layer1.2.conv2.experts.5"), (3, "")])
-def test_block_is_the_path_up_to_a_number_that_stands_alone(depth: int, block: str) -> None:
+def test_block_is_the_path_up_to_a_numeric_part(depth: int, block: str) -> None:
     key = OpKey.parse("layer1.2.conv2.experts.5.w1/aten.mm.default#1")
     assert key.block(depth) == block
     assert key.block_depth == 2
@@ -44,7 +44,7 @@ def test_block_is_the_path_up_to_a_number_that_stands_alone(depth: int, block: s
 
 @pytest.fixture
 def profile() -> Profile:
-    """A step of two modules, one of them with "/" and "#" in its name."""
+    """Return a step of two modules, one of which has "/" and "#" in its name."""
     tape = graphs.Tape()
     (x,) = tape.op("aten.mm.default", [], 8, module=MODULE)
     (y,) = tape.op("aten.mm.default", [x], 8, module=MODULE)
@@ -72,13 +72,13 @@ def test_comparison_of_plans_names_a_module_with_a_slash(profile: Profile) -> No
     assert (change.name, change.gained, change.lost) == (MODULE, (), ("mm.default#1",))
 
 
-def test_torch_profiler_name_of_an_op_in_a_module_with_a_slash(profile: Profile) -> None:
+def test_torch_profiler_names_ignore_a_slash_in_the_module(profile: Profile) -> None:
     assert op_names(profile.keys()) == {"aten::mm", "aten::relu"}
 
 
 @pytest.mark.parametrize(
     "pattern", [MODULE, f"{MODULE}/aten.mm", "layers.*.experts.*", "layers.*.experts.a/b*", "*/aten.mm"]
 )
-def test_pattern_reaches_a_module_with_a_slash(profile: Profile, pattern: str) -> None:
+def test_pattern_matches_a_module_with_a_slash(profile: Profile, pattern: str) -> None:
     graph = constrained(profile, Constraints(pin_save=(pattern,)))
     assert [bool(op.must_save) for op in graph.ops] == [True, True, False]

@@ -1,4 +1,4 @@
-"""The smallest bucket that covers a batch is chosen, and the set of them is data."""
+"""Check that a policy set selects the smallest bucket that covers a batch, and survives JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autoac.planner.formats.policy_set import Bucket, Extent, covers
         ({}, {}, True),
     ],
 )
-def test_a_bucket_covers_what_is_alike_and_not_larger(
+def test_bucket_covers_batches_of_its_kind_that_are_not_larger(
     bucket: dict[str, str], batch: dict[str, str], covered: bool
 ) -> None:
     assert covers(bucket, batch) is covered
@@ -45,9 +45,7 @@ dims = st.tuples(*[st.integers(0, 4)] * 2)
 
 
 @given(st.lists(dims, max_size=6), dims)
-def test_the_choice_is_the_smallest_of_those_that_cover(
-    buckets: list[tuple[int, int]], batch: tuple[int, int]
-) -> None:
+def test_smallest_covering_bucket_is_selected(buckets: list[tuple[int, int]], batch: tuple[int, int]) -> None:
     fitting = [a * b for a, b in buckets if a >= batch[0] and b >= batch[1]]
     made = PolicySet(buckets=tuple(Bucket(shape=image(*bucket), policy=policy()) for bucket in buckets))
     chosen = made.bucket(image(*batch))
@@ -83,7 +81,7 @@ def policy() -> Policy:
     )
 
 
-def test_a_set_is_read_as_it_was_written() -> None:
+def test_policy_set_round_trips_through_json() -> None:
     corrected = policy().model_copy(update={"corrected_by_bytes": -3})
     made = PolicySet(
         buckets=(Bucket(shape=image(4, 4), policy=policy()), Bucket(shape=image(8, 8), policy=corrected))
@@ -97,7 +95,7 @@ def test_a_set_is_read_as_it_was_written() -> None:
     assert again.bucket(image(9, 1)) is None
 
 
-def test_a_policy_that_was_not_corrected_says_nothing_of_it() -> None:
+def test_policy_without_a_correction_omits_the_field() -> None:
     assert "corrected_by_bytes" not in policy().to_json()
     corrected = policy().model_copy(update={"corrected_by_bytes": 5})
     assert json.loads(corrected.to_json())["corrected_by_bytes"] == 5
@@ -114,6 +112,6 @@ def test_a_policy_that_was_not_corrected_says_nothing_of_it() -> None:
         ('{"format": "autoac.policy", "version": 1, "buckets": []}', MalformedPolicy),
     ],
 )
-def test_what_is_no_policy_set_is_refused(text: str, error: type[Exception]) -> None:
+def test_text_that_is_not_a_policy_set_is_rejected(text: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         PolicySet.from_json(text)
