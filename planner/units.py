@@ -1,15 +1,15 @@
-"""Bytes and microseconds, and how they are written for a person."""
+"""Convert bytes and microseconds, and format them for people."""
 
 from __future__ import annotations
 
 import math
 
 GIB = 1 << 30
-"""`budget_gb` counts these: 1 GB here is 2**30 bytes, as in `nvidia-smi` and torch."""
+"""The unit of `budget_gb`, in bytes. As in `nvidia-smi` and torch, 1 GB means 2**30 bytes."""
 
 
 def bytes_from_gb(gb: float) -> int:
-    """Whole bytes in `gb` GiB, rounded down so that a budget is never exceeded by rounding.
+    """Return the whole bytes in `gb` GiB, rounded down so that rounding never raises a budget.
 
     >>> bytes_from_gb(1.5)
     1610612736
@@ -18,12 +18,12 @@ def bytes_from_gb(gb: float) -> int:
 
 
 def gb_from_bytes(nbytes: int) -> float:
-    """`nbytes` in GiB."""
+    """Return `nbytes` in GiB."""
     return nbytes / GIB
 
 
 def rounded_bytes(nbytes: int, multiple: int) -> int:
-    """`nbytes`, up to the next multiple of `multiple`, as an allocator rounds.
+    """Return `nbytes` rounded up to a multiple of `multiple`, as an allocator rounds sizes.
 
     >>> rounded_bytes(513, 512), rounded_bytes(512, 512)
     (1024, 512)
@@ -32,7 +32,7 @@ def rounded_bytes(nbytes: int, multiple: int) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """`nbytes` in the unit that a person would use, three digits.
+    """Format `nbytes` with a readable unit and two decimals.
 
     >>> format_bytes(3 * GIB // 2), format_bytes(10), format_bytes(2_500_000)
     ('1.50 GiB', '10 B', '2.38 MiB')
@@ -44,7 +44,9 @@ def format_bytes(nbytes: int) -> str:
 
 
 def exact_bytes(nbytes: int) -> str:
-    """Return `nbytes` in the unit that a person would use, and exactly: two that differ never look alike.
+    """Format `nbytes` with a readable unit, followed by the exact number of bytes.
+
+    Different sizes always have different texts.
 
     >>> exact_bytes(345784), exact_bytes(10)
     ('337.68 KiB (345,784 B)', '10 B')
@@ -54,7 +56,7 @@ def exact_bytes(nbytes: int) -> str:
 
 
 def format_us(us: float) -> str:
-    """A duration in the unit that a person would use.
+    """Format a duration with a readable unit.
 
     >>> format_us(3.0), format_us(2500.0), format_us(1.5e6)
     ('3 us', '2.5 ms', '1.50 s')
