@@ -85,7 +85,7 @@ def _asset(name: str, content: bytes) -> Asset:
 
 @cache
 def shell(name: str) -> bytes:
-    """A page of `templates`, without any data."""
+    """Render a page of `templates`, without any data."""
     templates = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: _HERE.joinpath("templates", name).read_text("utf-8")),
         autoescape=True,

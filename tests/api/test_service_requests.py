@@ -46,7 +46,7 @@ def ask(profile: Profile, transport: httpx2.BaseTransport, budget: int = 1 << 30
 
 
 def answering(status: int, content: bytes = b"", **headers: str) -> httpx2.MockTransport:
-    """A service that has no policy, and this for a profile."""
+    """Return a service that stores no policy and sends this answer to a profile."""
 
     def handle(request: httpx2.Request) -> httpx2.Response:
         if request.method == "GET":
@@ -165,7 +165,7 @@ def test_job_that_is_cancelled_again_is_not_asked_for_for_ever(profile: Profile)
 
 @contextmanager
 def raw_service(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """A server that reads the head of a request and then does `answer`; its address."""
+    """Run a server that reads the head of a request, then calls `answer`. Yield its address."""
 
     def serve() -> None:
         with suppress(OSError):

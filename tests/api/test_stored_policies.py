@@ -28,7 +28,7 @@ NAME = "chain@cpu/production"
 
 @pytest.fixture
 def step() -> Profile:
-    """A step in which some budgets bind."""
+    """Return a step for which some budgets require a recompute."""
     return chain_profile(*SIZES)
 
 
@@ -41,7 +41,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Clock:
-    """`time`, where nothing takes any but sleep."""
+    """A stand-in for `time` in which only `sleep` takes time."""
 
     def __init__(self, slept: list[float]) -> None:
         self.slept = slept
@@ -58,19 +58,19 @@ def ask(transport: httpx2.BaseTransport, profile: Profile, budget: int = GIB, **
 
 
 def tightest(profile: Profile) -> int:
-    """A budget at which something is recomputed."""
+    """Return the largest budget that requires a recompute."""
     return plan(profile, budget_bytes=GIB).ceiling - 1
 
 
 def slower(profile: Profile) -> Profile:
-    """The same step, measured again."""
+    """Return the same step with other run times, as from a second measurement."""
     return profile.model_copy(
         update={"ops": profile.ops.model_copy(update={"runtime_us": (11.0,) * len(profile.ops)})}
     )
 
 
 def hungrier(profile: Profile, nbytes: int) -> Profile:
-    """The same step, whose kernels hold more while backward runs: no part of the fingerprint."""
+    """Return the same step with larger peaks in backward, which the fingerprint leaves out."""
     peaks = (64 + nbytes,) * len(profile.backward.peak_nbytes)
     return profile.model_copy(update={"backward": profile.backward.model_copy(update={"peak_nbytes": peaks})})
 

@@ -109,18 +109,18 @@ class Tape:
         return v
 
     def save(self, v: int) -> int:
-        """Autograd packs `v`; returns the handle."""
+        """Let autograd pack `v`; return the id of the saved tensor."""
         self.handles.append((v, len(self.reads)))
         return len(self.handles) - 1
 
     def step(self, name: str, unpacks: list[int], us: float = 1.0, other: int = 0, peak: int = 0) -> None:
-        """A step of backward, which drops what it unpacks."""
+        """Add a backward step that drops the tensors that it unpacks."""
         self.steps.append(Step(name, unpacks, us, other, max(peak, other)))
         for h in unpacks:
             self.handle_dropped[h] = len(self.steps)
 
     def profile(self) -> Profile:
-        """The Profile. By default Python holds a storage for one op after it was last touched."""
+        """Return the Profile. By default Python holds a storage until one op after its last use."""
         n = len(self.reads)
         reasons = list(dict.fromkeys(m for m in self.must if m))
         nodes = list(dict.fromkeys(s.name for s in self.steps))
@@ -187,7 +187,7 @@ class Tape:
 def gpt2(
     layers: int = 12, *, batch: int = 4, length: int = 128, width: int = 768, vocabulary: int = 50257
 ) -> Profile:
-    """A step of GPT-2 with dropout on a CPU, in the likeness of transformers; run times from a roofline."""
+    """Return a step of transformers' GPT-2 with dropout on a CPU, with run times from a roofline."""
     tape = Tape(model=f"gpt2-{layers}")
     heads, word = 12, 4
     tokens = batch * length
@@ -327,7 +327,7 @@ def gpt2(
 
 
 def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool = True) -> Profile:
-    """A small step with everything that the schedule's rules speak of.
+    """Return a small step that exercises every rule of the schedule.
 
     Ops with several inputs and outputs, writes in place (over values that others still read, too), values
     that must be saved, storages that Python holds into backward, saved tensors that are never unpacked
@@ -399,7 +399,7 @@ def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool =
 
 
 def greedy_trap() -> Profile:
-    """A step in which dropping what is cheapest for its bytes first leads away from the best plan.
+    """Return a step for which the greedy choice, the least time per byte first, misses the best plan.
 
         a (6 bytes, 3 us)    b (5 bytes, 2 us)    c (5 bytes, 2 us)    each read by backward only
 

@@ -19,17 +19,17 @@ def every_save_set(graph: Graph) -> Iterator[SaveSet]:
 
 
 def peaks_and_times(graph: Graph) -> dict[SaveSet, tuple[int, float]]:
-    """(peak, recompute time) of every save set."""
+    """Return (peak, recompute time) of every save set."""
     return {s: (peak_bytes(graph, s), recompute_us(graph, s)) for s in every_save_set(graph)}
 
 
 def least_time(table: dict[SaveSet, tuple[int, float]], budget: int) -> float | None:
-    """The least recompute time of any save set that fits; None if none does."""
+    """Return the least recompute time of any save set that fits, or None if none fits."""
     return min((time for peak, time in table.values() if peak <= budget), default=None)
 
 
 def smallest_peak(table: dict[SaveSet, tuple[int, float]]) -> int:
-    """The smallest peak of any save set."""
+    """Return the smallest peak of any save set."""
     return min(peak for peak, _ in table.values())
 
 

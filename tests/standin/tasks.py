@@ -41,7 +41,7 @@ def gpt2() -> Task:
 
 
 def convnet() -> Task:
-    """A U-Net: convolutions, batch norms, in-place activations, long skips."""
+    """Return a U-Net: convolutions, batch norms, in-place activations, long skips."""
     from benchmarks.models.tiny import ZOO
 
     entry = next(entry for entry in ZOO if entry.name == "U-Net")

@@ -36,7 +36,7 @@ def made() -> Transformer:
 
 @pytest.fixture(scope="module")
 def bounds() -> tuple[int, int]:
-    """The smallest peak found, and that of save-all."""
+    """Return the minimum peak found and the save-all peak."""
     found = profile(made(), BATCH)
     graph = build(found)
     return find_minimum_peak(found, time_limit_s=5).found, simulate(graph, graph.everything).peak.live_bytes

@@ -320,7 +320,7 @@ def test_shape_names_each_leaf() -> None:
 
 
 def train_only(model: Transformer, count: int) -> None:
-    """The last `count` parameters."""
+    """Leave only the last `count` parameters trainable."""
     parameters = list(model.parameters())
     for i, parameter in enumerate(parameters):
         parameter.requires_grad_(i >= len(parameters) - count)

@@ -43,7 +43,7 @@ class Opened:
         return str(self.page.inner_text(f'[data-part="{part}"]'))
 
     def press(self, *keys: str) -> str:
-        """The readout after these keys on the plot."""
+        """Press these keys on the plot; return the readout."""
         for key in keys:
             self.page.press('[data-part="plot"]', key)
         return self.text("readout")
