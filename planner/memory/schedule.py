@@ -1,29 +1,30 @@
-"""The events of one training step under a save set.
+"""List the events of one training step under a save set.
 
 NOTE [ Rules of the schedule ]
 
-The runtime and this module follow the same rules (docs/memory-model.md says them in full):
+The runtime and this module follow the same rules. docs/memory-model.md explains them in full.
 
-a. *Hold.* A saved value is held from the op that wrote it if autograd packed it or an op of the
-   recompute set reads it, else not at all. It is held until autograd has dropped its last saved tensor
-   and the last saved tensor of any unsaved value that is computed from it, and in forward for as long
-   as forward itself holds such a value, since it may yet be packed. What autograd holds is the storage,
-   with whatever is written to it later.
-b. *Write over a held value.* If an in-place op writes over a saved value that an op of the recompute set
-   has read and will read again, a private copy of the old version is made first, and held for that op.
-c. *Burst.* An unpack of an unsaved value that is not cached runs the ops it needs, found by walking the
-   reads back to saved or cached values, in forward order.
-d. *Uses.* An unsaved value has one use for each saved tensor that shows it and one for each op that will
-   be run again and reads it. The first unpack of a saved tensor uses one up, so does an op that has
-   read it. At no uses left it is freed: after the op that read it last, or at the end of the step that
-   unpacked it. An output of a recomputed op that has no uses is freed as soon as the op has run.
-e. *In place again.* An in-place op that is run again writes into the buffer of the old version if it is
-   that version's only use left and no saved tensor ever showed it, else into a fresh copy.
-f. *Never unpacked.* A saved tensor that is dropped without having been unpacked takes its use with it,
-   and an op of which no output has a use left takes its own.
-g. *Unpacked again.* A saved tensor that a later step unpacks again, when its uses are over and the value is
-   gone, has what it needs run in passing: no use is counted, in-place ops write into copies, and when the
-   burst is over all goes but the value asked for, which goes at the end of the step.
+a. *Hold.* A saved version is held from the op that wrote it if autograd packed it or an op of the recompute
+   set reads it. Otherwise it is not held for backward. It is held until autograd has dropped its last saved
+   tensor, and the last saved tensor of every unsaved version that is computed from it. In forward it is also
+   held for as long as forward itself holds such an unsaved version, which may still be packed. Autograd
+   holds the storage, including anything that is written to it later.
+b. *Write over a held version.* An in-place op may write over a saved version that an op of the recompute set
+   has read and will read again. A private copy of the old version is made first, and held for that op.
+c. *Burst.* An unpack of an unsaved version that is not cached runs the ops that it needs, in forward order.
+   A walk along the reads, back to saved or cached versions, finds these ops.
+d. *Uses.* An unsaved version has one use for each of its saved tensors and one for each op that will be
+   recomputed and reads it. The first unpack of a saved tensor consumes a use, and so does an op that has read
+   the version. A version without uses left is freed: after the op that read it last, or at the end of the
+   step that unpacked it. An output of a recomputed op that has no uses is freed as soon as the op has run.
+e. *In place again.* A recomputed in-place op writes into the memory of the old version if this is the only
+   use left of that version and it never had a saved tensor. Otherwise the op writes into a new copy.
+f. *Never unpacked.* If a saved tensor is dropped without having been unpacked, its use is removed. If no
+   output of an op that has not been recomputed has a use left, the uses of this op are removed too.
+g. *Unpacked again.* A later step may unpack a saved tensor again after its version was freed. If the
+   burst contains an op that has consumed its uses, it is a temporary recompute: no use is consumed, in-place
+   ops write into copies, and everything but the unpacked version is freed at the end of the burst. The
+   unpacked version is freed at the end of the step.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Forward runs an op, which allocates `nbytes`."""
+    """Forward runs an op that allocates `nbytes`."""
 
     op: OpId
     nbytes: int
-    overwritten: tuple[VersionId, ...] = ()  # versions whose memory it wrote over, uncopied
+    overwritten: tuple[VersionId, ...] = ()  # versions that the op wrote over without a copy
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Backward runs an op again at `step`, which allocates `nbytes`."""
+    """Backward recomputes an op at `step`; the op allocates `nbytes`."""
 
     op: OpId
     nbytes: int
     step: StepId
-    overwritten: tuple[VersionId, ...] = ()  # as of Compute
+    overwritten: tuple[VersionId, ...] = ()  # as for Compute
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Backward does the work of a step; all that the step unpacked is live."""
+    """Backward does the work of a step, while all versions that the step unpacked are live."""
 
     step: StepId
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """`nbytes` of a value's memory go back to the allocator."""
+    """The allocator gets back `nbytes` of the memory of a version."""
 
     version: VersionId
     nbytes: int
@@ -72,7 +73,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """The optimizer updates the parameters; what Python still holds of forward is live."""
+    """The optimizer updates the parameters, while the storages that Python still holds are live."""
 
 
 Event = Compute | Recompute | Backward | Free | OptimizerStep
@@ -93,16 +94,17 @@ def schedule(graph: Graph, save_set: SaveSet) -> Iterator[Event]:
 
 
 def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
-    """Return for each version the first moment at which neither it nor an unsaved one made from it is needed.
+    """Return for each version the moment until which rule a holds it if it is saved.
 
-    0 for a version that nothing needs. A saved version is held until then (rule a).
+    From that moment, autograd holds no saved tensor of the version or of an unsaved version computed from it.
+    The moment is 0 for a version that nothing needs.
     """
     until, dropped = readers_until(graph, save_set), _dropped(graph)
     return [max(pair) for pair in zip(until, dropped, strict=True)]
 
 
 def _dropped(graph: Graph) -> list[int]:
-    """Return for each version the first moment at which autograd holds no saved tensor of it, or 0."""
+    """Return for each version the moment at which its last saved tensor is dropped, or 0 if it has none."""
     return [
         max((graph.saved_tensors[h].dropped for h in value.saved_tensors), default=0)
         for value in graph.versions
@@ -110,14 +112,14 @@ def _dropped(graph: Graph) -> list[int]:
 
 
 def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
-    """Return for each version the first moment at which no unsaved one made from it is needed, or 0."""
+    """Return for each version the first moment at which no unsaved reader needs it, or 0 without readers."""
     n = len(graph.ops)
     until, dropped = [0] * len(graph.versions), _dropped(graph)
     in_forward = [min(graph.storages[value.storage].released, n) for value in graph.versions]
     for value in graph.versions:
         if value.previous is not None:
             in_forward[value.previous] = value.op
-    op_until = [0] * n  # how long an unsaved op keeps what it reads
+    op_until = [0] * n  # until when an unsaved op needs the versions that it reads
     for op in reversed(graph.ops):
         for w in op.writes:
             readers = (reader for reader in graph.versions[w].readers if reader not in save_set)
@@ -128,16 +130,19 @@ def readers_until(graph: Graph, save_set: SaveSet) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ForwardMemory:
-    """The events of the memory that forward allocates, by moment."""
+    """The events, by moment, of the memory that forward allocates.
+
+    Invariant: a version that is written over is in exactly one of `copies_at` and `over_at`.
+    """
 
     frees_at: dict[int, list[VersionId]]
-    copies_at: dict[int, list[VersionId]]  # versions that are written over while a copy is kept (rule b)
-    over_at: dict[int, list[VersionId]]  # versions that are written over, not copied
+    copies_at: dict[int, list[VersionId]]  # versions that are copied, then written over (rule b)
+    over_at: dict[int, list[VersionId]]  # versions that are written over without a copy
 
     @classmethod
     def of(cls, graph: Graph, save_set: SaveSet) -> ForwardMemory:
-        """Return the events under a save set."""
-        found = cls({}, {}, {})
+        """Return the events of `graph` under `save_set`."""
+        memory = cls({}, {}, {})
         until, dropped = readers_until(graph, save_set), _dropped(graph)
         for storage in graph.storages:
             last = storage.versions[-1]
@@ -145,26 +150,26 @@ class ForwardMemory:
             packed = (dropped[v] for v in storage.versions if graph.versions[v].op in save_set)
             end = max([storage.released, op + 1, *packed] + ([until[last]] if op in save_set else []))
             if storage.released >= graph.end:
-                end = graph.end + 1  # Python holds it during the optimizer's step
-            found.frees_at.setdefault(end, []).append(last)
+                end = graph.end + 1  # Python holds the storage during the optimizer's step
+            memory.frees_at.setdefault(end, []).append(last)
             for v, successor in zip(storage.versions, storage.versions[1:], strict=False):
                 written_at = graph.versions[successor].op
                 if graph.versions[v].op in save_set and until[v] > written_at:
-                    found.copies_at.setdefault(written_at, []).append(v)
-                    found.frees_at.setdefault(until[v], []).append(v)
+                    memory.copies_at.setdefault(written_at, []).append(v)
+                    memory.frees_at.setdefault(until[v], []).append(v)
                 else:
-                    found.over_at.setdefault(written_at, []).append(v)
-        return found
+                    memory.over_at.setdefault(written_at, []).append(v)
+        return memory
 
     def compute(self, graph: Graph, op: Op) -> Compute:
-        """Return the event of `op` in forward."""
+        """Return the event for `op` in forward."""
         fresh = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous is None)
         copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
         return Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
 
 
 def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
-    """Return for each version how often unpacks and recomputed ops will use it."""
+    """Return for each version its number of uses by unpacks and recomputed ops (rule d)."""
     n = len(graph.ops)
     uses = [sum(graph.saved_tensors[h].dropped > n for h in value.saved_tensors) for value in graph.versions]
     for op in reversed(graph.ops):
@@ -175,31 +180,33 @@ def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
 
 
 def recompute_us(graph: Graph, save_set: SaveSet) -> float:
-    """Return the time, in microseconds, of all recomputes of a full backward (rule g)."""
-    if all(len(set(handle.unpacked)) < 2 for handle in graph.saved_tensors):
+    """Return the time, in microseconds, of all recomputes of a full backward, repeats included (rule g)."""
+    if all(len(set(saved.unpacked)) < 2 for saved in graph.saved_tensors):
         return sum(
             op.recompute_us
-            for op, again in zip(graph.ops, recomputed_by_backward(graph, save_set), strict=True)
-            if again
+            for op, recomputed in zip(graph.ops, recomputed_by_backward(graph, save_set), strict=True)
+            if recomputed
         )
     events = schedule(graph, save_set)
     return sum(graph.ops[event.op].recompute_us for event in events if isinstance(event, Recompute))
 
 
 class _Replay:
-    """State of the replay. Values inside: this module is the only one that sees it."""
+    """The state of one replay of the rules. Only this module uses it; callers see the events."""
 
     def __init__(self, graph: Graph, save_set: SaveSet) -> None:
         self.graph = graph
         n = len(graph.ops)
         self.saved = [value.op in save_set for value in graph.versions]
         self.cached = [False] * len(graph.versions)
-        self.left = uses_of(graph, save_set)  # uses left, of unsaved values
-        self.ran = [False] * n
-        self.pinned: list[VersionId] = []  # unpacked in this step
-        self.passing: list[VersionId] = []  # of these, made in passing
-        self.given: set[SavedTensorId] = set()  # unpacked in this step
-        self.unpacked: set[SavedTensorId] = set()
+        self.uses_left = uses_of(graph, save_set)  # kept up to date for unsaved versions
+        self.reads_consumed = [False] * n  # True if the uses of the op are consumed or removed
+        self.in_use: list[VersionId] = []  # cached versions that this step has unpacked
+        self.temporary: list[
+            VersionId
+        ] = []  # versions that a temporary recompute in this step unpacked (rule g)
+        self.unpacked_now: set[SavedTensorId] = set()  # in this step
+        self.unpacked_before: set[SavedTensorId] = set()  # in earlier steps
         self.forward = ForwardMemory.of(graph, save_set)
 
     def events(self) -> Iterator[Event]:
@@ -210,17 +217,17 @@ class _Replay:
         for step in graph.steps:
             yield from self._frees(n + step.id)
             for h in step.unpacks:
-                if h not in self.given:
+                if h not in self.unpacked_now:
                     yield from self._unpack(
-                        graph.saved_tensors[h].version, step.id, first=h not in self.unpacked
+                        graph.saved_tensors[h].version, step.id, first=h not in self.unpacked_before
                     )
-                self.given.add(h)
-            self.unpacked |= self.given
+                self.unpacked_now.add(h)
+            self.unpacked_before |= self.unpacked_now
             yield Backward(step.id)
-            yield from self._unpin()
+            yield from self._end_step()
             for h in step.drops:
                 if not graph.saved_tensors[h].unpacked:
-                    yield from self._lose(graph.saved_tensors[h].version)
+                    yield from self._remove_use(graph.saved_tensors[h].version)
         yield from self._frees(graph.end)
         yield OptimizerStep()
         yield from self._frees(graph.end + 1)
@@ -233,36 +240,36 @@ class _Replay:
         if self.saved[v]:
             return
         if self.cached[v]:
-            self.pinned.append(v)
+            self.in_use.append(v)
         else:
             burst = self._burst(v)
-            if any(self.ran[op] for op in burst):
-                yield from self._run_in_passing(burst, v, step)
-                self.passing.append(v)
+            if any(self.reads_consumed[op] for op in burst):
+                yield from self._recompute_temporarily(burst, v, step)
+                self.temporary.append(v)
             else:
-                yield from self._run(burst, step)
-                self.pinned.append(v)
-        self.left[v] -= first
+                yield from self._recompute(burst, step)
+                self.in_use.append(v)
+        self.uses_left[v] -= first
 
-    def _unpin(self) -> Iterator[Event]:
-        self.given.clear()
-        for v in self.passing:
+    def _end_step(self) -> Iterator[Event]:
+        self.unpacked_now.clear()
+        for v in self.temporary:
             yield Free(v, self.graph.nbytes(v))
-        self.passing.clear()
-        pinned, self.pinned = self.pinned, []
-        for v in dict.fromkeys(pinned):
-            if not self.left[v] and self.cached[v]:
+        self.temporary.clear()
+        in_use, self.in_use = self.in_use, []
+        for v in dict.fromkeys(in_use):
+            if not self.uses_left[v] and self.cached[v]:
                 yield self._free(v)
 
     def _free(self, v: VersionId) -> Free:
         self.cached[v] = False
         return Free(v, self.graph.nbytes(v))
 
-    def _burst(self, wanted: VersionId) -> list[OpId]:
-        """Return the ops that `wanted` needs, in forward order (rule c)."""
+    def _burst(self, target: VersionId) -> list[OpId]:
+        """Return the ops to run for an unpack of `target`, in forward order (rule c)."""
         graph = self.graph
         burst: set[OpId] = set()
-        stack = [wanted]
+        stack = [target]
         while stack:
             v = stack.pop()
             op = graph.ops[graph.versions[v].op]
@@ -271,57 +278,59 @@ class _Replay:
                 stack.extend(op.reads)
         return sorted(burst)
 
-    def _run_in_passing(self, burst: list[OpId], wanted: VersionId, step: StepId) -> Iterator[Event]:
-        """Recompute ops whose outputs were freed after their last use (rule g)."""
+    def _recompute_temporarily(self, burst: list[OpId], target: VersionId, step: StepId) -> Iterator[Event]:
+        """Recompute `target` without consuming uses, and free everything else (rule g)."""
         graph = self.graph
-        made = [w for op in burst for w in graph.ops[op].writes]
+        outputs = [w for op in burst for w in graph.ops[op].writes]
         for op in burst:
             yield Recompute(op, sum(graph.nbytes(w) for w in graph.ops[op].writes), step)
-        for w in made:
-            if w != wanted:
+        for w in outputs:
+            if w != target:
                 yield Free(w, graph.nbytes(w))
 
-    def _run(self, burst: list[OpId], step: StepId) -> Iterator[Event]:
+    def _recompute(self, burst: list[OpId], step: StepId) -> Iterator[Event]:
         graph = self.graph
         for op_id in burst:
             op = graph.ops[op_id]
-            taken = [
-                p for w in op.writes if (p := graph.versions[w].previous) is not None and self._may_take(p)
+            overwritten = [
+                p
+                for w in op.writes
+                if (p := graph.versions[w].previous) is not None and self._may_write_into(p)
             ]
-            nbytes = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous not in taken)
-            for p in taken:
+            nbytes = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous not in overwritten)
+            for p in overwritten:
                 self.cached[p] = False
-            yield Recompute(op.id, nbytes, step, tuple(taken))
+            yield Recompute(op.id, nbytes, step, tuple(overwritten))
             for w in op.writes:
                 self.cached[w] = True
-            if not self.ran[op_id]:
-                self.ran[op_id] = True
+            if not self.reads_consumed[op_id]:
+                self.reads_consumed[op_id] = True
                 for r in op.reads:
-                    yield from self._use(r)
+                    yield from self._consume_use(r)
             for w in op.writes:
-                if not self.left[w]:
+                if not self.uses_left[w]:
                     yield self._free(w)
 
-    def _may_take(self, p: VersionId) -> bool:
-        """Return True if an in-place op may write into the buffer of version `p` (rule e)."""
-        return self.cached[p] and self.left[p] == 1 and not self.graph.versions[p].saved_tensors
+    def _may_write_into(self, p: VersionId) -> bool:
+        """Return True if a recomputed in-place op may write into the memory of version `p` (rule e)."""
+        return self.cached[p] and self.uses_left[p] == 1 and not self.graph.versions[p].saved_tensors
 
-    def _use(self, v: VersionId) -> Iterator[Event]:
+    def _consume_use(self, v: VersionId) -> Iterator[Event]:
         if self.saved[v]:
             return
-        self.left[v] -= 1
-        if not self.left[v] and self.cached[v] and v not in self.pinned:
+        self.uses_left[v] -= 1
+        if not self.uses_left[v] and self.cached[v] and v not in self.in_use:
             yield self._free(v)
 
-    def _lose(self, v: VersionId) -> Iterator[Event]:
-        """Drop a use of `v` that will never come (rule f)."""
+    def _remove_use(self, v: VersionId) -> Iterator[Event]:
+        """Remove the use of a saved tensor of `v` that was never unpacked (rule f)."""
         stack = [v]
         while stack:
             v = stack.pop()
             if self.saved[v]:
                 continue
-            yield from self._use(v)
+            yield from self._consume_use(v)
             op = self.graph.ops[self.graph.versions[v].op]
-            if not self.ran[op.id] and not any(self.left[w] for w in op.writes):
-                self.ran[op.id] = True
+            if not self.reads_consumed[op.id] and not any(self.uses_left[w] for w in op.writes):
+                self.reads_consumed[op.id] = True
                 stack.extend(op.reads)
