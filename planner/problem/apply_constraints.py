@@ -4,11 +4,14 @@
 
 NOTE [ Constraints are a graph ]
 
-The solver, the simulator and the bounds do not know of constraints. A pin is the `must_save` or
-`must_recompute` of an op. Extra bytes are static bytes. A limit F of forward that is smaller than the budget
-B is the difference B - F, counted as live at every op of forward (`Op.extra_bytes`): `live + (B - F) <= B` is
-`live <= F`, exactly, in the simulator, in every row of the program and in the bounds. The peak of a finished
-plan is counted on the graph without that difference.
+The solver, the simulator and the bounds know nothing about constraints. Each constraint becomes a part of the
+graph:
+
+- A pin sets `must_save` or `must_recompute` of an op.
+- Extra bytes are added to the static bytes.
+- A forward budget F below the budget B adds the difference B - F to the live bytes of every forward op
+  (`Op.extra_bytes`). `live + (B - F) <= B` is exactly `live <= F`: in the simulator, in every row of the
+  program and in the bounds. The peak of a finished plan is counted on the graph without that difference.
 """
 
 from __future__ import annotations
@@ -29,20 +32,20 @@ OUTSIDE = "outside of recompute_only"
 
 
 def constrained(profile: Profile | Graph, constraints: Constraints) -> Graph:
-    """Return the problem under `constraints`, except for the limit of forward: see `with_forward_limit`.
+    """Return the graph under `constraints`, except for the forward budget: see `with_forward_limit`.
 
-    An op that must be saved for its own reason (a collective, a shape that depends on data, an output whose
-    values decide) stays saved where a pattern of `pin_recompute` merely includes it; so does an op that an
-    FSDP unit reads. If such a pattern leaves no op to recompute, or is the op's whole key, that is an error.
+    Some ops must be saved for a reason of their own: a collective, a shape that depends on data, an output
+    whose values decide, an output that another FSDP unit reads. Such an op stays saved if a pattern of
+    `pin_recompute` includes it among other ops. The pattern is an error if it leaves no op to recompute.
 
     Args:
         profile: one training step, or the Graph of one.
-        constraints: the user's conditions.
+        constraints: the user's constraints.
 
     Raises:
-        UnmatchedPattern: a pattern matches no op; suggests similar names.
-        ConflictingPins: an op would have to be saved and recomputed; names both sides.
-        InvalidConstraints: `gradients` asks for bytes that the profile does not have.
+        UnmatchedPattern: a pattern matches no op. The error suggests similar names.
+        ConflictingPins: an op would have to be both saved and recomputed. The error names both reasons.
+        InvalidConstraints: `gradients` needs bytes that the profile does not record.
     """
     graph = profile if isinstance(profile, Graph) else build(profile)
     graph = _with_gradients(graph, profile, constraints.gradients)
@@ -54,9 +57,10 @@ def constrained(profile: Profile | Graph, constraints: Constraints) -> Graph:
 
 
 def with_forward_limit(graph: Graph, budget: int, forward: int | None) -> Graph:
-    """Return `graph` with the bytes that forward must leave of the budget counted as live in forward.
+    """Return `graph` with the part of the budget that forward must not use counted as live in forward.
 
-    A save set fits in `budget` there exactly if in `graph` it fits in `budget`, and in forward in `forward`.
+    A save set fits in `budget` in the returned graph exactly if, in `graph`, its peak fits in `budget` and
+    its forward peak fits in `forward`.
     """
     if forward is None or forward >= budget:
         return graph
@@ -75,10 +79,10 @@ class _Pins:
     names: OpNames
     save: dict[OpId, str]
     recompute: dict[OpId, str]
-    by_user: set[OpId] = field(default_factory=set)  # saved because a user says so
+    by_user: set[OpId] = field(default_factory=set)  # saved because the user pinned them
 
     def pin_save(self, op: OpId, reason: str, *, by_user: bool, overrides: bool = False) -> None:
-        """Have `op` saved. A reason that is there already stays, unless `reason` overrides it."""
+        """Pin `op` to be saved. An earlier reason stays, unless `overrides` is set."""
         if op in self.recompute:
             raise ConflictingPins(self.names.keys[op], reason, self.recompute[op])
         if op not in self.save or (overrides and op not in self.by_user):
@@ -87,10 +91,10 @@ class _Pins:
                 self.by_user.add(op)
 
     def pin_recompute(self, ops: Sequence[OpId], reason: str) -> None:
-        """Have those of `ops` recomputed that may be, together with the ops that must not be saved then.
+        """Pin those of `ops` to be recomputed that may be, with the ops that must be recomputed with them.
 
         Raises:
-            ConflictingPins: the user has one of them saved, or none of them may be recomputed.
+            ConflictingPins: the user pinned one of these ops to be saved, or none of `ops` may be recomputed.
         """
         blocked: list[tuple[OpId, OpId]] = []  # an op, and the saved op that blocks it
         for op in ops:
@@ -156,14 +160,15 @@ def _with_gradients(graph: Graph, profile: Profile | Graph, gradients: Gradients
         return graph
     if isinstance(profile, Graph):
         raise InvalidConstraints(
-            f"gradients must be 'as profiled' for a Graph, which does not tell gradients apart, got "
-            f"{gradients!r}; pass a Profile"
+            f"gradients must be 'as profiled' for a Graph, got {gradients!r}. A Graph does not separate "
+            "gradients from other bytes: pass a Profile"
         )
     existing, created = profile.static.gradients, profile.gradient_nbytes
     if gradients == "absent" and existing:
         raise InvalidConstraints(
-            f"gradients must not be 'absent' for this profile, in whose step {format_bytes(existing)} of "
-            "gradients existed already; profile after optimizer.zero_grad(set_to_none=True)"
+            f"gradients must be 'as profiled' or 'present' for this profile, got 'absent': "
+            f"{format_bytes(existing)} of gradients existed when the step was profiled. Profile after "
+            "optimizer.zero_grad(set_to_none=True)"
         )
     if gradients == "absent":
         return graph

@@ -1,4 +1,4 @@
-"""Build the Graph of a Profile: rows that refer to one another by position become plain values."""
+"""Build the Graph of a Profile: table rows that refer to each other become plain values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ from autoac.planner.problem.save_sets import because_of, unsaved_with
 def build(profile: Profile) -> Graph:
     """Return the graph of a profile.
 
-    The `must_save` of an op is the profile's reason. A version that is overwritten in place while another op
-    still reads it is a version like any other; the runtime keeps a private copy of it if the save set needs
-    one (see `schedule`).
+    The `must_save` of an op is the reason in the profile. A version may be written over in place before an op
+    that will be recomputed reads it again. Such a version needs no special treatment here: the runtime holds
+    a private copy if the save set needs one (rule b in `schedule.py`).
 
     Raises:
-        ConflictingPins: the user pins an op to be saved and one that writes over its output to be recomputed.
+        ConflictingPins: the user pins an op to be saved, and an op that writes over its output to be
+            recomputed.
     """
     n = len(profile.ops)
     writes: list[list[VersionId]] = [[] for _ in range(n)]
@@ -121,28 +122,28 @@ def build(profile: Profile) -> Graph:
         closing_bytes=profile.gradient_nbytes + profile.optimizer_workspace_nbytes,
     )
     pinned = [OpId(i) for i, flags in enumerate(columns.flags) if flags & OpFlag.MUST_RECOMPUTE]
-    return _run_again(graph, pinned) if pinned else graph
+    return _with_must_recompute(graph, pinned) if pinned else graph
 
 
-def _run_again(graph: Graph, pinned: Sequence[OpId]) -> Graph:
-    """Return `graph` with the ops that the user pins to be recomputed, and those recomputed with them.
+def _with_must_recompute(graph: Graph, pinned: Sequence[OpId]) -> Graph:
+    """Return `graph` with `must_recompute` set for the pinned ops and the ops that go with them.
 
-    An op that must be saved for its own reason stays saved, and so do the ops that must be saved with it, as
-    long as the pin holds for some op of the module.
+    An op that must be saved for a reason of its own stays saved, and so do the ops that must be saved with
+    it. This is an error only if no op of the module can be recomputed.
 
     Raises:
-        ConflictingPins: the user pins one of them to be saved, or no op of a module can be recomputed.
+        ConflictingPins: the user pins one of the ops to be saved, or no op of a module can be recomputed.
     """
-    again: set[OpId] = set()
-    obeyed: set[str] = set()  # modules
-    blocked: dict[str, ConflictingPins] = {}  # by module
+    must_recompute: set[OpId] = set()
+    obeyed: set[str] = set()  # modules with at least one op to recompute
+    blocked: dict[str, ConflictingPins] = {}  # the first conflict of each module
     for op in pinned:
         name = graph.ops[op].name
         module = OpKey.parse(name).module
         together = unsaved_with(graph, op)
         saved = [other for other in together if graph.ops[other].must_save]
         if not saved:
-            again.update(together)
+            must_recompute.update(together)
             obeyed.add(module)
             continue
         others = sorted((o for o in saved if o != op), key=lambda o: graph.ops[o].must_save != PINNED)
@@ -154,7 +155,7 @@ def _run_again(graph: Graph, pinned: Sequence[OpId]) -> Graph:
     for module, conflict in blocked.items():
         if module not in obeyed:
             raise conflict
-    return replace(graph, ops=tuple(replace(op, must_recompute=op.id in again) for op in graph.ops))
+    return replace(graph, ops=tuple(replace(op, must_recompute=op.id in must_recompute) for op in graph.ops))
 
 
 def _must_save(profile: Profile, op: int) -> str:

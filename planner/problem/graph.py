@@ -1,6 +1,6 @@
-"""The problem to solve: ops, versions of storages, saved tensors and backward steps, as plain values.
+"""Define the Graph: ops, storages and their versions, saved tensors and backward steps, as plain values.
 
-`build` makes a Graph of a Profile. The rest of the planner reads Graphs, so a test can write one by hand.
+`build` makes a Graph from a Profile. The rest of the planner reads Graphs, so a test can write one by hand.
 `validate.py` checks the invariants below.
 """
 
@@ -21,7 +21,7 @@ SavedTensorId = NewType("SavedTensorId", int)
 StepId = NewType("StepId", int)
 """Position of a step in backward."""
 Moment = NewType("Moment", int)
-"""Forward op `i` is moment `i`; backward step `j` is moment `n_ops + j`; then comes the end."""
+"""A position in the step: `i` for forward op `i`, `n_ops + j` for backward step `j`, then the end."""
 
 SaveSet = frozenset[OpId]
 """Ops whose outputs are held from forward for as long as backward may need them."""
@@ -39,11 +39,11 @@ class Op:
     reads: tuple[VersionId, ...]  # distinct
     writes: tuple[VersionId, ...]
     runtime_us: float
-    workspace_bytes: int  # what the kernel holds in addition to its outputs while it runs
-    extra_bytes: int  # live in forward at this op, in no storage of the graph
-    must_save: str  # why the op must not be recomputed; "" if it may
-    must_recompute: bool = False  # the user pinned it: its outputs are not saved
-    replay_us: float = 0.0  # what recording and replaying the op adds to its run time
+    workspace_bytes: int  # most that the kernel holds in addition to its outputs
+    extra_bytes: int  # live in forward at this op, but not in a storage of the graph
+    must_save: str  # the reason why the op must not be recomputed; "" if it may be
+    must_recompute: bool = False  # the user pinned the op: its outputs are not saved
+    replay_us: float = 0.0  # the time to record and replay the op, in addition to its run time
 
     @property
     def recompute_us(self) -> float:
@@ -59,13 +59,13 @@ class StorageVersion:
     """
 
     id: VersionId
-    op: OpId  # that wrote it
+    op: OpId  # the op that wrote the version
     storage: StorageId
     previous: VersionId | None  # the version that `op` wrote over; None if `op` allocated the storage
     readers: tuple[OpId, ...]
-    saved_tensors: tuple[SavedTensorId, ...]  # those that show it
-    # A saved tensor that was packed before `op` ran shows bytes that `op` left alone. It counts as a saved
-    # tensor of this version, or of a newer one.
+    saved_tensors: tuple[SavedTensorId, ...]
+    # True if autograd packed a tensor before `op` ran and `op` did not change the bytes of that tensor. The
+    # tensor counts as a saved tensor of this version, or of a newer one.
     carries_older_saved_tensor: bool = False
 
 
@@ -78,7 +78,7 @@ class Storage:
 
     id: StorageId
     nbytes: int
-    released: Moment  # first moment at which neither Python nor forward holds it
+    released: Moment  # first moment at which neither Python nor forward holds the storage
     versions: tuple[VersionId, ...]  # oldest first
 
 
@@ -86,19 +86,19 @@ class Storage:
 class SavedTensor:
     """A tensor that autograd holds for backward.
 
-    Invariant: it is dropped after the last step that unpacks it.
+    Invariant: autograd drops the tensor after the last step that unpacks it.
     """
 
     id: SavedTensorId
     version: VersionId
-    packed: int  # ops that had started
+    packed: int  # the number of ops that had started when autograd packed the tensor
     unpacked: tuple[StepId, ...]
-    dropped: Moment  # first moment at which autograd no longer holds it
+    dropped: Moment  # first moment at which autograd no longer holds the tensor
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardStep:
-    """A stretch of backward: unpacks, then work, then releases.
+    """A part of backward: unpacks, then work, then releases.
 
     Invariant: the tensors in `drops` are dropped at the moment after the step.
     """
@@ -106,10 +106,10 @@ class BackwardStep:
     id: StepId
     name: str
     unpacks: tuple[SavedTensorId, ...]
-    drops: tuple[SavedTensorId, ...]  # released at its end
+    drops: tuple[SavedTensorId, ...]  # saved tensors that autograd drops at the end of the step
     runtime_us: float
-    extra_bytes_while_unpacking: int  # gradients and temporaries
-    extra_bytes_peak: int  # the most of them while the step works
+    extra_bytes_while_unpacking: int  # gradients and temporaries that are live during the unpacks
+    extra_bytes_peak: int  # most gradients and temporaries live while the step works
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,9 @@ class Graph:
     steps: tuple[BackwardStep, ...]
     static_bytes: int  # parameters, buffers, gradients before the step, optimizer state, the batch
     closing_bytes: int  # gradients of the step and the optimizer's temporaries, at optimizer.step()
-    waiting_microbatches: int = 0  # others in flight; each holds what this one holds after forward
+    waiting_microbatches: int = (
+        0  # other microbatches in flight; each holds what this one holds after forward
+    )
 
     @property
     def end(self) -> Moment:
@@ -148,7 +150,7 @@ class Graph:
         return self.storages[self.versions[version].storage].nbytes
 
     def moment_name(self, moment: int) -> str:
-        """Return a name of `moment` for a person."""
+        """Return a readable name of `moment`."""
         if moment < len(self.ops):
             return f"{self.ops[moment].name}, forward"
         if moment < self.end:
@@ -157,11 +159,11 @@ class Graph:
 
 
 def chain(*nbytes: int, runtime_us: Sequence[float] | None = None, static_bytes: int = 0) -> Graph:
-    """Return a chain of ops, the smallest example of a Graph. For documentation and tests.
+    """Return a chain of ops, the simplest example of a Graph, for documentation and tests.
 
     Op `i` allocates `nbytes[i]` and reads op `i - 1`. Python holds an output until the next op has run.
-    Backward goes from the last op to the first: its step `j` unpacks the output of op `n - 1 - j` and drops
-    it.
+    Backward goes from the last op to the first. Its step `j` unpacks the output of op `n - 1 - j`, then drops
+    the saved tensor.
     """
     n = len(nbytes)
     times = list(runtime_us) if runtime_us is not None else [1.0] * n

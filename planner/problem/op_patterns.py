@@ -1,4 +1,4 @@
-"""Find the ops that a user's patterns match. `formats/constraints.py` describes the patterns."""
+"""Find the ops that a user's patterns match. docs/constraints.md describes the patterns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autoac.planner.formats.op_key import OpKey
 from autoac.planner.problem.graph import Graph, OpId
 
 MAX_SUGGESTIONS = 3
-MIN_SIMILARITY = 0.5  # of a suggestion, by difflib's ratio
+MIN_SIMILARITY = 0.5  # the least difflib ratio of a suggestion
 
 Path = tuple[str, ...]
-"""The parts of a module's path; () is the whole model."""
+"""The parts of a module's path. () stands for the whole model."""
 
 
 class OpNames:
-    """The ops of a graph by their keys.
+    """Look up the ops of a graph by their keys.
 
     Invariant: `keys`, `parsed` and `modules` have one entry for each op, in forward order.
     """
@@ -33,7 +33,7 @@ class OpNames:
         """Return the ops that `pattern` matches, in forward order.
 
         Raises:
-            UnmatchedPattern: there are none. The error names `field`.
+            UnmatchedPattern: no op matches. The error names `field`.
         """
         if pattern in self._op_of_key:
             return [self._op_of_key[pattern]]
@@ -45,7 +45,7 @@ class OpNames:
         return found
 
     def units(self, patterns: Sequence[str]) -> list[Path]:
-        """Return the innermost module around each op that one of `patterns` matches; () for the other ops.
+        """Return for each op the innermost enclosing module that one of `patterns` matches, or ().
 
         Raises:
             UnmatchedPattern: one of the patterns matches no module.
@@ -87,7 +87,7 @@ def _parts(path: str) -> Path:
 
 
 def _matched_lengths(module: Path, pattern: Path) -> set[int]:
-    """Return every length at which a leading piece of `module` matches `pattern`."""
+    """Return the length of each prefix of `module` that matches `pattern`."""
     lengths = {0}
     for part in pattern:
         if part == "**":
@@ -100,6 +100,6 @@ def _matched_lengths(module: Path, pattern: Path) -> set[int]:
 
 
 def _is_called(key: OpKey, pattern: str) -> bool:
-    """Return True if `pattern` is the op's name: with its occurrence, without it, or without overload."""
+    """Return True if `pattern` matches the op's name, with or without its occurrence and overload."""
     names = (f"{key.op}#{key.occurrence}", key.op, key.op.rpartition(".")[0])
     return any(fnmatchcase(name, pattern) for name in names)

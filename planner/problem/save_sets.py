@@ -1,4 +1,4 @@
-"""Complete a save set: the ops that must be saved with it, and the ops that backward then runs again."""
+"""Complete a save set, and find the ops that backward recomputes under it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from autoac.planner.problem.graph import Graph, Op, OpId, SaveSet
 
 
 def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
-    """Return `save_set` with the ops that are saved whether or not it names them.
+    """Return `save_set` with the ops that are always saved with it.
 
-    These are the ops that must be saved, and those that only write in place over a saved version: the old
-    version is gone, so the new one is saved instead. If the new version carries a saved tensor of the old
-    one, the old one is saved as well. Ops that must be recomputed are left out.
+    These are the ops that must be saved, and the ops that only write in place over saved versions. The old
+    version is lost, so the new one is saved instead. If the new version carries a saved tensor of the old
+    one, the op of the old one is saved as well. Ops that must be recomputed are left out.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
     for value in reversed(graph.versions):
@@ -27,7 +27,7 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
 
 
 def carried_over(graph: Graph, op: Op) -> Iterator[OpId]:
-    """Yield the ops over whose outputs `op` writes while a saved tensor of them is carried over."""
+    """Yield the ops whose saved tensors `op` carries over when it writes in place over their outputs."""
     for w in op.writes:
         value = graph.versions[w]
         if value.carries_older_saved_tensor and value.previous is not None:
@@ -35,14 +35,14 @@ def carried_over(graph: Graph, op: Op) -> Iterator[OpId]:
 
 
 def unsaved_with(graph: Graph, op: OpId) -> list[OpId]:
-    """Return `op` and the ops that must not be saved if `op` must not be (`with_forced_saves`).
+    """Return `op` and the ops that must not be saved if `op` must not be saved.
 
-    An op that only writes over saved versions is saved with them. So these are the ops that wrote what `op`
-    writes over, if `op` allocates nothing; those that write over its outputs and carry their saved tensors;
-    and so on.
+    `with_forced_saves` saves an op together with the versions that it only writes over. So if `op` allocates
+    nothing, the result has the ops that wrote the versions that `op` writes over. It also has the ops that
+    write over the outputs of `op` and carry their saved tensors, and so on for each op in the result.
     """
     together = [op]
-    for link in together:  # which grows
+    for link in together:  # the loop appends to this list
         previous = [graph.versions[w].previous for w in graph.ops[link].writes]
         others = [graph.versions[p].op for p in previous if p is not None] if None not in previous else []
         readers = (r for w in graph.ops[link].writes for r in graph.versions[w].readers)
@@ -52,35 +52,36 @@ def unsaved_with(graph: Graph, op: OpId) -> list[OpId]:
 
 
 def because_of(graph: Graph, op: OpId, reason: str) -> str:
-    """Return `reason` with the name of the op that it belongs to, which shares memory with another."""
+    """Return `reason` with the name of its op, for an error about an op that shares memory with it."""
     return f"{reason} (of {graph.ops[op].name}, whose memory it shares)"
 
 
 def recomputed_by_backward(graph: Graph, save_set: SaveSet) -> list[bool]:
-    """Return for each op whether a full backward recomputes it.
+    """Return for each op True if a full backward recomputes it.
 
     An op is recomputed if an unpack needs one of its outputs, or a recomputed op reads one. Ops that must be
     saved count as saved.
     """
-    return _asked_for(graph, save_set, [bool(handle.unpacked) for handle in graph.saved_tensors])
+    return _needed(graph, save_set, [bool(saved.unpacked) for saved in graph.saved_tensors])
 
 
 def may_be_recomputed(graph: Graph, save_set: SaveSet) -> list[bool]:
-    """Return for each op whether backward may need it when it begins.
+    """Return for each op True if backward may recompute it, as far as is known when backward begins.
 
-    In addition to `recomputed_by_backward`, these are ops for saved tensors that are never unpacked.
+    In contrast to `recomputed_by_backward`, saved tensors count that are never unpacked.
     """
-    return _asked_for(graph, save_set, [handle.dropped > len(graph.ops) for handle in graph.saved_tensors])
+    return _needed(graph, save_set, [saved.dropped > len(graph.ops) for saved in graph.saved_tensors])
 
 
-def _asked_for(graph: Graph, save_set: SaveSet, by_handle: Sequence[bool]) -> list[bool]:
+def _needed(graph: Graph, save_set: SaveSet, counts: Sequence[bool]) -> list[bool]:
+    """Return for each op True if a recompute needs it; `counts` has True for saved tensors that count."""
     run = [False] * len(graph.ops)
     save_set = with_forced_saves(graph, save_set)
     for op in reversed(graph.ops):
         if op.id in save_set:
             continue
         run[op.id] = any(
-            any(by_handle[h] for h in graph.versions[w].saved_tensors)
+            any(counts[h] for h in graph.versions[w].saved_tensors)
             or any(run[reader] for reader in graph.versions[w].readers)
             for w in op.writes
         )
@@ -88,11 +89,11 @@ def _asked_for(graph: Graph, save_set: SaveSet, by_handle: Sequence[bool]) -> li
 
 
 def without_cost_free_recomputes(graph: Graph, ops: Iterable[OpId]) -> SaveSet:
-    """Return `ops` with all that must be saved, and every op that would not be recomputed anyway.
+    """Return `ops` with every op that must be saved, and every op that would not be recomputed anyway.
 
-    Saving an op that nothing needs costs nothing as a rule: the runtime holds a version only if autograd
-    packed it or an op of the recompute set reads it. The exception is a version that is held for a saved
-    tensor that is dropped without being unpacked; so the planner tries both.
+    Saving an op that no recompute needs is usually free. The runtime holds a version only if autograd packed
+    it or an op of the recompute set reads it. The exception is a version that is held for a saved tensor that
+    is dropped without an unpack, so the planner tries both.
     """
     save_set = frozenset(ops) | graph.must_save
     run = may_be_recomputed(graph, save_set)

@@ -1,8 +1,8 @@
-"""Check a Graph or the figures of a plan against their definitions.
+"""Check a Graph, or the numbers of a plan, against their definitions.
 
-Each function returns the broken rules as sentences, none for a valid value. The rules are written from the
-definitions in graph.py and docs/memory-model.md. They share no code with the solver or the simulator, so that
-a fault there does not hide itself here.
+Each function returns one sentence per broken rule, and an empty list for a valid value. The rules follow the
+definitions in graph.py and docs/memory-model.md. This module shares no code with the solver or the simulator,
+so a bug there cannot hide itself here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autoac.planner.problem.graph import Graph, OpId, SaveSet
 def broken_graph_rules(graph: Graph) -> list[str]:
     """Return a sentence for each rule that `graph` breaks."""
     if broken := list(_positions(graph)):
-        return broken  # the other rules follow references
+        return broken  # the other rules look up references
     rules: tuple[Callable[[Graph], Iterator[str]], ...] = (_ops, _versions, _storages, _saved_tensors, _sizes)
     return [sentence for rule in rules for sentence in rule(graph)]
 
@@ -34,7 +34,9 @@ def broken_plan_rules(
             broken.append(f"{op.name} must be saved ({op.must_save}) and is in the recompute set")
     held = _held_at_turn(graph, save_set)
     if peak < held:
-        broken.append(f"peak must be at least the {held} bytes held when backward begins, got {peak}")
+        broken.append(
+            f"peak must be at least the {held} bytes that are live when backward begins, got {peak}"
+        )
     if peak < (closing := graph.static_bytes + graph.closing_bytes):
         broken.append(f"peak must be at least the {closing} bytes of the optimizer's step, got {peak}")
     if peak > budget:
@@ -105,7 +107,7 @@ def _ops(graph: Graph) -> Iterator[str]:
             if graph.versions[v].op != op.id:
                 yield f"version {v} must name {op.name} as its op"
         if op.must_save and op.must_recompute:
-            yield f"{op.name} must not be saved ({op.must_save}) and recomputed both"
+            yield f"{op.name} must not be both saved ({op.must_save}) and recomputed"
 
 
 def _versions(graph: Graph) -> Iterator[str]:
@@ -114,7 +116,7 @@ def _versions(graph: Graph) -> Iterator[str]:
             yield f"{graph.ops[v.op].name} must write version {v.id}"
         if v.previous is not None:
             if graph.versions[v.previous].storage != v.storage:
-                yield f"version {v.id} must be of the storage of the version before it"
+                yield f"version {v.id} must be in the same storage as version {v.previous}, which it follows"
             if v.previous not in graph.ops[v.op].reads:
                 yield f"{graph.ops[v.op].name} must read version {v.previous}, which it writes over"
         for reader in v.readers:
@@ -132,7 +134,7 @@ def _storages(graph: Graph) -> Iterator[str]:
             if graph.versions[v].storage != s.id or graph.versions[v].previous != before:
                 yield f"version {v} must follow {before} in storage {s.id}"
         if not 0 <= s.released <= graph.end:
-            yield f"storage {s.id} must be released from 0 to {graph.end}, got {s.released}"
+            yield f"storage {s.id} must be released at a moment from 0 to {graph.end}, got {s.released}"
     listed = sum(len(s.versions) for s in graph.storages)
     if listed != len(graph.versions):
         yield f"storages must list each of the {len(graph.versions)} versions once, got {listed}"
@@ -144,7 +146,7 @@ def _saved_tensors(graph: Graph) -> Iterator[str]:
         if h.id not in graph.versions[h.version].saved_tensors:
             yield f"version {h.version} must list saved tensor {h.id}"
         if not 0 <= h.dropped <= graph.end:
-            yield f"saved tensor {h.id} must be dropped from 0 to {graph.end}, got {h.dropped}"
+            yield f"saved tensor {h.id} must be dropped at a moment from 0 to {graph.end}, got {h.dropped}"
         for j in h.unpacked:
             if h.id not in graph.steps[j].unpacks:
                 yield f"step {j} must unpack saved tensor {h.id}"
@@ -168,10 +170,10 @@ def _sizes(graph: Graph) -> Iterator[str]:
 
 
 def _held_at_turn(graph: Graph, save_set: SaveSet) -> int:
-    """Return a lower bound of the bytes live between forward and backward.
+    """Return a lower bound of the bytes that are live between forward and backward.
 
-    Counted are static bytes and each storage that Python holds into backward, or of which an op of the save
-    set wrote a version that autograd still holds.
+    The bound counts the static bytes, each storage that Python holds into backward, and each storage with a
+    version that an op of the save set wrote and autograd still holds.
     """
     n = len(graph.ops)
     held = graph.static_bytes
@@ -188,9 +190,9 @@ def _held_at_turn(graph: Graph, save_set: SaveSet) -> int:
 
 
 def _demanded(graph: Graph, save_set: SaveSet) -> set[OpId]:
-    """Return the ops that some unpack needs, directly or through others, and that are not saved.
+    """Return the unsaved ops that an unpack needs, directly or through other ops.
 
-    An op that only writes over outputs of saved ops is saved together with them, so it is left out.
+    An op that only writes over outputs of saved ops is saved with them, so the result leaves it out.
     """
     saved = set(save_set) | {op.id for op in graph.ops if op.must_save}
     for op in graph.ops:

@@ -1,4 +1,4 @@
-"""The validator accepts what the planner makes and names each rule that a spoiled graph or plan breaks."""
+"""Check that the validator accepts valid graphs and plans, and names each rule that others break."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check(made: Plan, **changed: Any) -> list[str]:
 
 @few
 @given(seeds)
-def test_graphs_of_profiles_are_valid(seed: int) -> None:
+def test_graphs_built_from_profiles_are_valid(seed: int) -> None:
     assert broken_graph_rules(build(graphs.random_profile(random.Random(seed), 8))) == []
 
 
@@ -58,14 +58,17 @@ def with_version(graph: Graph, **changed: Any) -> Graph:
         (lambda g: with_op(g, id=OpId(7)), "op at position 1 must have the id 1"),
         (lambda g: with_op(g, reads=(VersionId(9),)), "must refer to one of 3 versions, got 9"),
         (lambda g: with_op(g, reads=(VersionId(2),)), "must read versions of earlier ops, got version 2"),
-        (lambda g: with_op(g, must_save="pinned", must_recompute=True), "must not be saved (pinned)"),
+        (lambda g: with_op(g, must_save="pinned", must_recompute=True), "must not be both saved (pinned)"),
         (lambda g: with_op(g, workspace_bytes=-1), "bytes of op1 must not be negative, got -1"),
         (lambda g: with_version(g, readers=()), "version 0 must list op1 as a reader"),
-        (lambda g: with_version(g, previous=VersionId(1)), "version 0 must be of the storage"),
+        (
+            lambda g: with_version(g, previous=VersionId(1)),
+            "version 0 must be in the same storage as version 1",
+        ),
         (lambda g: with_version(g, saved_tensors=()), "version 0 must list saved tensor 0"),
         (
             lambda g: replace(g, storages=(replace(g.storages[0], released=Moment(99)), *g.storages[1:])),
-            "storage 0 must be released from 0 to 6, got 99",
+            "storage 0 must be released at a moment from 0 to 6, got 99",
         ),
         (
             lambda g: replace(
@@ -75,7 +78,7 @@ def with_version(graph: Graph, **changed: Any) -> Graph:
         ),
     ],
 )
-def test_broken_rule_of_a_graph_is_named(spoil: Callable[[Graph], Graph], words: str) -> None:
+def test_validator_names_the_broken_rule_of_a_graph(spoil: Callable[[Graph], Graph], words: str) -> None:
     graph = chain(1, 2, 3)
     assert broken_graph_rules(graph) == []
     assert any(words in sentence for sentence in broken_graph_rules(spoil(graph)))
@@ -91,13 +94,13 @@ def test_broken_rule_of_a_graph_is_named(spoil: Callable[[Graph], Graph], words:
         ({"recompute_set": frozenset()}, "backward needs op1, which is neither saved nor recomputed"),
     ],
 )
-def test_broken_rule_of_a_plan_is_named(changed: dict[str, Any], words: str) -> None:
+def test_validator_names_the_broken_rule_of_a_plan(changed: dict[str, Any], words: str) -> None:
     made = plan(chain(1, 8, 1, 8, 0), budget_bytes=10)
     assert check(made) == []
     assert any(words in sentence for sentence in check(made, **changed))
 
 
-def test_plan_obeys_what_must_be_saved_or_recomputed() -> None:
+def test_validator_checks_must_save_and_must_recompute() -> None:
     graph = with_op(chain(1, 2, 3), must_save="pinned")
     made = plan(graph, budget_bytes=1 << 20)
     (sentence,) = check(made, recompute_set=made.recompute_set | {OpId(1)}, recompute_us=10.0)
