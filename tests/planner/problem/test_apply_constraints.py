@@ -1,4 +1,4 @@
-"""Constraints against brute force over all save sets, and what they say when they cannot be met."""
+"""Compare plans under constraints with brute force over all save sets, and check the errors."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ laws = settings(max_examples=60, derandomize=True, deadline=None)
 
 
 def forward_peak(graph: Graph, save_set: SaveSet) -> int:
-    """The most live while forward runs an op, read off the events."""
+    """Return the most bytes live while forward runs an op."""
     instants = simulate(graph, save_set).instants
     return max(i.live_bytes for i in instants if isinstance(i.event, Compute))
 
 
-def every_way(graph: Graph) -> dict[SaveSet, tuple[int, int, float]]:
-    """By what a save set really saves: (peak, peak of forward, recompute time)."""
+def peaks_and_time_of_each(graph: Graph) -> dict[SaveSet, tuple[int, int, float]]:
+    """Return (peak, forward peak, recompute time) of each save set, with the forced saves in the key."""
     table = {}
     for save_set in oracles.every_save_set(graph):
         table[with_forced_saves(graph, save_set)] = (
@@ -75,7 +75,7 @@ def every_way(graph: Graph) -> dict[SaveSet, tuple[int, int, float]]:
 
 
 def fastest(graph: Graph, rules: Constraints, budget: int) -> float | None:
-    """Plans a graph; None if there is no plan."""
+    """Plan a graph; return the recompute time, or None if no plan fits."""
     try:
         made = plan(graph, budget_bytes=max(budget, 1), constraints=rules, gap=0.0)
     except InfeasibleBudget:
@@ -85,15 +85,15 @@ def fastest(graph: Graph, rules: Constraints, budget: int) -> float | None:
     return made.recompute_us
 
 
-# --- the budget of forward ------------------------------------------------------------------------------
+# --- the forward budget ---------------------------------------------------------------------------------
 
 
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(seeds)
-def test_a_plan_with_a_budget_for_forward_is_the_fastest_that_keeps_to_both(seed: int) -> None:
+def test_plan_with_a_forward_budget_is_the_fastest_within_both_budgets(seed: int) -> None:
     rng = random.Random(seed)
     graph = build(graphs.random_profile(rng, 7))
-    table = every_way(graph)
+    table = peaks_and_time_of_each(graph)
     budget = rng.choice(sorted({max(peak, 1) for peak, _, _ in table.values()}))
     forward = rng.choice(sorted({max(f, 1) for _, f, _ in table.values()}))
     fitting = [us for peak, f, us in table.values() if peak <= budget and f <= forward]
@@ -103,7 +103,9 @@ def test_a_plan_with_a_budget_for_forward_is_the_fastest_that_keeps_to_both(seed
 
 @laws
 @given(seeds, st.integers(0, 30), st.integers(0, 30))
-def test_what_is_held_back_in_forward_is_the_limit_of_forward(seed: int, budget: int, forward: int) -> None:
+def test_reserved_bytes_in_forward_are_equivalent_to_a_forward_limit(
+    seed: int, budget: int, forward: int
+) -> None:
     graph = build(graphs.random_profile(random.Random(seed), 6))
     searched = with_forward_limit(graph, budget, forward)
     for save_set in oracles.every_save_set(graph):
@@ -111,8 +113,8 @@ def test_what_is_held_back_in_forward_is_the_limit_of_forward(seed: int, budget:
         assert (peak_bytes(searched, save_set) <= budget) == both
 
 
-def test_a_budget_of_forward_is_told_without_what_was_held_back() -> None:
-    # Saving both 8-byte outputs peaks at 16 in forward, and so does backward's start with the two.
+def test_plan_reports_its_peak_without_the_reserved_bytes() -> None:
+    # Saving both 8-byte outputs peaks at 16 in forward, and again when backward begins.
     graph = chain(1, 8, 1, 8, 0)
     made = plan(graph, budget_bytes=18, constraints=Constraints(forward_budget_bytes=17))
     assert (forward_peak(graph, made.save_set), made.ceiling, made.floor) == (
@@ -125,7 +127,7 @@ def test_a_budget_of_forward_is_told_without_what_was_held_back() -> None:
     assert "must leave free" not in explain(made)
 
 
-def test_another_decision_is_judged_by_the_budget_of_forward_too() -> None:
+def test_what_if_answer_respects_the_forward_budget() -> None:
     graph = chain(1, 8, 1, 8, 0)
     whole = forward_peak(graph, graph.everything)
     made = plan(graph, budget_bytes=100, constraints=Constraints(forward_budget_bytes=whole - 1), gap=0.0)
@@ -135,14 +137,14 @@ def test_another_decision_is_judged_by_the_budget_of_forward_too() -> None:
     assert "Forward would exceed its own budget by 1 B" in why_in_words(answer)
 
 
-def test_a_budget_of_forward_above_the_other_changes_nothing() -> None:
+def test_forward_budget_above_the_budget_changes_nothing() -> None:
     graph = chain(1, 8, 1, 8, 0)
     loose = plan(graph, budget_bytes=10, constraints=Constraints(forward_budget_bytes=1000))
     assert loose.save_set == plan(graph, budget_bytes=10).save_set
     assert with_forward_limit(graph, 10, 10) is graph
 
 
-def test_headroom_comes_off_both_budgets() -> None:
+def test_headroom_is_subtracted_from_both_budgets() -> None:
     graph = chain(1, 8, 1, 8, 0)
     rules = Constraints(forward_budget_bytes=27)
     made = plan(graph, budget_bytes=28, headroom_bytes=10, constraints=rules)
@@ -152,13 +154,15 @@ def test_headroom_comes_off_both_budgets() -> None:
         plan(graph, budget_bytes=28, headroom_bytes=27, constraints=rules)
 
 
-def test_a_budget_of_forward_that_is_too_small_is_blamed() -> None:
-    graph = chain(8, 8, 8, 8)  # forward holds one and its input whatever is saved
+def test_error_blames_a_forward_budget_that_is_too_small() -> None:
+    graph = chain(8, 8, 8, 8)  # whatever is saved, forward holds an output and its input
     with pytest.raises(InfeasibleConstraints, match="without that a plan") as caught:
         plan(graph, budget_bytes=32, constraints=Constraints(forward_budget_bytes=15))
     error = caught.value
     assert (error.budget, error.proven_floor, error.smallest_found) == (32, 33, 33)
-    plan(graph, budget_bytes=33, constraints=Constraints(forward_budget_bytes=16))  # both raised by 1
+    plan(
+        graph, budget_bytes=33, constraints=Constraints(forward_budget_bytes=16)
+    )  # both budgets are raised by 1
     assert sum(h.nbytes for h in error.live) == error.smallest_found
     assert [h.nbytes for h in error.live if h.why == "forward_budget_bytes"] == [17]
 
@@ -166,12 +170,12 @@ def test_a_budget_of_forward_that_is_too_small_is_blamed() -> None:
 # --- pins -----------------------------------------------------------------------------------------------
 
 
-def names_of(profile: Profile) -> list[str]:
+def keys_of(profile: Profile) -> list[str]:
     return profile.keys()
 
 
-def named(seed: int) -> tuple[Profile, random.Random]:
-    """A random step whose ops are spread over modules `a.0`, `a.1`, `b`."""
+def profile_with_modules(seed: int) -> tuple[Profile, random.Random]:
+    """Return a random step with its ops in the modules `a.0`, `a.1` and `b`."""
     rng = random.Random(seed)
     profile = graphs.random_profile(rng, 7)
     modules = ("a.0", "a.1", "b")
@@ -186,16 +190,20 @@ def budgets_of(graph: Graph) -> list[int]:
 
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(seeds)
-def test_plans_with_pins_are_the_fastest_save_sets_that_obey_them(seed: int) -> None:
-    profile, rng = named(seed)
+def test_plan_with_pins_is_the_fastest_that_obeys_them(seed: int) -> None:
+    profile, rng = profile_with_modules(seed)
     graph = build(profile)
-    keys = profile.keys()
-    wanted = rng.sample(range(len(keys)), min(len(keys), rng.choice((1, 2, 3))))
-    save = [op for op in wanted if rng.random() < 0.5]
-    again = [op for op in wanted if op not in save]
-    rules = Constraints(pin_save=[keys[op] for op in save], pin_recompute=[keys[op] for op in again])
+    keys = keys_of(profile)
+    pinned = rng.sample(range(len(keys)), min(len(keys), rng.choice((1, 2, 3))))
+    save = [op for op in pinned if rng.random() < 0.5]
+    recompute = [op for op in pinned if op not in save]
+    rules = Constraints(pin_save=[keys[op] for op in save], pin_recompute=[keys[op] for op in recompute])
     budget = rng.choice(budgets_of(graph))
-    obeying = {s: told for s, told in every_way(graph).items() if set(save) <= s and not set(again) & s}
+    obeying = {
+        s: figures
+        for s, figures in peaks_and_time_of_each(graph).items()
+        if set(save) <= s and not set(recompute) & s
+    }
     try:
         constrained(profile, rules)
     except ConflictingPins:
@@ -206,9 +214,9 @@ def test_plans_with_pins_are_the_fastest_save_sets_that_obey_them(seed: int) -> 
     assert found == (pytest.approx(min(fitting)) if fitting else None)
 
 
-def some_constraints(profile: Profile, rng: random.Random, most_forward: int) -> Constraints:
-    """A few of everything."""
-    keys, present = names_of(profile), sorted({key.partition("/")[0] for key in names_of(profile)})
+def random_constraints(profile: Profile, rng: random.Random, most_forward: int) -> Constraints:
+    """Return a random mix of all kinds of constraints."""
+    keys, present = keys_of(profile), sorted({key.partition("/")[0] for key in keys_of(profile)})
     return Constraints(
         pin_save=[rng.choice(keys)] if rng.random() < 0.4 else [],
         pin_recompute=[rng.choice([*keys, *present])] if rng.random() < 0.4 else [],
@@ -222,11 +230,11 @@ def some_constraints(profile: Profile, rng: random.Random, most_forward: int) ->
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(seeds, st.integers(1, 3))
-@example(76, 1)  # no constraints at all
-def test_all_constraints_together_on_a_stage_are_still_planned_best(seed: int, in_flight: int) -> None:
-    profile, rng = named(seed)
-    plain = every_way(stage_graph(profile, in_flight))
-    rules = some_constraints(profile, rng, max(f for _, f, _ in plain.values()) + 4)
+@example(76, 1)  # draws no constraints
+def test_plan_of_a_stage_is_the_fastest_under_all_constraints_together(seed: int, in_flight: int) -> None:
+    profile, rng = profile_with_modules(seed)
+    plain = peaks_and_time_of_each(stage_graph(profile, in_flight))
+    rules = random_constraints(profile, rng, max(f for _, f, _ in plain.values()) + 4)
     rules = rules.model_copy(update={"gradients": "as profiled"})
     extra, forward = rules.extra_static_bytes, rules.forward_budget_bytes
     budget = max(1, extra + rng.choice(sorted(peak for peak, _, _ in plain.values())))
@@ -235,12 +243,12 @@ def test_all_constraints_together_on_a_stage_are_still_planned_best(seed: int, i
     except ConflictingPins:
         return
     save = {op.id for op in graph.ops if op.must_save}
-    again = {op.id for op in graph.ops if op.must_recompute}
+    must_recompute = {op.id for op in graph.ops if op.must_recompute}
     fitting = [
         us
         for s, (peak, f, us) in plain.items()
         if save <= s
-        and not again & s
+        and not must_recompute & s
         and peak + extra <= budget
         and (forward is None or f + extra <= forward)
     ]
@@ -257,15 +265,15 @@ def test_all_constraints_together_on_a_stage_are_still_planned_best(seed: int, i
 
 @laws
 @given(seeds)
-def test_save_sets_that_obey_satisfy_every_row(seed: int) -> None:
-    # What makes the solver's bound one for all plans under the constraints.
-    profile, rng = named(seed)
+def test_save_sets_that_obey_constraints_satisfy_every_row(seed: int) -> None:
+    # Therefore the solver's bound holds for every plan under the constraints.
+    profile, rng = profile_with_modules(seed)
     try:
-        graph = constrained(profile, some_constraints(profile, rng, 40))
+        graph = constrained(profile, random_constraints(profile, rng, 40))
     except ConflictingPins:
         return
     graph = with_forward_limit(graph, 20, rng.randint(1, 25))
-    again = {op.id for op in graph.ops if op.must_recompute}
+    must_recompute = {op.id for op in graph.ops if op.must_recompute}
     f = find_windows(graph)
     points: list[ConstrainedMoment] = [DuringForward(op.id) for op in graph.ops]
     points += [DuringStep(step.id) for step in graph.steps]
@@ -273,14 +281,14 @@ def test_save_sets_that_obey_satisfy_every_row(seed: int) -> None:
     built = build_program(as_arrays(f), None, points)
     rows = built.program.rows
     for save_set in oracles.every_save_set(graph):
-        if not again & with_forced_saves(graph, save_set):
+        if not must_recompute & with_forced_saves(graph, save_set):
             values = assignment(f, built, save_set)
             assert (rows.activity(values) <= rows.upper + 1e-9).all()
             assert built.peak_column is not None
             assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
 
 
-def test_a_stage_has_its_gradients_already() -> None:
+def test_stage_rejects_absent_gradients() -> None:
     profile = with_gradients(0, 4)
     with pytest.raises(InvalidConstraints, match="in a pipeline"):
         plan_stage(profile, in_flight=2, budget_bytes=99, constraints=Constraints(gradients="absent"))
@@ -288,7 +296,7 @@ def test_a_stage_has_its_gradients_already() -> None:
     assert made.graph == stage_graph(profile, 2)
 
 
-def test_stages_take_constraints_of_their_own() -> None:
+def test_each_stage_takes_its_own_constraints() -> None:
     profiles = [graphs.gpt2(1), graphs.gpt2(1)]
     rules = [Constraints(pin_recompute=("*/aten.tanh",)), None]
     made = plan_stages(profiles, "1f1b", n_microbatches=4, budget_gb=40, constraints=rules)
@@ -304,15 +312,15 @@ def test_stages_take_constraints_of_their_own() -> None:
 
 @laws
 @given(seeds)
-def test_outside_of_recompute_only_nothing_runs_again(seed: int) -> None:
-    profile, rng = named(seed)
+def test_ops_outside_recompute_only_are_saved(seed: int) -> None:
+    profile, rng = profile_with_modules(seed)
     graph = build(profile)
     pattern = rng.choice(
-        [p for p in ("a.*", "a.1", "b") if any(k.startswith(p[:1]) for k in names_of(profile))]
+        [p for p in ("a.*", "a.1", "b") if any(k.startswith(p[:1]) for k in keys_of(profile))]
     )
     inside = {
         op
-        for op, key in enumerate(names_of(profile))
+        for op, key in enumerate(keys_of(profile))
         if key.startswith({"a.*": "a.", "a.1": "a.1/", "b": "b/"}[pattern])
     }
     if not inside:
@@ -320,31 +328,33 @@ def test_outside_of_recompute_only_nothing_runs_again(seed: int) -> None:
     rules = Constraints(recompute_only=(pattern,))
     budget = rng.choice(budgets_of(graph))
     outside = set(range(len(graph.ops))) - inside
-    fitting = [us for s, (peak, _, us) in every_way(graph).items() if outside <= s and peak <= budget]
+    fitting = [
+        us for s, (peak, _, us) in peaks_and_time_of_each(graph).items() if outside <= s and peak <= budget
+    ]
     found = fastest(constrained(profile, rules), Constraints(), budget)
     assert found == (pytest.approx(min(fitting)) if fitting else None)
 
 
 @laws
 @given(seeds)
-def test_no_recompute_reaches_into_another_fsdp_unit(seed: int) -> None:
-    profile, _ = named(seed)
-    present = sorted({key.partition("/")[0] for key in names_of(profile)})
+def test_recompute_never_reaches_into_another_fsdp_unit(seed: int) -> None:
+    profile, _ = profile_with_modules(seed)
+    present = sorted({key.partition("/")[0] for key in keys_of(profile)})
     graph = constrained(profile, Constraints(fsdp_units=tuple(present)))
-    unit = [key.partition("/")[0] for key in names_of(profile)]
+    unit = [key.partition("/")[0] for key in keys_of(profile)]
     for save_set in oracles.every_save_set(graph):
         saved = with_forced_saves(graph, save_set)
         for op in graph.ops:
             if op.id not in saved:
                 made_by = {graph.versions[v].op for v in op.reads}
                 assert all(m in saved or unit[m] == unit[op.id] for m in made_by)
-    # and nothing else is saved for it
+    # The constraint saves no other op.
     for before, after in zip(build(profile).ops, graph.ops, strict=True):
         crosses = any(unit[r] != unit[after.id] for w in after.writes for r in graph.versions[w].readers)
         assert after.must_save == (before.must_save or ("another FSDP unit reads it" if crosses else ""))
 
 
-def test_the_innermost_named_module_is_the_fsdp_unit() -> None:
+def test_innermost_matching_module_is_the_fsdp_unit() -> None:
     tape = graphs.Tape()
     (a,) = tape.op("a", [], 1, module="h.0.attn")
     (b,) = tape.op("b", [a], 1, module="h.0.mlp.up")
@@ -365,7 +375,7 @@ def test_the_innermost_named_module_is_the_fsdp_unit() -> None:
 @pytest.mark.parametrize(
     ("pattern", "found"),
     [
-        ("h.0.mlp", "bc"),  # a module and all inside it
+        ("h.0.mlp", "bc"),  # a module and everything inside
         ("h.*.mlp", "bce"),
         ("h.*", "abcde"),
         ("h.1*", "de"),
@@ -377,11 +387,11 @@ def test_the_innermost_named_module_is_the_fsdp_unit() -> None:
         ("*/aten.mm", "abceg"),
         ("*/aten.mm.default#1", "c"),
         ("h.0.mlp.up/aten.mm.default#1", "c"),
-        ("./aten.mm.default#0", "g"),  # a whole key: this op alone
+        ("./aten.mm.default#0", "g"),  # a whole key matches only this op
         ("head/*", "f"),
     ],
 )
-def test_what_a_pattern_stands_for(pattern: str, found: str) -> None:
+def test_pattern_matches_these_ops(pattern: str, found: str) -> None:
     tape = graphs.Tape()
     for module, op in [
         ("h.0.attn", "aten.mm.default"),
@@ -397,7 +407,7 @@ def test_what_a_pattern_stands_for(pattern: str, found: str) -> None:
     assert "".join("abcdefg"[op.id] for op in graph.ops if op.must_save) == found
 
 
-def test_a_pattern_that_stands_for_nothing_names_what_is_near() -> None:
+def test_error_for_an_unmatched_pattern_names_similar_keys() -> None:
     profile = graphs.gpt2(2)
     with pytest.raises(UnmatchedPattern, match=r"'transformer\.h\.0\.mpl' matches none .*h\.0\.mlp"):
         constrained(profile, Constraints(pin_save=("transformer.h.0.mpl",)))
@@ -409,12 +419,13 @@ def test_a_pattern_that_stands_for_nothing_names_what_is_near() -> None:
 
 
 def conflict(profile: Profile, **rules: object) -> ConflictingPins:
+    """Return the error that these constraints raise."""
     with pytest.raises(ConflictingPins) as caught:
         constrained(profile, Constraints.model_validate(rules))
     return caught.value
 
 
-def test_pins_that_contradict_each_other_are_an_error_that_names_both() -> None:
+def test_error_for_contradictory_pins_names_both() -> None:
     profile = graphs.gpt2(1)
     error = conflict(profile, pin_save=["transformer.h.*"], pin_recompute=["*/aten.addmm"])
     assert error.key.endswith("attn.c_attn/aten.addmm.default#0")
@@ -427,7 +438,7 @@ def test_pins_that_contradict_each_other_are_an_error_that_names_both() -> None:
 
 
 @pytest.mark.parametrize(("word", "other"), [("pin_save", "must_recompute"), ("pin_recompute", "pinned")])
-def test_pins_of_the_profile_count_like_ours(word: str, other: str) -> None:
+def test_pins_in_the_profile_count_like_pins_in_constraints(word: str, other: str) -> None:
     tape = graphs.Tape()
     flags, must = (int(OpFlag.MUST_RECOMPUTE), "") if word == "pin_save" else (0, "pinned")
     tape.op("a", [], 1, flags=flags, must=must)
@@ -437,7 +448,7 @@ def test_pins_of_the_profile_count_like_ours(word: str, other: str) -> None:
     assert (graph.ops[0].must_save, graph.ops[0].must_recompute) == (must, not must)
 
 
-def test_collectives_and_what_decides_stay_saved_inside_a_module_that_runs_again() -> None:
+def test_collectives_and_deciding_ops_stay_saved_in_a_recomputed_module() -> None:
     tape = graphs.Tape()
     (a,) = tape.op("mm", [], 1)
     (b,) = tape.op("all_gather", [a], 1, flags=int(OpFlag.COLLECTIVE))
@@ -453,15 +464,15 @@ def test_collectives_and_what_decides_stay_saved_inside_a_module_that_runs_again
     assert lifted.ops[1].must_save == "collective"
 
 
-def test_what_must_be_run_again_takes_along_what_it_writes_over() -> None:
-    # dropout on a CPU: empty_like, bernoulli_, div_ share one buffer
+def test_in_place_op_is_recomputed_with_the_ops_it_writes_over() -> None:
+    # In dropout on a CPU, empty_like, bernoulli_ and div_ share one storage.
     graph = constrained(graphs.dropout(), Constraints(pin_recompute=("m/div_",)))
     assert [op.id for op in graph.ops if op.must_recompute] == [1, 2, 3]
     error = conflict(graphs.dropout(), pin_recompute=["m/div_"], pin_save=["m/bernoulli_"])
     assert error.second == "pin_save 'm/bernoulli_' (of m/bernoulli_#0, whose memory it shares)"
 
 
-def test_pins_that_hold_too_much_are_blamed_with_their_bytes() -> None:
+def test_error_blames_pins_that_hold_too_many_bytes() -> None:
     tape = graphs.Tape()
     values = []
     for i in range(4):
@@ -477,17 +488,17 @@ def test_pins_that_hold_too_much_are_blamed_with_their_bytes() -> None:
     assert "Pins alone hold 32 B" in str(caught.value)
     assert "32 B  4 ops  (pin_save 'h.*')" in str(caught.value)
     assert pickle.loads(pickle.dumps(caught.value)).culprits == caught.value.culprits  # noqa: S301
-    with pytest.raises(InfeasibleBudget) as without:  # no plan without the pins either: they are not blamed
+    with pytest.raises(InfeasibleBudget) as without:  # no plan fits without pins either
         plan(profile, budget_bytes=7, constraints=Constraints(pin_save=("h.0",)))
     assert type(without.value) is InfeasibleBudget
 
 
 @laws
 @given(seeds)
-def test_only_constraints_that_matter_are_blamed(seed: int) -> None:
-    profile, rng = named(seed)
+def test_error_blames_pins_only_if_a_plan_fits_without_them(seed: int) -> None:
+    profile, rng = profile_with_modules(seed)
     graph = build(profile)
-    rules = Constraints(pin_save=(profile.keys()[rng.randrange(len(graph.ops))],))
+    rules = Constraints(pin_save=(keys_of(profile)[rng.randrange(len(graph.ops))],))
     budget = rng.choice(budgets_of(graph))
     try:
         plan(profile, budget_bytes=budget, constraints=rules)
@@ -500,7 +511,7 @@ def test_only_constraints_that_matter_are_blamed(seed: int) -> None:
 # --- bytes ----------------------------------------------------------------------------------------------
 
 
-def test_extra_static_bytes_are_there_over_the_whole_step() -> None:
+def test_extra_static_bytes_are_live_during_the_whole_step() -> None:
     graph = chain(1, 8, 1, 8, 0, static_bytes=5)
     made = plan(graph, budget_bytes=30, constraints=Constraints(extra_static_bytes=7))
     assert made.graph.static_bytes == 12
@@ -512,7 +523,7 @@ def with_gradients(existing: int, made: int) -> Profile:
     return profile.model_copy(update={"static": profile.static.model_copy(update={"gradients": existing})})
 
 
-def test_gradients_that_exist_are_static_and_not_made_again_at_the_end() -> None:
+def test_present_gradients_are_static_and_not_allocated_again() -> None:
     profile = with_gradients(0, 4)
     present = constrained(profile, Constraints(gradients="present"))
     assert (present.static_bytes, present.closing_bytes) == (4, 0)
@@ -522,17 +533,17 @@ def test_gradients_that_exist_are_static_and_not_made_again_at_the_end() -> None
     assert constrained(kept, Constraints(gradients="present")) == build(kept)
 
 
-def test_gradients_that_existed_when_profiling_cannot_be_taken_away() -> None:
+def test_gradients_in_the_profile_cannot_be_absent() -> None:
     with pytest.raises(InvalidConstraints, match=r"4 B of gradients existed.*set_to_none=True"):
         constrained(with_gradients(4, 0), Constraints(gradients="absent"))
     with pytest.raises(InvalidConstraints, match="pass a Profile"):
         constrained(chain(1, 8), Constraints(gradients="present"))
 
 
-# --- as data --------------------------------------------------------------------------------------------
+# --- constraints as data ----------------------------------------------------------------------------------
 
 
-def test_constraints_are_json_and_come_back_from_a_policy() -> None:
+def test_constraints_round_trip_through_json_and_policies() -> None:
     profile = graphs.gpt2(2)
     rules = Constraints(
         pin_save=("transformer.h.0.attn",),
@@ -544,15 +555,15 @@ def test_constraints_are_json_and_come_back_from_a_policy() -> None:
     made = plan(profile, budget_gb=4.0, constraints=rules)
     policy = Policy.from_json(made.policy().to_json())
     assert policy.constraints == rules
-    again = as_planned(policy, profile)
-    assert (again.peak, again.graph, again.constraints) == (made.peak, made.graph, rules)
+    reread = as_planned(policy, profile)
+    assert (reread.peak, reread.graph, reread.constraints) == (made.peak, made.graph, rules)
     plain = plan(profile, budget_gb=4.0).policy()
     assert plain.constraints is None
     assert "constraints" not in json.loads(plain.to_json())
     assert plan(profile, budget_gb=4.0, constraints=Constraints()).policy() == plain
 
 
-def test_more_memory_is_planned_under_the_same_constraints() -> None:
+def test_more_memory_is_planned_with_the_same_constraints() -> None:
     profile = graphs.gpt2(1)
     rules = Constraints(pin_recompute=("transformer.h.0.mlp.act/aten.tanh",))
     known = bounds(constrained(profile, rules))
@@ -575,12 +586,12 @@ def test_more_memory_is_planned_under_the_same_constraints() -> None:
         {"pins": ["a"]},
     ],
 )
-def test_what_is_no_constraint_is_refused(data: dict[str, object]) -> None:
+def test_invalid_constraints_are_rejected(data: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Constraints.model_validate(data)
 
 
-def test_many_wildcards_take_no_time() -> None:
+def test_patterns_with_many_wildcards_match_quickly() -> None:
     tape = graphs.Tape()
     tape.op("aten." + "a" * 200, [], 1, module=".".join("a" * 200))
     with pytest.raises(UnmatchedPattern):
