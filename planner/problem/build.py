@@ -39,7 +39,7 @@ def build(profile: Profile) -> Graph:
     n = len(profile.ops)
     writes: list[list[VersionId]] = [[] for _ in range(n)]
     readers: list[list[OpId]] = [[] for _ in range(len(profile.values))]
-    handles_of: list[list[SavedTensorId]] = [[] for _ in range(len(profile.values))]
+    saved_tensors_of: list[list[SavedTensorId]] = [[] for _ in range(len(profile.values))]
     versions: list[list[VersionId]] = [[] for _ in range(len(profile.storages))]
     for v, (op, storage) in enumerate(zip(profile.values.op, profile.values.storage, strict=True)):
         writes[op].append(VersionId(v))
@@ -56,14 +56,14 @@ def build(profile: Profile) -> Graph:
             unpacked[h].append(StepId(j))
     drops: list[list[SavedTensorId]] = [[] for _ in range(len(profile.backward))]
     for h, (v, dropped) in enumerate(zip(profile.saved.value, profile.saved.dropped, strict=True)):
-        handles_of[v].append(SavedTensorId(h))
+        saved_tensors_of[v].append(SavedTensorId(h))
         if n < dropped <= n + len(drops):
             drops[dropped - n - 1].append(SavedTensorId(h))
 
-    carrying = set()
+    carrying_versions = set()
     for v, packed in zip(profile.saved.value, profile.saved.packed, strict=True):
         while v >= 0 and profile.values.op[v] >= packed:
-            carrying.add(v)
+            carrying_versions.add(v)
             v = profile.values.previous[v]
 
     columns = profile.ops
@@ -89,8 +89,8 @@ def build(profile: Profile) -> Graph:
                 storage=StorageId(profile.values.storage[v]),
                 previous=VersionId(previous) if previous >= 0 else None,
                 readers=tuple(readers[v]),
-                saved_tensors=tuple(handles_of[v]),
-                carries_older_saved_tensor=v in carrying,
+                saved_tensors=tuple(saved_tensors_of[v]),
+                carries_older_saved_tensor=v in carrying_versions,
             )
             for v, previous in enumerate(profile.values.previous)
         ),

@@ -477,9 +477,9 @@ def test_error_blames_pins_that_hold_too_many_bytes() -> None:
     values = []
     for i in range(4):
         values += tape.op("mm", values[-1:], 8, module=f"h.{i}")
-    handles = [tape.save(v) for v in values]
+    saved_tensors = [tape.save(v) for v in values]
     tape.op("loss", values[-1:], 0)
-    for h in reversed(handles):
+    for h in reversed(saved_tensors):
         tape.step("step", [h])
     profile = tape.profile()
     fits = plan(profile, budget_bytes=24).peak
