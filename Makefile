@@ -19,7 +19,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n 2
 
 # Planner and service without torch, PostgreSQL, browsers or started processes: under a minute.
-SLOW := tests/api/solving tests/api/deploy tests/api/cli tests/api/test_hostile.py \
+SLOW := tests/api/solving tests/api/deploy tests/api/cli tests/api/test_hostile.py tests/api/routes/test_openapi.py \
 	tests/api/test_service_requests.py tests/api/test_stored_policies.py
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n 2 tests/planner tests/api -k "not postgresql and not browser" $(SLOW:%=--ignore=%)

@@ -43,7 +43,7 @@ def test_heap_frozen_by_the_user_stays_frozen() -> None:
         before = gc.get_freeze_count()
         with frozen_heap():
             pass
-        assert gc.get_freeze_count() == before
+        assert 0 < gc.get_freeze_count() <= before  # a frozen object may be freed
     finally:
         gc.unfreeze()
 

@@ -345,11 +345,11 @@ class Party:
         self._others, self._made = others, made or {}
         self.said: list[str] = []
 
-    def all(self, text: str) -> list[str]:
+    def gather(self, text: str) -> list[str]:
         self.said.append(text)
         return [text if rank == self.rank else other for rank, other in enumerate(self._others)]
 
-    def of(self, speaker: int, text: str) -> str:
+    def broadcast(self, speaker: int, text: str) -> str:
         self.said.append(text)
         return text if speaker == self.rank else self._made[speaker]
 
