@@ -382,9 +382,9 @@ class Applied:
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._read_counter()
         model, bucket = self._model(), self._store.current
+        self._unplanned.optimizer_stepped(optimizer, self._forwards)
         if model is not None and bucket is not None:
             self._replanner.warn_of_uncounted_state(model, bucket)
-        self._unplanned.optimizer_stepped(optimizer, self._forwards)
 
     def _read_counter(self) -> None:
         if not self.planning:

@@ -43,6 +43,9 @@ _PUBLISHED = {  # names in `to_dict`, where they differ from the argument's
 class PlannerError(Exception):
     """Base of all errors of the planner."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_unpickled, (type(self), self.args, self.__dict__))
 
@@ -65,9 +68,9 @@ def from_dict(data: Mapping[str, Any]) -> PlannerError | None:
             given = {name: data[key] for name, key in published.items() if key in data}
             try:
                 if "live" in given:
-                    given["live"] = [Holding(**holding) for holding in given["live"]]
+                    given["live"] = [Holding(h["nbytes"], h["name"], h["why"]) for h in given["live"]]
                 error: PlannerError = cls(**given)
-            except (TypeError, ValueError, ArithmeticError):  # an argument is missing, or of another type
+            except (LookupError, TypeError, ValueError, ArithmeticError):  # an argument is missing or wrong
                 return None
             return error
     return None

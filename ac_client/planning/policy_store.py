@@ -185,18 +185,20 @@ class PolicyStore:
         """Return `bucket`, or what takes its place because this step is not the one it was planned for."""
         loop = self._watch.loop_to_plan(bucket, waiting)
         current = bucket
-        if bucket.may_lack_gradients and self._parameters.gradients_exist():
-            current = self._replanner.for_gradients(call, current, loop)
-        if current.profile is not None and self._planner.budget_bytes is not None:
-            self._replanner.count_optimizers(call.model, current)
-            if current.ran_skipped and not waiting and not self._watch.fits_twice(current):
-                current = self._replanner.for_more_modules(call, current)
-            self._replanner.count_other_models(current)
-            if loop != current.step.loop:
-                current = self._replanner.for_loop(call, current, loop)
-        if current is not bucket:
-            with self._lock:
-                self._add(call.model, current)
+        try:
+            if bucket.may_lack_gradients and self._parameters.gradients_exist():
+                current = self._replanner.for_gradients(call, current, loop)
+            if current.profile is not None and self._planner.budget_bytes is not None:
+                self._replanner.count_optimizers(call.model, current)
+                if current.ran_skipped and not waiting and not self._watch.fits_twice(current):
+                    current = self._replanner.for_more_modules(call, current)
+                self._replanner.count_other_models(current)
+                if loop != current.step.loop:
+                    current = self._replanner.for_loop(call, current, loop)
+        finally:  # an error in a later one must not lose what an earlier one planned
+            if current is not bucket:
+                with self._lock:
+                    self._add(call.model, current)
         return current
 
     def _plan_new_shape(

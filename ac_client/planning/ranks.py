@@ -211,7 +211,7 @@ def _encode(need: Need | Exception) -> str:
             data["arguments"] = [need.where, need.why, need.instead]
         case ShardsInUse():
             data["arguments"] = [need.where]
-    return json.dumps(data)
+    return json.dumps(data, default=str)
 
 
 def _decode_need(text: str) -> Need:

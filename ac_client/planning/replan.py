@@ -53,6 +53,7 @@ class Replanner:
         self._on_device = buckets.on_device
         self._lock = buckets.lock
         self._optimizers = optimizers
+        self._adopted_checked = 0  # adopted optimizers when their state was last compared with a plan's
 
     def for_gradients(self, call: ModelCall, bucket: PlannedBucket, loop: Loop) -> PlannedBucket:
         """Plan again if gradients exist before a step that was planned as one that makes them.
@@ -168,8 +169,11 @@ class Replanner:
     def warn_of_uncounted_state(self, model: nn.Module, bucket: PlannedBucket) -> None:
         """Warn of an optimizer that was not passed to `apply`, in the step in which it makes its state."""
         profile, adopted = bucket.profile, self._optimizers.adopted
-        if profile is None or self._planner.budget_bytes is None or bucket.step.n_adopted == adopted:
+        if profile is None or self._planner.budget_bytes is None:
             return
+        if adopted in (bucket.step.n_adopted, self._adopted_checked):
+            return
+        self._adopted_checked = adopted
         more = optimizer_bytes(self._optimizers.all, device_of(model)).state - profile.static.optimizer_state
         if more > 0:
             names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers.all))

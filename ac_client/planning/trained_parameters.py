@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -32,8 +31,10 @@ class TrainedParameters:
     def look(self, model: nn.Module) -> None:
         """Take note of the mode of `model` and of its parameters as they are now."""
         parameters = list(parameters_of(model))
-        self._parameters = [weakref.ref(p) for p in parameters]
-        self.key: TrainedKey = model.training, tuple((p.requires_grad, p.dtype) for p in parameters)
+        kinds = tuple((p.requires_grad, p.dtype) for p in parameters)
+        # One assignment: forwards on other threads read the pairs without a lock.
+        self._seen = tuple((weakref.ref(p), kind) for p, kind in zip(parameters, kinds, strict=True))
+        self.key: TrainedKey = model.training, kinds
         trainable = [weakref.ref(p) for p in parameters if p.requires_grad]
         self._probes = trainable[:: max(1, len(trainable) // GRADIENT_PROBES)]
 
@@ -44,7 +45,7 @@ class TrainedParameters:
         spread sample, and the next call their neighbors. So layers that are frozen or thawed are noticed at
         once, a single parameter within a few forwards.
         """
-        stride = -(-len(self._parameters) // SAMPLED_PER_FORWARD) or 1
+        stride = -(-len(self._seen) // SAMPLED_PER_FORWARD) or 1
         self._turn = (self._turn + 1) % stride
         return self._changed(slice(self._turn, None, stride))
 
@@ -60,8 +61,7 @@ class TrainedParameters:
         return any((p := ref()) is not None and gradient_of(p) is not None for ref in self._probes)
 
     def _changed(self, sample: slice) -> bool:
-        known: Sequence[tuple[bool, torch.dtype]] = self.key[1]
         return any(
-            (p := ref()) is not None and (p.requires_grad != kind[0] or p.dtype is not kind[1])
-            for ref, kind in zip(self._parameters[sample], known[sample], strict=True)
+            (p := ref()) is not None and (p.requires_grad != trains or p.dtype is not dtype)
+            for ref, (trains, dtype) in self._seen[sample]
         )

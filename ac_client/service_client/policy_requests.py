@@ -15,8 +15,13 @@ import zstandard
 from ac_client.service_client.connection import ServiceConnection, problem_of, refusal
 from ac_client.service_client.errors import ServiceUnavailable
 from autoac.planner.errors import (
+    InfeasibleBudget,
+    InfeasibleConstraints,
+    InvalidBudget,
+    InvalidConstraints,
     MalformedPolicy,
     PlannerError,
+    SolverOutOfTime,
     UnknownVersion,
     from_dict,
 )
@@ -33,6 +38,13 @@ POLL_S = 0.5  # between two looks at a job
 MOST_CANDIDATES = 3  # stored policies to fetch, the newest first
 ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]*(/[A-Za-z0-9][A-Za-z0-9._@+-]*){0,3}")
 MOST_ALIAS_LENGTH = 200
+PLANNER_ERRORS = (
+    InfeasibleBudget,
+    InfeasibleConstraints,
+    InvalidBudget,
+    InvalidConstraints,
+    SolverOutOfTime,
+)  # that a service raises for a request of ours
 
 
 def request_policy(
@@ -290,4 +302,5 @@ def _policy_of(url: str, response: httpx2.Response) -> Policy:
 def planner_error(problem: dict[str, Any], budget: int) -> PlannerError | None:
     """Return the planner's error that a problem document describes; None if it describes another."""
     kind = str(problem.get("type")).removeprefix(URN)
-    return from_dict({"budget_bytes": budget} | problem | {"kind": kind})
+    found = from_dict({"budget_bytes": budget} | problem | {"kind": kind})
+    return found if isinstance(found, PLANNER_ERRORS) else None

@@ -129,8 +129,14 @@ class QueueWorker:
         """Run the job of an entry."""
         queue_id = context.job.id
         assert queue_id is not None
+        claim = asyncio.ensure_future(to_thread.run_sync(self.runner.runs.claim_delivered, job_id, queue_id))
         try:
-            job = await to_thread.run_sync(self.runner.runs.claim_delivered, job_id, queue_id)
+            try:
+                job = await asyncio.shield(claim)
+            except asyncio.CancelledError:  # the claim's thread goes on, and may still commit
+                if (claimed := await claim) is not None:
+                    await self.runner.give_back(claimed)
+                raise
             if job is not None:
                 await self.runner.run(job)
         except OwnerBusy:
@@ -147,17 +153,34 @@ class QueueWorker:
         """Deliver the jobs of dead workers once more: first a new entry, then the old one goes."""
         lease_s = self.runner.settings.lease_s
         while True:
-            with suppress(*QUEUE_AWAY, *AWAY):  # the worker itself finds out, and says so
+            try:
                 for entry in await app.job_manager.get_stalled_jobs(
                     queue=QUEUE, task_name=TASK, seconds_since_heartbeat=lease_s
                 ):
-                    id = str(entry.task_kwargs["job_id"])
-                    if await to_thread.run_sync(self.runner.runs.requeue_interrupted, id, entry.id):
-                        log.warning("requeued a job of a worker that died", job=id)
-                        self.runner.metrics.requeued.inc()
+                    await self._requeue(str(entry.task_kwargs["job_id"]), entry.id)
                     with suppress(ConnectorException):  # another worker rescued it first
                         await app.job_manager.finish_job(entry, Status.FAILED, delete_job=True)
+                await self._rescue_without_entry(app)
+            except (*QUEUE_AWAY, *AWAY):
+                pass  # the worker itself finds out, and says so
+            except Exception:
+                log.exception("could not look for jobs of workers that died")
             await asyncio.sleep(lease_s / 3)
+
+    async def _rescue_without_entry(self, app: procrastinate.App) -> None:
+        """Deliver the jobs once more whose entry is gone: a worker of another release may have dropped it."""
+        live = await to_thread.run_sync(self.runner.runs.live_entries)
+        if live:
+            entries = await app.job_manager.list_jobs_async(queue=QUEUE, task=TASK)
+            waiting = {entry.id for entry in entries}
+            for id, queue_id in live:
+                if queue_id not in waiting:
+                    await self._requeue(id, queue_id)
+
+    async def _requeue(self, id: str, queue_id: int | None) -> None:
+        if await to_thread.run_sync(self.runner.runs.requeue_interrupted, id, queue_id):
+            log.warning("requeued a job of a worker that died", job=id)
+            self.runner.metrics.requeued.inc()
 
 
 def _raise_unless_away(error: BaseException) -> None:

@@ -26,6 +26,8 @@ from autoac.api.storage.plot_cache import store_plot
 from autoac.api.storage.registry import add_policy, options_of, profile_text
 from autoac.api.storage.tables import jobs
 
+_WENT_AWAY = {"why": "its runner went away"}
+
 
 class OwnerBusy(Exception):
     """As many jobs of this owner run as its limit allows; the job stays queued."""
@@ -54,6 +56,7 @@ class JobRuns:
 
         It is void if the job is final or deleted, or if a newer entry delivers it. A job that already runs
         under this entry is started again: procrastinate has taken the entry away from the earlier runner.
+        After too many attempts it fails instead.
 
         Raises:
             OwnerBusy: the owner has reached its limit of running jobs.
@@ -61,7 +64,7 @@ class JobRuns:
         with self.database.write() as connection:
             busy = self._busy_owners(connection)
             row = connection.execute(
-                select(jobs.c.owner, jobs.c.state)
+                select(jobs.c.owner, jobs.c.state, jobs.c.attempt)
                 .where(jobs.c.id == id, jobs.c.queue_id == queue_id, jobs.c.state.in_(LIVE))
                 .with_for_update()
             ).one_or_none()
@@ -69,6 +72,9 @@ class JobRuns:
                 return None
             if row.state == JobState.QUEUED and row.owner in busy:
                 raise OwnerBusy
+            if row.state == JobState.RUNNING and row.attempt >= self.settings.attempts:
+                self._give_up(connection, id)
+                return None
             return self._start(connection, id)
 
     def _busy_owners(self, connection: Connection) -> list[str]:
@@ -139,6 +145,12 @@ class JobRuns:
             add_event(connection, job.id, "state", {"state": JobState.QUEUED, "why": "its runner stopped"})
             return True
 
+    def live_entries(self) -> list[tuple[str, int | None]]:
+        """Return the id of each job that is not final, with the queue's entry that delivers it."""
+        with self.database.read() as connection:
+            rows = connection.execute(select(jobs.c.id, jobs.c.queue_id).where(jobs.c.state.in_(LIVE)))
+            return [(row.id, row.queue_id) for row in rows]
+
     def interrupted(self) -> list[str]:
         """Return the ids of the running jobs. When an embedded runner starts, nobody runs them."""
         with self.database.read() as connection:
@@ -162,17 +174,23 @@ class JobRuns:
             ).one_or_none()
             if found is None:
                 return False
-            why = {"why": "its runner went away"}
-            values: dict[str, Any]
             if found.state == JobState.RUNNING and found.attempt >= self.settings.attempts:
-                problem = _gave_up(self.settings.attempts)
-                values = {"state": JobState.FAILED, "finished_at": now(), "problem": problem}
-            else:
-                values = {"state": JobState.QUEUED, "queue_id": self.queue.add(connection, id)}
+                self._give_up(connection, id)
+                return True
+            values = {"state": JobState.QUEUED, "queue_id": self.queue.add(connection, id)}
             connection.execute(update(jobs).where(jobs.c.id == id).values(**values))
-            if values["state"] != found.state:
-                add_event(connection, id, "state", {"state": values["state"]} | why)
+            if found.state == JobState.RUNNING:
+                add_event(connection, id, "state", {"state": JobState.QUEUED} | _WENT_AWAY)
             return True
+
+    def _give_up(self, connection: Connection, id: str) -> None:
+        problem = _gave_up(self.settings.attempts)
+        connection.execute(
+            update(jobs)
+            .where(jobs.c.id == id)
+            .values(state=JobState.FAILED, finished_at=now(), problem=problem)
+        )
+        add_event(connection, id, "state", {"state": JobState.FAILED} | _WENT_AWAY)
 
 
 def _current(job: Job) -> Any:

@@ -271,3 +271,16 @@ def test_advised_budget_is_sufficient_and_at_most_ten_percent_too_large(nbytes: 
     advised = float(str(error).split("budget_gb=")[1].split()[0])
     assert nbytes <= bytes_from_gb(advised) <= nbytes * 1.1
     assert f"{nbytes:,} B" in str(error) or f"{nbytes} B" in str(error)
+
+
+def test_error_of_the_base_class_is_published_with_its_text() -> None:
+    assert PlannerError("no such thing").to_dict() == {"kind": "planner-error", "detail": "no such thing"}
+
+
+def test_fields_of_a_newer_release_in_an_error_are_ignored() -> None:
+    error = InfeasibleBudget(10, 11, None, "a/aten.mm.default#0, forward", (Holding(8, "a", "saved"),))
+    data = error.to_dict()
+    data["live"][0]["newer"] = 1
+    read = from_dict(data | {"newer": 1})
+    assert isinstance(read, InfeasibleBudget)
+    assert read.live == error.live

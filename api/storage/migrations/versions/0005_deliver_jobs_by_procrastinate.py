@@ -40,7 +40,7 @@ def _deliver_live_jobs(connection: sa.Connection) -> None:
     for id in connection.scalars(sa.text(f"SELECT id FROM jobs WHERE {live} ORDER BY number")).all():
         entry = app.configure_task(
             "autoac.run_job",
-            queue="autoac",
+            queue="autoac-jobs",
             queueing_lock=id,
             connection=connection.connection.driver_connection,
         )
