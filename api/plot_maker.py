@@ -48,7 +48,7 @@ class PlotMaker:
                 self._in_progress.pop(id, None)
 
     def _look(self, id: str) -> tuple[bytes | None, bytes]:
-        """Return the stored plot, or None and the body from which a child makes it."""
+        """Return (plot, b"") if a plot is stored, else (None, the body from which a child makes it)."""
         with self._database.read() as connection:
             found = read_plot(connection, id)
             if found is not None:

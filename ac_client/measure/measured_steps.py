@@ -113,7 +113,7 @@ class MeasuredSteps:
         """Return an HTML page: the step last measured under `owner`, as planned then, or else the plan alone.
 
         Raises:
-            RuntimeError: there is neither a plan nor a profile, which has the bytes.
+            RuntimeError: both `plan` and `profile` are None, so the sizes of the tensors are unknown.
         """
         step, notes = None, []
         if self._last is not None and self._last.owner is owner:

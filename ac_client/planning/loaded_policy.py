@@ -93,7 +93,7 @@ class ProfiledStep:
 def skipped_modules(model: nn.Module, profile: Profile) -> frozenset[str]:
     """Return the paths of modules with their own parameters that `profile` did not run.
 
-    Compiled parts hide their modules, so a model with such parts has none.
+    The set is empty if a part of the model is compiled, since compiled parts hide their modules.
     """
     if compiled_parts(model):
         return frozenset()

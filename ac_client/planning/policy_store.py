@@ -330,7 +330,7 @@ class PolicyStore:
         return None
 
     def _beyond(self, shape: Shape, key: Key) -> PlannedBucket:
-        """Return the bucket for a batch that no bucket covers and that is not planned."""
+        """Return the largest bucket, for a batch that no bucket covers and for which no plan may be made."""
         bucket = largest(self._buckets.all or self.all)
         self._planner.warn_once(
             "beyond",

@@ -196,7 +196,7 @@ def _authorization(token: str | None) -> dict[str, str]:
         where = "the argument token" if token else "the environment variable AUTOAC_TOKEN"
         at = next(i for i, letter in enumerate(key) if not KEY.fullmatch(letter))
         raise ServiceRefused(
-            f"{where} must be a key of printable ASCII characters, got another at position {at}; "
+            f"{where} must be a key of printable ASCII characters, but the one at position {at} is another; "
             "`autoac keys create NAME` makes a key"
         )
     return {"Authorization": f"Bearer {key}"}
