@@ -1,7 +1,8 @@
 """The embedded worker of SQLite: claims jobs from the table, which no other process does.
 
 Since nobody else runs jobs, there is no lease to renew: a job that is running when the worker starts was
-interrupted, and is queued again at once.
+interrupted, and is queued again at once. A locked file next to the database shows a service that was started
+a second time by mistake that the running jobs are the first one's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import partial
 import anyio
 import structlog
 from anyio import to_thread
+from filelock import FileLock, Timeout
 
 from autoac.api.solving.job_runner import JobRunner, retry_while_away, wait_for_database
 from autoac.api.storage.job_store import Job
@@ -33,10 +35,25 @@ class TableWorker:
 
     async def serve(self) -> None:
         """Run jobs until cancelled, and then give the unfinished ones back."""
+        lock = FileLock(f"{self._runs.database.url.database}.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            log.warning("another service runs the jobs of this database", lock=lock.lock_file)
+        else:
+            await self._requeue_interrupted()
+        try:
+            await self._claim_and_run()
+        finally:
+            lock.release()
+
+    async def _requeue_interrupted(self) -> None:
         for id in await wait_for_database(self._runs.interrupted):
             if await wait_for_database(partial(self._runs.requeue_interrupted, id)):
                 log.warning("requeued a job of an earlier process", job=id)
                 self._runner.metrics.requeued.inc()
+
+    async def _claim_and_run(self) -> None:
         slots = anyio.Semaphore(self._runner.settings.solves_at_once)
         async with anyio.create_task_group() as group:
             while True:

@@ -370,3 +370,15 @@ def test_queue_has_a_limit(serve: Serve, profile: Profile) -> None:
     until(lambda: http.get(url).json()["state"] == "running")
     post(http, profile, NOW, budget_gb=2)
     assert post(http, profile, NOW, budget_gb=3).status_code == 503
+
+
+def test_service_started_twice_leaves_running_jobs_to_the_first(serve: Serve, profile: Profile) -> None:
+    gate = Gate()
+    http = serve(gate)
+    job = job_of(post(http, profile, NOW))
+    until(lambda: http.get(job).json()["state"] == "running")
+    again = serve(gate)
+    assert again.get(job).json()["attempt"] == 1
+    gate.open(http)
+    until(lambda: http.get(job).json()["state"] == "succeeded")
+    assert gate.log == ["began", "ended"]
