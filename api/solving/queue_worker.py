@@ -7,7 +7,10 @@ Ours begins again, and `_rescue` delivers such jobs once more. See NOTE [ Delive
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 import anyio
 import procrastinate
@@ -24,6 +27,8 @@ from autoac.api.storage.job_runs import OwnerBusy
 from autoac.api.storage.postgres_queue import QUEUE, TASK
 
 log = structlog.get_logger("autoac.worker")
+
+T = TypeVar("T")
 
 LATER_S = 2  # until a delivery is tried again whose owner is at its limit, or that met an error
 CANCEL_AGAIN_S = 5.0  # between two attempts to stop procrastinate's worker
@@ -169,7 +174,7 @@ class QueueWorker:
 
     async def _rescue_without_entry(self, app: procrastinate.App) -> None:
         """Deliver the jobs once more whose entry is gone: a worker of another release may have dropped it."""
-        live = await to_thread.run_sync(self.runner.runs.live_entries)
+        live = await _in_thread(self.runner.runs.live_entries)
         if live:
             entries = await app.job_manager.list_jobs_async(queue=QUEUE, task=TASK)
             waiting = {entry.id for entry in entries}
@@ -178,9 +183,19 @@ class QueueWorker:
                     await self._requeue(id, queue_id)
 
     async def _requeue(self, id: str, queue_id: int | None) -> None:
-        if await to_thread.run_sync(self.runner.runs.requeue_interrupted, id, queue_id):
+        if await _in_thread(partial(self.runner.runs.requeue_interrupted, id, queue_id)):
             log.warning("requeued a job of a worker that died", job=id)
             self.runner.metrics.requeued.inc()
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Call `function` in a thread; if cancelled, wait until it has given its connection back."""
+    call = asyncio.ensure_future(to_thread.run_sync(function))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        raise
 
 
 def _raise_unless_away(error: BaseException) -> None:
