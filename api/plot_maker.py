@@ -13,7 +13,8 @@ from autoac.api.policy_plot import plot_body
 from autoac.api.request_reader import RequestReader, while_connected
 from autoac.api.storage.database import AWAY, Database
 from autoac.api.storage.plot_cache import read_plot, store_plot
-from autoac.api.storage.registry import get_policy, profile_text, read_policy
+from autoac.api.storage.policy_registry import get_policy, read_policy
+from autoac.api.storage.profile_registry import profile_text
 
 
 class PlotMaker:
@@ -27,7 +28,7 @@ class PlotMaker:
         """Return the plot of a policy, as `policy_plot.draw` makes it.
 
         Raises:
-            NotFound: there is no such policy, or its profile was deleted.
+            NotFound: the policy does not exist, or its profile was deleted.
             Busy: too many bodies are being read. Also raises what `Solver.draw` does.
         """
         with self._reader.reserve_slot(request):

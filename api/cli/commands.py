@@ -143,8 +143,8 @@ def prune(
     from autoac.api.storage.database import now
     from autoac.api.storage.job_store import prune_jobs
     from autoac.api.storage.keys import note
-    from autoac.api.storage.registry import prunable
-    from autoac.api.storage.registry import prune as prune_registry
+    from autoac.api.storage.retention import prunable
+    from autoac.api.storage.retention import prune as prune_registry
     from autoac.api.storage.tables import audit
 
     with _one_line_errors():

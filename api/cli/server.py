@@ -88,7 +88,7 @@ def check_reach(settings: Settings, database: Database) -> None:
         if any_key(connection):
             return
     raise RefusedToListen(
-        f"{settings.host} can be reached from other machines, and there is no key: make one with "
+        f"{settings.host} can be reached from other machines, and no key exists: make one with "
         "`autoac keys create NAME`, or set AUTOAC_TOKEN to a secret of at least 16 characters, "
         "or listen on 127.0.0.1"
     )

@@ -27,15 +27,9 @@ from autoac.api.routes.openapi_helpers import (
 )
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import AliasView, MoveView
+from autoac.api.storage.alias_registry import alias_history, get_alias, list_aliases, move_alias, remove_alias
 from autoac.api.storage.keys import note
-from autoac.api.storage.registry import (
-    alias_history,
-    get_alias,
-    list_aliases,
-    move_alias,
-    read_policy,
-    remove_alias,
-)
+from autoac.api.storage.policy_registry import read_policy
 from autoac.planner.formats.base import complaints
 
 router = APIRouter(prefix="/v1", tags=["aliases"])

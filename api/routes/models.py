@@ -18,7 +18,7 @@ from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import View, when
 from autoac.api.service import Service
 from autoac.api.storage.keys import Caller, note
-from autoac.api.storage.registry import StoredModel, get_model, list_models, name_model
+from autoac.api.storage.profile_registry import StoredModel, get_model, list_models, name_model
 from autoac.planner.formats.base import complaints
 
 router = APIRouter(prefix="/v1/models", tags=["models"])

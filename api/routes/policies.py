@@ -30,12 +30,12 @@ from autoac.api.routes.openapi_helpers import (
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import PolicyView
 from autoac.api.service import Service
+from autoac.api.storage.alias_registry import get_alias
 from autoac.api.storage.keys import note
 from autoac.api.storage.plot_cache import plot_version, read_plot
-from autoac.api.storage.registry import (
+from autoac.api.storage.policy_registry import (
     PolicyOptions,
     delete_policy,
-    get_alias,
     get_policy,
     list_policies,
     read_policy,

@@ -28,7 +28,7 @@ from autoac.api.routes.views import ProfileView
 from autoac.api.service import Service
 from autoac.api.storage.job_store import delete_profile
 from autoac.api.storage.keys import Caller, note
-from autoac.api.storage.registry import add_profile, get_profile, list_profiles, profile_text
+from autoac.api.storage.profile_registry import add_profile, get_profile, list_profiles, profile_text
 
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 

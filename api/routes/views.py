@@ -10,8 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection, select
 
 from autoac.api.requests import Kind
+from autoac.api.storage.alias_registry import Alias, Move
 from autoac.api.storage.job_store import Job, JobState
-from autoac.api.storage.registry import Alias, Move, StoredPolicy, StoredProfile
+from autoac.api.storage.policy_registry import StoredPolicy
+from autoac.api.storage.profile_registry import StoredProfile
 from autoac.api.storage.tables import audit
 
 

@@ -139,7 +139,7 @@ async def _feed(stdin: ByteSendStream, body: bytes) -> None:
 
 
 async def _listen(stdout: ByteReceiveStream, on_progress: OnJobProgress) -> bytes:
-    """Return the content of the last frame, empty if there is none; pass on each piece of progress."""
+    """Return the content of the last frame, or b"" without one; pass on each piece of progress."""
     buffer = bytearray()
     async for chunk in stdout:
         buffer += chunk

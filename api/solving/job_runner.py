@@ -69,7 +69,7 @@ class JobRunner:
                 self.metrics.requeued.inc()
 
     async def _solve(self, job: Job, progress: list[dict[str, Any]]) -> str:
-        """Return how the run ended: "succeeded", "failed", or "lost" if the job is no longer current."""
+        """Return how the run ended: "succeeded", "failed", or "lost" to another run or a cancellation."""
         try:
             text = await wait_for_database(lambda: self.runs.profile_text(job))
             solves = int(job.options.get("points", 1))
@@ -92,7 +92,7 @@ class JobRunner:
         return "succeeded" if done else "lost"
 
     async def _report(self, job: Job, progress: list[dict[str, Any]], scope: anyio.CancelScope) -> None:
-        """Write progress as it comes; cancel `scope` once the job is no longer current."""
+        """Write progress as it comes; cancel `scope` once another run or a cancellation replaced this one."""
         while True:
             await anyio.sleep(PROGRESS_EVERY_S)
             pieces = _drain(progress)

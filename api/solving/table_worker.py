@@ -1,8 +1,8 @@
 """The embedded worker of SQLite: claims jobs from the table, which no other process does.
 
-Since nobody else runs jobs, there is no lease to renew: a job that is running when the worker starts was
-interrupted, and is queued again at once. A locked file next to the database shows a service that was started
-a second time by mistake that the running jobs are the first one's.
+Since nobody else runs jobs, no lease is needed: a job that is running when the worker starts was interrupted,
+and is queued again at once. The worker holds a lock file next to the database. A service that is started a
+second time by mistake finds it locked, and leaves the running jobs to the first.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class EventFeed:
         """Read new events, unless another listener is reading or did so in the last `LOOK_S`.
 
         Raises:
-            NotFound: there is no such job.
+            NotFound: the job does not exist.
             DBAPIError: the database is away.
         """
         if self.ended or self._looking or time.monotonic() - self._looked_at < LOOK_S:

@@ -25,7 +25,8 @@ from autoac.api.storage.job_store import (
     get_job,
     job_from,
 )
-from autoac.api.storage.registry import add_profile, read_policy
+from autoac.api.storage.policy_registry import read_policy
+from autoac.api.storage.profile_registry import add_profile
 from autoac.api.storage.tables import jobs, profiles
 
 REUSED_FAILURES = tuple(
@@ -52,7 +53,7 @@ class JobRequests:
             fresh: solve the request even if its result is stored.
 
         Raises:
-            NotFound: there is no such profile.
+            NotFound: the profile does not exist.
             TooManyJobs: the owner has reached its limit of queued jobs.
             Busy: all owners together have reached theirs.
         """
@@ -152,7 +153,7 @@ class JobRequests:
         """Cancel a live job and return it; return a final one as it is.
 
         Raises:
-            NotFound: there is no such job.
+            NotFound: the job does not exist.
         """
         with self.database.write() as connection:
             self._cancel(connection, id)

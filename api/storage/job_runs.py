@@ -23,7 +23,8 @@ from autoac.api.storage.database import Database, now
 from autoac.api.storage.job_queue import JobQueue
 from autoac.api.storage.job_store import LIVE, Job, JobState, add_event, get_job
 from autoac.api.storage.plot_cache import store_plot
-from autoac.api.storage.registry import add_policy, options_of, profile_text
+from autoac.api.storage.policy_registry import add_policy, options_of
+from autoac.api.storage.profile_registry import profile_text
 from autoac.api.storage.tables import jobs
 
 _WENT_AWAY = {"why": "its runner went away"}
@@ -40,7 +41,7 @@ class JobRuns:
         self.database, self.settings, self.queue = database, settings, queue
 
     def claim_next(self) -> Job | None:
-        """Start the oldest queued job whose owner is below its limit; return None if there is none."""
+        """Start the oldest queued job whose owner is below its limit; return None if no job may start."""
         with self.database.write() as connection:
             oldest = (
                 select(jobs.c.id)

@@ -20,7 +20,7 @@ from sqlalchemy import Connection, Row, and_, delete, func, insert, select
 from autoac.api.errors import InUse, JobCancelled, JobFailed, NotFound
 from autoac.api.requests import Kind
 from autoac.api.storage.database import Database, now
-from autoac.api.storage.registry import read_policy
+from autoac.api.storage.policy_registry import read_policy
 from autoac.api.storage.tables import job_events, jobs, profiles
 
 RETRY_AFTER_S = 5
@@ -88,7 +88,7 @@ def get_job(connection: Connection, id: str, *, for_update: bool = False) -> Job
     """Return a job; `for_update` locks its row until the transaction ends.
 
     Raises:
-        NotFound: there is no such job.
+        NotFound: the job does not exist.
     """
     query = select(*JOB_COLUMNS).where(jobs.c.id == id)
     row = connection.execute(query.with_for_update() if for_update else query).one_or_none()
@@ -122,7 +122,7 @@ class JobStore:
         """Return a job.
 
         Raises:
-            NotFound: there is no such job.
+            NotFound: the job does not exist.
         """
         with self.database.read() as connection:
             return get_job(connection, id)
@@ -154,7 +154,7 @@ class JobStore:
         """Return the data that a page draws of a finished frontier, as `policy_plot.outline` made it.
 
         Raises:
-            NotFound: there is no such job, or it has no plot.
+            NotFound: the job does not exist, or it has no plot.
         """
         with self.database.read() as connection:
             found: bytes | None = connection.scalar(select(jobs.c.drawing).where(jobs.c.id == id))
@@ -224,7 +224,7 @@ def delete_profile(connection: Connection, digest: str) -> None:
     """Delete a profile and its jobs. Its policies stay.
 
     Raises:
-        NotFound: there is no such profile.
+        NotFound: the profile does not exist.
         InUse: a job that is queued or running needs it.
     """
     of_profile = jobs.c.profile_digest == digest

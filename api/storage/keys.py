@@ -76,7 +76,7 @@ def get_key(connection: Connection, id: str) -> Key:
     """Return a key.
 
     Raises:
-        NotFound: there is no such key.
+        NotFound: the key does not exist.
     """
     row = connection.execute(select(*_COLUMNS).where(keys.c.id == id)).one_or_none()
     if row is None:
@@ -93,7 +93,7 @@ def revoke_key(connection: Connection, id: str) -> Key:
     """Revoke a key.
 
     Raises:
-        NotFound: there is no such key.
+        NotFound: the key does not exist.
     """
     get_key(connection, id)
     connection.execute(

@@ -36,7 +36,7 @@ HEADERS = {
 }
 
 SHARED = ("vendor/uPlot.min.css", "timeline.css", "vendor/uPlot.iife.min.js", "parts.js", "timeline.js")
-"""What `autoac.planner.report.page` has."""
+"""The parts that `autoac.planner.report.page` provides."""
 OURS = (
     "service.css",
     "service.js",

@@ -18,7 +18,7 @@ from autoac.api.solving import child_main as child
 from autoac.api.solving.child_process import OnJobProgress, SpawnedSolver
 from autoac.api.storage.database import Database
 from autoac.api.storage.plot_cache import read_plot, store_plot
-from autoac.api.storage.registry import PolicyOptions, add_policy
+from autoac.api.storage.policy_registry import PolicyOptions, add_policy
 from autoac.api.storage.tables import drawings
 from autoac.planner import plan
 from autoac.planner.formats.policy import Policy

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from autoac.api import Settings
 from autoac.api.storage.database import Database
-from autoac.api.storage.registry import prune
+from autoac.api.storage.retention import prune
 from autoac.planner import plan
 from autoac.planner.formats.profile import Profile
 
