@@ -154,7 +154,7 @@ class Applied:
         only the large ones need to, plan for those too.
 
         Raises:
-            RuntimeError: one policy serves every shape, there is no budget, or the model is in `eval()`.
+            RuntimeError: one policy serves every shape, `apply` got no budget, or the model is in `eval()`.
             InfeasibleBudget: no plan fits. What was planned before stays.
         """
         model = self._model()

@@ -68,7 +68,7 @@ def apply(
             optimizer state included. Optional if `policy` is given.
         optimizer: the optimizer that steps the model; its state counts, also before its first step.
         policy: the policy to carry out: a Policy, for every batch; a PolicySet, for the batches that it
-            covers, and for others too if there is no budget to plan them for; or the path of a file with
+            covers, and without `budget_gb` also for all others; or the path of a file with
             either.
         alias: name of a policy in the service, such as "llama-8b@h100/production". The policy that it stands
             for now is used as if it were given as `policy`.
@@ -101,8 +101,8 @@ def apply(
             budget, and the policy set is empty.
         ValueError: `shapes` or `group` is not one of its valid values; `service` is not a URL; `alias` cannot
             be a name, or comes with `policy`; or `alias` or `require_service` come without `service`.
-        ServiceUnavailable: the service is away, and `require_service` was passed or there is no budget to
-            plan for. From `apply` for an alias, otherwise from the first training forward, which leaves the
+        ServiceUnavailable: the service is away, and `require_service` was passed or `budget_gb` was
+            not. From `apply` for an alias, otherwise from the first training forward, which leaves the
             model as it was.
         ServiceRefused: the service refused the request: a wrong key, no such alias.
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.

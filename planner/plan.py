@@ -144,7 +144,7 @@ def plan(
         InvalidLimit: `gap` is not from 0 to 1, or another limit is negative.
         InvalidConstraints: a pattern matches nothing, pins contradict each other, or the like.
         InfeasibleBudget: no save set fits. InfeasibleConstraints: because of the constraints.
-        SolverOutOfTime: neither a plan nor a proof that there is none was found with that work and time.
+        SolverOutOfTime: the given work and time gave neither a plan nor a proof that none exists.
             Never within a budget that `find_minimum_peak` finds a save set for with its defaults.
     """
     budget = _budget(budget_gb, budget_bytes, headroom_bytes)

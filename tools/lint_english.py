@@ -32,7 +32,7 @@ BANNED = {
     r"(?<!there )(?:is|are) no (?!longer|more|less|later)": 'write "is not a"',
 }
 _BANNED = re.compile("|".join(rf"(?P<r{i}>\b{phrase}\b)" for i, phrase in enumerate(BANNED)), re.IGNORECASE)
-_OPENING = re.compile(r"\s*(What|Whether|Who|How)\b")
+_OPENING = re.compile(r"\s*(What|Whether|Which|Who|How)\b")
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 Finding = tuple[int, str]

@@ -19,7 +19,7 @@ _PLAIN = frozenset({int, float, complex, str, bytes})
 
 
 Key = tuple[tuple[Any, ...], tuple[int, ...]]
-"""What a batch is built of, and the dimensions of all its tensors in the order of its leaves."""
+"""The structure of a batch, and the dimensions of all its tensors in the order of its leaves."""
 
 
 class ModelCall(NamedTuple):

@@ -38,7 +38,7 @@ class ModelOnDevice:
         model: the planned model; not kept alive.
         name: of the model, in messages.
         optimizers: whose state counts.
-        budget_bytes: of the device; None if there is no budget.
+        budget_bytes: the budget of the device; None if `apply` got none.
         limit: the most bytes that a planned peak may have.
         waiting: returns how many of the model's forwards wait for their backward.
     """

@@ -101,7 +101,9 @@ class OomRetry:
             self._replanner.tighten(bucket, allocator, peak)
         except (PlannerError, RemoteError) as error:
             failed.add_note(f"It came from:\n{origin}")
-            self.note(failed, f"The step was not run again, for there is no tighter plan: {error}")
+            self.note(
+                failed, f"The step was not run again, because the planner found no tighter plan: {error}"
+            )
             raise failed from None
         self.retries += 1
         try:

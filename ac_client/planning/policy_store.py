@@ -1,4 +1,4 @@
-"""Which policy runs a batch: a single one, its bucket's, one that is planned now, or none.
+"""Choose the policy of a batch: the only one, its bucket's, one that is planned now, or none.
 
 docs/budget.md explains the buckets, docs/integrations.md what several ranks agree on.
 """
@@ -128,7 +128,7 @@ class PolicyStore:
 
         Raises:
             ShapeNotPlanned: strict, and no bucket covers the batch.
-            PlannerError, RemoteError: there is no plan.
+            PlannerError, RemoteError: planning failed.
         """
         if model.training is not self._training or self._parameters.sample_changed():
             self._look_at_parameters(model)

@@ -305,7 +305,7 @@ class Replanner:
             before: what it counted before the step.
 
         Raises:
-            PlannerError: there is no tighter plan.
+            PlannerError: the planner found no tighter plan.
             RemoteError: the service did not make one.
         """
         had = bucket.policy.predicted.peak_bytes

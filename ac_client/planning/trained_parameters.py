@@ -1,4 +1,4 @@
-"""Which parameters train, and in which dtype: both decide what is saved, and so which buckets serve."""
+"""Notice a change of which parameters train and in which dtype, since the saved tensors depend on both."""
 
 from __future__ import annotations
 

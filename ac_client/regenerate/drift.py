@@ -58,7 +58,7 @@ class RunOptions:
     only: tuple[str, ...] = ()  # names of models; empty: all
     check: bool = False  # write nothing
     force: bool = False  # plan also models that did not change
-    prune: bool = False  # remove files of models and budgets that are no longer listed
+    prune: bool = False  # remove files of models and budgets that the config does not list any more
     measure: bool = False  # judge policies of the local device by a new measurement
 
 

@@ -66,7 +66,7 @@ class Outcome:
     folder: Path
     check: bool
     results: tuple[PolicyResult, ...]
-    stale: tuple[Path, ...]  # files of models or budgets that are no longer listed
+    stale: tuple[Path, ...]  # files of models or budgets that the config does not list any more
     prune: bool  # whether the run removes stale files
 
     @property

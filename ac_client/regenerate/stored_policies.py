@@ -1,4 +1,4 @@
-"""Read the lock and the policies of a model from the folder, and find files that are no longer listed."""
+"""Read the lock and the policies of a model from the folder, and find files that the config does not list."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def split_backward() -> Iterator[None]:
 
 
 def current_split() -> Split | None:
-    """Return the split backward that the running graph task is a part of; None if there is none."""
+    """Return the split backward that the running graph task is a part of; None outside any."""
     split = _declared() or _of_group()
     if split is None and _called_by_a_stage():
         split = Split()  # never closed: its pass is freed with the graph

@@ -64,8 +64,8 @@ def request_policy(
 
     A stored policy is taken if it was made for the same fingerprint, device, budget, headroom,
     constraints and gap, and if the simulator finds that it fits on `profile` too: run times and temporaries
-    are not part of the fingerprint. The profile is sent only if there is no such policy. A service that is
-    busy or does not answer is asked again a few times, within `timeout_s`.
+    are not part of the fingerprint. The profile is sent only if the service has no such
+    policy. A service that is busy or does not answer is asked again a few times, within `timeout_s`.
 
     Args:
         url: address of the service, such as "http://127.0.0.1:8421".

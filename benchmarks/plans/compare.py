@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def gap(self) -> float:
-        """Return the gap of the plan, or 1 if there is no plan."""
+        """Return the gap of the plan, or 1 without a plan."""
         if self.recompute_us is None:
             return 1.0
         return max(0.0, 1 - self.bound_us / self.recompute_us) if self.recompute_us > 0 else 0.0
@@ -167,7 +167,7 @@ def beaten(comparison: Comparison) -> list[tuple[Point, Answer]]:
 
 
 def ratio(ours_us: float | None, theirs_us: float) -> float | None:
-    """Return ours / theirs, or None if there is no plan or nothing to divide by."""
+    """Return ours / theirs, or None without a plan or a time to divide by."""
     return None if ours_us is None or theirs_us <= 0 else ours_us / theirs_us
 
 
@@ -301,7 +301,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def load(path: Path) -> Comparison | None:
-    """Return the comparison in a file, or None if there is none or its format differs."""
+    """Return the comparison in a file, or None if the file is missing or of another format."""
     try:
         return COMPARISONS.validate_json(path.read_bytes())
     except (OSError, ValueError):

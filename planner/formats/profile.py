@@ -6,7 +6,7 @@ Rows refer to other rows by position.
 
 Time is counted in *moments*. With `n` forward ops and `m` backward steps, moment `i < n` is forward op
 `i`, moment `n + j` is backward step `j`, and moment `n + m` is the end of the step. The columns `released`
-and `dropped` hold the first moment at which a storage or saved tensor is no longer held.
+and `dropped` hold the first moment at which a storage or saved tensor is free.
 """
 
 from __future__ import annotations

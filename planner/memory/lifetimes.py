@@ -18,7 +18,7 @@ class Life:
     value: VersionId
     nbytes: int
     begin: int  # into Timeline.instants
-    end: int  # the first instant at which it is no longer live
+    end: int  # exclusive: the first instant after the interval
     why: str  # "saved", "recomputed", ...
 
 

@@ -72,7 +72,7 @@ class Stopped(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of a running solve. `gap` is relative, infinite while there is no candidate."""
+    """The state of a running solve. `gap` is relative, and infinite until a candidate exists."""
 
     primal: float
     dual: float
@@ -150,7 +150,7 @@ class Outcome:
     """Why the solver stopped, and the candidate that it found."""
 
     stopped: Stopped
-    values: Floats | None  # of the candidate, by column; None if there is none
+    values: Floats | None  # of the candidate, by column; None without a candidate
     objective: float | None  # of the candidate
     bound: float  # proven lower bound of the cost: -inf if nothing is proven, +inf if infeasible
     seconds: float  # HiGHS's own run time

@@ -13,7 +13,7 @@ from autoac.planner.solver.time_limit import Allowance, relative_gap
 class Incumbent:
     """The best save set so far, and the proven bound of the cost.
 
-    The cost is the recompute time in microseconds, or the peak in bytes if there is no budget.
+    The cost is the recompute time in microseconds, or the peak in bytes in a search without a budget.
 
     Invariant: `bound` holds for every save set that fits; `save_set` fits, by the simulator.
     """

@@ -242,7 +242,7 @@ def _last_use(graph: Graph, saved_tensor: SavedTensorId) -> int:
 def _leader(
     graph: Graph, op: OpId, rereaders: tuple[OpId, ...], leader: list[OpId], extra_from: tuple[int, ...]
 ) -> OpId:
-    """Return the op that `op` follows, since saving that one instead is never worse; `op` if there is none.
+    """Return the op that `op` follows, since saving that one instead is never worse; else `op` itself.
 
     Source: docs/formulation.md, section 3.
     """

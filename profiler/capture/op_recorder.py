@@ -45,7 +45,7 @@ class RecordedOp:
     signature: tuple[Any, ...]  # calls with equal signatures do the same work
     random: bool
     flops: int
-    must_save: str  # the reason; "" if there is none
+    must_save: str  # the reason; "" if its outputs need not be saved
     must_recompute: bool = False
     begin_mark: int = -1
     end_mark: int = -1

@@ -215,7 +215,7 @@ class Shards:
         return [p for p in unsharded if p is not None and p.requires_grad]
 
     def unit_of(self, path: str) -> Any:
-        """Return the innermost unit around the module at `path`; None if there is none."""
+        """Return the innermost unit around the module at `path`; None outside all units."""
         while path not in self._states:
             if path == ROOT:
                 return None

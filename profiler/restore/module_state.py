@@ -53,7 +53,7 @@ from autoac.profiler.torch_facts.storage_table import has_storage
 log = logging.getLogger("autoac.profiler")
 
 MOST_HOLDERS = 200_000
-"""How many containers and objects are followed in one model. A warning names a model with more."""
+"""The most containers and objects that are followed in one model. A warning names a model with more."""
 
 
 class ModuleState:

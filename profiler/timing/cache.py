@@ -55,7 +55,7 @@ class Times:
 
     @classmethod
     def of_environment(cls) -> Times | None:
-        """Return the cache named by the environment variable AUTOAC_TIMES; None if there is none."""
+        """Return the cache named by the environment variable AUTOAC_TIMES; None if it is not set."""
         named = os.environ.get(VARIABLE, "")
         if named in ("", "0"):
             return None

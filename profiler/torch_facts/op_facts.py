@@ -92,7 +92,7 @@ class OpFacts:
     in_place: bool  # returns only arguments that it writes
     random: bool  # may draw from a generator
     dropout_at: int  # position of the dropout probability; -1: draws for all arguments
-    must_save: str  # why its outputs are saved by default; "" if there is no reason
+    must_save: str  # why its outputs are saved by default; "" if they are not
     collective: bool
     writes_any: bool = False  # may write any argument
     never_recomputed: bool = False  # whatever a policy says
