@@ -75,8 +75,8 @@ class LoopWatch:
             more = f" and {len(some) - 3} more" if len(some) > 3 else ""
             self._warn(
                 bucket,
-                f"modules run that the profiled forward skipped ({', '.join(some[:3])}{more}), and all that "
-                "they save is kept",
+                f"modules run that the profiled forward skipped ({', '.join(some[:3])}{more}). They "
+                "are decided like the nearest layer that it ran, or else saved",
                 "a first batch that runs all modules is planned best",
                 again=True,
             )

@@ -12,6 +12,9 @@ the expected op, the cursor remembers that op. The forward has left the path if 
 to that module. It has not if a module is entered first that does contain the expected op: such a module is
 called from here but belongs to another part of the model.
 
+A layer that is not in the policy, because the profiled forward skipped it (stochastic depth), is decided like
+the nearest layer that is: `blocks.7` like `blocks.6`. Its ops have left the path, and so are reported.
+
 A copy may be missing. A policy also serves smaller batches than the one it was planned for, and `reshape`,
 `contiguous` and `matmul` copy nothing where a dimension of size 1 lets them return a view.
 """
@@ -64,6 +67,7 @@ class Route:
         self.ops = [key.op for key in parsed]
         self.decisions = list(decisions.values())
         self._spans = self._spans_by_module()
+        self._siblings: dict[str, str | None] = {}
         # Ops after the last module may be those of the loss that the profile was taken with.
         self.last_in_module = max((i for i, module in enumerate(self.modules) if module != ROOT), default=-1)
         self._recomputed = [0]  # number of recomputed ops before each position
@@ -100,6 +104,26 @@ class Route:
             return None
         return next((span for span in spans if span[1] > position), spans[-1])
 
+    def sibling(self, path: str) -> str | None:
+        """Return the nearest module of the route whose path differs from `path` in one number; None if none does.
+
+        Of two that are equally near, the one with the lower number counts. A module of the route has no sibling.
+        """
+        if path not in self._siblings:
+            self._siblings[path] = None if path in self._spans else self._nearest(path.split("."))
+        return self._siblings[path]
+
+    def _nearest(self, parts: list[str]) -> str | None:
+        found = []
+        for other in self._spans:
+            others = other.split(".")
+            if len(others) == len(parts):
+                differing = [(a, b) for a, b in zip(parts, others, strict=True) if a != b]
+                if len(differing) == 1 and all(part.isdecimal() for part in differing[0]):
+                    number, candidate = map(int, differing[0])
+                    found.append((abs(number - candidate), candidate, other))
+        return min(found)[2] if found else None
+
 
 def _enclosing(module: str) -> list[str]:
     """Return the paths of the modules around `module`, itself included."""
@@ -115,6 +139,16 @@ class _Call(NamedTuple):
     span: Span | None  # of the module in the route; consecutive calls share one span
     begin: int | None  # position at which this call began; None if that is uncertain
     departures: int  # how often the forward had left the path by then
+
+
+class _Unplanned(NamedTuple):
+    """A call of a module that is not in the route, decided like its sibling."""
+
+    path: str
+    sibling: str
+    depth: int  # calls around it
+    position: int  # where the route continues after it
+    lost: bool
 
 
 class Cursor:
@@ -152,6 +186,7 @@ class Cursor:
         self._side_modules = side_modules
         self._modules = [ROOT]  # that are being called
         self._calls: list[_Call] = []
+        self._unplanned: _Unplanned | None = None
         self._position = 0
         self._expected: int | None = None  # set where a module was entered elsewhere than at the expected op
         self._lost = False
@@ -185,6 +220,7 @@ class Cursor:
     def enter(self, path: str) -> int | None:
         """Follow the forward into a module; return the position of its first op if that is certain."""
         self._modules.append(path)
+        path = self._path_in_route(path)
         expected = self._next
         span = self._route.span_from(path, expected)
         if span is not None and not span[0] <= expected < span[1]:
@@ -208,6 +244,18 @@ class Cursor:
         self._calls.append(_Call(span, begin, self._departures))
         return begin
 
+    def _path_in_route(self, path: str) -> str:
+        """Return `path`, or the sibling's path inside a module that is not in the route."""
+        if self._unplanned is None:
+            sibling = self._route.sibling(path)
+            if sibling is None:
+                return path
+            position, lost = self._next, self._lost
+            self._depart(path)
+            self._unplanned = _Unplanned(path, sibling, len(self._calls), position, lost)
+            self._lost = True  # so that the sibling is followed from its beginning
+        return self._unplanned.sibling + path.removeprefix(self._unplanned.path)
+
     def jump_to(self, end: int) -> None:
         """Continue at `end`, because the ops of the innermost module ran unseen."""
         self._position, self._expected = end, None
@@ -219,6 +267,10 @@ class Cursor:
         if not self._calls:
             return None
         call = self._calls.pop()
+        if self._unplanned is not None and len(self._calls) == self._unplanned.depth:
+            self._position, self._lost = self._unplanned.position, self._unplanned.lost
+            self._expected = self._unplanned = None
+            return None
         if call.span is not None and self._lost:
             self._position = call.span[1]
             self._lost = False

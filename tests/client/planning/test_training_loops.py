@@ -367,6 +367,40 @@ def test_modules_that_the_first_batch_skipped_are_planned_once_they_run(
     assert ac_client.applied(model).report().buckets == 1
 
 
+class Residual(nn.Module):
+    """A layer with ops in place: on its input, and on what it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone().add_(self.down(self.up(x.sin()).relu_().square()))
+
+
+def test_layers_that_the_first_batch_skipped_are_decided_like_their_siblings() -> None:
+    def layers(runs: list[int]) -> Skips:
+        model = Skips()
+        model.layers = nn.ModuleList([Residual() for _ in range(12)])
+        model.runs = runs
+        return model
+
+    some, every = list(range(0, 12, 2)), list(range(12))
+    budget = budget_for(layers(some), 0.5)
+    model = ac_client.apply(layers(some), budget / GIB)
+    several(1)(model)
+    assert ac_client.applied(model).report().recomputed > 0
+    model.runs = every
+    report = measured(model, several(1))  # the first step that runs them; later ones are planned again
+    assert report.measured_peak_bytes < 0.95 * budget_for(layers(every), 0.5)
+    plain = layers(every)
+    plain.load_state_dict(model.state_dict())
+    several(1)(plain)
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+
+
 def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogCaptureFixture) -> None:
     def drops(model: nn.Module) -> None:
         torch.manual_seed(2)

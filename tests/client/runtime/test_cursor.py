@@ -198,6 +198,39 @@ def test_unknown_module_gets_the_default() -> None:
     assert got == ["save", None, "recompute", "save", "recompute", "save"]
 
 
+def test_layer_that_the_route_lacks_is_decided_like_the_nearest_one() -> None:
+    decisions = {
+        "layers.0/mm#0": "save",
+        "layers.0.act/gelu#0": "save",
+        "layers.2/mm#0": "recompute",
+        "layers.2.act/gelu#0": "save",
+        "layers.2/mm#1": "recompute",
+        "head/mm#0": "save",
+    }
+    cursor = Cursor(Route(decisions))
+    got = walk(cursor, ">layers.0", "mm", ">layers.0.act", "gelu", "<layers.0.act", "<layers.0")
+    assert got == ["save", "save"]
+    got = walk(cursor, ">layers.2", "mm", ">layers.2.act", "gelu", "<layers.2.act", "mm", "<layers.2")
+    assert got == ["recompute", "save", "recompute"]
+    assert cursor.off_path is None
+    got = walk(cursor, ">layers.4", "mm", ">layers.4.act", "gelu", "<layers.4.act", "mm", "<layers.4")
+    assert got == ["recompute", "save", "recompute"]
+    assert cursor.off_path == OffPath("head/mm#0", "layers.4")
+    assert walk(cursor, ">head", "mm", "<head") == ["save"]
+    cursor.finish()
+
+
+def test_layer_in_the_middle_is_decided_like_its_lower_neighbor() -> None:
+    route = Route({"layers.0/mm#0": "save", "layers.2/mm#0": "recompute", "layers.2/mm#1": "save"})
+    cursor = Cursor(route)
+    assert walk(cursor, ">layers.0", "mm", "<layers.0", ">layers.1", "mm", "exp", "<layers.1") == [
+        "save",
+        "save",
+        None,
+    ]
+    assert walk(cursor, ">layers.2", "mm", "mm", "<layers.2") == ["recompute", "save"]
+
+
 def test_leaving_the_path_is_reported_once() -> None:
     reports: list[OffPath] = []
     cursor = Cursor(ROUTE, report=reports.append)
