@@ -105,9 +105,9 @@ class Route:
         return next((span for span in spans if span[1] > position), spans[-1])
 
     def sibling(self, path: str) -> str | None:
-        """Return the nearest module of the route whose path differs from `path` in one number; None if none does.
+        """Return the nearest module of the route whose path differs from `path` in one number, or None.
 
-        Of two that are equally near, the one with the lower number counts. A module of the route has no sibling.
+        Of two that are equally near, it is the one with the lower number. A module of the route has none.
         """
         if path not in self._siblings:
             self._siblings[path] = None if path in self._spans else self._nearest(path.split("."))
