@@ -1,7 +1,7 @@
 """The shape of a batch: as a key that each forward makes in microseconds, and in words.
 
-Two batches with the same key have the same shape. An argument in a container that neither Python nor torch's
-pytree knows counts by its type alone.
+Two batches with the same key have the same shape. An object that is no container of Python's or of torch's
+pytree counts by its type and by the tensors in its attributes, at any depth.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from autoac.planner.formats.policy_set import Leaf, Shape
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.private import tree_leaves
 
 _PLAIN = frozenset({int, float, complex, str, bytes})
@@ -71,11 +72,9 @@ def _add(items: Iterable[Any], structure: list[Any], dims: list[int]) -> None:
         elif kind in _PLAIN:
             structure.append(kind)
         else:
-            leaves = tree_leaves(item)
-            structure.append(kind)
-            if len(leaves) != 1 or leaves[0] is not item:
-                structure.append(len(leaves))
-                _add(leaves, structure, dims)
+            inside = _inside(item)
+            structure += (kind, len(inside))
+            _add(inside, structure, dims)
 
 
 def shape_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Shape:
@@ -110,9 +109,16 @@ def _leaves(path: str, arg: Any, leaves: list[Leaf]) -> None:
         for name, item in arg.items():
             _leaves(f"{path}[{name!r}]", item, leaves)
     else:
-        inside = tree_leaves(arg)
-        if len(inside) == 1 and inside[0] is arg:
+        inside = _inside(arg)
+        if not inside:
             leaves.append((path, type(arg).__name__, None))
-        else:
-            for i, leaf in enumerate(inside):
-                _leaves(f"{path}.{i}", leaf, leaves)
+        for i, leaf in enumerate(inside):
+            _leaves(f"{path}.{i}", leaf, leaves)
+
+
+def _inside(item: Any) -> list[Any]:
+    """Return the leaves of a container of torch's pytree, or the tensors that an object holds."""
+    leaves = tree_leaves(item)
+    if len(leaves) == 1 and leaves[0] is item:
+        return list(batch_tensors((item,)))
+    return leaves

@@ -264,6 +264,40 @@ class Pair(collections.namedtuple("Pair", "a b")):
     __slots__ = ()
 
 
+class Graph:
+    """An object that neither Python's containers nor torch's pytree know."""
+
+    def __init__(self, rows: int) -> None:
+        self.name = "a batch"
+        self.features = {"x": torch.ones(rows, 4)}
+
+
+def test_larger_object_is_planned_as_a_larger_batch() -> None:
+    class OnGraph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(
+                *(m for _ in range(4) for m in (nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4)))
+            )
+
+        def forward(self, graph: Graph) -> Tensor:
+            return self.layers(graph.features["x"]).square().mean()
+
+    found = profile(OnGraph(), Graph(64))
+    graph = build(found)
+    everything = simulate(graph, graph.everything).peak.live_bytes
+    budget = (find_minimum_peak(found, time_limit_s=5).found + everything) // 2
+    model = ac_client.apply(OnGraph(), budget / GIB)
+    for rows in (16, 64):
+        model(Graph(rows)).backward()
+    with ac_client.applied(model).measure():
+        model(Graph(64)).backward()
+    report = ac_client.applied(model).report()
+    assert report.buckets == 2
+    assert report.measured_peak_bytes <= budget
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
@@ -280,6 +314,8 @@ class Pair(collections.namedtuple("Pair", "a b")):
         ((Pair(torch.ones(2), 1),), (Pair(torch.ones(3), 1),), False),
         (([torch.ones(1), torch.ones(2)],), ([torch.ones(1)], torch.ones(2)), False),
         ((object(),), (object(),), True),
+        ((Graph(2),), (Graph(2),), True),
+        ((Graph(2),), (Graph(3),), False),
         (({"1": torch.ones(2)},), ({1: torch.ones(2)},), False),
         (({True: torch.ones(2)},), ({1: torch.ones(2)},), False),
     ],
