@@ -13,13 +13,14 @@ from .observe import observe, profile
 from .steps.training_loop import Loop, Loss
 from .timing.cache import Times
 from .timing.on_device import datasheet_of_this_cpu
-from .timing.roofline import DATASHEETS, Device
+from .timing.roofline import DATASHEETS, Device, KernelKind
 
 __all__ = [
     "DATASHEETS",
     "CannotFake",
     "CannotProfile",
     "Device",
+    "KernelKind",
     "Loop",
     "Loss",
     "NothingToProfile",

@@ -22,6 +22,9 @@ import torch
 
 log = logging.getLogger("autoac.profiler")
 
+METHOD = 2
+"""How run times are measured. A new number for each change, so that times of two methods never mix."""
+
 VARIABLE = "AUTOAC_TIMES"
 """Environment variable: path of the file; `1`: the default path; empty or `0`: no file."""
 
@@ -157,4 +160,4 @@ def _checked_us(us: Any) -> float:
 
 
 def _key(machine: str, subject: Hashable) -> str:
-    return hashlib.sha256(f"{machine}\n{subject!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{METHOD}\n{machine}\n{subject!r}".encode()).hexdigest()

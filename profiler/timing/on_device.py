@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoac.profiler.timing.cache import OpTime, Times, machine, processor
 from autoac.profiler.timing.op_timer import host_clock, median_and_deviation, record_event
-from autoac.profiler.timing.roofline import Device, bytes_moved
+from autoac.profiler.timing.roofline import Device, KernelKind, bytes_moved
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.op_signature import signature_of
 from autoac.profiler.torch_facts.private import (
@@ -64,8 +64,7 @@ def datasheet_of(device: torch.device) -> Device:
         bytes_per_s=2 * COPIED_NBYTES / copy_s,
         memory_bytes=_memory_of(device),
         launch_us=least_s(tiny, device) / TINY_CALLS * 1e6,
-        flops_efficiency=1.0,
-        bandwidth_efficiency=1.0,
+        efficiency=MappingProxyType(dict.fromkeys(KernelKind, 1.0)),
         device_type=device.type,
         allocator_rounding=512 if device.type == "cuda" else 1,
     )

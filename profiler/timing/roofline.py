@@ -2,17 +2,22 @@
 
 The time of an op is a *roofline*: the time of its arithmetic at the device's peak, or of moving its inputs
 and outputs at the device's bandwidth, whichever is longer, plus the launch. Peaks are the dense numbers
-(without structured sparsity) of the vendors' public datasheets. Real kernels reach the fractions
-`flops_efficiency` and `bandwidth_efficiency` of them.
+(without structured sparsity) of the vendors' public datasheets. Real kernels reach a part of them, their
+*efficiency*, which depends on the kind of kernel (`KernelKind`) and is the same for both peaks.
+
+For example, `x @ w` of two bf16 matrices of 4096 rows and columns on an H100 is 137 GFLOP, or 0.139 ms at
+989.4 TFLOP/s. Moving 100 MB takes 0.030 ms. A product reaches 0.7 of the peak, so the op takes
+0.139 / 0.7 ms + 4 us = 0.202 ms.
 
 Source of the model: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model",
-CACM 52(4), 2009.
+CACM 52(4), 2009. Sources of the efficiencies are given where they are defined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +27,7 @@ from torch import Tensor
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, tensors_in
 
-_TERA, _GB = 1e12, 10**9  # datasheets count in decimal units
+_TERA = 1e12  # datasheets count in decimal units
 
 # Read rows of a table: these move what they return, and not the table.
 _GATHERS = {f"aten.{name}" for name in ("embedding", "index_select", "gather", "index", "take")}
@@ -30,11 +35,71 @@ _GATHERS = {f"aten.{name}" for name in ("embedding", "index_select", "gather", "
 _ALLOCATES = {
     f"aten.{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 }
+# Copies that lack torch's tag for pointwise ops.
+_COPIES = {
+    f"aten.{name}" for name in ("copy_", "_to_copy", "cat", "stack", "fill_", "native_dropout", "bernoulli_")
+}
+
+
+class KernelKind(StrEnum):
+    """Kinds of kernel that reach different parts of a device's peaks."""
+
+    PRODUCT = "product"  # of matrices, and convolution
+    ATTENTION = "attention"  # fused: flash, memory-efficient
+    CUDNN_ATTENTION = "cuDNN attention"
+    NORM = "norm"  # norms, softmax, reductions: what combines the numbers of a row
+    POINTWISE = "pointwise"  # also copies
+    OTHER = "other"  # gathers, sorts, pooling
+
+
+def kind_of(func: Any, name: str, flops: float) -> KernelKind:
+    """Return the kind of kernel that runs op `func`, which is called `name` and does `flops`."""
+    if "_attention" in name:
+        return KernelKind.CUDNN_ATTENTION if "cudnn" in name else KernelKind.ATTENTION
+    if flops:
+        return KernelKind.PRODUCT
+    tags = getattr(func, "tags", ())  # a higher-order op has none
+    if torch.Tag.pointwise in tags or name in _COPIES:
+        return KernelKind.POINTWISE
+    if torch.Tag.reduction in tags or "norm" in name or "softmax" in name:
+        return KernelKind.NORM
+    return KernelKind.OTHER
+
+
+def _efficiencies(product: float, attention: float, cudnn_attention: float) -> Mapping[KernelKind, float]:
+    return MappingProxyType(
+        {
+            KernelKind.PRODUCT: product,
+            KernelKind.ATTENTION: attention,
+            KernelKind.CUDNN_ATTENTION: cudnn_attention,
+            KernelKind.NORM: 0.65,
+            KernelKind.POINTWISE: 0.85,
+            KernelKind.OTHER: 0.6,
+        }
+    )
+
+
+# Sources, for large operands:
+# - Products: the largest rate found over many shapes is 0.87 of the peak on A100, 0.80 on H100, and 0.51 on
+#   MI300X in bf16, and 0.71 on H100 in float8 (Bekman, "Machine Learning Engineering", table of "maximum
+#   achievable matmul FLOPS"). The shapes of a model reach less than the best shape.
+# - Attention, forward and head sizes 64 to 128: FlashAttention-2 reaches 0.5 to 0.73 on A100 (Dao,
+#   arXiv:2307.08691). On H100 the same kernel reaches 0.33 to 0.37 and cuDNN's 0.42 to 0.6 (Shah et al.,
+#   arXiv:2407.08608, figure 5). For MI300X there is no such table; H100's number stands in.
+# - Norms: 2.0 to 2.2 of 3.35 TB/s on H100 by generated kernels (Dao et al., "QuACK", 2025).
+# - Pointwise: a copy reaches 0.9 of the bandwidth of an H100; kernels with several operands reach less.
+# - Other kernels are too diverse for a source. 0.6 is an assumption.
+AMPERE = _efficiencies(0.7, 0.6, 0.6)
+HOPPER = _efficiencies(0.7, 0.35, 0.5)
+CDNA3 = _efficiencies(0.5, 0.35, 0.35)
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The datasheet of a device, and the fraction of it that kernels reach."""
+    """The datasheet of a device, and the part of it that kernels reach.
+
+    Invariant: `efficiency` has every kind.
+    """
 
     name: str
     flops_per_s: Mapping[torch.dtype, float]  # dense peak of matrix products, by type of the operands
@@ -42,8 +107,9 @@ class Device:
     bytes_per_s: float  # of its memory
     memory_bytes: int
     launch_us: float = 4.0  # from one small kernel to the next in eager mode
-    flops_efficiency: float = 0.7  # of the peak, by a large bf16 product
-    bandwidth_efficiency: float = 0.85  # of the bandwidth, by a large copy
+    efficiency: Mapping[KernelKind, float] = field(
+        default_factory=lambda: AMPERE
+    )  # part of the peaks, in (0, 1]
     device_type: str = "cuda"  # "cuda" (AMD too) or "cpu": which kernels run
     allocator_rounding: int = 512  # bytes
 
@@ -59,10 +125,9 @@ class Device:
             flops /= 2  # torch counts the masked half, which kernels skip
         operands = _operand_type(args, kwargs)
         peak = self.flops_per_s.get(operands, self.other_flops_per_s) if operands else self.other_flops_per_s
-        arithmetic_s = flops / (peak * self.flops_efficiency)
         moved = 2 * bytes_moved((), {}, out) if name in _GATHERS else bytes_moved(args, kwargs, out)
-        moving_s = moved / (self.bytes_per_s * self.bandwidth_efficiency)
-        return self.launch_us + 1e6 * max(arithmetic_s, moving_s)
+        at_peak_s = max(flops / peak, moved / self.bytes_per_s)
+        return self.launch_us + 1e6 * at_peak_s / self.efficiency[kind_of(func, name, flops)]
 
 
 def _argument(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -98,29 +163,50 @@ def _operand_type(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype
     return None
 
 
-def _half(flops_per_s: float) -> Mapping[torch.dtype, float]:
-    return MappingProxyType({torch.float16: flops_per_s, torch.bfloat16: flops_per_s})
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOAT8_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)  # of AMD's CDNA3
 
 
-# float32 is the peak of the ordinary cores: by default torch uses no TF32 for matrix products.
+def _peaks(
+    half: float, float8: float = 0.0, types: Sequence[torch.dtype] = _FLOAT8
+) -> Mapping[torch.dtype, float]:
+    """Return peaks in FLOP/s by type, from TFLOP/s; a device without float8 units lists no float8."""
+    eighths = dict.fromkeys(types, float8 * _TERA) if float8 else {}
+    return MappingProxyType(dict.fromkeys(_HALF, half * _TERA) | eighths)
 
-H100 = Device("NVIDIA H100 SXM", _half(989.4 * _TERA), 66.9 * _TERA, 3.35 * _TERA, 80 * _GB)
+
+def _mib(count: int) -> int:
+    return count << 20
+
+
+# float32 is the peak of the ordinary cores: by default torch uses no TF32 for matrix products. Memory is
+# what torch reports as `total_memory`: nominal "GB" are GiB, less what the driver and error correction take.
+
+H100 = Device("NVIDIA H100 SXM", _peaks(989.4, 1978.9), 66.9e12, 3.35e12, _mib(81_090), efficiency=HOPPER)
 """NVIDIA H100 Tensor Core GPU datasheet; dense numbers: H100 architecture white paper, table 2."""
 
-H200 = Device("NVIDIA H200 SXM", _half(989.4 * _TERA), 66.9 * _TERA, 4.8 * _TERA, 141 * _GB)
+H200 = Device("NVIDIA H200 SXM", _peaks(989.4, 1978.9), 66.9e12, 4.8e12, _mib(143_156), efficiency=HOPPER)
 """NVIDIA H200 Tensor Core GPU datasheet; an H100 with 141 GB of HBM3e."""
 
-A100 = Device("NVIDIA A100 SXM 80GB", _half(312 * _TERA), 19.5 * _TERA, 2.039 * _TERA, 80 * _GB)
+A100 = Device("NVIDIA A100 SXM 80GB", _peaks(312), 19.5e12, 2.039e12, _mib(81_050))
 """NVIDIA A100 Tensor Core GPU datasheet."""
 
-MI300X = Device("AMD Instinct MI300X", _half(1307.4 * _TERA), 163.4 * _TERA, 5.3 * _TERA, 192 * _GB)
+MI300X = Device(
+    "AMD Instinct MI300X",
+    _peaks(1307.4, 2614.9, _FLOAT8_FNUZ),
+    163.4e12,
+    5.3e12,
+    _mib(196_592),
+    efficiency=CDNA3,
+)
 """AMD Instinct MI300X accelerator data sheet."""
 
-L40S = Device("NVIDIA L40S", _half(362.05 * _TERA), 91.6 * _TERA, 0.864 * _TERA, 48 * _GB)
+L40S = Device("NVIDIA L40S", _peaks(362.05, 733), 91.6e12, 0.864e12, _mib(45_589))
 """NVIDIA L40S datasheet."""
 
-RTX_4090 = Device("NVIDIA GeForce RTX 4090", _half(165.2 * _TERA), 82.6 * _TERA, 1.008 * _TERA, 24 * _GB)
-"""NVIDIA Ada GPU architecture white paper, appendix A: half precision with float32 accumulation."""
+RTX_4090 = Device("NVIDIA GeForce RTX 4090", _peaks(165.2, 330.3), 82.6e12, 1.008e12, _mib(24_563))
+"""NVIDIA Ada GPU architecture white paper, appendix A: float32 accumulation."""
 
 DATASHEETS = {
     "h100": H100,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from autoac.planner import Profile, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import DATASHEETS, CannotFake, profile
-from autoac.profiler.timing.roofline import Device, bytes_moved
+from autoac.profiler.timing.roofline import Device, KernelKind, bytes_moved
 from benchmarks.models.modules import Recurrent, Routed, Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
 
@@ -26,8 +26,7 @@ PLAIN = Device(
     1e9,
     2**30,
     launch_us=1.0,
-    flops_efficiency=1.0,
-    bandwidth_efficiency=1.0,
+    efficiency=dict.fromkeys(KernelKind, 1.0),
     device_type="cpu",
     allocator_rounding=1,
 )

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from autoac.profiler import DATASHEETS, Times, datasheet_of_this_cpu, profile
 from autoac.profiler.steps import fake
+from autoac.profiler.timing import cache
 from autoac.profiler.timing import on_device as local
-from autoac.profiler.timing.roofline import Device
+from autoac.profiler.timing.roofline import Device, KernelKind
 from autoac.profiler.torch_facts.op_facts import facts_of
 from benchmarks.models.modules import Transformer
 
@@ -28,7 +29,8 @@ def test_measured_datasheet_has_the_rates_that_kernels_reached(monkeypatch: pyte
     )
     assert sheet.bytes_per_s == 2 * local.COPIED_NBYTES  # read and written
     assert sheet.launch_us == 1e6 / local.TINY_CALLS
-    assert (sheet.flops_efficiency, sheet.bandwidth_efficiency, sheet.allocator_rounding) == (1, 1, 1)
+    assert dict(sheet.efficiency) == dict.fromkeys(KernelKind, 1.0)
+    assert sheet.allocator_rounding == 1
 
 
 def test_measured_rates_of_this_cpu_are_plausible() -> None:
@@ -113,3 +115,13 @@ def test_profile_on_a_device_leaves_generators_and_model_unchanged() -> None:
     profile(model, x, on=CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_times_of_an_older_method_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Times(tmp_path / "times.sqlite3")
+    times.keep_ops("a machine", {"mm": (1.0, 0.0, 5)})
+    times.keep_backward("a machine", "a step", [1.0])
+    assert times.ops("a machine", ["mm"])
+    monkeypatch.setattr(cache, "METHOD", cache.METHOD + 1)
+    assert not times.ops("a machine", ["mm"])
+    assert times.backward("a machine", "a step", 1) is None
