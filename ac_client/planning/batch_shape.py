@@ -1,7 +1,7 @@
 """The shape of a batch: as a key that each forward makes in microseconds, and in words.
 
-Two batches with the same key have the same shape. An object that is no container of Python's or of torch's
-pytree counts by its type and by the tensors in its attributes, at any depth.
+Two batches with the same key have the same shape. An object that neither Python nor torch's pytree unpacks
+counts by its type and by the tensors in its attributes, at any depth.
 """
 
 from __future__ import annotations
