@@ -112,12 +112,18 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def gpu() -> Iterator[ModuleType]:
-    """Return the stand-in's allocator: `live(i)`, `peak(i)`, `reset_peak(i)`, `set_limit(i, nbytes)`, ..."""
+    """Return the stand-in: `live(i)`, `peak(i)`, `reset_peak(i)`, `set_limit(i, nbytes)`, `take_races()`, ...
+
+    A test that uses the stand-in fails if some work did not wait for other work that it relies on.
+    """
     from standin.child import device
 
+    device.take_races()
     yield device
+    races = device.take_races()
     for index in range(device.device_count()):
         device.set_limit(index, 1 << 50)
     device.set_device(0)
     device.set_slack(0)
     device.set_reports(True)
+    assert not races, "\n".join(races[:10])

@@ -51,10 +51,8 @@ def _replace_bindings(bindings: Any, device: ModuleType) -> None:
             device.set_device(index)
         return before
 
-    def memory_stats(index: int) -> dict[str, Any]:
-        counted = {"current": device.live(index), "peak": device.peak(index), "allocated": 0, "freed": 0}
-        pools = {pool: dict(counted) for pool in ("all", "small_pool", "large_pool")}
-        return {f"{kind}_bytes": pools for kind in ("allocated", "reserved", "requested", "active")}
+    def set_stream(*, stream_id: int, device_index: int, device_type: int) -> None:
+        device.set_stream(stream_id, device_index)
 
     stand_ins = {
         "_cuda_getDeviceCount": device.device_count,
@@ -63,10 +61,11 @@ def _replace_bindings(bindings: Any, device: ModuleType) -> None:
         "_cuda_exchangeDevice": exchange_device,
         "_cuda_maybeExchangeDevice": exchange_device,
         "_cuda_getCurrentRawStream": device.current_stream,
-        "_cuda_synchronize": lambda: None,
-        "_cuda_memoryStats": memory_stats,
+        "_cuda_setStream": set_stream,
+        "_cuda_synchronize": lambda: device.synchronize(device.current_device()),
+        "_cuda_memoryStats": device.stats,
         "_cuda_resetPeakMemoryStats": device.reset_peak,
-        "_cuda_emptyCache": lambda: None,
+        "_cuda_emptyCache": device.empty_cache,
         "_cuda_clearCublasWorkspaces": lambda: None,
         "_cuda_isCurrentStreamCapturing": lambda: False,
         "_cuda_isInBadFork": lambda: False,
@@ -88,8 +87,18 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
         index = which if isinstance(which, int) else torch.device(which).index
         return int(device.current_device()) if index is None else index
 
-    def stream(number: int, index: int) -> torch.Stream:
-        return torch.Stream(stream_id=number, device_index=index, device_type=1)
+    class Stream(torch.Stream):
+        def __new__(cls, device: Any = None, priority: int = 0, **named: int) -> Stream:
+            if named:
+                return super().__new__(cls, **named)
+            return super().__new__(cls, torch.device("cuda", index_of(device)), priority=priority)
+
+    class Event(torch.Event):
+        def __new__(cls, enable_timing: bool = False, **_: bool) -> Event:
+            return super().__new__(cls, "cuda", enable_timing=enable_timing)
+
+    def stream(number: int, index: int) -> Stream:
+        return Stream(stream_id=number, device_index=index, device_type=1)
 
     class Properties:
         name, major, minor, total_memory, multi_processor_count = "Stand-in GPU", 9, 0, 80 << 30, 132
@@ -104,4 +113,6 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
     cuda.default_generators = tuple(map(device.default_generator, range(device.device_count())))
     cuda.current_stream = lambda which=None: stream(device.current_stream(index_of(which)), index_of(which))
     cuda.default_stream = lambda which=None: stream(0, index_of(which))
-    cuda.synchronize = lambda which=None: None
+    cuda.synchronize = lambda which=None: device.synchronize(index_of(which))
+    cuda.Stream = cuda.streams.Stream = Stream
+    cuda.Event = cuda.streams.Event = Event

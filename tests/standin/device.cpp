@@ -1,8 +1,8 @@
 // A device named "cuda" for a CPU build of torch. Its memory is the host's, its kernels are the CPU's.
 //
-// Real: the allocator's counting, its limit and its reports to torch.profiler; two devices with a current one for
-// each thread; streams as numbers; timed events; generators with CUDA's 16 bytes of state; backward on the thread
-// that torch's engine has for each device. Missing: asynchrony, reserved memory, cuDNN, attention kernels, NCCL.
+// Real: the allocator and its reports to torch.profiler (memory.h); two devices with a current one for each thread;
+// the order of streams and events (streams.h); generators with CUDA's 16 bytes of state; backward on the thread that
+// torch's engine has for each device. Missing: cuDNN, attention kernels, NCCL.
 //
 // Three traps:
 // - torch finds the hooks by the name of their class, which must be CUDAHooks.
@@ -17,112 +17,32 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/Allocator.h>
 #include <c10/core/GeneratorImpl.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
 #include <atomic>
-#include <chrono>
-#include <mutex>
-#include <unordered_map>
+
+#include "memory.h"
 
 using at::Tensor;
 using c10::Device;
-using c10::DeviceIndex;
-using c10::DeviceType;
 using c10::Stream;
 
 namespace {
-
-constexpr DeviceIndex kDevices = 2;
-constexpr int64_t kBlock = 512;  // CUDA's allocator rounds sizes up to a multiple of this
-
-thread_local DeviceIndex current_device = 0;
 
 Device with_index(Device device) {
   return device.has_index() ? device : Device(device.type(), current_device);
 }
 
-// ---- memory
-
-struct Counter {
-  int64_t live = 0;
-  int64_t peak = 0;
-  int64_t limit = int64_t(1) << 50;
-};
-
-struct Block {
-  int64_t nbytes;
-  DeviceIndex device;
-};
-
-std::mutex memory_mutex;  // of the four below
-Counter counters[kDevices];
-std::unordered_map<void*, Block> blocks;
-int64_t slack_nbytes = 0;  // that each block is larger than its rounded size
-bool reports = true;       // to torch.profiler; cudaMallocAsync does not
-
-void report(void* address, int64_t nbytes, DeviceIndex device, int64_t live) {
-  c10::reportMemoryUsageToProfiler(address, nbytes, live, live, Device(DeviceType::CUDA, device));
-}
-
-struct CountingAllocator final : c10::Allocator {
-  static void release(void* address) {
-    if (!address) return;
-    Block block;
-    int64_t live;
-    bool told;
-    {
-      std::lock_guard<std::mutex> lock(memory_mutex);
-      auto found = blocks.find(address);
-      block = found->second;
-      blocks.erase(found);
-      live = counters[block.device].live -= block.nbytes;
-      told = reports;
-    }
-    if (told) report(address, -block.nbytes, block.device, live);
-    free(address);
-  }
-
-  c10::DataPtr allocate(size_t nbytes) override {
-    const DeviceIndex device = current_device;
-    if (!nbytes) return {nullptr, nullptr, &release, Device(DeviceType::CUDA, device)};
-    void* address = nullptr;
-    int64_t rounded, live;
-    bool told;
-    {
-      std::lock_guard<std::mutex> lock(memory_mutex);
-      rounded = (int64_t(nbytes) + kBlock - 1) / kBlock * kBlock + slack_nbytes;
-      auto& counter = counters[device];
-      if (counter.live + rounded > counter.limit || posix_memalign(&address, kBlock, rounded)) {
-        C10_THROW_ERROR(OutOfMemoryError, "CUDA out of memory (stand-in).");
-      }
-      blocks[address] = {rounded, device};
-      live = counter.live += rounded;
-      counter.peak = std::max(counter.peak, live);
-      told = reports;
-    }
-    if (told) report(address, rounded, device, live);
-    return {address, address, &release, Device(DeviceType::CUDA, device)};
-  }
-
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { memcpy(to, from, nbytes); }
-};
-
-CountingAllocator allocator;
 REGISTER_ALLOCATOR(DeviceType::CUDA, &allocator)
 
 // ---- devices, streams, events
 
-thread_local c10::StreamId current_stream[kDevices] = {};
 std::atomic<c10::StreamId> last_stream{0};
 
-struct Event {
-  std::chrono::steady_clock::time_point at;
-};
+using Lock = std::lock_guard<std::recursive_mutex>;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
@@ -155,18 +75,41 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[stream.device_index()] = stream.id();
     return before;
   }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  // Who asks knows from here on that the work is over.
+  bool queryStream(const Stream& stream) const override {
+    synchronizeStream(stream);
+    return true;
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    Lock lock(device_mutex);
+    synchronize(queue_of(stream));
+  }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    Lock lock(device_mutex);
+    synchronize(device);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    record_stream(data.get(), queue_of(stream));
+  }
 
-  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    Lock lock(device_mutex);
     if (!*event) *event = new Event;
-    static_cast<Event*>(*event)->at = std::chrono::steady_clock::now();
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), clock_of(queue_of(stream))};
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void block(void* event, const Stream& stream) const override {
+    Lock lock(device_mutex);
+    if (event) join(clock_of(queue_of(stream)), static_cast<Event*>(event)->clock);
+  }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    Lock lock(device_mutex);
+    if (event) join(host_clock, static_cast<Event*>(event)->clock);
+  }
   double elapsedTime(void* from, void* to, const DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(static_cast<Event*>(to)->at - static_cast<Event*>(from)->at)
         .count();
@@ -323,6 +266,49 @@ class Translation {
   std::vector<std::pair<Tensor, Tensor>> tensors_;
 };
 
+// One kernel or copy. What it uses counts as launched on the current stream of its device; if it does not wait for
+// what it relies on, its results are NaN.
+class Kernel {
+ public:
+  void uses(const Tensor& tensor, bool writes) {
+    if (!tensor.defined() || !tensor.device().is_cuda() || !tensor.has_storage()) return;
+    used_.emplace_back(tensor.storage().data(), writes);
+    if (writes) written_.push_back(tensor);
+  }
+
+  void launch(Device device, const std::string& op) {
+    Lock lock(device_mutex);
+    launch_ = ::launch(current_queue(device.index()), op);
+    for (const auto& [address, writes] : used_) right_ &= writes ? write(address, launch_) : read(address, launch_);
+  }
+
+  void made(const Tensor& tensor) {
+    Lock lock(device_mutex);
+    if (!launch_.number || !tensor.defined() || !tensor.device().is_cuda()) return;
+    write(tensor.storage().data(), launch_);
+    written_.push_back(tensor);
+  }
+
+  void finish(bool host_waits) {
+    Lock lock(device_mutex);
+    if (host_waits && launch_.number) synchronize(launch_.queue);
+    for (const auto& tensor : right_ ? std::vector<Tensor>() : written_) spoil(tensor);
+  }
+
+  bool is_right() const { return right_; }
+
+  static void spoil(const Tensor& tensor) {
+    auto storage = tensor.storage();
+    memset(storage.mutable_data(), kNaN, storage.nbytes());
+  }
+
+ private:
+  std::vector<std::pair<const void*, bool>> used_;
+  std::vector<Tensor> written_;
+  Launch launch_;
+  bool right_ = true;
+};
+
 template <typename List, typename Convert>
 c10::IValue converted(const List& tensors, Convert convert) {
   c10::List<typename List::value_type> list;
@@ -335,18 +321,25 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const size_t arguments = op.schema().arguments().size(), first = stack->size() - arguments;
   const size_t returns = op.schema().returns().size();
   Translation call;
+  Kernel kernel;
   auto host_generator = at::detail::getDefaultCPUGenerator();
   at::Generator generator;
-  auto to_host = [&](const Tensor& tensor) { return call.to_host(tensor); };
+  bool writes = false;  // the argument
+  auto to_host = [&](const Tensor& tensor) {
+    kernel.uses(tensor, writes);
+    return call.to_host(tensor);
+  };
   for (size_t i = first; i < stack->size(); i++) {
     auto& value = (*stack)[i];
+    const auto* alias = op.schema().arguments()[i - first].alias_info();
+    writes = alias && alias->isWrite();
     if (value.isTensor()) {
-      value = call.to_host(value.toTensor());
+      value = to_host(value.toTensor());
     } else if (value.isTensorList()) {
       value = converted(value.toTensorVector(), to_host);
     } else if (value.isOptionalTensorList()) {
       value = converted(value.toOptionalTensorVector(), [&](const std::optional<Tensor>& tensor) {
-        return tensor ? std::optional<Tensor>(call.to_host(*tensor)) : tensor;
+        return tensor ? std::optional<Tensor>(to_host(*tensor)) : tensor;
       });
     } else if (value.isDevice() && value.toDevice().is_cuda()) {
       if (!call.device) call.device = with_index(value.toDevice());
@@ -356,8 +349,10 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = host_generator;
     }
   }
+  if (call.device) kernel.launch(*call.device, op.schema().name());
   const auto& tags = op.getTags();
-  const bool draws = std::find(tags.begin(), tags.end(), at::Tag::nondeterministic_seeded) != tags.end();
+  auto tagged = [&](at::Tag tag) { return std::find(tags.begin(), tags.end(), tag) != tags.end(); };
+  const bool draws = tagged(at::Tag::nondeterministic_seeded);
   c10::intrusive_ptr<c10::TensorImpl> host_state;
   if (draws) {
     if (!generator.defined()) generator = default_generator(call.device ? call.device->index() : current_device);
@@ -370,21 +365,47 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   if (draws) host_generator.unsafeGetGeneratorImpl()->set_state(*host_state);
   call.keep_resized();
-  auto to_device = [&](const Tensor& tensor) { return call.to_device(tensor); };
+  auto to_device = [&](const Tensor& host) {
+    auto tensor = call.to_device(host);
+    kernel.made(tensor);
+    return tensor;
+  };
   for (size_t i = stack->size() - returns; i < stack->size(); i++) {
     auto& value = (*stack)[i];
     if (value.isTensor()) value = call.to_device(value.toTensor());
     else if (value.isTensorList()) value = converted(value.toTensorVector(), to_device);
   }
+  kernel.finish(tagged(at::Tag::data_dependent_output) || tagged(at::Tag::dynamic_output_shape));
 }
 
-Tensor& copy_(Tensor& self, const Tensor& source, bool) {
+// Two devices wait for each other before and after a copy.
+void meet(Device a, Device b) {
+  Lock lock(device_mutex);
+  auto &one = clock_of(current_queue(a.index())), &other = clock_of(current_queue(b.index()));
+  join(one, other);
+  join(other, one);
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Translation call;
+  Kernel kernel;
+  const bool between_devices = self.is_cuda() && source.is_cuda() && self.device() != source.device();
+  if (between_devices) meet(self.device(), source.device());
+  kernel.uses(source, false);
+  kernel.uses(self, true);
+  kernel.launch(source.is_cuda() ? source.device() : self.device(), "aten::copy_");
   auto to = call.to_host(self);
-  at::AutoDispatchBelowADInplaceOrView below;
-  to.copy_(call.to_host(source));
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    to.copy_(call.to_host(source));
+  }
+  kernel.finish(!non_blocking && !(self.is_cuda() && source.is_cuda()));
+  if (!kernel.is_right()) Kernel::spoil(to);
+  if (between_devices) meet(self.device(), source.device());
   return self;
 }
+
+void record_stream_of(Tensor& self, Stream stream) { record_stream(self.storage().data(), queue_of(stream)); }
 
 // What only changes how a tensor looks at its storage runs on the tensor itself.
 
@@ -448,7 +469,10 @@ struct CUDAHooks : at::CUDAHooksInterface {
     return before;
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
-  void deviceSynchronize(DeviceIndex) const override {}
+  void deviceSynchronize(DeviceIndex device) const override {
+    Lock lock(device_mutex);
+    synchronize(device);
+  }
 };
 
 using at::CUDAHooksRegistry;
@@ -461,6 +485,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("copy_", &copy_);
+  m.impl("record_stream", &record_stream_of);
   m.impl("as_strided", &as_strided);
   m.impl("view", &view);
   m.impl("_reshape_alias", &reshape_alias);
@@ -480,34 +505,62 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  auto counter = [](DeviceIndex device) -> Counter& { return counters[device]; };
+  auto locked = [](auto function) {
+    return [function](DeviceIndex device) {
+      Lock lock(device_mutex);
+      return function(device);
+    };
+  };
   m.def("device_count", [] { return int(kDevices); });
   m.def("current_device", [] { return int(current_device); });
   m.def("set_device", [](DeviceIndex device) { current_device = device; });
   m.def("current_stream", [](DeviceIndex device) { return current_stream[device]; });
+  m.def("set_stream", [](c10::StreamId stream, DeviceIndex device) {
+    current_device = device;
+    current_stream[device] = stream;
+  });
+  m.def("synchronize", locked([](DeviceIndex device) { synchronize(device); }));
   m.def("default_generator", [](DeviceIndex device) { return default_generator(device); });
-  m.def("live", [=](DeviceIndex device) {
-    std::lock_guard<std::mutex> lock(memory_mutex);
-    return counter(device).live;
+
+  m.def("live", locked([](DeviceIndex device) { return memories[device].allocated().current; }));
+  m.def("peak", locked([](DeviceIndex device) { return memories[device].allocated().peak; }));
+  m.def("stats", locked([](DeviceIndex device) {
+          std::map<std::string, std::map<std::string, std::map<std::string, int64_t>>> stats;
+          const char* pools[kPools] = {"all", "small_pool", "large_pool"};
+          for (int quantity = 0; quantity < kQuantities; quantity++) {
+            for (int pool = 0; pool < kPools; pool++) {
+              const Counter& counter = memories[device].counters[quantity][pool];
+              stats[kNames[quantity]][pools[pool]] = {{"current", counter.current},
+                                                      {"peak", counter.peak},
+                                                      {"allocated", counter.allocated},
+                                                      {"freed", counter.freed}};
+            }
+          }
+          return stats;
+        }));
+  m.def("reset_peak", locked([](DeviceIndex device) {
+          for (auto& quantity : memories[device].counters) {
+            for (auto& counter : quantity) counter.peak = counter.current;
+          }
+        }));
+  m.def("empty_cache", [] {
+    Lock lock(device_mutex);
+    for (DeviceIndex device = 0; device < kDevices; device++) empty_cache(device);
   });
-  m.def("peak", [=](DeviceIndex device) {
-    std::lock_guard<std::mutex> lock(memory_mutex);
-    return counter(device).peak;
-  });
-  m.def("reset_peak", [=](DeviceIndex device) {
-    std::lock_guard<std::mutex> lock(memory_mutex);
-    counter(device).peak = counter(device).live;
-  });
-  m.def("set_limit", [=](DeviceIndex device, int64_t nbytes) {
-    std::lock_guard<std::mutex> lock(memory_mutex);
-    counter(device).limit = nbytes;
+  m.def("set_limit", [](DeviceIndex device, int64_t nbytes) {
+    Lock lock(device_mutex);
+    memories[device].limit = nbytes;
   });
   m.def("set_slack", [](int64_t nbytes) {
-    std::lock_guard<std::mutex> lock(memory_mutex);
+    Lock lock(device_mutex);
     slack_nbytes = nbytes;
   });
   m.def("set_reports", [](bool on) {
-    std::lock_guard<std::mutex> lock(memory_mutex);
+    Lock lock(device_mutex);
     reports = on;
+  });
+  m.def("take_races", [] {
+    Lock lock(device_mutex);
+    return std::exchange(races, {});
   });
 }

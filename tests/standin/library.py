@@ -13,7 +13,8 @@ from pathlib import Path
 from filelock import FileLock
 
 NAME = "standin_cuda"
-SOURCE = Path(__file__).with_name("device.cpp")
+HERE = Path(__file__).parent
+SOURCES = [HERE / "device.cpp", *sorted(HERE.glob("*.h"))]
 FLAGS = ["-O0", "-w"]  # compiled once, run for seconds
 BUILD_S = 600
 
@@ -29,7 +30,8 @@ def library() -> Path:
         CannotBuild: no C++ compiler or no ninja, or torch has devices of its own.
     """
     version = importlib.metadata.version("torch")
-    key = hashlib.sha256(f"{version} {sys.version} {FLAGS}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
+    sources = b"".join(source.read_bytes() for source in SOURCES)
+    key = hashlib.sha256(f"{version} {sys.version} {FLAGS}".encode() + sources).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autoac" / "standin"
     folder = cache / f"torch-{version}-{key}"
     built = folder / f"{NAME}.so"
@@ -62,4 +64,4 @@ def _build(folder: Path, built: Path, environment: dict[str, str]) -> None:
 if __name__ == "__main__":
     from torch.utils.cpp_extension import load
 
-    load(NAME, [str(SOURCE)], extra_cflags=FLAGS, build_directory=sys.argv[1], verbose=True)
+    load(NAME, [str(SOURCES[0])], extra_cflags=FLAGS, build_directory=sys.argv[1], verbose=True)

@@ -1,6 +1,13 @@
 """Test the behavior of the stand-in that the other tests of this folder rely on."""
 
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
 import torch
+
+MIB = 1 << 20
 
 
 def test_tensors_count_in_blocks_of_512_bytes(gpu):
@@ -8,3 +15,131 @@ def test_tensors_count_in_blocks_of_512_bytes(gpu):
     held = torch.ones(129, device="cuda")
     assert held.device == torch.device("cuda", 0)
     assert gpu.live(0) == before + 1024 == torch.cuda.memory_allocated()
+
+
+def blocks_of(*nbytes: int) -> list[torch.Tensor]:
+    return [torch.empty(n, dtype=torch.uint8, device="cuda") for n in nbytes]
+
+
+@pytest.mark.parametrize(
+    ("requests", "allocated", "reserved"),
+    [
+        ([1], 512, 2 * MIB),
+        ([MIB, MIB], 2 * MIB, 2 * MIB),
+        ([MIB, MIB, 1], 2 * MIB + 512, 4 * MIB),
+        ([MIB + 1], MIB + 512, 20 * MIB),
+        ([3 * MIB, 9 * MIB], 12 * MIB, 20 * MIB),
+        ([10 * MIB], 10 * MIB, 10 * MIB),
+        ([11 * MIB], 12 * MIB, 12 * MIB),  # a whole segment: too little would remain of it
+        ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),
+        ([1, MIB + 1], MIB + 1024, 22 * MIB),
+    ],
+)
+def test_blocks_are_split_as_by_the_caching_allocator_of_cuda(
+    gpu: ModuleType, requests: list[int], allocated: int, reserved: int
+) -> None:
+    torch.cuda.empty_cache()
+    before, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    held = blocks_of(*requests)
+    assert torch.cuda.memory_allocated() - before == allocated
+    assert torch.cuda.memory_reserved() - kept == reserved
+    del held
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (before, kept + reserved)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == kept
+
+
+def test_free_blocks_merge_and_serve_again(gpu: ModuleType) -> None:
+    torch.cuda.empty_cache()
+    held = blocks_of(4 * MIB, 4 * MIB, 12 * MIB)
+    reserved = torch.cuda.memory_reserved()
+    del held[1]
+    held += blocks_of(3 * MIB)
+    del held[0], held[-1]
+    held += blocks_of(8 * MIB)
+    assert torch.cuda.memory_reserved() == reserved
+    stats = torch.cuda.memory_stats()
+    assert stats["active_bytes.all.current"] == stats["allocated_bytes.all.current"]
+
+
+def test_freed_memory_is_nan(gpu: ModuleType) -> None:
+    (first,) = blocks_of(512)
+    address = first.fill_(1).data_ptr()
+    del first
+    (second,) = blocks_of(512)
+    assert second.data_ptr() == address
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert second.view(dtype).isnan().all()
+
+
+def on_side(
+    work: object, *, waits: bool = True, recorded: bool = True
+) -> tuple[torch.cuda.Stream, torch.Tensor, torch.Tensor]:
+    """Make a tensor on the current stream, and from it another on a side stream."""
+    x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = work(x)
+    if recorded:
+        x.record_stream(side)
+    return side, x, y
+
+
+def test_work_that_waits_for_what_it_reads_is_right(gpu: ModuleType) -> None:
+    side, x, y = on_side(torch.exp)
+    torch.cuda.current_stream().wait_event(side.record_event())
+    assert torch.equal((x.exp() - y).cpu(), torch.zeros(4))
+    torch.cuda.synchronize()
+    assert gpu.take_races() == []
+
+
+def test_work_of_a_side_stream_is_late(gpu: ModuleType) -> None:
+    _, _, y = on_side(torch.exp)
+    assert (y + 1).isnan().all()
+    assert "aten::add on stream 0 of cuda:0 reads what aten::exp on stream" in gpu.take_races()[0]
+
+
+def test_work_of_the_current_stream_is_late_for_a_side_stream(gpu: ModuleType) -> None:
+    side, _, y = on_side(torch.exp, waits=False)
+    side.synchronize()
+    assert y.isnan().all()
+    assert "reads what aten::fill_ on stream 0" in gpu.take_races()[0]
+
+
+def test_write_must_wait_for_the_readers(gpu: ModuleType) -> None:
+    _, x, _ = on_side(torch.exp)
+    assert x.zero_().isnan().all()
+    assert "writes what aten::exp" in gpu.take_races()[0]
+
+
+def test_memory_must_not_be_freed_while_another_stream_uses_it(gpu: ModuleType) -> None:
+    side, x, _ = on_side(torch.exp, recorded=False)
+    del x
+    assert "is freed while aten::exp on stream" in gpu.take_races()[0]
+    side.synchronize()
+    held = on_side(torch.exp, recorded=False)
+    held[0].synchronize()
+    del held
+    assert gpu.take_races() == []
+
+
+def test_recorded_memory_serves_again_once_the_stream_is_over(gpu: ModuleType) -> None:
+    torch.cuda.empty_cache()  # waits for all earlier work
+    side, x, _ = on_side(torch.exp)
+    address = x.data_ptr()
+    del x
+    held = torch.ones(4, device="cuda")
+    assert held.data_ptr() != address
+    stats = torch.cuda.memory_stats()
+    assert stats["active_bytes.all.current"] == stats["allocated_bytes.all.current"] + 512
+    side.synchronize()
+    others = [torch.ones(4, device="cuda") for _ in range(3)]
+    assert address in [other.data_ptr() for other in others]
+
+
+def test_copies_between_devices_wait_for_each_other(gpu: ModuleType) -> None:
+    x = torch.ones(4, device="cuda:0") * 2
+    y = x.to("cuda:1") + 1
+    assert y.tolist() == [3.0] * 4
+    assert x.mul_(0).to("cuda:1").tolist() == [0.0] * 4

@@ -1,0 +1,86 @@
+// Streams as clocks: which work is certain to be over when other work starts.
+//
+// NOTE [ The worst timing ]
+//
+// Kernels run at once, on the host, but a GPU may run the work of two streams in any order that their events
+// allow. So each stream counts the work launched on it, and has a clock: for every stream, how much of its work is
+// certain to be over. Waiting for an event joins the clock that the event was recorded with; waiting on the host
+// joins the host's clock, which all later work starts from. What is not certain to be over counts as late: reading
+// its results gives NaN, and is a race (memory.h).
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using c10::DeviceIndex;
+using c10::DeviceType;
+
+constexpr DeviceIndex kDevices = 2;
+
+using Queue = std::pair<DeviceIndex, c10::StreamId>;  // a stream of a device
+using Clock = std::map<Queue, int64_t>;               // by stream, how many pieces of work are over
+
+// One piece of work: a kernel or a copy.
+struct Launch {
+  Queue queue;
+  int64_t number = 0;  // in its stream, from 1
+  std::string op;
+};
+
+struct Event {
+  std::chrono::steady_clock::time_point at;
+  Clock clock;
+};
+
+std::recursive_mutex device_mutex;  // of what follows, and of what memory.h keeps
+Clock host_clock;
+std::map<Queue, Clock> clocks;
+std::vector<std::string> races;
+
+thread_local DeviceIndex current_device = 0;
+thread_local c10::StreamId current_stream[kDevices] = {};
+
+Queue current_queue(DeviceIndex device) { return {device, current_stream[device]}; }
+Queue queue_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+
+void join(Clock& clock, const Clock& other) {
+  for (const auto& [queue, number] : other) clock[queue] = std::max(clock[queue], number);
+}
+
+bool is_over(const Launch& launch, const Clock& clock) {
+  auto found = clock.find(launch.queue);
+  return launch.number <= (found == clock.end() ? 0 : found->second);
+}
+
+// The clock of the next work of a stream.
+Clock& clock_of(Queue queue) {
+  auto& clock = clocks[queue];
+  join(clock, host_clock);
+  return clock;
+}
+
+Launch launch(Queue queue, std::string op) {
+  return {queue, ++clock_of(queue)[queue], std::move(op)};
+}
+
+void synchronize(Queue queue) { join(host_clock, clock_of(queue)); }
+
+void synchronize(DeviceIndex device) {
+  for (const auto& entry : std::map(clocks)) {
+    if (entry.first.first == device) synchronize(entry.first);
+  }
+}
+
+std::string name(Queue queue) {
+  return "stream " + std::to_string(queue.second) + " of cuda:" + std::to_string(queue.first);
+}
+
+}  // namespace
