@@ -245,6 +245,8 @@ def _real_step(
     single = sum(step.op_times[key][2] == 1 for key in kinds)
     suffix = f"; {single} of them have one sample" if single else ""
     notes.append(f"measured: run times of {len(kinds)} kinds of op{suffix}")
+    if step.timing_note:
+        notes.append(step.timing_note)
     return step, notes
 
 

@@ -21,7 +21,7 @@ def with_times_of(hollow: HollowStep, plain: HollowStep) -> HollowStep:
         for i, (a, b) in enumerate(zip_longest(of_hollow, of_plain)):
             if a != b:
                 raise Unsteady(f"{kind} {i}", a or "nothing", b or "nothing")
-    return replace(hollow, op_times=plain.op_times, times_ns=plain.times_ns)
+    return replace(hollow, op_times=plain.op_times, times_ns=plain.times_ns, timing_note=plain.timing_note)
 
 
 def _comparisons(hollow: HollowStep, plain: HollowStep) -> Iterator[tuple[str, list[str], list[str]]]:

@@ -61,12 +61,14 @@ from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.first_backward import free_workspaces, is_first_backward_special
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of, outputs_held
+from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import OpTime
 from autoac.profiler.timing.op_timer import (
     BETWEEN_OPS,
     EXTRA_S,
     MOST_STEPS,
     Samples,
+    clock_of,
     host_clock,
     median_and_spread,
     sample_forwards,
@@ -98,6 +100,7 @@ class ProfiledStep:
     loss: Loss | None
     device: torch.device
     loop: Loop
+    backlog: Backlog | None = None  # of the device; None: nothing is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class HollowStep:
     backward_end: int  # mark; outputs of the model are still held
     workspaces: Sequence[Block] = ()  # allocated in this step, and there in the whole of the next
     op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature, or BETWEEN_OPS
+    timing_note: str = ""  # on times that may include time of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,8 @@ def run(
     """
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
-    allocations = AllocationRecord(device)
+    backlog = Backlog(device)
+    allocations = AllocationRecord(device, clock_of(device, backlog))
     recorder = OpRecorder(allocations.mark)
     saved = SavedTensorRecorder(recorder, allocations.mark, plain=plain)
     with (
@@ -171,12 +176,13 @@ def run(
             model, args, kwargs, accumulates=accumulates, excluded=shards.managed(), before=shards.reset
         ) as (call, leaves),
     ):
-        step = ProfiledStep(model, call, leaves, loss, device, loop)
+        step = ProfiledStep(model, call, leaves, loss, device, loop, backlog)
         saved.can_run = shards.is_gathered
         try:
             warm_up = _prepare(step, shards)
             traced = _trace(step, shards, recorder, saved, allocations)
-            return replace(traced, op_times=_time(step, traced, warm_up, known, time_ops))
+            op_times = _time(step, traced, warm_up, known, time_ops)
+            return replace(traced, op_times=op_times, timing_note=backlog.note())
         finally:
             saved.closed = True
             torch.clear_autocast_cache()
@@ -188,7 +194,7 @@ def _prepare(step: ProfiledStep, shards: Shards) -> _WarmUp:
     now_ns = host_clock(step.device)
     begin = now_ns()
     with step.call.originals.searching() if not shards.aliases else nullcontext():  # FSDP writes in forward
-        samples = timed_forward(step.call, step.device)
+        samples = timed_forward(step.call, step.device, step.backlog)
     step.leaves.extend(shards.leaves())
     forward_ns = now_ns() - begin
     if is_first_backward_special(step.device):
@@ -282,7 +288,7 @@ def _time(
             if signature in total_us:
                 total_us[signature] += us
         samples = sample_forwards(
-            step.call, step.device, total_us, forward_ns / 1e9, max(EXTRA_S, left_ns / 1e9)
+            step.call, step.device, total_us, forward_ns / 1e9, max(EXTRA_S, left_ns / 1e9), step.backlog
         )
     samples.setdefault(BETWEEN_OPS, warm_up.samples.get(BETWEEN_OPS, []))
     return {**median_and_spread(in_trace_us, signatures, samples), **times}

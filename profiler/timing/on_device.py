@@ -2,6 +2,10 @@
 
 `datasheet_of` measures a datasheet. `OpTimesOnDevice` runs each kind of op of a fake step by itself a few
 times, on made-up numbers, so only the inputs and outputs of one op need memory.
+
+On a GPU, work is queued ahead of each timed call (backlog.py). A call that is timed by itself would find its
+operands in the L2 cache, where making them has left them. In a step they are there only by chance, so that
+cache is overwritten before each call.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoac.profiler.timing.backlog import Backlog, record_event
 from autoac.profiler.timing.cache import OpTime, Times, machine, processor
-from autoac.profiler.timing.op_timer import host_clock, median_and_deviation, record_event
+from autoac.profiler.timing.op_timer import host_clock, median_and_deviation
 from autoac.profiler.timing.roofline import Device, KernelKind, bytes_moved
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.op_signature import signature_of
@@ -31,10 +36,14 @@ from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
 PRODUCT_ROWS = 768  # rows and columns of the products that measure the peak on the CPU
 PRODUCT_ROWS_ON_GPU = 4096
 COPIED_NBYTES = 2**26  # copied to measure the bandwidth
+COPIED_NBYTES_ON_GPU = 2**29  # several times the largest cache
 TINY_CALLS = 200  # of an op on few elements, to measure the launch
 
 RUNS = 3  # of each kind of op, after one that warms up
 LONG_S = 0.2  # an op that takes longer than this runs once
+LONGEST_BACKLOG_US = 50_000.0  # the host takes less to launch `TINY_CALLS` ops
+CACHE_SIZES = 4  # memory that is written to replace what the L2 cache holds, in sizes of that cache
+CACHE_BEHIND_L2_ON_ROCM = 2**28  # bytes; the largest Infinity Cache, which properties do not report
 PART_OF_MEMORY = 0.5  # that the tensors of one op may take
 
 _TYPES = (torch.float32, torch.bfloat16)
@@ -48,7 +57,8 @@ def datasheet_of(device: torch.device) -> Device:
     """
     n = PRODUCT_ROWS if device.type == "cpu" else PRODUCT_ROWS_ON_GPU
     rates = {dtype: 2 * n**3 / _product_s(n, dtype, device) for dtype in _TYPES}
-    source = torch.ones(COPIED_NBYTES // 4, device=device)
+    copied = COPIED_NBYTES if device.type == "cpu" else COPIED_NBYTES_ON_GPU
+    source = torch.ones(copied // 4, device=device)
     target = torch.empty_like(source)
     copy_s = least_s(lambda: target.copy_(source), device)
     x = torch.ones(8, device=device)
@@ -61,7 +71,7 @@ def datasheet_of(device: torch.device) -> Device:
         name=processor() if device.type == "cpu" else torch.cuda.get_device_name(device),
         flops_per_s=MappingProxyType(rates),
         other_flops_per_s=rates[torch.float32],
-        bytes_per_s=2 * COPIED_NBYTES / copy_s,
+        bytes_per_s=2 * copied / copy_s,
         memory_bytes=_memory_of(device),
         launch_us=least_s(tiny, device) / TINY_CALLS * 1e6,
         efficiency=MappingProxyType(dict.fromkeys(KernelKind, 1.0)),
@@ -91,18 +101,47 @@ def least_s(call: Callable[[], object], device: torch.device, runs: int = 5) -> 
     return min(seconds(call, device) for _ in range(runs + 1))
 
 
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the time of one call: by the host's clock on the CPU, by events of the stream elsewhere."""
+def seconds(
+    call: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None
+) -> float:
+    """Return the time of one call: by the host's clock on the CPU, by events of the stream elsewhere.
+
+    On a GPU the call runs again, with more work queued ahead, until the host launches all of it in time, or
+    no more can be queued.
+
+    Args:
+        call: what is timed.
+        device: where it runs.
+        before: runs before each call and is not timed.
+    """
     if device.type == "cpu":
+        before()
         now = host_clock(device)
         begin = now()
         call()
         return (now() - begin) / 1e9
-    begin_event = record_event(device)
-    call()
-    end_event = record_event(device)
-    torch.get_device_module(device).synchronize(device)
-    return float(begin_event.elapsed_time(end_event)) / 1e3
+    backlog = Backlog(device, LONGEST_BACKLOG_US)
+    while True:
+        before()
+        backlog.queue()
+        begin_event = record_event(device)
+        call()
+        end_event = record_event(device)
+        done = backlog.is_longest
+        done = backlog.was_ahead(begin_event) or done
+        torch.get_device_module(device).synchronize(device)
+        if done:
+            return float(begin_event.elapsed_time(end_event)) / 1e3
+
+
+def cache_overwriter(device: torch.device) -> Callable[[], object]:
+    """Return a function that replaces what the caches of `device` hold; on the CPU it does nothing."""
+    if device.type == "cpu":
+        return lambda: None
+    cache_nbytes = torch.get_device_module(device).get_device_properties(device).L2_cache_size
+    if torch.version.hip is not None:
+        cache_nbytes += CACHE_BEHIND_L2_ON_ROCM
+    return torch.empty(CACHE_SIZES * cache_nbytes, dtype=torch.uint8, device=device).zero_
 
 
 class OpTimesOnDevice:
@@ -125,6 +164,7 @@ class OpTimesOnDevice:
         self.device = device
         self.datasheet = datasheet
         self._times = times
+        self._overwrite_caches = cache_overwriter(device)
         self._machine = machine(device, datasheet.name)
         self._known: dict[Hashable, OpTime] = {}
         self._new: dict[Hashable, OpTime] = {}  # measured here, not in the cache so far
@@ -179,7 +219,7 @@ class OpTimesOnDevice:
         real_args, real_kwargs = tree_map_only(Tensor, self._real_operand, (tuple(args), dict(kwargs)))
         if isinstance(real_kwargs.get("device"), torch.device):
             real_kwargs["device"] = self.device
-        return seconds(lambda: func(*real_args, **real_kwargs), self.device)
+        return seconds(lambda: func(*real_args, **real_kwargs), self.device, self._overwrite_caches)
 
     def _real_operand(self, tensor: Tensor) -> Tensor:
         """Return a copy of `tensor` on the device; of a fake one, ones, or zeros if it may be an index."""

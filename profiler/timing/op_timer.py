@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autoac.profiler.restore.isolated_call import Call
 from autoac.profiler.restore.written_tensors import Originals
+from autoac.profiler.timing.backlog import Backlog, record_event
 from autoac.profiler.timing.cache import OpTime
 from autoac.profiler.torch_facts.op_facts import facts_of
 from autoac.profiler.torch_facts.op_signature import signature_of
@@ -35,7 +36,10 @@ Samples = dict[Hashable, list[float]]
 """Run times in microseconds, by signature."""
 
 BETWEEN_OPS = ("between ops",)
-"""A pseudo-signature: the time from the end of one op to the beginning of the next (`OpTimer`)."""
+"""A pseudo-signature: the time from the end of one op to the beginning of the next (`OpTimer`).
+
+Only on devices without a backlog: with one, the host's time between ops is not the device's.
+"""
 
 
 def host_clock(device: torch.device) -> Callable[[], int]:
@@ -88,47 +92,46 @@ class HostClock:
 class DeviceClock:
     """Events in the device's stream: when the device, not the host, reached each mark.
 
-    The time in which the device waits for the host counts.
+    Between `stop` and `resume`, work is queued ahead (backlog.py), and the clock stands still. If the device
+    still runs out of work, the time in which it waits for the host counts.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, backlog: Backlog | None = None) -> None:
         self._device = device
-        self._events: list[torch.Event] = []
+        self._backlog = backlog or Backlog(device)
+        self._stops: list[torch.Event] = []
+        self._starts: list[torch.Event] = []  # after each stop
 
     def stop(self) -> None:
-        self._events.append(record_event(self._device))
+        self._stops.append(record_event(self._device))
+        if self._starts:
+            self._backlog.was_ahead(self._starts[-1])
 
     def resume(self) -> None:
-        pass
+        self._backlog.queue()
+        self._starts.append(record_event(self._device))
 
     def times_ns(self) -> list[int]:
         """Wait for the device, and return the time of each stop, relative to the first."""
         torch.get_device_module(self._device).synchronize(self._device)
         # Between neighbors, so that a float of milliseconds can resolve microseconds.
-        steps_ms = (a.elapsed_time(b) for a, b in itertools.pairwise(self._events))
-        return [round(ms * 1e6) for ms in itertools.accumulate(steps_ms, initial=0.0)][: len(self._events)]
+        steps_ms = (
+            begin.elapsed_time(end) for begin, end in zip(self._starts, self._stops[1:], strict=False)
+        )
+        return [round(ms * 1e6) for ms in itertools.accumulate(steps_ms, initial=0.0)][: len(self._stops)]
 
 
-def record_event(device: torch.device) -> torch.Event:
-    """Record an event in the stream that ops on `device` use now: in backward, that of the running node.
-
-    Without a stream, the event would go to the *current* device, which need not be the model's.
-    """
-    event = torch.Event(device=device, enable_timing=True)
-    event.record(torch.get_device_module(device).current_stream(device))
-    return event
-
-
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device, backlog: Backlog | None = None) -> Clock:
     """Return the clock that times the ops of a step on `device`."""
-    return HostClock(host_clock(device)) if device.type == "cpu" else DeviceClock(device)
+    return HostClock(host_clock(device)) if device.type == "cpu" else DeviceClock(device, backlog)
 
 
 class OpTimer(TorchDispatchMode):
     """Time the ops of a forward: by the clock on the CPU, by events of the device's stream elsewhere.
 
-    Also time the gaps between ops: Python, the dispatcher, freeing memory, a device that waits for its host.
-    A recomputed op takes that time again.
+    On a device, work is queued ahead of each op (backlog.py). Without that, also time the gaps between ops:
+    Python, the dispatcher, freeing memory, a device that waits for its host. A recomputed op takes that time
+    again.
 
     Attributes:
         generators: the generators that the forward drew from.
@@ -136,13 +139,15 @@ class OpTimer(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device: torch.device, originals: Originals) -> None:
+    def __init__(self, device: torch.device, originals: Originals, backlog: Backlog | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._originals = originals
         self.generators = UsedGenerators()
         self._device = device
         self._host_now = host_clock(device)
+        self._backlog = backlog or Backlog(device)
         self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
+        self._late: set[int] = set()  # spans that may include time of the host
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -159,9 +164,12 @@ class OpTimer(TorchDispatchMode):
             self.generators.note(args, kwargs)
         signature = signature_of(facts.name, args, kwargs)
         self._originals.keep(facts, args, kwargs)
+        self._backlog.queue()
         began = self._now()
         out = func(*args, **kwargs)
         self._spans.append((signature, began, self._now()))
+        if self._device.type != "cpu" and not self._backlog.was_ahead(began):
+            self._late.add(len(self._spans) - 1)
         self._originals.note_outputs(args, kwargs, out)
         return out
 
@@ -177,20 +185,23 @@ class OpTimer(TorchDispatchMode):
         def us(began: Any, ended: Any) -> float:
             return float((ended - began) / 1e3 if on_cpu else began.elapsed_time(ended) * 1e3)
 
+        on_time = {span[0] for i, span in enumerate(self._spans) if i not in self._late}
         found: Samples = {}
-        for signature, began, ended in self._spans:
-            found.setdefault(signature, []).append(us(began, ended))
-        for (_, _, ended), (_, began, _) in itertools.pairwise(self._spans):
-            found.setdefault(BETWEEN_OPS, []).append(us(ended, began))
+        for i, (signature, began, ended) in enumerate(self._spans):
+            if i not in self._late or signature not in on_time:
+                found.setdefault(signature, []).append(us(began, ended))
+        if not self._backlog.can_queue:
+            for (_, _, ended), (_, began, _) in itertools.pairwise(self._spans):
+                found.setdefault(BETWEEN_OPS, []).append(us(ended, began))
         return found
 
 
-def timed_forward(call: Call, device: torch.device) -> Samples:
+def timed_forward(call: Call, device: torch.device, backlog: Backlog | None = None) -> Samples:
     """Run and time a forward for which autograd saves only descriptions.
 
     Explicit generators are restored; the default generators are not.
     """
-    timer = OpTimer(device, call.originals)
+    timer = OpTimer(device, call.originals, backlog)
     try:
         with torch.autograd.graph.saved_tensors_hooks(_describe, _ones), torch.enable_grad(), timer:
             call()
@@ -206,6 +217,7 @@ def sample_forwards(
     total_us: Mapping[Hashable, float],
     forward_s: float,
     left_s: float,
+    backlog: Backlog | None = None,
 ) -> Samples:
     """Run forward until the kinds of op in `total_us` have enough samples.
 
@@ -217,6 +229,7 @@ def sample_forwards(
         total_us: by kind of op, the run time of all its calls in one forward.
         forward_s: estimated time of one forward.
         left_s: time that all forwards together may take.
+        backlog: of the device.
     """
     samples: Samples = {}
     now_ns = host_clock(device)
@@ -226,7 +239,7 @@ def sample_forwards(
         if spent + last > left_s or (samples and lacking <= RARE * sum(total_us.values())):
             break
         begin = now_ns()
-        found = timed_forward(call, device)
+        found = timed_forward(call, device, backlog)
         for key in total_us.keys() & found.keys():
             samples.setdefault(key, []).extend(found[key])
         last = (now_ns() - begin) / 1e9

@@ -151,6 +151,11 @@ def clear_cublas_workspaces() -> None:
     _C._cuda_clearCublasWorkspaces()
 
 
+def sleep_of(device: torch.device) -> Callable[[int], None] | None:
+    """Return a function that keeps the current stream busy for some cycles; None if torch has none."""
+    return getattr(_C, "_cuda_sleep", None) if device.type == "cuda" else None
+
+
 def optimized_module_class() -> type[nn.Module] | None:
     """Return the class of what `torch.compile(module)` returns; None if nothing has loaded Dynamo yet."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

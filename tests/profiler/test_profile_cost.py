@@ -100,7 +100,7 @@ def test_sampling_forwards_ends_when_expensive_ops_have_enough_samples(
 ) -> None:
     ran = 0
 
-    def forward(_call: Any, _device: Any) -> dict[str, list[float]]:
+    def forward(_call: Any, _device: Any, _backlog: Any) -> dict[str, list[float]]:
         nonlocal ran
         ran += 1
         return {"matmul": [9.0] * timing.SAMPLES, "embedding": [1.0]}

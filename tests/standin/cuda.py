@@ -102,6 +102,7 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
 
     class Properties:
         name, major, minor, total_memory, multi_processor_count = "Stand-in GPU", 9, 0, 80 << 30, 132
+        L2_cache_size = 1 << 20
 
     cuda._initialized = True
     cuda._lazy_init = lambda: None
