@@ -27,6 +27,7 @@ from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.restore.isolated_call import isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.gpu_dispatch import gpu_kernels
+from autoac.profiler.steps.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.steps.hollow import HollowStep, ProfiledStep, take_step
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
 from autoac.profiler.timing.on_device import OpTimesOnDevice
@@ -78,7 +79,10 @@ def run(
     """
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
-    allocations = FakeAllocations(device.allocator_rounding, (measured or device).runtime_us)
+    is_gpu = device.device_type != "cpu"
+    allocations = FakeAllocations(
+        device.allocator_rounding, (measured or device).runtime_us, GPU_FAKE_KERNELS if is_gpu else {}
+    )
     recorder = OpRecorder(allocations.mark, allocations.locate, has_storage_or_fake)
     saved = SavedTensorRecorder(recorder, allocations.mark)
     allocations.idle = lambda: recorder.paused
@@ -86,7 +90,7 @@ def run(
         generators_restored(CPU if measured is None else measured.device),
         modules_restored(model),
         without_ddp_sync(model),
-        gpu_kernels() if device.device_type != "cpu" else contextlib.nullcontext(),
+        gpu_kernels(device) if is_gpu else contextlib.nullcontext(),
         _autocast_on_cpu(device) as notes,
         FakeTensorMode(allow_non_fake_inputs=True),
         isolated_call(

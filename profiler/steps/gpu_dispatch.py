@@ -1,20 +1,21 @@
 """Run the ops that a GPU would run, for a step whose tensors only claim to be on the CPU.
 
-Attention, dropout and recurrent layers are composite ops that look at the device before they choose their
-kernels. While `gpu_kernels` is active, calls on fake tensors choose as on a GPU of 2020 or later (one with
-flash attention), and calls on other tensors choose as usual. The kernels are registered with the
+Attention, norms, dropout and recurrent layers are composite ops that look at the device before they choose
+their kernels. While `gpu_kernels` is active, calls on fake tensors choose as on the given device, with its
+version of cuDNN, and calls on other tensors choose as usual. The kernels are registered with the
 dispatcher, since models reach these ops by many Python functions. The registration is process-wide, so
 every kernel checks its arguments.
 
-Sources: `use_flash_attention` and `use_mem_efficient_attention` in
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; `is_fused_kernel_acceptable` in
-aten/src/ATen/native/Dropout.cpp (torch 2.13).
+Sources, of torch 2.13, in aten/src/ATen/native: `_select_batch_norm_backend` in Normalization.cpp,
+`rms_norm_symint` in layer_norm.cpp, `cond_cudnn_grid_sampler` in GridSamplerUtils.h, `GRUCell` in RNN.cpp,
+`is_fused_kernel_acceptable` in Dropout.cpp. Attention has a file of its own (gpu_attention.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,29 +23,44 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoac.profiler.errors import CannotFake
+from autoac.profiler.steps.gpu_attention import AttentionCall
+from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.private import DispatchKey, FakeTensor, tree_leaves
 
 _aten = torch.ops.aten
 
-_FLASH_TYPES = (torch.float16, torch.bfloat16)
-_LARGEST_FLASH_HEAD = 256
-_MASK_ALIGNMENT = 8  # elements: the efficient kernel needs rows of a mask aligned to this
+# Sizes of the first dimension up to which cuDNN normalizes a batch, and dimensions for MIOpen.
+_LARGEST_BATCH = 65535
+_LARGEST_TRAINED_BATCH = 880801
+_LARGEST_MIOPEN_DIM = 5
+
+_GRID_TYPES = (torch.float64, torch.float32, torch.float16)
+_MOST_GRID_CHANNELS = 1024
 
 
 @contextlib.contextmanager
-def gpu_kernels() -> Iterator[None]:
-    """Have composite ops on fake tensors run the kernels of a GPU inside."""
+def gpu_kernels(device: Device) -> Iterator[None]:
+    """Have composite ops on fake tensors run the kernels of `device` inside."""
+    kernels: dict[str, Callable[..., Any]] = {
+        "dropout": _dropout,
+        "scaled_dot_product_attention": partial(_attention, device),
+        "batch_norm": partial(_batch_norm, device),
+        "rms_norm": _rms_norm,
+        "grid_sampler": partial(_grid_sampler, device),
+        "lstm_cell": _lstm_cell,
+        "gru_cell": _gru_cell,
+        **{name: _refusal(name) for name in _RECURRENT},
+    }
     with private.scoped_library("aten", "IMPL") as library:
-        library.impl("dropout", _dropout, "AutogradCPU")
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
-        library.impl("lstm_cell", _lstm_cell, "AutogradCPU")
-        for name in _CUDNN:
-            library.impl(name, _refusal(name), "AutogradCPU")
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradCPU")
         yield
 
 
-_CUDNN = [f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")]
+_RECURRENT = [
+    f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")
+]
 
 
 def _refusal(name: str) -> Callable[..., Any]:
@@ -75,6 +91,14 @@ def _lstm_cell(
     return _aten._thnn_fused_lstm_cell(*gates, cell, b_ih, b_hh)[:2]
 
 
+def _gru_cell(
+    x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Any:
+    if type(x) is not FakeTensor:
+        return _composite(_aten.gru_cell.default, x, h, w_ih, w_hh, b_ih, b_hh)
+    return _aten._thnn_fused_gru_cell(x @ w_ih.t(), h @ w_hh.t(), h, b_ih, b_hh)[0]
+
+
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     if type(x) is FakeTensor and train and 0 < p < 1 and x.numel():
         out: Tensor = _aten.native_dropout(x, p, train)[0]
@@ -84,6 +108,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _attention(
+    device: Device,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -94,12 +119,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    plain = type(query) is FakeTensor and query.dim() == 4 and key.dim() == 4 and value.dim() == 4
-    if plain and attn_mask is None and _can_run_flash(query, key, value, is_causal):
-        return _flash(query, key, value, dropout_p, is_causal, scale)
-    if plain and query.shape[1] == key.shape[1] == value.shape[1]:
-        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    math: Tensor = _composite(
+    if type(query) is FakeTensor:
+        return AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).run(
+            device
+        )
+    out: Tensor = _composite(
         _aten.scaled_dot_product_attention.default,
         query,
         key,
@@ -110,52 +134,84 @@ def _attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return math
-
-
-def _can_run_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
-    return (
-        query.dtype in _FLASH_TYPES
-        and query.dtype == key.dtype == value.dtype
-        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _LARGEST_FLASH_HEAD
-        and not (is_causal and query.shape[-2] != key.shape[-2])
-    )
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> Tensor:
-    head = query.shape[-1]
-    scale = scale if scale is not None else head**-0.5
-    if padding := -head % 8:  # the kernel needs heads of a multiple of 8
-        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-    out: Tensor = _aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return out[..., :head] if padding else out
-
-
-def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            none = torch.scalar_tensor(float("-inf"), dtype=query.dtype)
-            mask = torch.where(mask, torch.scalar_tensor(0.0, dtype=query.dtype), none)
-        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        if padding := -mask.shape[-1] % _MASK_ALIGNMENT:
-            mask = F.pad(mask, (0, padding))[..., : key.shape[2]]
-    needs_gradient = any(t.requires_grad for t in (query, key, value))
-    out: Tensor = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale
-    )[0]
     return out
+
+
+def _batch_norm(
+    device: Device,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    if not (
+        type(x) is FakeTensor
+        and cudnn_enabled
+        and x.numel()
+        and weight is not None
+        and bias is not None
+        and ((mean is None) == (variance is None) and (mean is not None or training))
+        and _norm_of_library(device, x, weight, training)
+    ):
+        op = _aten.batch_norm.default
+        plain: Tensor = _composite(
+            op, x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled
+        )
+        return plain
+    norm = _aten.cudnn_batch_norm if device.cudnn else _aten.miopen_batch_norm
+    operands = _dense(x), *(t if t is None else t.contiguous() for t in (weight, bias, mean, variance))
+    out: Tensor = norm(*operands, training, momentum, eps)[0]
+    return out
+
+
+def _norm_of_library(device: Device, x: Tensor, weight: Tensor, training: bool) -> bool:
+    """Return True if cuDNN or MIOpen normalizes `x`, and not a kernel of torch's own."""
+    if torch.bfloat16 in (x.dtype, weight.dtype) or (x.dtype is torch.half and weight.dtype is torch.half):
+        return False
+    if device.cudnn:
+        return x.dim() >= 3 and x.shape[0] <= (_LARGEST_TRAINED_BATCH if training else _LARGEST_BATCH)
+    return device.capability is None and x.dim() <= _LARGEST_MIOPEN_DIM and x.dtype is not torch.double
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return `x`, copied if it is dense neither as it is nor with its channels last."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if channels_last is not None and x.is_contiguous(memory_format=channels_last):
+        return x
+    return x.contiguous()
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    fused = type(x) is FakeTensor and not x.is_complex() and (weight is None or weight.dtype is x.dtype)
+    if not fused or (_dense(x) is x and not x.is_contiguous()):  # with channels last it is composed
+        plain: Tensor = _composite(_aten.rms_norm.default, x, shape, weight, eps)
+        return plain
+    # Without a kernel for the CPU, torch would decompose it before autograd sees it.
+    out: Tensor = _aten._fused_rms_norm.default._op_dk(DispatchKey.Autograd, x, shape, weight, eps)[0]
+    return out
+
+
+def _grid_sampler(
+    device: Device, x: Tensor, grid: Tensor, interpolation: int, padding: int, align_corners: bool
+) -> Tensor:
+    if (
+        type(x) is FakeTensor
+        and device.cudnn
+        and private.get_cudnn_enabled()
+        and all(t.dtype in _GRID_TYPES and t.numel() for t in (x, grid))
+        and (interpolation, padding, align_corners) == (0, 0, True)
+        and x.dim() == 4
+        and x.shape[1] <= _MOST_GRID_CHANNELS
+    ):
+        out: Tensor = _aten.cudnn_grid_sampler(x, grid)
+        return out
+    plain: Tensor = _composite(_aten.grid_sampler.default, x, grid, interpolation, padding, align_corners)
+    return plain
 
 
 def _composite(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,6 +62,7 @@ def datasheet_of(device: torch.device) -> Device:
     target = torch.empty_like(source)
     copy_s = least_s(lambda: target.copy_(source), device)
     x = torch.ones(8, device=device)
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
 
     def tiny() -> None:
         for _ in range(TINY_CALLS):
@@ -77,6 +78,8 @@ def datasheet_of(device: torch.device) -> Device:
         efficiency=MappingProxyType(dict.fromkeys(KernelKind, 1.0)),
         device_type=device.type,
         allocator_rounding=512 if device.type == "cuda" else 1,
+        capability=torch.cuda.get_device_capability(device) if is_nvidia else None,
+        cudnn=(torch.backends.cudnn.version() or 0) if is_nvidia else 0,
     )
 
 

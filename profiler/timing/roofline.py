@@ -112,6 +112,8 @@ class Device:
     )  # part of the peaks, in (0, 1]
     device_type: str = "cuda"  # "cuda" (AMD too) or "cpu": which kernels run
     allocator_rounding: int = 512  # bytes
+    capability: tuple[int, int] | None = None  # of CUDA; None: not NVIDIA's
+    cudnn: int = 0  # version of cuDNN: 92000 is 9.20.0, 0 is none
 
     def runtime_us(
         self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -180,16 +182,46 @@ def _mib(count: int) -> int:
     return count << 20
 
 
+CUDNN_OF_WHEELS = 92000
+"""The version of cuDNN that torch 2.13 brings along with CUDA 13."""
+
+
 # float32 is the peak of the ordinary cores: by default torch uses no TF32 for matrix products. Memory is
 # what torch reports as `total_memory`: nominal "GB" are GiB, less what the driver and error correction take.
 
-H100 = Device("NVIDIA H100 SXM", _peaks(989.4, 1978.9), 66.9e12, 3.35e12, _mib(81_090), efficiency=HOPPER)
+H100 = Device(
+    "NVIDIA H100 SXM",
+    _peaks(989.4, 1978.9),
+    66.9e12,
+    3.35e12,
+    _mib(81_090),
+    efficiency=HOPPER,
+    capability=(9, 0),
+    cudnn=CUDNN_OF_WHEELS,
+)
 """NVIDIA H100 Tensor Core GPU datasheet; dense numbers: H100 architecture white paper, table 2."""
 
-H200 = Device("NVIDIA H200 SXM", _peaks(989.4, 1978.9), 66.9e12, 4.8e12, _mib(143_156), efficiency=HOPPER)
+H200 = Device(
+    "NVIDIA H200 SXM",
+    _peaks(989.4, 1978.9),
+    66.9e12,
+    4.8e12,
+    _mib(143_156),
+    efficiency=HOPPER,
+    capability=(9, 0),
+    cudnn=CUDNN_OF_WHEELS,
+)
 """NVIDIA H200 Tensor Core GPU datasheet; an H100 with 141 GB of HBM3e."""
 
-A100 = Device("NVIDIA A100 SXM 80GB", _peaks(312), 19.5e12, 2.039e12, _mib(81_050))
+A100 = Device(
+    "NVIDIA A100 SXM 80GB",
+    _peaks(312),
+    19.5e12,
+    2.039e12,
+    _mib(81_050),
+    capability=(8, 0),
+    cudnn=CUDNN_OF_WHEELS,
+)
 """NVIDIA A100 Tensor Core GPU datasheet."""
 
 MI300X = Device(
@@ -202,10 +234,26 @@ MI300X = Device(
 )
 """AMD Instinct MI300X accelerator data sheet."""
 
-L40S = Device("NVIDIA L40S", _peaks(362.05, 733), 91.6e12, 0.864e12, _mib(45_589))
+L40S = Device(
+    "NVIDIA L40S",
+    _peaks(362.05, 733),
+    91.6e12,
+    0.864e12,
+    _mib(45_589),
+    capability=(8, 9),
+    cudnn=CUDNN_OF_WHEELS,
+)
 """NVIDIA L40S datasheet."""
 
-RTX_4090 = Device("NVIDIA GeForce RTX 4090", _peaks(165.2, 330.3), 82.6e12, 1.008e12, _mib(24_563))
+RTX_4090 = Device(
+    "NVIDIA GeForce RTX 4090",
+    _peaks(165.2, 330.3),
+    82.6e12,
+    1.008e12,
+    _mib(24_563),
+    capability=(8, 9),
+    cudnn=CUDNN_OF_WHEELS,
+)
 """NVIDIA Ada GPU architecture white paper, appendix A: float32 accumulation."""
 
 DATASHEETS = {

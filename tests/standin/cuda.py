@@ -39,6 +39,7 @@ def load(library: Path) -> ModuleType:
 
     _replace_bindings(torch._C, device)
     _replace_python(torch.cuda, device)
+    importlib.import_module("standin.fused_kernels")  # needs the devices
     return device
 
 

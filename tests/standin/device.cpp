@@ -116,6 +116,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
+std::atomic<long> cudnn_version{0};  // that the hooks claim; 0: none
+
 // ---- random numbers
 
 // State as CUDA's Philox has it: a seed, and an offset that every kernel moves on.
@@ -473,6 +475,12 @@ struct CUDAHooks : at::CUDAHooksInterface {
     Lock lock(device_mutex);
     synchronize(device);
   }
+  bool hasCuDNN() const override { return cudnn_version; }
+  bool compiledWithCuDNN() const override { return cudnn_version; }
+  bool supportsBFloat16RNNWithCuDNN() const override { return cudnn_version; }
+  long versionCuDNN() const override { return cudnn_version; }
+  long versionRuntimeCuDNN() const override { return cudnn_version; }
+  double batchnormMinEpsilonCuDNN() const override { return 0; }
 };
 
 using at::CUDAHooksRegistry;
@@ -497,7 +505,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // These have kernels for every device, which would ask for CUDA's own.
   for (const char* name :
        {"convolution", "convolution_backward", "convolution_overrideable", "convolution_backward_overrideable",
-        "native_layer_norm_backward", "native_group_norm", "native_group_norm_backward", "_softmax"}) {
+        "native_group_norm", "native_group_norm_backward", "_softmax"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
 }
@@ -551,6 +559,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Lock lock(device_mutex);
     memories[device].limit = nbytes;
   });
+  m.def("set_cudnn", [](long version) { cudnn_version = version; });
   m.def("set_slack", [](int64_t nbytes) {
     Lock lock(device_mutex);
     slack_nbytes = nbytes;

@@ -14,7 +14,8 @@ from filelock import FileLock
 
 NAME = "standin_cuda"
 HERE = Path(__file__).parent
-SOURCES = [HERE / "device.cpp", *sorted(HERE.glob("*.h"))]
+SOURCES = sorted(HERE.glob("*.cpp"))
+HEADERS = sorted(HERE.glob("*.h"))
 FLAGS = ["-O0", "-w"]  # compiled once, run for seconds
 BUILD_S = 600
 
@@ -30,7 +31,7 @@ def library() -> Path:
         CannotBuild: no C++ compiler or no ninja, or torch has devices of its own.
     """
     version = importlib.metadata.version("torch")
-    sources = b"".join(source.read_bytes() for source in SOURCES)
+    sources = b"".join(source.read_bytes() for source in (*SOURCES, *HEADERS))
     key = hashlib.sha256(f"{version} {sys.version} {FLAGS}".encode() + sources).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autoac" / "standin"
     folder = cache / f"torch-{version}-{key}"
@@ -64,4 +65,4 @@ def _build(folder: Path, built: Path, environment: dict[str, str]) -> None:
 if __name__ == "__main__":
     from torch.utils.cpp_extension import load
 
-    load(NAME, [str(SOURCES[0])], extra_cflags=FLAGS, build_directory=sys.argv[1], verbose=True)
+    load(NAME, [*map(str, SOURCES)], extra_cflags=FLAGS, build_directory=sys.argv[1], verbose=True)

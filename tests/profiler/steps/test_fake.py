@@ -155,16 +155,23 @@ def test_flash_attention_saves_its_output_and_one_number_per_row() -> None:
     assert max(made) == 2 * 64 * 32 * 2  # nothing of the size of 2 x 4 x 64 x 64
 
 
-def test_attention_with_a_mask_or_in_float32_is_memory_efficient() -> None:
-    mask = torch.ones(64, 64, dtype=torch.bool).tril()
-    for model, x in (
-        (Attention(), torch.empty(2, 64, 32)),
-        (Attention().bfloat16(), torch.empty(2, 64, 32, dtype=torch.bfloat16)),
-    ):
-        assert "aten._scaled_dot_product_efficient_attention" in kinds(on_h100(model, x, mask))
-    assert "aten._scaled_dot_product_efficient_attention" in kinds(
-        on_h100(Attention(), torch.empty(2, 64, 32))
-    )
+@pytest.mark.parametrize(
+    ("device", "dtype", "masked", "kernel"),
+    [
+        ("h100", torch.bfloat16, False, "cudnn"),
+        ("h100", torch.bfloat16, True, "cudnn"),
+        ("h100", torch.float32, True, "efficient"),
+        ("a100", torch.bfloat16, False, "flash"),
+        ("a100", torch.bfloat16, True, "efficient"),
+        ("a100", torch.float32, False, "efficient"),
+    ],
+)
+def test_kernel_of_attention_depends_on_device_type_and_mask(
+    device: str, dtype: torch.dtype, masked: bool, kernel: str
+) -> None:
+    mask = torch.ones(64, 64, dtype=torch.bool).tril() if masked else None
+    found = profile(Attention().to(dtype), torch.empty(2, 64, 32, dtype=dtype), mask, on=DATASHEETS[device])
+    assert f"aten._scaled_dot_product_{kernel}_attention.default" in found.overloads
 
 
 def test_fake_step_leaves_the_dispatcher_unchanged() -> None:

@@ -1,0 +1,75 @@
+"""Return outputs without memory for ops of a GPU that torch has no fake kernel of, or not the GPU's.
+
+Sources of the sizes, of torch 2.13, in aten/src/ATen/native: cudnn/GridSampler.cpp; RNN.cu, Normalization.cu
+and layer_norm_kernel.cu in cuda.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def _grid_sampler(x: Tensor, grid: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:2], *grid.shape[1:3])
+
+
+def _grid_sampler_backward(x: Tensor, grid: Tensor, _gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(grid)
+
+
+def _gru_cell(_x: Tensor, _h_gates: Tensor, h: Tensor, *_biases: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(h), h.new_empty(h.shape[0], 5 * h.shape[1])
+
+
+def _gru_cell_backward(gradient: Tensor, _workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    rows, width = gradient.shape
+    gates = [gradient.new_empty(rows, 3 * width) for _ in range(2)]
+    biases = [gradient.new_empty(3 * width) if has_bias else None for _ in range(2)]
+    return *gates, torch.empty_like(gradient), *biases
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    """Save the statistics of a batch in 32 bits; the CPU's kernel saves them in the type of its input."""
+    saved = [x.new_empty(x.shape[1] if training else 0, dtype=_statistics(x)) for _ in range(2)]
+    return torch.empty_like(x), *saved
+
+
+def _cudnn_batch_norm(*args: Any) -> tuple[Tensor, ...]:
+    return *_batch_norm(*args), args[0].new_empty(0, dtype=torch.uint8)
+
+
+def _layer_norm(x: Tensor, shape: Sequence[int], *_rest: Any) -> tuple[Tensor, ...]:
+    """Save the statistics of a row in 32 bits; the CPU's kernel saves them in the type of its input."""
+    rows = [*x.shape[: x.dim() - len(shape)], *(1 for _ in shape)]
+    saved = [x.new_empty(rows, dtype=_statistics(x)) for _ in range(2)]
+    return x.new_empty(x.shape), *saved
+
+
+def _statistics(x: Tensor) -> torch.dtype:
+    return x.dtype if x.dtype is torch.float64 else torch.float32
+
+
+GPU_FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
+    _aten.cudnn_grid_sampler.default: _grid_sampler,
+    _aten.cudnn_grid_sampler_backward.default: _grid_sampler_backward,
+    _aten._thnn_fused_gru_cell.default: _gru_cell,
+    _aten._thnn_fused_gru_cell_backward.default: _gru_cell_backward,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_batch_norm.default: _batch_norm,
+    _aten.cudnn_batch_norm.default: _cudnn_batch_norm,
+    _aten.miopen_batch_norm.default: _batch_norm,
+}
