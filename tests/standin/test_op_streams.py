@@ -24,7 +24,7 @@ Op = tuple[Any, ...]
 
 
 class Ops(TorchDispatchMode):
-    """List the ops that are no views, with the sizes, types and strides of their outputs."""
+    """List ops, without views, with the sizes, types and strides of their outputs."""
 
     def __init__(self) -> None:
         super().__init__()
