@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-peak bench-profile clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-peak bench-profile clean
 
 setup: $(READY)
 
@@ -60,6 +60,10 @@ bench: $(READY)
 # Our plans and nine baselines on large models: hours; a second run continues where the first stopped.
 bench-plans: $(READY)
 	$(BIN)/python -m benchmarks.plans
+
+# Plans a little above the minimum peak: how soon there is one, and how soon it is good. Half an hour.
+bench-minimum: $(READY)
+	$(BIN)/python -m benchmarks.plans.near_minimum
 
 # Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)

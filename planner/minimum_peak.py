@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from autoac.planner.formats.constraints import Constraints, without_forward_budget
 from autoac.planner.formats.profile import Profile
@@ -77,7 +78,7 @@ def search_peak_within(problem: Problem, allowance: Allowance, budget: int) -> M
 
 
 def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
-    start = (save_set for _, save_set in problem.simple)
+    start = chain(problem.segments.smallest(), (save_set for _, save_set in problem.simple))
     return Search(problem, None, gap=gap, allowance=allowance, start=start, bound=problem.bounds.floor)
 
 

@@ -59,6 +59,23 @@ def llama(layers: int, *, batch: int = 1, length: int = 8192, large: bool = Fals
         return transformers.LlamaForCausalLM(config).train(), tokens(batch, length)
 
 
+def llama_405b(batch: int = 1, length: int = 8192) -> ModelAndBatch:
+    """Build meta-llama/Llama-3.1-405B, config.json."""
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        use_cache=False,
+    )
+    with weightless():
+        return transformers.LlamaForCausalLM(config).train(), tokens(batch, length)
+
+
 def images(batch: int, classes: int = 1000) -> Batch:
     """Return RGB images of 224 x 224 in bf16."""
     return {
@@ -135,6 +152,16 @@ def mixtral_8x7b(batch: int = 1, length: int = 4096) -> ModelAndBatch:
     )
     with weightless():
         return transformers.MixtralForCausalLM(config).train(), tokens(batch, length)
+
+
+def deepseek_v3(batch: int = 1, length: int = 4096) -> ModelAndBatch:
+    """Build deepseek-ai/DeepSeek-V3, config.json, without its prediction of a second token.
+
+    61 layers, 58 of them with 256 experts. Grouped products take bf16 weights instead of fp8.
+    """
+    config = transformers.DeepseekV3Config(use_cache=False, experts_implementation="grouped_mm")
+    with weightless():
+        return transformers.DeepseekV3ForCausalLM(config).train(), tokens(batch, length)
 
 
 def t5_3b(batch: int = 8, length: int = 512) -> ModelAndBatch:
@@ -261,7 +288,6 @@ MODELS: dict[str, Callable[[], ModelAndBatch]] = {
     "vit_h14": vit_h14,  # ViT-H/14, 64 images of 224 x 224
     "resnet152": resnet152,  # ResNet-152, 256 images of 224 x 224
     "unet_sd15": unet_sd15,  # Stable Diffusion 1.5's U-Net, 16 latents of 64 x 64
-    "mixtral_8x7b": mixtral_8x7b,  # Mixtral 8x7B, 1 x 4096 tokens
     "t5_3b": t5_3b,  # T5-3B, 8 x (512 + 512) tokens
     "mamba_2_8b": mamba_2_8b,  # Mamba 2.8B, 2 x 2048 tokens
     "lstm": lstm,  # LSTM, 4 layers of 2048, 128 x 256 tokens
@@ -271,6 +297,13 @@ MODELS: dict[str, Callable[[], ModelAndBatch]] = {
     "llama_l128": partial(llama, 128),  # Llama 3 8B's widths, 128 layers, 1 x 8192 tokens
     "llama_l464": partial(llama, 464),  # Llama 3 8B's widths, 464 layers: 19,521 storages
 }
+
+OVER_MANY_DEVICES: dict[str, Callable[[], ModelAndBatch]] = {
+    "mixtral_8x7b": mixtral_8x7b,  # Mixtral 8x7B, 1 x 4096 tokens
+    "deepseek_v3": deepseek_v3,  # DeepSeek-V3, 1 x 4096 tokens
+    "llama_405b": llama_405b,  # Llama 3.1 405B, 1 x 8192 tokens
+}
+"""Models that no single device trains: on one, the optimizer's step is the peak, and no budget binds."""
 
 FEW_LAYERS: dict[str, Callable[[], ModelAndBatch]] = {
     "small_gpt2": gpt2_layer,  # one layer of GPT-2 XL with dropout, 8 x 1024 tokens

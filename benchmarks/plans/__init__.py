@@ -5,4 +5,5 @@ baselines.py  Graph -> save sets, one function for each baseline
 checkmate.py  the optimum where an op may be recomputed any number of times, for small graphs
 compare.py    one profile -> build/bench/plans/*.json
 report.py     comparisons -> Markdown and plots
+near_minimum.py  plans a little above the minimum peak -> Markdown
 """

@@ -24,14 +24,14 @@ from autoac.planner import Profile, build, simulate
 from autoac.planner.formats.profile import VERSION
 from autoac.planner.units import GIB
 from autoac.profiler import DATASHEETS, observe
-from benchmarks.models.large import FEW_LAYERS, MODELS
+from benchmarks.models.large import FEW_LAYERS, MODELS, OVER_MANY_DEVICES
 from benchmarks.results import ROOT, source_digest
 
 FOLDER = ROOT / "build" / "bench" / "plans"
 
 DEVICES = ("h100", "h200")
 SHARDED = "_sharded"  # suffix of models whose parameters lie on other devices
-CASES = MODELS | FEW_LAYERS | {f"{name}{SHARDED}": MODELS[name] for name in ("mixtral_8x7b",)}
+CASES = MODELS | FEW_LAYERS | {f"{name}{SHARDED}": model for name, model in OVER_MANY_DEVICES.items()}
 
 
 def load(name: str, device: str = "h100") -> Profile:
@@ -49,20 +49,18 @@ def load(name: str, device: str = "h100") -> Profile:
 
 def make(name: str, device: str) -> Profile:
     """Profile one training step of a model with AdamW."""
-    if name.endswith(SHARDED):
-        return sharded(make(name.removesuffix(SHARDED), device))
     model, batch = CASES[name]()
     # One parameter at a time: on a GPU the default step holds a copy of all of them.
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    return observe(model, (), batch, optimizer=optimizer, on=DATASHEETS[device])
+    profile = observe(model, (), batch, optimizer=optimizer, on=DATASHEETS[device])
+    return sharded(profile) if name.endswith(SHARDED) else profile
 
 
 def sharded(profile: Profile) -> Profile:
     """Return the profile without the bytes that sharding over many devices moves off this one.
 
     These are parameters, optimizer state, and gradients that live until the end of backward. Gathered
-    parameters are not counted, so this is an approximation. On one device the optimizer's step is the peak
-    of a large mixture of experts, and no budget binds.
+    parameters are not counted, so this is an approximation.
     """
     backward = profile.backward
     lasting, least = [], math.inf

@@ -32,7 +32,8 @@ class Incumbent:
     def offer(self, save_set: SaveSet) -> None:
         """Take `save_set` if it fits and costs less."""
         if self._budget is None:
-            self.take(peak_bytes(self._graph, save_set), save_set)
+            if math.isinf(self.cost) or fits(self._graph, save_set, int(self.cost) - 1):
+                self.take(peak_bytes(self._graph, save_set), save_set)
             return
         spent = recompute_us(self._graph, save_set)
         if spent < self.cost and fits(self._graph, save_set, self._budget):

@@ -35,6 +35,7 @@ from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import BuiltProgram, assignment, build_program
 from autoac.planner.solver.recompute_windows import Windows, find_windows
 from autoac.planner.solver.repeated_blocks import RepeatedBlocks
+from autoac.planner.solver.segments import Segments
 from autoac.planner.solver.time_limit import Allowance
 from autoac.planner.solver.variables import Options
 
@@ -84,6 +85,11 @@ class Problem:
     def blocks(self) -> RepeatedBlocks | None:
         """Return which parts are built alike; None if that is switched off."""
         return RepeatedBlocks(self.windows) if self.options.repeat_in_blocks else None
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Return the segments that forward can be cut into."""
+        return Segments(self.arrays)
 
     @cached_property
     def simple(self) -> tuple[tuple[float, SaveSet], ...]:
@@ -139,6 +145,10 @@ class Search:
         self._last: tuple[BuiltProgram, Outcome] | None = None  # relaxation
         for save_set in start:
             self.best.offer(save_set)
+        if budget is not None and self.best.save_set is None:
+            within = problem.segments.within(budget)
+            if within is not None:
+                self.best.offer(within)
         self.moments = set(moments) or first_moments(self.windows, (self.graph.everything, self._likely()))
 
     def run(self, *, polish: bool = False) -> Stopped:

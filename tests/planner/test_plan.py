@@ -354,7 +354,7 @@ def test_budget_of_a_known_save_set_is_always_planned() -> None:
     smallest = find_minimum_peak(graph, work_limit=1.0, gap=0.0)
     assert peak_bytes(graph, smallest.save_set) == smallest.found > smallest.proven
     made = plan(graph, budget_bytes=smallest.found, work_limit=0.1, gap=0.0)
-    assert made.peak == smallest.found
+    assert made.peak <= smallest.found
 
 
 def test_a_search_with_less_work_finds_no_smaller_peak() -> None:

@@ -1,0 +1,104 @@
+"""Plan a little above the minimum peak: how soon a plan is found, and how soon it is proven good enough.
+
+    python -m benchmarks.plans.near_minimum [NAME ...] [--device DEVICE] [--out FILE]
+
+For each profile (default: all models of `profiles.py` but the small ones) the minimum peak is searched. Then
+plans are made 2, 5 and 10 % above it, each twice: with a few seconds, for the first plan that fits, and with
+a minute, for a gap of 1 %. Time is CPU time of the process, and the limits count it as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoac.planner import PlannerError, Profile
+from autoac.planner.formats.op_key import OpKey
+from autoac.planner.minimum_peak import MinimumPeak, find_minimum_peak
+from autoac.planner.plan import plan
+from benchmarks.models.large import FEW_LAYERS
+from benchmarks.plans.compare import FLOOR_WORK, GAP
+from benchmarks.plans.profiles import CASES, DEVICES, load
+from benchmarks.results import add_out_argument, markdown_table, write_result
+
+ABOVE = (0.02, 0.05, 0.10)
+FIRST_LIMIT_S = {32: 2.0, 80: 5.0}  # by layers: within so many seconds there is to be a plan
+FIRST_LIMIT_OF_MORE_S = 15.0
+TIME_LIMIT_S = 60.0
+FIRST, BEST = "first plan, s", "plan, s"
+HEAD = ("model", "ops", "layers", "minimum peak", "proven", "s", "budget above", FIRST, "gap", BEST, "gap")
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The outcome of one call of the planner."""
+
+    cpu_s: float
+    gap: float | None  # None: no plan
+
+
+def seconds(timed: Timed) -> str:
+    """Return the time as text."""
+    return f"{timed.cpu_s:.1f}"
+
+
+def percent(gap: float | None) -> str:
+    """Return the gap as text."""
+    return "none" if gap is None else f"{gap:.2%}"
+
+
+def layers_of(profile: Profile) -> int:
+    """Return the number of repeated blocks, at any depth of nesting."""
+    keys = [OpKey.parse(key) for key in set(profile.keys())]
+    depths = {key.block_depth for key in keys} - {0}
+    return max((len({key.block(depth) for key in keys} - {""}) for depth in depths), default=0)
+
+
+def timed_plan(profile: Profile, budget: int, limit_s: float) -> Timed:
+    """Plan within `limit_s` seconds of CPU time."""
+    began = time.process_time()
+    try:
+        gap = plan(profile, budget_bytes=budget, gap=GAP, time_limit_s=limit_s, clock=time.process_time).gap
+    except PlannerError:
+        gap = None
+    return Timed(time.process_time() - began, gap)
+
+
+def rows_of(name: str, profile: Profile) -> list[list[str]]:
+    """Return a row for each budget, and print it."""
+    began = time.process_time()
+    smallest: MinimumPeak = find_minimum_peak(profile, work_limit=FLOOR_WORK)
+    smallest_s = time.process_time() - began
+    layers = layers_of(profile)
+    first_s = next((s for most, s in FIRST_LIMIT_S.items() if layers <= most), FIRST_LIMIT_OF_MORE_S)
+    rows = []
+    for above in ABOVE:
+        budget = int(smallest.found * (1 + above))
+        first = timed_plan(profile, budget, first_s)
+        best = timed_plan(profile, budget, TIME_LIMIT_S)
+        rows.append(
+            [name, f"{len(profile.ops):,}", str(layers), f"{smallest.found / 2**30:.2f} GiB",
+             f"{smallest.proven / smallest.found:.1%}", f"{smallest_s:.1f}", f"{above:.0%}",
+             seconds(first), percent(first.gap), seconds(best), percent(best.gap)]
+        )  # fmt: skip
+        print("  ".join(rows[-1]), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command in the module docstring."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans.near_minimum", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--device", default=DEVICES[0])
+    add_out_argument(parser)
+    options = parser.parse_args(arguments)
+    rows = []
+    for name in options.names or [name for name in CASES if name not in FEW_LAYERS]:
+        rows += rows_of(name, load(name, options.device))
+    write_result(markdown_table(HEAD, rows), options.out)
+
+
+if __name__ == "__main__":
+    main()
