@@ -20,8 +20,8 @@ from autoac.planner.minimum_peak import MinimumPeak
 from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.bounds import bounds
-from autoac.planner.solver.heuristics import simple_save_sets
 from autoac.planner.solver.recompute_windows import find_windows
+from autoac.planner.solver.start.heuristics import simple_save_sets
 from autoac.planner.units import format_bytes
 
 MOST_REASONS = 8  # that a text names

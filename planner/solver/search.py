@@ -28,14 +28,14 @@ from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.arrays import GraphArrays, as_arrays
 from autoac.planner.solver.bounds import Bounds, bounds_of
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
-from autoac.planner.solver.heuristics import filled, greedy, simple_save_sets
 from autoac.planner.solver.highs import Outcome, Program, Stopped
 from autoac.planner.solver.incumbent import Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import BuiltProgram, assignment, build_program
 from autoac.planner.solver.recompute_windows import Windows, find_windows
 from autoac.planner.solver.repeated_blocks import RepeatedBlocks
-from autoac.planner.solver.segments import Segments
+from autoac.planner.solver.start.heuristics import filled, greedy, simple_save_sets
+from autoac.planner.solver.start.segments import Segments
 from autoac.planner.solver.time_limit import Allowance
 from autoac.planner.solver.variables import Options
 

@@ -40,7 +40,7 @@ from autoac.planner.memory.simulate import fits, peak_bytes, peak_of, simulate
 from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.solver import search as search_module
-from autoac.planner.solver.heuristics import filled, simple_save_sets
+from autoac.planner.solver.start.heuristics import filled, simple_save_sets
 from autoac.planner.solver.variables import Options
 
 seeds = st.integers(0, 2**32 - 1)

@@ -47,10 +47,10 @@ from autoac.planner.problem.apply_constraints import with_forward_limit
 from autoac.planner.problem.graph import SaveSet, chain
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.solver.arrays import as_arrays
-from autoac.planner.solver.heuristics import simple_save_sets
 from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.program import assignment, build_program
 from autoac.planner.solver.recompute_windows import find_windows
+from autoac.planner.solver.start.heuristics import simple_save_sets
 
 seeds = st.integers(0, 2**32 - 1)
 laws = settings(max_examples=60, derandomize=True, deadline=None)

@@ -11,7 +11,7 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, SaveSet, chain
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.recompute_windows import find_windows
-from autoac.planner.solver.segments import Segments
+from autoac.planner.solver.start.segments import Segments
 
 
 def _segments(graph: Graph) -> Segments:

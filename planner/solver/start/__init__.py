@@ -1,0 +1,1 @@
+"""Find save sets without a solver: what a search starts from."""
