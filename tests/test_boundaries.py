@@ -81,7 +81,9 @@ ac_client/integrations: base planning entry planner ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler ac_client
 ac_client/demo:         base measure planner planner/formats planner/problem planner/memory planner/report
                         profiler ac_client
-ac_client/cli:          base regenerate demo planner planner/base planner/formats planner/problem
+ac_client/doctor:       base measure planner planner/base profiler profiler/timing profiler/torch_facts
+                        ac_client
+ac_client/cli:          base regenerate demo doctor planner planner/base planner/formats planner/problem
                         planner/report profiler ac_client api/cli
 api/base:               planner planner/base planner/formats planner/solver planner/plans
 api/telemetry:

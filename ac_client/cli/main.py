@@ -14,7 +14,14 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ac_client.cli import demo, explain_commands, plan_commands, regenerate_command, validate_command
+from ac_client.cli import (
+    demo,
+    doctor_command,
+    explain_commands,
+    plan_commands,
+    regenerate_command,
+    validate_command,
+)
 from ac_client.cli.exit_codes import EPILOG, ERROR, OK, REGENERATE_EPILOG, exit_code_of
 from autoac.api.cli.commands import app as service_app
 
@@ -61,13 +68,19 @@ for _command in (
     explain_commands.explain,
     explain_commands.diff,
     validate_command.validate,
+    doctor_command.doctor,
 ):
     app.command(epilog=EPILOG)(_command)
 app.command("frontier", epilog=EPILOG)(plan_commands.frontier_command)
 app.command(epilog=REGENERATE_EPILOG)(regenerate_command.regenerate)
 
 
-app.registered_commands += service_app.registered_commands  # serve, worker, doctor
+own = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+app.registered_commands += [
+    command
+    for command in service_app.registered_commands  # serve, worker
+    if command.callback is not None and command.callback.__name__ not in own
+]
 app.registered_groups += service_app.registered_groups  # db, keys
 
 

@@ -1,0 +1,1 @@
+"""Run on a GPU what only a GPU can settle, and report it: `autoac doctor --gpu`."""

@@ -1,0 +1,82 @@
+"""Collect the versions of everything that a GPU's results depend on. No names of hosts, no paths."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from ac_client.doctor.gpu_report import redacted
+from autoac.profiler import DATASHEETS, Device
+from autoac.profiler.torch_facts import private
+
+_NAMED = {
+    "h100": "H100",
+    "h200": "H200",
+    "a100": "A100",
+    "mi300x": "MI300X",
+    "l40s": "L40S",
+    "rtx4090": "RTX 4090",
+}
+_BY_CAPABILITY = {(9, 0): "h100", (8, 0): "a100", (8, 9): "rtx4090"}
+
+
+def machine_facts(device: torch.device) -> dict[str, str]:
+    """Return versions, device and driver, by name. What cannot be read says why."""
+    properties = torch.cuda.get_device_properties(device)
+    readers: dict[str, Callable[[], str]] = {
+        "autoac": lambda: version("autoac"),
+        "torch": lambda: torch.__version__,
+        "Python": platform.python_version,
+        "system": lambda: f"{platform.system()} {platform.machine()}",
+        "device": lambda: torch.cuda.get_device_name(device),
+        "devices": lambda: str(torch.cuda.device_count()),
+        "compute capability": lambda: "{}.{}".format(*torch.cuda.get_device_capability(device)),
+        "memory": lambda: f"{properties.total_memory / 2**30:.2f} GiB",
+        "L2 cache": lambda: f"{properties.L2_cache_size / 2**20:.0f} MiB",
+        "multiprocessors": lambda: str(properties.multi_processor_count),
+        "driver": _driver,
+        "CUDA of torch": lambda: str(torch.version.cuda),
+        "ROCm of torch": lambda: str(torch.version.hip),
+        "cuDNN": lambda: str(torch.backends.cudnn.version()),
+        "NCCL": _nccl,
+        "allocator": torch.cuda.get_allocator_backend,
+        "work can be queued ahead": lambda: str(private.sleep_of(device) is not None),
+    }
+    found = {}
+    for name, read in readers.items():
+        try:
+            found[name] = redacted(read())
+        except Exception as error:  # noqa: BLE001 - a fact that is missing must not hide the others
+            found[name] = f"unknown ({type(error).__name__})"
+    return found
+
+
+def _nccl() -> str:
+    version_of_nccl: Any = torch.cuda.nccl.version  # untyped
+    return ".".join(map(str, version_of_nccl()))
+
+
+def _driver() -> str:
+    """Return the driver's version, from the vendor's tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown (no nvidia-smi)"
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    return ", ".join(sorted(set(said.split())))
+
+
+def datasheet_like(device: torch.device) -> Device | None:
+    """Return the datasheet of this kind of device, by its name or else its architecture; None if unknown."""
+    name = torch.cuda.get_device_name(device)
+    for key, word in _NAMED.items():
+        if word in name:
+            return DATASHEETS[key]
+    like = _BY_CAPABILITY.get(torch.cuda.get_device_capability(device))
+    return DATASHEETS[like] if like is not None and torch.version.hip is None else None

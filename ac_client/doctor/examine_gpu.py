@@ -1,0 +1,69 @@
+"""Run all checks on the current GPU. The report is written after each, so a crash leaves what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from ac_client.doctor.device_facts import machine_facts
+from ac_client.doctor.gpu_checks import checks_of, run_check
+from ac_client.doctor.gpu_report import GpuFinding, GpuReport
+from ac_client.doctor.sample_models import SIZES
+from ac_client.errors import CommandError
+from ac_client.files import write_whole
+
+
+class NoGpu(CommandError):
+    """torch found no GPU."""
+
+
+class NoSuchCheck(CommandError):
+    """A pattern matches no check."""
+
+
+def examine_gpu(
+    size: str, on_check: Callable[[str, int, int], object], out: Path, only: Sequence[str] = ()
+) -> GpuReport:
+    """Check the current GPU.
+
+    Args:
+        size: a key of `SIZES`.
+        on_check: called with name, position and number of checks before each check.
+        out: file of the report in Markdown; the one in JSON gets the suffix `.json`.
+        only: patterns of the checks to run, such as `*bf16`; by default all.
+
+    Raises:
+        NoGpu: torch found none.
+        NoSuchCheck: a pattern matches no check.
+        OSError: the report cannot be written.
+    """
+    if not torch.cuda.is_available():
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+        reason = (
+            f"built for {built}, sees none"
+            if torch.version.cuda or torch.version.hip
+            else "is built for none"
+        )
+        raise NoGpu(f"doctor --gpu needs a GPU, got none: torch {torch.__version__} {reason}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    machine, findings = machine_facts(device), list[GpuFinding]()
+    checks = checks_of(device, SIZES[size])
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in checks):
+            raise NoSuchCheck(f"--only must match one of: {'; '.join(checks)}; got {pattern!r}")
+    if only:
+        checks = {
+            name: check
+            for name, check in checks.items()
+            if any(fnmatchcase(name, pattern) for pattern in only)
+        }
+    for i, (name, check) in enumerate(checks.items()):
+        on_check(name, i, len(checks))
+        findings.extend(run_check(name, check))
+        report = GpuReport(machine, tuple(findings))
+        write_whole(out, report.to_markdown())
+        write_whole(out.with_suffix(".json"), report.to_json())
+    return report

@@ -1,0 +1,263 @@
+"""Check on a GPU what nothing else can settle, one finding after the other.
+
+Each check is a generator. If one raises an error, what it found so far stays, the error becomes a finding,
+and the next check runs. After an error of the device itself, torch can no longer use the device, so the
+findings that follow name the same error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ac_client.doctor.device_facts import datasheet_like
+from ac_client.doctor.gpu_report import GpuFinding, Result, finding_of_error
+from ac_client.doctor.sample_models import SAMPLES, Size
+from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, release_memory, train
+from ac_client.doctor.two_ranks import check_two_ranks
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.measure.recording_overhead import recording_us, replay_us
+from autoac.planner import Policy, Profile, bounds, build, plan
+from autoac.planner.units import format_bytes
+from autoac.profiler import Device, KernelKind, observe
+from autoac.profiler.timing.roofline import kind_of
+
+BUDGET = 0.5  # of the way from the smallest peak found to the one with nothing recomputed
+PEAK_TOLERANCE = 0.01  # of the predicted peak
+TIME_NOTE, TIME_WRONG = 1.25, 2.0  # factors between predicted and measured time
+HOST_BOUND = 1.2  # wall time to device time
+NOISE = 4.0  # a planned step may differ from a plain one by this factor of what two plain ones differ
+SHOWN = 5  # differing ops
+SOLVE_S = 60.0
+
+Findings = Iterator[GpuFinding]
+Check = Callable[[], Findings]
+
+
+def checks_of(device: torch.device, size: Size) -> dict[str, Check]:
+    """Return the checks by name, in order."""
+    cases = [Case(sample, precision, size, device) for sample in SAMPLES for precision in PRECISIONS]
+    return {
+        "event tree": partial(check_event_tree, cases[0]),
+        "attention": partial(check_attention, device),
+        **{case.name: partial(check_case, case) for case in cases},
+        "overhead": check_overhead,
+        "two GPUs": partial(check_two_ranks, device),
+    }
+
+
+def run_check(name: str, check: Check) -> Findings:
+    """Yield the findings of one check; an error is the last of them."""
+    try:
+        yield from check()
+    except Exception as error:  # noqa: BLE001 - the error is the finding
+        yield finding_of_error(name, error)
+    try:
+        release_memory()
+    except RuntimeError as error:  # an error of the device shows here too
+        yield finding_of_error(f"{name}: release memory", error)
+
+
+def check_event_tree(case: Case) -> Findings:
+    """Compare torch.profiler's record of a step with the counters of the allocator."""
+    model, _, batch = case.made()
+    before = torch.cuda.memory_allocated(case.device)
+    with AllocatorTimeline(case.device) as timeline, case.autocast():
+        model(**batch).backward()
+    after = torch.cuda.memory_allocated(case.device)
+    live = [event.live_bytes for event in timeline.events]
+    figures = {
+        "events": len(live),
+        "recorded_end": live[-1] if live else before,
+        "counted_end": after,
+        "recorded_peak": max([before, *live]),
+        "counted_peak": timeline.peak_bytes,
+    }
+    same = figures["recorded_end"] == after and figures["recorded_peak"] == timeline.peak_bytes
+    text = (
+        f"{len(live)} allocations and frees; live at the end {figures['recorded_end']} recorded, {after} "
+        f"counted; peak {figures['recorded_peak']} recorded, {timeline.peak_bytes} counted"
+    )
+    yield GpuFinding("event tree", Result.OK if same else Result.WRONG, text, figures)
+
+
+class Attends(nn.Module):
+    """Attention over projected queries, so that something requires a gradient."""
+
+    def __init__(self, head: int, kv_heads: int, *, causal: bool, dropout: float) -> None:
+        super().__init__()
+        self.q = nn.Linear(8 * head, 8 * head)
+        self.kv = nn.Linear(8 * head, 2 * kv_heads * head)
+        self.head, self.causal, self.dropout, self.grouped = head, causal, dropout, kv_heads < 8
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            t.unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for t in (self.q(x), *self.kv(x).chunk(2, dim=-1))
+        )
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, self.dropout, self.causal, enable_gqa=self.grouped
+        )
+
+
+# Name, head size, heads of keys and values, causal, dropout, masked.
+_ATTENTIONS = (
+    ("causal", 64, 8, True, 0.0, False),
+    ("full", 64, 8, False, 0.0, False),
+    ("dropout 0.1", 64, 8, True, 0.1, False),
+    ("masked", 64, 8, False, 0.0, True),
+    ("grouped", 64, 2, True, 0.0, False),
+    ("heads of 128", 128, 8, True, 0.0, False),
+    ("heads of 256", 256, 8, True, 0.0, False),
+)
+_TOKENS = 64
+
+
+def check_attention(device: torch.device) -> Findings:
+    """Compare the attention kernels that run with those that a fake step predicts."""
+    sheet = datasheet_like(device)
+    if sheet is None:
+        yield GpuFinding("attention", Result.SKIPPED, "no datasheet is like this device")
+        return
+    for name, head, kv_heads, causal, dropout, masked in _ATTENTIONS:
+        for dtype in (torch.float32, torch.bfloat16):
+            model = Attends(head, kv_heads, causal=causal, dropout=dropout).to(device, dtype)
+            x = torch.randn(2, _TOKENS, 8 * head, device=device, dtype=dtype)
+            mask = torch.ones(_TOKENS, _TOKENS, device=device, dtype=torch.bool) if masked else None
+            batch = (x, mask) if masked else (x,)
+            real, fake = observe(model, batch, {}), observe(model, batch, {}, on=sheet)
+            check = f"attention, {name}, {'fp32' if dtype is torch.float32 else 'bf16'}"
+            yield _ops_finding(check, real, fake)
+
+
+def check_case(case: Case) -> Findings:
+    """Profile, plan and train one model: its ops, peaks, times and gradients."""
+    profile = case.profiled()
+    sheet = datasheet_like(case.device)
+    if sheet is not None:
+        fake = case.profiled(on=sheet)
+        yield _ops_finding(f"{case.name}: ops", profile, fake)
+        yield _fake_peak_finding(f"{case.name}: peak of the fake step", profile, fake)
+        if profile.keys() == fake.keys():
+            yield _kinds_finding(f"{case.name}: roofline", profile, fake, sheet)
+    known = bounds(build(profile))
+    budget = int(known.floor + BUDGET * (known.ceiling - known.floor))
+    policy = plan(profile, budget_bytes=budget, time_limit_s=SOLVE_S).policy()
+    plain = train(case)
+    yield _peak_finding(f"{case.name}: plain peak", known.ceiling, plain.peak_bytes, None)
+    step_ms = policy.predicted.step_us / 1e3
+    yield _time_finding(f"{case.name}: plain time", step_ms, plain, profile)
+    planned = train(case, policy)
+    peak = _peak_finding(
+        f"{case.name}: planned peak", policy.predicted.peak_bytes, planned.peak_bytes, policy
+    )
+    yield peak
+    if planned.off_path:
+        yield GpuFinding(f"{case.name}: path", Result.WRONG, planned.off_path)
+    planned_ms = step_ms + policy.predicted.recompute_us / 1e3
+    yield _time_finding(f"{case.name}: planned time", planned_ms, planned, profile)
+    yield _numbers_finding(f"{case.name}: gradients", plain, train(case), planned)
+
+
+def _attention_ops(profile: Profile) -> str:
+    names = [profile.overloads[row] for row in profile.ops.overload]
+    return ", ".join(dict.fromkeys(name for name in names if "attention" in name)) or "no fused attention"
+
+
+def _ops_finding(check: str, real: Profile, fake: Profile) -> GpuFinding:
+    ran, predicted = list(real.keys()), list(fake.keys())
+    text = f"{len(ran)} ops; {_attention_ops(real)}"
+    if ran == predicted:
+        return GpuFinding(check, Result.OK, text, {"ops": len(ran)})
+    only_ran = sorted(set(ran) - set(predicted))[:SHOWN]
+    only_predicted = sorted(set(predicted) - set(ran))[:SHOWN]
+    text += f"; predicted {len(predicted)}, {_attention_ops(fake)}; only ran: {', '.join(only_ran) or 'none'}"
+    text += f"; only predicted: {', '.join(only_predicted) or 'none'}"
+    return GpuFinding(check, Result.WRONG, text, {"ops": len(ran), "predicted_ops": len(predicted)})
+
+
+def _fake_peak_finding(check: str, real: Profile, fake: Profile) -> GpuFinding:
+    """Compare peaks with nothing recomputed. A fake step does not know what kernels allocate inside."""
+    measured, predicted = (bounds(build(profile)).ceiling for profile in (real, fake))
+    text = f"{format_bytes(predicted)} without a GPU, {format_bytes(measured)} profiled here"
+    text += f" ({measured / predicted - 1:+.2%})"
+    return GpuFinding(check, Result.NOTE, text, {"predicted": predicted, "measured": measured})
+
+
+def _kinds_finding(check: str, real: Profile, fake: Profile, sheet: Device) -> GpuFinding:
+    """Compare measured run times with the roofline by kind of kernel; efficiencies follow from them."""
+    measured_us: defaultdict[KernelKind, float] = defaultdict(float)
+    estimated_us: defaultdict[KernelKind, float] = defaultdict(float)
+    for i, row in enumerate(real.ops.overload):
+        packet, _, overload = real.overloads[row].removeprefix("aten.").partition(".")
+        func = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        kind = kind_of(func, f"aten.{packet}", real.ops.flops[i])
+        measured_us[kind] += real.ops.runtime_us[i]
+        estimated_us[kind] += fake.ops.runtime_us[i]
+    ratios = {kind: measured_us[kind] / estimated_us[kind] for kind in KernelKind if estimated_us[kind]}
+    text = ", ".join(
+        f"{kind} {measured_us[kind] / 1e3:.2f} ms measured, {estimated_us[kind] / 1e3:.2f} estimated"
+        for kind in ratios
+    )
+    figures = {str(kind): round(ratio, 3) for kind, ratio in ratios.items()}
+    return GpuFinding(check, Result.NOTE, f"by the datasheet of {sheet.name}: {text}", figures)
+
+
+def _peak_finding(check: str, predicted: int, measured: int, policy: Policy | None) -> GpuFinding:
+    figures: dict[str, int | None] = {"predicted": predicted, "measured": measured}
+    text = f"predicted {predicted}, measured {measured} ({measured - predicted:+d} bytes, "
+    text += f"{measured / predicted - 1:+.3%})"
+    wrong = abs(measured - predicted) > PEAK_TOLERANCE * predicted
+    if policy is not None:
+        figures["budget"] = policy.budget_bytes
+        text += f", budget {policy.budget_bytes}"
+        wrong |= measured > policy.budget_bytes
+    verdict = Result.WRONG if wrong else Result.OK if measured == predicted else Result.NOTE
+    return GpuFinding(check, verdict, text, figures)
+
+
+def _time_finding(check: str, predicted_ms: float, trained: Trained, profile: Profile) -> GpuFinding:
+    figures = {
+        "predicted_ms": round(predicted_ms, 3),
+        "device_ms": round(trained.device_ms, 3),
+        "host_ms": round(trained.host_ms, 3),
+        "wall_ms": round(trained.wall_ms, 3),
+    }
+    text = f"forward and backward: predicted {predicted_ms:.2f} ms, device {trained.device_ms:.2f}, "
+    text += f"host {trained.host_ms:.2f}, together {trained.wall_ms:.2f}"
+    if trained.wall_ms > HOST_BOUND * trained.device_ms:
+        text += "; host-bound: use a larger batch or torch.compile"
+    late = [note for note in profile.notes if "time of the host" in note]
+    factor = max(predicted_ms / trained.device_ms, trained.device_ms / predicted_ms)
+    if late and "cannot queue" in late[0]:
+        return GpuFinding(check, Result.NOTE, f"{text}; {late[0]}", figures)
+    verdict = Result.WRONG if factor > TIME_WRONG else Result.NOTE if factor > TIME_NOTE else Result.OK
+    return GpuFinding(check, verdict, "; ".join([text, *late]), figures)
+
+
+def _numbers_finding(check: str, plain: Trained, again: Trained, planned: Trained) -> GpuFinding:
+    """Judge planned by plain, and plain by plain: kernels may differ from run to run by themselves."""
+    noisy, noise = plain.numbers.distance(again.numbers)
+    differing, distance = plain.numbers.distance(planned.numbers)
+    count = len(plain.numbers.tensors)
+    figures = {"tensors": count, "plain_differ": noisy, "plain_distance": noise}
+    figures |= {"planned_differ": differing, "planned_distance": distance, "recomputed": planned.recomputed}
+    if not noisy:
+        text = f"plain equals plain bit for bit; planned ({planned.recomputed} ops recomputed) "
+        text += "too" if not differing else f"differs in {differing} of {count} tensors, by {distance:.2e}"
+        return GpuFinding(check, Result.WRONG if differing else Result.OK, text, figures)
+    text = f"plain differs from plain in {noisy} of {count} tensors, by {noise:.2e}: kernels of this device "
+    text += f"are not deterministic here; planned differs from plain in {differing}, by {distance:.2e}"
+    return GpuFinding(check, Result.WRONG if distance > NOISE * noise else Result.NOTE, text, figures)
+
+
+def check_overhead() -> Findings:
+    """Measure what recording and replaying an op cost the host of this device."""
+    recording, replay = recording_us(), replay_us()
+    text = f"recording an op takes {recording:.1f} us of the host, recording and replaying it {replay:.1f}"
+    yield GpuFinding("overhead", Result.NOTE, text, {"recording_us": recording, "replay_us": replay})

@@ -1,0 +1,153 @@
+"""Train a sample model for a few steps: its peak, its times, and the numbers that it computed."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from ac_client.doctor.sample_models import Sample, Size
+from autoac.planner import Policy, Profile
+from autoac.profiler import Device, observe
+from autoac.profiler.timing.on_device import seconds
+
+PRECISIONS = ("fp32", "bf16")
+STEPS = 3  # the peak is that of the last: optimizer state and workspaces exist
+TIMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A sample model in one precision on one device."""
+
+    sample: Sample
+    precision: str  # "bf16" is autocast over float32 parameters
+    size: Size
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return f"{self.sample.name}, {self.precision}"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of forward."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def made(self) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
+        """Return model, optimizer and batch on the device, the same in each call. Frees what no one holds."""
+        release_memory()
+        torch.manual_seed(0)
+        model = self.sample.make(self.size).train().to(self.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        batch = {name: value.to(self.device) for name, value in self.sample.batch(self.size).items()}
+        return model, optimizer, batch
+
+    def profiled(self, on: Device | None = None) -> Profile:
+        """Return the profile of a step on the device; with `on`, of a fake step for that datasheet."""
+        model, optimizer, batch = self.made()
+        with self.autocast():
+            return observe(model, (), batch, optimizer=optimizer, on=on)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers that a training computed, on the CPU: loss, gradients, buffers and generator state."""
+
+    tensors: dict[str, Tensor]
+
+    def distance(self, other: Numbers) -> tuple[int, float]:
+        """Return how many tensors differ in any bit, and the largest relative difference of one."""
+        differing, largest = 0, 0.0
+        for name, mine in self.tensors.items():
+            theirs = other.tensors[name]
+            if torch.equal(mine, theirs):
+                continue
+            differing += 1
+            scale = float(mine.double().norm()) or 1.0
+            relative = float((mine.double() - theirs.double()).norm()) / scale
+            largest = max(largest, relative if relative == relative else float("inf"))
+        return differing, largest
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A few steps of a case, measured."""
+
+    peak_bytes: int
+    numbers: Numbers
+    device_ms: float  # of forward and backward, with the host ahead where that is possible
+    host_ms: float  # that the host takes to launch them
+    wall_ms: float  # from an idle device to an idle device
+    recomputed: int  # ops
+    off_path: str
+
+
+def train(case: Case, policy: Policy | None = None) -> Trained:
+    """Train for a few steps, under `policy` if there is one."""
+    model, optimizer, batch = case.made()
+    if policy is not None:
+        ac_client.apply(model, policy=policy, optimizer=optimizer)
+
+    def forward_backward() -> Tensor:
+        with case.autocast():
+            loss: Tensor = model(**batch)
+        loss.backward()
+        return loss.detach()
+
+    for i in range(STEPS):
+        torch.manual_seed(i)
+        torch.cuda.synchronize(case.device)
+        torch.cuda.reset_peak_memory_stats(case.device)
+        loss = forward_backward()
+        if i < STEPS - 1:
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.step()
+    peak = torch.cuda.max_memory_allocated(case.device)
+    found = {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found |= {"loss": loss, **dict(model.named_buffers())}
+    found |= {"generator": torch.cuda.get_rng_state(case.device)}
+    numbers = Numbers({name: tensor.detach().cpu().clone() for name, tensor in found.items()})
+    del loss, found
+    device_s = statistics.median(
+        seconds(forward_backward, case.device, optimizer.zero_grad) for _ in range(TIMED)
+    )
+    host_s, wall_s = zip(
+        *(_host_and_wall_s(forward_backward, case.device) for _ in range(TIMED)), strict=True
+    )
+    report = ac_client.applied(model).report() if policy is not None else None
+    return Trained(
+        peak,
+        numbers,
+        device_s * 1e3,
+        statistics.median(host_s) * 1e3,
+        statistics.median(wall_s) * 1e3,
+        report.recomputed if report is not None else 0,
+        report.off_path if report is not None else "",
+    )
+
+
+def _host_and_wall_s(call: Any, device: torch.device) -> tuple[float, float]:
+    """Return the time until `call` returns, and until the device has run all of it."""
+    torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call()
+    returned = time.perf_counter()
+    torch.cuda.synchronize(device)
+    return returned - began, time.perf_counter() - began
+
+
+def release_memory() -> None:
+    """Return memory that no tensor holds to the device."""
+    gc.collect()
+    torch.cuda.empty_cache()
