@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-peak bench-profile clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-peak bench-profile bench-streams clean
 
 setup: $(READY)
 
@@ -73,6 +73,10 @@ bench-peak: $(READY)
 bench-profile: $(READY)
 	$(BIN)/python -m benchmarks.profile_cost
 	$(BIN)/python -m benchmarks.recompute_time
+
+# 1,000 random programs on several streams, on the stand-in at its worst timing: a few minutes.
+bench-streams: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m standin.worst_timing
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.minimum_peak import search_minimum_peak, search_peak_within
 from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
 from autoac.planner.problem.graph import Graph, SaveSet
-from autoac.planner.problem.save_sets import recomputed_by_backward
+from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.search import Problem, Search
@@ -213,6 +213,7 @@ def plan_of(
 ) -> Plan:
     """Return the Plan of `save_set`, with the evidence of `search`; without one, nothing was solved."""
     graph = problem.graph
+    save_set = with_forced_saves(graph, save_set)  # a policy names them too: the runtime knows few by itself
     peak = peak_of(graph, save_set)
     again = recomputed_by_backward(graph, save_set)
     spent = recompute_us(graph, save_set)

@@ -41,6 +41,7 @@ from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, re
 from ac_client.runtime.write_guard import StaleError, WriteGuard, detached_alias, version_counter
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.rng import GeneratorState
+from autoac.profiler.torch_facts.streams import event_on, streams_seen, wait_for
 
 
 class Source:
@@ -49,12 +50,13 @@ class Source:
     Invariant: while `guard` is None, `tensors` are on a private copy that nothing else can write.
     """
 
-    __slots__ = ("__weakref__", "_first", "_recipe", "guard", "nbytes", "tensors")
+    __slots__ = ("__weakref__", "_copied", "_first", "_recipe", "guard", "nbytes", "tensors")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensors: list[Tensor] = []  # as nodes read them: on the storage, without history
         self._first: weakref.ref[Tensor] | None = None  # the tensor that tensors[0] was made from
         self._recipe: Recipe | None = None  # of tensors[0], computed when first needed
+        self._copied: torch.Event | None = None  # after the private copy, if streams must wait for it
         self.nbytes = tensor.untyped_storage().nbytes()
         has_history = tensor.grad_fn is not None or tensor._base is not None
         self.guard: WriteGuard | None = WriteGuard(detached_alias(tensor) if has_history else tensor)
@@ -86,6 +88,8 @@ class Source:
         storage = self.tensors[0].untyped_storage().clone()
         self.tensors = [make_view(storage, recipe_of(tensor)) for tensor in self.tensors]
         self.guard = None
+        if streams_seen.several:
+            self._copied = event_on(self.tensors[0])
 
     def read(self, position: int, reader: str) -> Tensor:
         """Return `tensors[position]` to the node named `reader`, which is being replayed.
@@ -103,6 +107,8 @@ class Source:
                     f"{self.nbytes} bytes, got {nbytes}: it was freed or resized after forward. Keep the "
                     "storage until backward is over, or save the outputs of the ops that read it"
                 )
+        elif self._copied is not None:
+            wait_for(self._copied, tensor)
         return tensor
 
 
@@ -198,6 +204,7 @@ class Node:
         "reads",
         "rewrites",
         "rng_state",
+        "stream",
         "used_outs",
         "writes_sources",
     )
@@ -211,6 +218,7 @@ class Node:
         kwargs: dict[str, Any],
         reads: tuple[StorageVersion, ...],
         rng_state: GeneratorState | None,
+        stream: int = 0,
     ) -> None:
         self.order = order  # position in forward
         self.name = name
@@ -219,6 +227,7 @@ class Node:
         self.kwargs = kwargs
         self.reads = reads  # distinct
         self.rng_state = rng_state
+        self.stream = stream  # that it ran on in forward
         self.flags = current_flags()
         self.outs: tuple[weakref.ref[StorageVersion] | None, ...] = ()  # one for each output tensor
         # Of an in-place op: the version that it reads and, weakly, the version that it makes.
@@ -289,7 +298,7 @@ def remove_use(version: StorageVersion) -> None:
                 stack.extend(node.reads)
 
 
-def pin_version(version: StorageVersion, tensor: Tensor, order: int) -> None:
+def pin_version(version: StorageVersion, tensor: Tensor, order: int) -> Source:
     """Hold `tensor` as the contents of `version`, so that its node no longer has to make them."""
     before, uses = version.node, version.uses
     if uses:
@@ -298,13 +307,15 @@ def pin_version(version: StorageVersion, tensor: Tensor, order: int) -> None:
     before.outs = tuple(None if ref is not None and ref() is version else ref for ref in before.outs)
     before.rewrites = tuple((old, _nothing if new() is version else new) for old, new in before.rewrites)
     # It reads no version, so it may run before all others.
-    node = Node(-order, "pinned", _identity, (Source(tensor).argument_for(tensor),), {}, (), None)
+    source = Source(tensor)
+    node = Node(-order, "pinned", _identity, (source.argument_for(tensor),), {}, (), None)
     node.outs = (weakref.ref(version),)
     version.node = node
     version.raw = True
     if uses:
         add_use(version)
         version.uses = uses
+    return source
 
 
 def _identity(tensor: Tensor) -> Tensor:

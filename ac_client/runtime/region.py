@@ -20,6 +20,7 @@ Rule 5. The version counters of torch detect writes that the mode does not see. 
 Rule 6. While the mode is paused (`pause`), over ops that are all saved, nothing is recorded. Counters noted
         before the pause show which storages were written during it.
 Rule 7. Ops run by replays, by compiled code and by hooks around the region are never recorded.
+Rule 8. What one stream makes and another reads is saved: NOTE [ Streams ] in torch_facts/streams.py.
 
 A worked example, under a policy that saves only `o`:
 
@@ -73,9 +74,10 @@ from autoac.profiler.torch_facts.op_facts import (
     updates_statistics,
     written_tensors,
 )
-from autoac.profiler.torch_facts.op_signature import outputs_of
+from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.rng import capture_generator, generator_of
 from autoac.profiler.torch_facts.storage_table import has_storage, window_of
+from autoac.profiler.torch_facts.streams import has_streams, hold_for_current_stream, streams_seen
 
 _NO_KWARGS: dict[str, Any] = {}
 
@@ -99,6 +101,8 @@ class Region(RecordingMode):
         self._policy = PolicyStack(())
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
+        self._has_streams = has_streams()
+        self._stream = private.current_stream() if self._has_streams else 0  # that the last op ran on
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -227,6 +231,12 @@ class Region(RecordingMode):
         facts = known_facts.get(id(func)) or facts_of(func)
         if facts.view or recording_off.depth:
             return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+        if self._has_streams:
+            stream = private.current_stream()
+            if stream != self._stream:
+                self._stream, streams_seen.several = stream, True
+            if streams_seen.several:
+                self._save_crossing(tensors_in(args, kwargs or {}))
         if self._log is not None:
             self._log.add("compute", facts.name)
         if facts.fills_packed >= 0:
@@ -244,6 +254,12 @@ class Region(RecordingMode):
         elif facts.never_recomputed:
             return self._run_saved(func, facts, args, kwargs)
         return self._run_recorded(func, facts, args, kwargs)
+
+    def _save_crossing(self, tensors: Iterable[Tensor]) -> None:
+        """Save those of `tensors` that another stream has made."""
+        for origin, tensor in self.storages.versions_among(tensors):
+            if origin.node.stream != self._stream:
+                self.storages.save(tensor)
 
     def _run_saved(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
@@ -289,7 +305,12 @@ class Region(RecordingMode):
         rng_state = None
         if facts.random and facts.draws(args, kwargs or {}):
             rng_state = capture_generator(generator_of(args, kwargs or {}))
-        node = Node(next_order(), facts.name, facts.call, stand_ins, named, tuple(reads), rng_state)
+        node = Node(
+            next_order(), facts.name, facts.call, stand_ins, named, tuple(reads), rng_state, self._stream
+        )
+        if streams_seen.several:
+            for tensor in tensors_in(args, kwargs or {}):
+                hold_for_current_stream(tensor)
         written: Sequence[Tensor] = ()
         rewritten: Sequence[tuple[StorageVersion, Tensor]] = ()
         if facts.mutates:

@@ -16,6 +16,7 @@ from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.profiler.torch_facts.streams import streams_seen
 
 _STRIDED = torch.strided
 
@@ -60,6 +61,13 @@ class RegionHooks:
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             version = tensor.untyped_storage().__dict__.get(self._key)
+            if (
+                streams_seen.several
+                and type(version) is StorageVersion
+                and version.node.stream != private.current_stream()
+            ):
+                self._storages.save(tensor)
+                version = None
             if type(version) is StorageVersion and (
                 version.counter is None or not self._storages.written_unseen(version)
             ):

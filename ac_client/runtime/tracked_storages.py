@@ -127,6 +127,14 @@ class TrackedStorages:
                 pin_version(origin, tensor, next_order())
             self._table.drop(tensor)
 
+    def save(self, tensor: Tensor) -> None:
+        """Hold the contents of `tensor`'s storage, as if the op that made them were saved."""
+        origin = self.origin(tensor)
+        if type(origin) is StorageVersion:
+            with self._graph.lock:
+                source = pin_version(origin, tensor, next_order())
+            self.enter(tensor.untyped_storage(), weakref.ref(source))
+
     def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
         """Copy what recorded ops read of the storages of `tensors`, which are about to be written.
 

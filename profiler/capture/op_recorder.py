@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autoac.planner.formats.profile import CROSSES, DECIDES, PINNED
 from autoac.profiler.restore.written_tensors import Originals
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import RecordingMode
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE
@@ -27,8 +28,10 @@ from autoac.profiler.torch_facts.storage_table import (
     has_storage,
     window_of,
 )
+from autoac.profiler.torch_facts.streams import has_streams
 
 CROSSES_FORWARDS = "another forward reads it"
+CROSSES_STREAMS = "another stream reads it"
 OUTSIDE_OF_MODEL = "it runs outside of the model"
 
 
@@ -47,6 +50,7 @@ class RecordedOp:
     flops: int
     must_save: str  # the reason; "" if its outputs need not be saved
     must_recompute: bool = False
+    stream: int = 0
     begin_mark: int = -1
     end_mark: int = -1
 
@@ -123,6 +127,7 @@ class OpRecorder(RecordingMode):
         self._compiled_depth = 0  # compiled parts that are running, nested
         self._in_loss = False
         self._mark = mark
+        self._has_streams = has_streams()
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -150,6 +155,7 @@ class OpRecorder(RecordingMode):
             elif (version := self.newest.get(tensor)) is not None:
                 reads.append(version)
                 self._note_crossing(version)
+                self.note_stream(version)
             elif not any(tensor is w for w in written):
                 self._note_reader(tensor, index)
         draws = facts.draws(args, kwargs)
@@ -164,6 +170,7 @@ class OpRecorder(RecordingMode):
             0,
             must_save,
             pin == MUST_RECOMPUTE,
+            self._stream(),
         )
         self.record.ops.append(op)
         operands = tensor_versions((args, kwargs)) if facts.opaque else []
@@ -200,6 +207,14 @@ class OpRecorder(RecordingMode):
         ends, writer = self.record.forward_ends, self.record.versions[version].op
         if ends and writer < ends[-1] and not self._in_loss:
             self.force_save(version, CROSSES_FORWARDS)
+
+    def note_stream(self, version: int) -> None:
+        """Have `version` saved if the current stream is not the one that made it."""
+        if self._has_streams and self.record.ops[self.record.versions[version].op].stream != self._stream():
+            self.force_save(version, CROSSES_STREAMS)
+
+    def _stream(self) -> int:
+        return private.current_stream() if self._has_streams else 0
 
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
         """Stop recording: the ops of compiled code are in no plan, and what they write becomes external."""

@@ -73,6 +73,7 @@ class SavedTensorRecorder:
         recorder = self._recorder
         if not recorder.has_storage(tensor) or (version := recorder.newest.get(tensor)) is None:
             return tensor
+        recorder.note_stream(version)
         index = len(self.versions)
         self.versions.append(version)
         self.packed.append(len(recorder.record.ops))

@@ -30,6 +30,9 @@ _HIDDEN_VIEWS = _aten("_unsafe_view lift_fresh _reshape_alias")
 # Return a property of a tensor. Only fake and wrapper tensors dispatch them.
 _QUESTIONS = {"prim::device"}
 
+# Tell the allocator of a reader, and write nothing, although their schema says so.
+_NOTICES = {"aten::record_stream"}
+
 _LABELS = "profiler"  # namespace of record_function, which labels a stretch of code and computes nothing
 
 _STATISTICS = (3, 4)  # running_mean and running_var as arguments of a batch norm
@@ -161,7 +164,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         name=str(op),
         call=op._op if type(op) is OpOverload else op,
         view=(bool(aliases) and not written)
-        or schema.name in _HIDDEN_VIEWS | _QUESTIONS
+        or schema.name in _HIDDEN_VIEWS | _QUESTIONS | _NOTICES
         or op.namespace == _LABELS,
         writes=tuple(i for i, a in enumerate(positional) if a in written) + hidden,
         writes_named=tuple(a.name for a in written if a.kwarg_only),

@@ -82,6 +82,15 @@ def is_proxy_tracing() -> bool:
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
 
 
+def current_stream() -> int:
+    """Return what tells the current stream of the current device from others: no object is made on CUDA."""
+    if _raw_stream is not None:
+        return _raw_stream(_C._cuda_getDevice())
+    return _C._accelerator_getStream(-1).stream_id
+
+
+_raw_stream: Callable[[int], int] | None = getattr(_C, "_cuda_getCurrentRawStream", None)
+
 # Tensors.
 neg_view = torch._neg_view  # a stand-in is lazily negated where the saved tensor is
 set_conj, set_neg = _C._set_conj, _C._set_neg  # rebuild a view with its lazy bits

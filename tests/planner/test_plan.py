@@ -37,9 +37,11 @@ from autoac.planner import (
 from autoac.planner.formats.profile import OpFlag, Ops
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, peak_of, simulate
+from autoac.planner.plan import plan_of
 from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.solver import search as search_module
+from autoac.planner.solver.search import Problem
 from autoac.planner.solver.start.heuristics import filled, simple_save_sets
 from autoac.planner.solver.variables import Options
 
@@ -502,6 +504,17 @@ def test_plan_obeys_pins_on_in_place_ops_and_is_the_fastest(seed: int) -> None:
         assert not pinned & with_forced_saves(graph, made.save_set)
         assert made.recompute_us == pytest.approx(oracles.least_time(table, budget))
         assert made.bound_us == pytest.approx(made.recompute_us)
+
+
+@laws
+@given(seeds)
+def test_policy_saves_every_op_that_must_be_saved(seed: int) -> None:
+    """The runtime knows only some of the reasons by itself, and a program decides the other ops only."""
+    found = graphs.random_profile(random.Random(seed), 6)
+    graph = build(found)
+    made = plan_of(Problem(graph), found, 1 << 40, frozenset())
+    decisions = list(made.policy().decisions.values())
+    assert {decisions[op] for op in graph.must_save} <= {"save"}
 
 
 def pinned_at_random(ops: Ops, rng: random.Random) -> Ops:

@@ -102,7 +102,11 @@ def _reports(item: pytest.Item) -> list[pytest.TestReport]:
         _child = None  # the next test gets another
         return one("failed", str(error))
     hook = item.config.hook
-    return [hook.pytest_report_from_serializable(config=item.config, data=data) for data in found]
+    reports = [hook.pytest_report_from_serializable(config=item.config, data=data) for data in found]
+    for report in reports:
+        if isinstance(report.longrepr, list):  # JSON has no tuples, and the reason of a skip must be one
+            report.longrepr = tuple(report.longrepr)
+    return reports
 
 
 def pytest_unconfigure() -> None:

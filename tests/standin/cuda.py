@@ -105,7 +105,14 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
         name, major, minor, total_memory, multi_processor_count = "Stand-in GPU", 9, 0, 80 << 30, 132
         L2_cache_size = 1 << 20
 
+    def clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        unseen = torch._C._DisableTorchDispatch()
+        copied = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).clone()
+        del unseen
+        return copied.untyped_storage()
+
     cuda._initialized = True
+    torch.UntypedStorage.clone = clone  # torch's makes storages of CUDA with a build for CUDA only
     cuda._lazy_init = lambda: None
     cuda.is_initialized = cuda.memory.is_initialized = lambda: True
     cuda.device_count = device.device_count
