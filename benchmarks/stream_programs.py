@@ -197,7 +197,7 @@ def same(one: Results, other: Results) -> bool:
 
 @dataclass
 class Comparison:
-    """What one program showed.
+    """Results of comparing one program with itself under policies.
 
     Attributes:
         skipped: why plain autograd does not run it: it refuses the program, or races itself.
