@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-peak bench-profile bench-streams clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-peak bench-profile bench-streams clean
 
 setup: $(READY)
 
@@ -64,6 +64,10 @@ bench-plans: $(READY)
 # Plans a little above the minimum peak: how soon there is one, and how soon it is good. Half an hour.
 bench-minimum: $(READY)
 	$(BIN)/python -m benchmarks.plans.near_minimum
+
+# Planners on identical graphs, judged by an independent checker; GRAPHS names files or folders with more graphs.
+bench-public: $(READY)
+	$(BIN)/python -m benchmarks.public $(GRAPHS) $(if $(PAGE),--page $(PAGE))
 
 # Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)

@@ -1,0 +1,138 @@
+"""Run every planner on every graph and budget, and have the checker judge each schedule."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from benchmarks.public.check import Violation, judge
+from benchmarks.public.instances import Instance
+from benchmarks.public.planners import checkmate_program, eviction, published
+from benchmarks.public.planners.ours import ours
+from benchmarks.public.planners.save_sets import SAVE_SET_PLANNERS
+from benchmarks.public.step_graph import NoSchedule, Planner
+
+OURS, PUBLISHED, CHECKMATE = "ours", "published", "Checkmate, HiGHS"
+STATED = "stated"  # not a planner: the authors' figure for a schedule that was not given
+REFERENCES = (PUBLISHED, CHECKMATE)  # programs with hours or with full freedom, not everyday tools
+ONLINE = {"DTR": eviction.dtr, "LRU": eviction.lru}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One planner on one graph within one budget, judged."""
+
+    graph: str
+    source: str
+    ops: int
+    step_us: float
+    budget: int
+    planner: str
+    again_us: float | None  # time of reruns; None: no schedule, and `note` says why
+    peak: int | None
+    note: str
+    cpu_s: float
+    violation: bool = False
+
+    @property
+    def extra(self) -> float | None:
+        """Return the time of reruns as a fraction of the step, or None without a schedule."""
+        return None if self.again_us is None else self.again_us / self.step_us
+
+
+def planners(instance: Instance, cap_s: float) -> dict[str, Planner]:
+    """Return all planners by their names on the page. To add one, add a line here."""
+    return {
+        OURS: ours,
+        PUBLISHED: published.replay(instance.solutions),
+        CHECKMATE: checkmate_program.with_cap(cap_s),
+        **ONLINE,
+        **SAVE_SET_PLANNERS,
+    }
+
+
+def rows_of(instance: Instance, cap_s: float) -> Iterator[Row]:
+    """Yield a row for each budget and planner.
+
+    Checkmate's recurrence frees a value only right after an op reads it. Online planners evict at any time,
+    so they are judged by the rules of a step on its graphs too. These rules are more lenient.
+    """
+    graph = instance.graph
+    data = graph.to_json()
+    for budget in instance.budgets:
+        for name, planner in planners(instance, cap_s).items():
+            rules = data | {"rule": "step"} if name in ONLINE else data
+            result: dict[str, float] | None = None
+            note, violation = "", False
+            began = time.process_time()
+            try:
+                events = planner(graph, budget)
+                spent = time.process_time() - began
+                result = judge(rules, events, budget)
+            except NoSchedule as reason:
+                note = str(reason)
+            except Violation as broken:
+                note, violation = str(broken), True
+            except Exception as error:  # noqa: BLE001  # a planner may fail on a graph; the page names it
+                note = f"failed: {type(error).__name__}: {error}"
+            if result is None:
+                spent = time.process_time() - began
+            yield Row(
+                graph=graph.name,
+                source=graph.source,
+                ops=len(graph.ops),
+                step_us=graph.us,
+                budget=budget,
+                planner=name,
+                again_us=result["again_us"] if result else None,
+                peak=int(result["peak_bytes"]) if result else None,
+                note=note,
+                cpu_s=spent,
+                violation=violation,
+            )
+        yield from _stated(instance, budget)
+
+
+def _stated(instance: Instance, budget: int) -> Iterator[Row]:
+    """Yield what authors state for a schedule that was not given, so that it could not be judged."""
+    graph = instance.graph
+    for p in graph.published:
+        if p.budget == budget and (graph.name, budget) not in instance.solutions:
+            note = "stated" + (", optimal" if p.optimal else "")
+            yield Row(
+                graph=graph.name,
+                source=graph.source,
+                ops=len(graph.ops),
+                step_us=graph.us,
+                budget=budget,
+                planner=STATED,
+                again_us=p.us - graph.us,
+                peak=None,
+                note=note,
+                cpu_s=0.0,
+            )
+
+
+def run_one(make: Callable[[], list[Instance]], cap_s: float) -> list[Row]:
+    """Return the rows of one source of graphs."""
+    warnings.simplefilter("ignore")  # torch's and PuLP's, of baselines
+    logging.getLogger("torch.distributed._tools.sac_ilp").disabled = True  # "no solution" for some fractions
+    return [row for instance in make() for row in rows_of(instance, cap_s)]
+
+
+def run_all(
+    sources: Sequence[tuple[str, Callable[[], list[Instance]]]], cap_s: float, processes: int
+) -> Iterator[Row]:
+    """Yield the rows of all sources, which run in `processes` processes."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        results = [(name, pool.submit(run_one, make, cap_s)) for name, make in sources]
+        for name, result in results:
+            rows = result.result()
+            print(f"{name}: {len(rows)} rows, {sum(row.cpu_s for row in rows):.0f} CPU seconds", flush=True)
+            yield from rows
