@@ -88,17 +88,21 @@ def explain(
     from autoac.planner.budget import budget_in_bytes
     from autoac.planner.formats.policy_set import SET_FORMAT
     from autoac.planner.report.by_module import by_module, op_decisions
+    from autoac.planner.report.loss_advice import loss_advice, loss_advice_in_words
 
     if more_gb is not None and not 0 < more_gb < float("inf"):
         raise typer.BadParameter(f"must be a positive number of GiB, got {more_gb}", param_hint="--more-gb")
 
     def plan_within(profile: Profile | Graph, budget: int) -> Plan:
+        constraints = planned.constraints if planned else None
         name = profile.model if isinstance(profile, Profile) else "the graph"
+        if constraints and isinstance(profile, Graph):
+            constraints = constraints.beyond_the_graph
         with show_progress(f"planning {name}") as progress:
             return plan_profile(
                 profile,
                 budget_bytes=budget,
-                constraints=planned.constraints if planned else None,
+                constraints=constraints,
                 time_limit_s=time_limit_s,
                 clock=time.monotonic,
                 progress=progress.solving,
@@ -155,6 +159,10 @@ def explain(
             bought = more(planned, budget_in_bytes(more_gb, "--more-gb"), planning=plan_within)
             words.append(more_in_words(bought))
             answer["more"] = as_json_types(bought) | {"gain_us": bought.gain_us}
+        advice = loss_advice(planned, plan_within)
+        if advice is not None:
+            words.append(loss_advice_in_words(advice))
+            answer["loss"] = as_json_types(advice) | {"gain_us": advice.gain_us}
         if html is not None:
             from autoac.planner.report.page import timeline_page
 

@@ -1,0 +1,153 @@
+"""Say what a chunked or fused cross-entropy would buy, where the loss is at the peak.
+
+A language model's loss makes logits in two types, their log-probabilities, and gradients of both, each with
+an element for every token and every word of the vocabulary. A cross-entropy that multiplies by the head's
+weights a few tokens at a time (`torch.nn.functional.linear_cross_entropy`, Liger's kernel) holds none of
+them whole.
+`without_loss` is the graph of such a step, and a plan of it says what it buys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.profile import Profile
+from autoac.planner.memory.simulate import simulate
+from autoac.planner.plan import Plan
+from autoac.planner.problem.graph import Graph, OpId, StepId
+from autoac.planner.units import format_bytes, format_us
+
+LOG_PROBABILITIES = ("aten._log_softmax.default",)
+PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
+AT_PEAK = 0.98  # of the planned peak: from here on the loss counts as at the peak
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """The part of a step that a chunked cross-entropy replaces."""
+
+    head: OpId  # the product that makes the logits
+    temporaries: frozenset[OpId]  # the head, and the ops from it to the log-probabilities
+    first_step: StepId  # of backward, that unpacks log-probabilities
+    last_step: StepId  # the head's own
+
+
+@dataclass(frozen=True, slots=True)
+class LossAdvice:
+    """The effect of a loss without temporaries. Bytes and microseconds."""
+
+    loss_bytes: int  # the most that is live while the loss is computed, or its gradients
+    loss_at: str
+    temporary_bytes: int  # part of `loss_bytes`: what a chunked loss does not hold
+    peak: int  # of the plan
+    budget: int
+    recompute_us: float  # of the plan
+    recompute_us_then: float  # of a plan within the same budget, without the temporaries
+    peak_then: int
+
+    @property
+    def gain_us(self) -> float:
+        """Return the time that each step would save."""
+        return self.recompute_us - self.recompute_us_then
+
+
+def find_loss(graph: Graph) -> Loss | None:
+    """Return the loss of `graph`: log-probabilities of a matrix product; None if there are none."""
+    names = [OpKey.parse(op.name).op for op in graph.ops]
+    found = [op for op in graph.ops if names[op.id] in LOG_PROBABILITIES]
+    if not found:
+        return None
+    op = found[-1]
+    temporaries = {op.id}
+    while names[op.id] not in PRODUCTS:
+        if not op.reads:
+            return None
+        op = graph.ops[graph.versions[max(op.reads, key=graph.nbytes)].op]
+        temporaries.add(op.id)
+    unpacking = {
+        j for w in found[-1].writes for h in graph.versions[w].saved_tensors
+        for j in graph.saved_tensors[h].unpacked
+    }  # fmt: skip
+    of_head = {
+        j for r in op.reads for h in graph.versions[r].saved_tensors for j in graph.saved_tensors[h].unpacked
+    }
+    if not unpacking or not of_head or min(of_head) < max(unpacking):
+        return None
+    return Loss(op.id, frozenset(temporaries), min(unpacking), min(of_head))
+
+
+def without_loss(graph: Graph, loss: Loss) -> Graph:
+    """Return `graph` without the temporaries of `loss`.
+
+    From the head's forward to its backward, only those gradients are live that the head leaves: of its
+    weights and of its input.
+    """
+    own = {graph.versions[w].storage for op in loss.temporaries for w in graph.ops[op].writes}
+    left = min(
+        graph.steps[loss.last_step].extra_bytes_peak,
+        *(step.extra_bytes_while_unpacking for step in graph.steps[loss.last_step + 1 :][:1]),
+    )
+    return replace(
+        graph,
+        storages=tuple(replace(s, nbytes=0) if s.id in own else s for s in graph.storages),
+        ops=tuple(
+            replace(op, workspace_bytes=0, extra_bytes=left) if op.id in loss.temporaries else op
+            for op in graph.ops
+        ),
+        steps=tuple(
+            replace(
+                step,
+                extra_bytes_while_unpacking=min(step.extra_bytes_while_unpacking, left),
+                extra_bytes_peak=min(step.extra_bytes_peak, left),
+            )
+            if loss.first_step <= step.id <= loss.last_step
+            else step
+            for step in graph.steps
+        ),
+    )
+
+
+def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) -> LossAdvice | None:
+    """Return what a chunked cross-entropy would buy; None for nothing, or if the loss is not at the peak.
+
+    Args:
+        plan: the plan to improve.
+        planning: plans a graph within a budget in bytes, under the plan's own constraints.
+    """
+    graph = plan.graph
+    loss = find_loss(graph) if plan.recompute_set else None
+    if loss is None:
+        return None
+    n = len(graph.ops)
+    moments = {*loss.temporaries, *range(n + loss.first_step, n + loss.last_step + 1)}
+    fullest = max((i for i in plan.timeline.instants if i.moment in moments), key=lambda i: i.live_bytes)
+    if fullest.live_bytes < AT_PEAK * plan.peak:
+        return None
+    chunked = without_loss(graph, loss)
+    there = simulate(chunked, plan.save_set).instants
+    then = planning(chunked, plan.budget)
+    if then.recompute_us >= plan.recompute_us:
+        return None
+    return LossAdvice(
+        loss_bytes=fullest.live_bytes,
+        loss_at=graph.moment_name(fullest.moment),
+        temporary_bytes=fullest.live_bytes - max(i.live_bytes for i in there if i.moment == fullest.moment),
+        peak=plan.peak,
+        budget=plan.budget,
+        recompute_us=plan.recompute_us,
+        recompute_us_then=then.recompute_us,
+        peak_then=then.peak,
+    )
+
+
+def loss_advice_in_words(advice: LossAdvice) -> str:
+    """Write the advice as text."""
+    return (
+        f"The loss is at the peak: {format_bytes(advice.loss_bytes)} at {advice.loss_at}, "
+        f"{format_bytes(advice.temporary_bytes)} of it logits, log-probabilities and their gradients. "
+        "A chunked or fused cross-entropy (torch.nn.functional.linear_cross_entropy) does not hold them: "
+        f"within the same budget, backward would recompute {format_us(advice.recompute_us_then)} instead of "
+        f"{format_us(advice.recompute_us)} in each step."
+    )
