@@ -258,6 +258,8 @@ class Search:
     def _fall_back(self) -> None:
         """Try the simple save sets, so that no plan is slower than what people do by hand; fill the best."""
         assert self.budget is not None
+        if self.best.save_set is not None and self.allowance.out_of_time:
+            return
         for spent, save_set in self.problem.simple:
             if spent >= self.best.cost:
                 break
