@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -23,7 +24,7 @@ _NAMED = {
     "l40s": "L40S",
     "rtx4090": "RTX 4090",
 }
-_BY_CAPABILITY = {(9, 0): "h100", (8, 0): "a100", (8, 9): "rtx4090"}
+_BY_CAPABILITY = {(8, 0): "a100", (8, 9): "rtx4090"}
 
 
 def machine_facts(device: torch.device) -> dict[str, str]:
@@ -72,11 +73,15 @@ def _driver() -> str:
     return ", ".join(sorted(set(said.split())))
 
 
-def datasheet_like(device: torch.device) -> Device | None:
-    """Return the datasheet of this kind of device, by its name or else its architecture; None if unknown."""
+def datasheet_like(device: torch.device) -> Device:
+    """Return a datasheet with the architecture and cuDNN of `device`, and the rates of the most similar one.
+
+    Which kernels run follows from the former; the rates only serve for a comparison of run times.
+    """
     name = torch.cuda.get_device_name(device)
-    for key, word in _NAMED.items():
-        if word in name:
-            return DATASHEETS[key]
-    like = _BY_CAPABILITY.get(torch.cuda.get_device_capability(device))
-    return DATASHEETS[like] if like is not None and torch.version.hip is None else None
+    named = next((key for key, word in _NAMED.items() if word in name), None)
+    if torch.version.hip is not None:
+        return DATASHEETS["mi300x"]
+    capability = torch.cuda.get_device_capability(device)
+    like = DATASHEETS[named or _BY_CAPABILITY.get(capability, "h100")]
+    return replace(like, capability=capability, cudnn=torch.backends.cudnn.version() or 0)

@@ -123,20 +123,21 @@ def test_doctor_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str], tmp_pa
 @pytest.mark.parametrize(
     ("name", "capability", "like"),
     [
-        ("NVIDIA H200", (9, 0), "h200"),
         ("NVIDIA GH200 480GB", (9, 0), "h200"),
         ("NVIDIA H100 PCIe", (9, 0), "h100"),
-        ("NVIDIA H20", (9, 0), "h100"),
+        ("NVIDIA B200", (10, 0), "h100"),
         ("NVIDIA RTX 6000 Ada Generation", (8, 9), "rtx4090"),
-        ("Tesla V100-SXM2-16GB", (7, 0), None),
     ],
 )
-def test_datasheet_is_found_by_name_or_architecture(
-    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], like: str | None
+def test_datasheet_has_the_architecture_of_the_device_and_rates_of_a_similar_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], like: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
-    assert datasheet_like(torch.device("cuda", 0)) == (DATASHEETS[like] if like is not None else None)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    found = datasheet_like(torch.device("cuda", 0))
+    assert (found.capability, found.cudnn) == (capability, 91002)
+    assert found.flops_per_s == DATASHEETS[like].flops_per_s
 
 
 def test_two_ranks_compare_planned_with_plain_training() -> None:
