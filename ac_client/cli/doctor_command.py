@@ -26,7 +26,10 @@ def doctor(
         bool, typer.Option("--gpu", help="Check the current GPU in place of the service; takes minutes.")
     ] = False,
     out: Annotated[
-        Path, typer.Option("--out", help="With --gpu: the report, as Markdown; JSON is written beside it.")
+        Path,
+        typer.Option(
+            "--out", help="With --gpu: the report, as Markdown; JSON goes to the same name with .json."
+        ),
     ] = Path("autoac-gpu-report.md"),
     size: Annotated[
         ModelSize, typer.Option(help="With --gpu: models of a few GB, or tiny ones that take seconds.")

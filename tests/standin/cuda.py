@@ -112,6 +112,7 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
         return copied.untyped_storage()
 
     cuda._initialized = True
+    cuda._exchange_device = cuda._maybe_exchange_device = torch._C._cuda_exchangeDevice
     torch.UntypedStorage.clone = clone  # torch's makes storages of CUDA with a build for CUDA only
     cuda._lazy_init = lambda: None
     cuda.is_initialized = cuda.memory.is_initialized = lambda: True
