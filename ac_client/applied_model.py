@@ -42,6 +42,7 @@ from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.profiler.torch_facts.inductor import is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.module_paths import ModuleHook, watch_modules
 
 log = logging.getLogger("ac_client")
@@ -122,6 +123,8 @@ class Applied:
         self._began: list[float] = []
         self._handles: list[RemovableHandle] = []
         _applied[model] = self
+        self._submodule_handles: list[RemovableHandle] = []
+        self._compiled = False  # torch.compile ran the last forward as a whole
         self._attach(model)
 
     @property
@@ -280,9 +283,10 @@ class Applied:
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`. May be called twice."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._submodule_handles):
             handle.remove()
         self._handles.clear()
+        self._submodule_handles.clear()
         if not self.planning:
             self._forward.end()  # left open by a forward that was interrupted
         self._watch.close()
@@ -317,12 +321,20 @@ class Applied:
 
     def _attach(self, model: nn.Module) -> None:
         self._handles = [
-            model.register_forward_pre_hook(
-                ModuleHook(self._forward_begins, before=True), with_kwargs=True, prepend=True
-            ),
+            model.register_forward_pre_hook(ModuleHook(self._forward_begins), with_kwargs=True, prepend=True),
             model.register_forward_hook(ModuleHook(self._forward_ended), always_call=True),
-            *watch_modules(model, self._enter, self._leave),
         ]
+        self._watch_submodules(model)
+
+    def _watch_submodules(self, model: nn.Module) -> None:
+        """Follow the calls of submodules, except in compiled code, whose graphs know their modules."""
+        self._compiled = is_called_compiled(model)
+        if self._compiled:
+            for handle in self._submodule_handles:
+                handle.remove()
+            self._submodule_handles = []
+        elif not self._submodule_handles:
+            self._submodule_handles = watch_modules(model, self._enter, self._leave)
 
     def _forward_begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.planning:
@@ -344,6 +356,7 @@ class Applied:
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.
         self._forward.end()
+        self._watch_submodules(model)
         bucket = self._store.for_batch(model, args, kwargs, waiting, self.remove)
         if bucket is None:
             return
@@ -363,6 +376,7 @@ class Applied:
             bucket,
             model,
             waiting=waiting,
+            compiled=self._compiled,
             strict=self._strict,
             report=self._left_policy,
             wrappers=self._wrappers,
@@ -416,7 +430,7 @@ def applied(model: nn.Module) -> Applied:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be the nn.Module that was planned, got {type(model).__name__}")
     try:
-        return _applied[model]
+        return _applied[uncompiled(model)]
     except KeyError:
         raise NotApplied(type(model).__name__) from None
 

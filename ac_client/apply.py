@@ -32,6 +32,7 @@ from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
 from autoac.profiler import Loss
 from autoac.profiler.model_device import check_one_device
+from autoac.profiler.torch_facts.inductor import uncompiled
 
 log = logging.getLogger("ac_client")
 
@@ -63,7 +64,9 @@ def apply(
     planned in its first forward. Each phase logs one line at INFO on the logger "ac_client".
 
     Args:
-        model: the model, as it will be trained. It must not checkpoint itself.
+        model: the model, as it will be trained, or torch.compile of it. It must not checkpoint itself.
+            torch.compile of the whole model may also follow; what is inside of single blocks that are
+            compiled is saved.
         budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
             optimizer state included. Optional if `policy` is given.
         optimizer: the optimizer that steps the model; its state counts, also before its first step.
@@ -108,10 +111,8 @@ def apply(
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file without a policy.
         CheckpointingActive: the model checkpoints itself.
-        CompiledModel: torch.compile was called on the whole model. Blocks that were compiled before are fine;
-            nothing inside them is recomputed.
         CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
-            model runs inside torch.compile or is traced, or for one of the reasons in docs/profiling.md.
+            model is traced, or for one of the reasons in docs/profiling.md.
         InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the first
             training forward, which leaves the model as it was; from `apply` if a policy is given as well.
         InfeasibleBudget: no plan fits. From `apply` if a policy is given, otherwise from the first training
@@ -120,6 +121,7 @@ def apply(
             error names the smallest budget for which it found one. From the first training forward, as above.
     """
     check_model(model)
+    given, model = model, uncompiled(model)  # type: ignore[assignment]
     check_optimizer(optimizer, model)
     check_switches(strict=strict, require_service=require_service, shapes=shapes, group=group)
     check_source(budget_gb, policy, alias, service, require_service=require_service)
@@ -154,7 +156,7 @@ def apply(
         loss=loss,
         forwards_in_flight=forwards_in_flight,
     )
-    return model
+    return given
 
 
 def _read(policy: Policy | PolicySet | str | os.PathLike[str] | None) -> Policy | PolicySet | None:

@@ -56,7 +56,6 @@ def check_unplanned(model: nn.Module) -> None:
         AlreadyApplied: the model, a part of it, or a model that it is part of, is planned already.
         CheckpointingActive: the model checkpoints itself.
     """
-    check_not_compiled(model)
     planned = planned_models()
     for whole in planned:
         for path, module in whole.named_modules():

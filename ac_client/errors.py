@@ -3,7 +3,7 @@
     ApplyError (ValueError)
     +-- AlreadyApplied         the model, a part of it, or what it is part of, is planned already
     +-- CheckpointingActive    the model checkpoints itself
-    +-- CompiledModel          torch.compile was called on the whole model
+    +-- CompiledModel          an integration cannot plan the compiled model
     NotApplied (LookupError)   applied(model) of a model that is not planned
     ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
     RankFailed (RuntimeError)  another rank could not be profiled or planned

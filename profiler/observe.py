@@ -28,6 +28,7 @@ from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
 from autoac.profiler.timing.roofline import DATASHEETS, Device
 from autoac.profiler.to_profile import assemble
+from autoac.profiler.torch_facts.inductor import uncompiled
 from autoac.profiler.torch_facts.private import tree_leaves
 
 Mode = Literal["hollow", "measured", "fake"]
@@ -150,7 +151,7 @@ def observe(
     with no_garbage_collection():
         result = assemble(
             step,
-            model=type(model).__name__,
+            model=type(uncompiled(model)).__name__,
             inputs=inputs,
             environment=environment,
             static=static.model_copy(update={"inputs": loop.forwards * static.inputs}),

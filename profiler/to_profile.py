@@ -70,6 +70,7 @@ def assemble(
         | OpFlag.MUTATES * op.facts.mutates
         | OpFlag.COLLECTIVE * op.facts.collective
         | OpFlag.MUST_RECOMPUTE * op.must_recompute
+        | OpFlag.COMPILED * op.compiled
         for op in forward.ops
     ]
     return Profile(

@@ -63,7 +63,8 @@ profiler/restore:       base torch_facts
 profiler/timing:        torch_facts restore
 profiler/capture:       base torch_facts restore timing planner/base planner/formats
 profiler/static:        base torch_facts distributed timing planner/base planner/formats
-profiler/steps:         base torch_facts distributed restore timing capture planner/formats
+profiler/joint_graph:   torch_facts capture
+profiler/steps:         base torch_facts distributed restore timing capture joint_graph planner/formats
 profiler/entry:         base torch_facts distributed timing capture static steps planner/base planner/formats
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats profiler/base
@@ -71,7 +72,8 @@ ac_client/runtime:      base planner/formats profiler/torch_facts profiler/distr
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner/base planner/formats planner/problem planner/memory planner/plans
-ac_client/planning:     base service_client runtime measure planner planner/base planner/formats
+ac_client/compiled:     planner/formats profiler/torch_facts profiler/joint_graph
+ac_client/planning:     base service_client runtime compiled measure planner planner/base planner/formats
                         planner/problem planner/memory profiler profiler/base profiler/torch_facts
                         profiler/distributed profiler/restore profiler/static
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats

@@ -13,16 +13,18 @@ statistics; `loop_watch.py` keeps the observed loop; `planned_forward.py` keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
 
+from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.peak_counter import PeakBounds
 from ac_client.runtime.cursor import Route
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
+from autoac.planner.formats.policy import Decision
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.profiler import Loop
@@ -33,7 +35,9 @@ from autoac.profiler.torch_facts.inductor import compiled_parts
 class ForwardRoute:
     """The decisions for one forward, and what earlier walks along them have learned."""
 
+    decisions: Mapping[str, Decision]
     route: Route
+    compiled_calls: PartCalls = field(default_factory=PartCalls)
     # Module calls that wrote to nothing tracked: (path, first position) -> position after the call.
     quiet_calls: dict[tuple[str, int], int] = field(default_factory=dict)
     unrecorded: int = 0  # ops that the last walk ran without the dispatch mode
@@ -58,7 +62,7 @@ class LoadedPolicy:
     @cached_property
     def forwards(self) -> tuple[ForwardRoute, ...]:
         """Return one route for each forward before a backward."""
-        return tuple(ForwardRoute(Route(decisions)) for decisions in self.policy.forwards)
+        return tuple(ForwardRoute(decisions, Route(decisions)) for decisions in self.policy.forwards)
 
     @property
     def n_recorded(self) -> int:

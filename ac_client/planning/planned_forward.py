@@ -10,9 +10,11 @@ from functools import partial
 
 from torch import nn
 
+from ac_client.compiled.policy_parts import PolicyParts
 from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
 from ac_client.runtime.cursor import Cursor, OffPath
 from ac_client.runtime.policy_context import active, save_recompute_policy
+from autoac.profiler.torch_facts.second_stage import set_carrier
 
 
 class PlannedForward(threading.local):
@@ -34,6 +36,7 @@ class PlannedForward(threading.local):
         model: nn.Module,
         *,
         waiting: int = 0,
+        compiled: bool = False,
         strict: bool,
         report: Callable[[OffPath], None],
         wrappers: Set[str],
@@ -43,15 +46,20 @@ class PlannedForward(threading.local):
         Args:
             model: whose forward begins.
             waiting: how many earlier forwards wait for their backward.
+            compiled: torch.compile runs the whole forward.
             strict: raise if the forward leaves its policy.
             report: called if the forward leaves its policy.
             wrappers: paths of modules whose own ops are in no policy.
         """
         loaded = bucket.loaded
         self._bucket, self._unrecorded = bucket, 0
-        if not loaded.recomputes:
+        if not compiled and not loaded.recomputes:
             return
-        self._route = loaded.forwards[min(waiting, len(loaded.forwards) - 1)]
+        route = loaded.forwards[min(waiting, len(loaded.forwards) - 1)]
+        if compiled:
+            set_carrier(PolicyParts(route.decisions, route.compiled_calls))
+            return
+        self._route = route
         self._cursor = Cursor(
             self._route.route,
             strict=strict,
@@ -75,6 +83,7 @@ class PlannedForward(threading.local):
         Raises:
             LeftThePath: `whole`, strict, and some ops of the policy did not run.
         """
+        set_carrier(None)
         region, self._region = self._region, None
         cursor, self._cursor = self._cursor, None
         route, self._route = self._route, None

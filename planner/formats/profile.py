@@ -49,6 +49,7 @@ class OpFlag(IntFlag):
     MUTATES = 2  # writes to a storage that an earlier op allocated
     COLLECTIVE = 4  # communicates with other ranks
     MUST_RECOMPUTE = 8  # the user pinned the op: its outputs must not be saved
+    COMPILED = 16  # runs in a graph of torch.compile (rule h in planner/memory/schedule.py)
 
 
 class Table(FrozenModel):
@@ -165,7 +166,7 @@ class Ops(Table):
     flops: tuple[Count, ...]  # 0 if not known
     workspace_nbytes: tuple[Count, ...]  # most that the kernel holds in addition to its outputs
     other_nbytes: tuple[Count, ...]  # live at the op, but not in a recorded storage
-    flags: tuple[Annotated[int, Field(ge=0, le=15)], ...]  # OpFlag
+    flags: tuple[Annotated[int, Field(ge=0, le=31)], ...]  # OpFlag
     must_save: tuple[OptionalIndex, ...]  # into Profile.reasons; -1 if the planner decides
 
 

@@ -25,6 +25,9 @@ g. *Unpacked again.* A later step may unpack a saved tensor again after its vers
    burst contains an op that has consumed its uses, it is a temporary recompute: no use is consumed, in-place
    ops write into copies, and everything but the unpacked version is freed at the end of the burst. The
    unpacked version is freed at the end of the step.
+h. *Compiled.* A compiled graph holds a saved version that only its own ops read by uses, as in rule d, and
+   not as in rule a: it is freed after the last op of backward that reads it, or at the end of the last step
+   that unpacks it. If backward has no use for it, it is freed as soon as forward lets go of it.
 """
 
 from __future__ import annotations
@@ -144,9 +147,14 @@ class ForwardMemory:
         """Return the events of `graph` under `save_set`."""
         memory = cls({}, {}, {})
         until, dropped = readers_until(graph, save_set), _dropped(graph)
+        by_uses, uses = held_by_uses(graph, save_set), uses_of(graph, save_set)
         for storage in graph.storages:
             last = storage.versions[-1]
             op = graph.versions[last].op
+            if by_uses[last]:
+                if not uses[last]:
+                    memory.frees_at.setdefault(max(storage.released, op + 1), []).append(last)
+                continue
             packed = (dropped[v] for v in storage.versions if graph.versions[v].op in save_set)
             end = max([storage.released, op + 1, *packed] + ([until[last]] if op in save_set else []))
             if storage.released >= graph.end:
@@ -166,6 +174,18 @@ class ForwardMemory:
         fresh = sum(graph.nbytes(w) for w in op.writes if graph.versions[w].previous is None)
         copies = sum(graph.nbytes(v) for v in self.copies_at.get(op.id, ()))
         return Compute(op.id, fresh + copies, tuple(self.over_at.get(op.id, ())))
+
+
+def held_by_uses(graph: Graph, save_set: SaveSet) -> list[bool]:
+    """Return for each version True if it is saved and rule h says how long it is held."""
+    return [
+        value.op in save_set
+        and graph.ops[value.op].compiled
+        and all(graph.ops[reader].compiled for reader in value.readers)
+        and graph.storages[value.storage].released <= len(graph.ops)
+        and len(graph.storages[value.storage].versions) == 1
+        for value in graph.versions
+    ]
 
 
 def uses_of(graph: Graph, save_set: SaveSet) -> list[int]:
@@ -197,9 +217,10 @@ class _Replay:
     def __init__(self, graph: Graph, save_set: SaveSet) -> None:
         self.graph = graph
         n = len(graph.ops)
+        self.by_uses = held_by_uses(graph, save_set)
         self.saved = [value.op in save_set for value in graph.versions]
-        self.cached = [False] * len(graph.versions)
-        self.uses_left = uses_of(graph, save_set)  # kept up to date for unsaved versions
+        self.uses_left = uses_of(graph, save_set)  # kept up to date for unsaved versions, and for rule h
+        self.cached = [held and uses > 0 for held, uses in zip(self.by_uses, self.uses_left, strict=True)]
         self.reads_consumed = [False] * n  # True if the uses of the op are consumed or removed
         self.in_use: list[VersionId] = []  # cached versions that this step has unpacked
         self.temporary: list[
@@ -237,9 +258,9 @@ class _Replay:
             yield Free(v, self.graph.nbytes(v))
 
     def _unpack(self, v: VersionId, step: StepId, *, first: bool) -> Iterator[Event]:
-        if self.saved[v]:
+        if self.saved[v] and not self.by_uses[v]:
             return
-        if self.cached[v]:
+        if self.cached[v] or self.by_uses[v]:
             self.in_use.append(v)
         else:
             burst = self._burst(v)
@@ -316,7 +337,7 @@ class _Replay:
         return self.cached[p] and self.uses_left[p] == 1 and not self.graph.versions[p].saved_tensors
 
     def _consume_use(self, v: VersionId) -> Iterator[Event]:
-        if self.saved[v]:
+        if self.saved[v] and not self.by_uses[v]:
             return
         self.uses_left[v] -= 1
         if not self.uses_left[v] and self.cached[v] and v not in self.in_use:
@@ -327,9 +348,9 @@ class _Replay:
         stack = [v]
         while stack:
             v = stack.pop()
+            yield from self._consume_use(v)
             if self.saved[v]:
                 continue
-            yield from self._consume_use(v)
             op = self.graph.ops[self.graph.versions[v].op]
             if not self.reads_consumed[op.id] and not any(self.uses_left[w] for w in op.writes):
                 self.reads_consumed[op.id] = True

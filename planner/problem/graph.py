@@ -44,6 +44,7 @@ class Op:
     must_save: str  # the reason why the op must not be recomputed; "" if it may be
     must_recompute: bool = False  # the user pinned the op: its outputs are not saved
     replay_us: float = 0.0  # the time to record and replay the op, in addition to its run time
+    compiled: bool = False  # part of a compiled graph (rule h in schedule.py)
 
     @property
     def recompute_us(self) -> float:

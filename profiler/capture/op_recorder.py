@@ -16,7 +16,7 @@ from torch import Tensor
 from autoac.planner.formats.profile import CROSSES, DECIDES, PINNED
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.inductor import RecordingMode
+from autoac.profiler.torch_facts.inductor import RecordingMode, keep_dynamo_out
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE
 from autoac.profiler.torch_facts.op_facts import OpFacts, decides, facts_of, tensor_versions, written_tensors
@@ -32,6 +32,7 @@ from autoac.profiler.torch_facts.streams import has_streams
 
 CROSSES_FORWARDS = "another forward reads it"
 CROSSES_STREAMS = "another stream reads it"
+BETWEEN_GRAPHS = "it runs between compiled graphs"
 OUTSIDE_OF_MODEL = "it runs outside of the model"
 
 
@@ -51,6 +52,7 @@ class RecordedOp:
     must_save: str  # the reason; "" if its outputs need not be saved
     must_recompute: bool = False
     stream: int = 0
+    compiled: bool = False  # part of a graph of torch.compile
     begin_mark: int = -1
     end_mark: int = -1
 
@@ -103,6 +105,7 @@ class OpRecorder(RecordingMode):
         pins: the pins of the user, by module path.
         originals: keeps the contents of external storages that forward writes.
         generators: the generators that forward drew from.
+        compiled: True if torch.compile runs the model as a whole.
     """
 
     supports_higher_order_operators = True  # each passes as one opaque op
@@ -123,6 +126,7 @@ class OpRecorder(RecordingMode):
         self.pins: Mapping[str, str] = {}
         self.originals: Originals | None = None
         self.generators = UsedGenerators()
+        self.compiled = False
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read an external storage
         self._compiled_depth = 0  # compiled parts that are running, nested
         self._in_loss = False
@@ -136,15 +140,18 @@ class OpRecorder(RecordingMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
+        return func(*args, **kwargs or {}) if self.paused else self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an op and record it, also while the mode is paused because the op is one of compiled code."""
         facts = facts_of(func)
         if facts.view:
             return func(*args, **kwargs)
         index = len(self.record.ops)
         pin = self.pins.get(self.module)
         must_save = facts.must_save if pin is None else PINNED if pin == MUST_SAVE else ""
+        if self.compiled and not self._compiled_depth:
+            must_save = must_save or BETWEEN_GRAPHS
         if self._in_loss:
             must_save = must_save or OUTSIDE_OF_MODEL
         written = list(written_tensors(facts, args, kwargs))
@@ -171,6 +178,7 @@ class OpRecorder(RecordingMode):
             must_save,
             pin == MUST_RECOMPUTE,
             self._stream(),
+            compiled=self._compiled_depth > 0,
         )
         self.record.ops.append(op)
         operands = tensor_versions((args, kwargs)) if facts.opaque else []
@@ -283,3 +291,6 @@ class OpRecorder(RecordingMode):
         if (readers := self._readers.get(tensor)) is None:
             self._readers.set(tensor, readers := [])
         readers.append(op)
+
+
+keep_dynamo_out(OpRecorder.__torch_dispatch__, "it records a step", recursively=True)

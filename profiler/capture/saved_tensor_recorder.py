@@ -21,10 +21,12 @@ from torch import Tensor
 
 from autoac.profiler.capture.op_recorder import OpRecorder, RecordedStorage
 from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.storage_table import Window, disjoint, window_of
 
 UNPACKED = "a backward inside forward reads it"
 
+_WHOLE = Window(0, 1, (1,), (0,))  # compiled code writes no part of a storage, so any window will do
 _BYTE_OF_ONES = 0x3F  # four of these bytes are 0.747 in float32, two are 0.746 in bfloat16
 
 
@@ -85,10 +87,39 @@ class SavedTensorRecorder:
             if not floats:
                 self._mark()
         elif not floats:
-            with _paused(recorder):
-                content = tensor.detach().clone()
-            self.copies.append(RecordedStorage(recorder.locate(content.untyped_storage()), self._mark()))
+            content = self.copy_of(tensor)
         return _HollowHandle(index, tensor, content, weakref.ref(self))
+
+    def add(self, version: int) -> int:
+        """Record that compiled code saves all of `version`, and return the number of the saved tensor."""
+        self.versions.append(version)
+        self.packed.append(len(self._recorder.record.ops))
+        self._windows.append(_WHOLE)
+        return len(self.versions) - 1
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a saved tensor whose numbers index or decide; no step holds the copy."""
+        with _paused(self._recorder):
+            content = tensor.detach().clone()
+        self.copies.append(RecordedStorage(self._recorder.locate(content.untyped_storage()), self._mark()))
+        return content
+
+    def unpack_as(self, saved: int, make: Callable[[], Tensor], node: str, *, made: bool) -> Tensor:
+        """Record that `node` of compiled code reads a saved tensor, and return its stand-in.
+
+        Args:
+            make: returns the stand-in.
+            made: it allocates the stand-in.
+        """
+        event = SavedEvent("unpack", saved, self._mark(), node)
+        self.events.append(event)
+        with _paused(self._recorder):
+            tensor = make()
+        event.end_mark = self._mark()
+        if made:
+            event.stand_in = RecordedStorage(self._recorder.locate(tensor.untyped_storage()), event.end_mark)
+            self.copies.append(event.stand_in)
+        return tensor
 
     def _encodes_floats(self, tensor: Tensor, version: int) -> bool:
         """Return True if the bytes of `tensor` are floating-point numbers."""
@@ -174,11 +205,15 @@ class _HollowHandle:
             owner.note_drop(self.index)
 
 
+for _function in (SavedTensorRecorder.pack, SavedTensorRecorder.unpack, _HollowHandle.__del__):
+    keep_dynamo_out(_function, "it records a step", recursively=True)
+
+
 @contextmanager
 def _paused(recorder: OpRecorder) -> Iterator[None]:
     """Run ops of the profiler's own, which are not recorded."""
-    recorder.paused = True
+    before, recorder.paused = recorder.paused, True
     try:
         yield
     finally:
-        recorder.paused = False
+        recorder.paused = before

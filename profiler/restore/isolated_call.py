@@ -15,13 +15,14 @@ from autoac.profiler.restore.module_state import clear_parametrization_cache, pa
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
+from autoac.profiler.torch_facts.inductor import call_as_compiled
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """A forward of the model on its batch. Each call finds the same model and the same batch."""
 
-    model: nn.Module
+    entry: Callable[..., Any]  # the model, or what torch.compile made of it
     batch: Batch
     originals: Originals
     before: Callable[[], None]
@@ -32,7 +33,7 @@ class Call:
         self.originals.restore()
         clear_parametrization_cache()
         args, kwargs = self.batch.arguments()
-        return self.model(*args, **kwargs)
+        return call_as_compiled(self.entry, args, kwargs)
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -49,6 +50,7 @@ def isolated_call(
     of_input: Callable[[Tensor], Tensor] = Tensor.detach,
     *,
     accumulates: bool,
+    entry: Callable[..., Any] | None = None,
     excluded: Set[Tensor] = frozenset(),
     before: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Call, list[Tensor]]]:
@@ -59,6 +61,7 @@ def isolated_call(
 
     Args:
         model, args, kwargs: as for `profile`.
+        entry: runs the model; by default the model itself.
         of_parameter, of_buffer, of_input: return the alias of a tensor of the model or the batch. It needs no
             gradient of its own.
         accumulates: True if gradients are added to existing ones.
@@ -89,7 +92,7 @@ def isolated_call(
         backward_hooks(model) as hooks,
     ):
         try:
-            yield Call(model, batch, originals, before, hooks), leaves
+            yield Call(model if entry is None else entry, batch, originals, before, hooks), leaves
         finally:
             batch.release()
             originals.restore()

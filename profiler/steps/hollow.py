@@ -57,6 +57,7 @@ from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.distributed.fsdp import Shards, parameters_of, single_rank_fsdp, watch_sharding
 from autoac.profiler.errors import CannotProfile, NothingToProfile
+from autoac.profiler.joint_graph.hollow_part import HollowParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.first_backward import free_workspaces, is_first_backward_special
@@ -75,10 +76,11 @@ from autoac.profiler.timing.op_timer import (
     timed_forward,
 )
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
-from autoac.profiler.torch_facts.inductor import watch_compiled
+from autoac.profiler.torch_facts.inductor import is_called_compiled, uncompiled, watch_compiled
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.rng import generators_restored
+from autoac.profiler.torch_facts.second_stage import carried_by
 
 FREED = "its FSDP unit is freed when backward asks for it"
 
@@ -131,7 +133,7 @@ class _WarmUp:
 
 
 def run(
-    model: nn.Module,
+    compiled: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     loss: Loss | None,
@@ -146,7 +148,7 @@ def run(
     """Run one hollow step, or with `plain` one that saves everything, as training does.
 
     Args:
-        model, args, kwargs, loss: as for `autoac.profiler.profile`.
+        compiled, args, kwargs, loss: as for `autoac.profiler.profile`: a model, or torch.compile(model).
         device: the device of the model.
         accumulates: True if gradients are added to existing ones; by default, if there are gradients now.
         plain: hand autograd the activations themselves. Needs the memory that training needs.
@@ -161,6 +163,7 @@ def run(
         CannotProfile: the allocator reports nothing or not everything, or torch.utils.checkpoint inside the
             model cannot run its part again.
     """
+    model = uncompiled(compiled)
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
     backlog = Backlog(device)
@@ -173,8 +176,15 @@ def run(
         without_ddp_sync(model),
         single_rank_fsdp(model, accumulates=accumulates) as shards,
         isolated_call(
-            model, args, kwargs, accumulates=accumulates, excluded=shards.managed(), before=shards.reset
+            model,
+            args,
+            kwargs,
+            accumulates=accumulates,
+            entry=compiled,
+            excluded=shards.managed(),
+            before=shards.reset,
         ) as (call, leaves),
+        carried_by(HollowParts()) if is_called_compiled(compiled) else nullcontext(),
     ):
         step = ProfiledStep(model, call, leaves, loss, device, loop, backlog)
         saved.can_run = shards.is_gathered
@@ -348,9 +358,14 @@ def _forward(
 
     watch_compiled()
     watch_sharding()
-    handles = watch_modules(step.model, enter, leave)
+    compiled = recorder.compiled = is_called_compiled(step.call.entry)
+    handles = [] if compiled else watch_modules(step.model, enter, leave)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack), recorder:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
+            carried_by(HollowParts(recorder, saved)) if compiled else nullcontext(),
+            recorder,
+        ):
             outputs: list[Any] = []
             roots: list[Tensor] = []
             for _ in range(loop.forwards):

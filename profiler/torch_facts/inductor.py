@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -25,12 +26,12 @@ from autoac.profiler.torch_facts.private import TorchDispatchMode, get_current_d
 _frames = private.eval_frame
 
 
-def is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: Any) -> bool:
     """Return True if `module.compile()` or `torch.compile(module)` was called on the whole module."""
     return module._compiled_call_impl is not None or is_optimized(module)
 
 
-def is_optimized(module: nn.Module) -> bool:
+def is_optimized(module: Any) -> bool:
     """Return True if `module` is what `torch.compile(other_module)` returned."""
     optimized = private.optimized_module_class()
     return optimized is not None and isinstance(module, optimized)
@@ -45,8 +46,8 @@ def compiled_parts(model: nn.Module) -> list[str]:
     return paths
 
 
-def keep_dynamo_out(function: Callable[..., Any], reason: str) -> None:
-    """Have Dynamo run `function` as it is.
+def keep_dynamo_out(function: Callable[..., Any], reason: str, *, recursively: bool = False) -> None:
+    """Have Dynamo run `function` as it is, and with `recursively` everything that it calls.
 
     Unlike `torch.compiler.disable(recursive=False)`, this adds no wrapper and imports no Dynamo, and
     `function` can call `dynamo_is_active`.
@@ -55,8 +56,9 @@ def keep_dynamo_out(function: Callable[..., Any], reason: str) -> None:
         function: not compiled.
         reason: shown to users of `fullgraph=True`.
     """
-    skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, default))
+    skip = _frames._FrameAction.SKIP
+    inside = skip if recursively else _frames._FrameAction.DEFAULT
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, inside))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
 
@@ -69,16 +71,54 @@ def dynamo_is_active() -> bool:
 keep_dynamo_out(dynamo_is_active, "it reads the state of Dynamo itself")
 
 
+class _Around(threading.local):
+    callback: Any = None  # of the compiled code that called us
+
+
+_around = _Around()
+
+
 def call_outside_dynamo(call: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Return `call(*args)`, run without Dynamo even if a compiled function makes the call."""
-    callback = _frames.set_eval_frame(None)
+    outer = _around.callback
+    callback = _around.callback = _frames.set_eval_frame(None)
     try:
         return call(*args)
     finally:
+        _around.callback = outer
         _frames.set_eval_frame(callback)
 
 
 keep_dynamo_out(call_outside_dynamo, "it switches Dynamo off")
+
+
+def runs_in_compiled_code() -> bool:
+    """Return True if compiled code called the function that runs now, by `call_outside_dynamo`."""
+    return callable(_around.callback)
+
+
+def call_as_compiled(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return `call(*args, **kwargs)`, compiled if `runs_in_compiled_code`."""
+    if not runs_in_compiled_code():
+        return call(*args, **kwargs)
+    before = _frames.set_eval_frame(_around.callback)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _frames.set_eval_frame(before)
+
+
+keep_dynamo_out(call_as_compiled, "it switches Dynamo on")
+
+
+def is_called_compiled(model: Any) -> bool:
+    """Return True if `call_as_compiled(model)` runs the whole forward compiled."""
+    return is_compiled(model) or runs_in_compiled_code()
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` was called on, or `model` itself."""
+    return model._orig_mod if is_optimized(model) else model  # type: ignore[return-value]
 
 
 class RecordingMode(TorchDispatchMode):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts.inductor import (
     call_outside_dynamo,
     dynamo_is_active,
@@ -25,36 +23,22 @@ ROOT = "."
 class ModuleHook:
     """A hook that stays with its module: a copy of the module gets a hook that does nothing.
 
-    Dynamo does not trace it. A hook that runs before forward (`before=True`) raises if compiled code calls it
-    in training: a plan's hooks would break the graph at each module, and the ops inside are not seen.
+    Dynamo does not trace it: compiled code calls it outside of its graphs.
     """
 
-    __slots__ = ("before", "call")
+    __slots__ = ("call",)
 
-    def __init__(self, call: Callable[..., Any], *, before: bool = False) -> None:
-        self.call, self.before = call, before
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
 
     def __call__(self, *args: Any) -> Any:
-        if not dynamo_is_active():
-            return self.call(*args)
-        module = args[0]
-        if self.before and module.training and torch.is_grad_enabled():
-            raise CannotProfile(
-                type(module).__name__,
-                "it runs inside torch.compile, where no forward can be planned",
-                _COMPILE_BEFORE,
-            )
-        return call_outside_dynamo(self.call, args)
+        return call_outside_dynamo(self.call, args) if dynamo_is_active() else self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ModuleHook, (_nothing,))
 
 
-_COMPILE_BEFORE = (
-    "compile blocks of the model, not what is around them, and before ac_client.apply "
-    "(`for block in model.layers: block.compile()`), or train the compiled model without a plan"
-)
-keep_dynamo_out(ModuleHook.__call__, f"the model is planned by ac_client: {_COMPILE_BEFORE}")
+keep_dynamo_out(ModuleHook.__call__, "the model is planned by ac_client, around its forward")
 
 
 def _nothing(*_args: Any) -> None:
@@ -88,6 +72,6 @@ def watch_modules(
         def after(_module: nn.Module, _args: Any, _out: Any, path: str = path) -> None:
             leave(path)
 
-        handles.append(module.register_forward_pre_hook(ModuleHook(before, before=True), prepend=True))
+        handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
         handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
     return handles

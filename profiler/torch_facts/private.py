@@ -21,6 +21,8 @@ Private attributes are read where they are used, since a call would cost time fo
 
 from __future__ import annotations
 
+import copy
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -190,3 +192,109 @@ def fsdp_mesh_classes() -> tuple[Any, Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     return FSDPMeshInfo, HSDPMeshInfo
+
+
+# AOTAutograd: a compiled step is planned between its two stages, for which torch has no hook. All of this
+# imports Dynamo, which takes seconds.
+
+
+def aot_graph_compile() -> Any:
+    """Return the module in which AOTAutograd's second stage is looked up."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    return graph_compile
+
+
+def graphs_loaded_from_cache() -> int:
+    """Return how many graphs AOTAutograd has found compiled on disk."""
+    from torch._dynamo.utils import counters
+
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@functools.cache
+def named_partitioner(name: str) -> Any:
+    """Return a value of Inductor's `custom_partitioner_fn` that makes its caches depend on `name`."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Named(CustomPartitionerFn):
+        def __init__(self) -> None:
+            self.name = name
+
+        def __call__(self, gm: Any, joint_inputs: Any, **options: Any) -> Any:
+            from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+            return min_cut_rematerialization_partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> Any:
+            return name
+
+    return Named()
+
+
+def compiler_configs() -> list[Any]:
+    """Return the modules of configuration that surround the second stage, as far as they are loaded."""
+    names = ("torch._functorch.config", "torch._inductor.config")
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def config_values(module: Any) -> dict[str, Any]:
+    """Return the values of a module of configuration, by name. Only read."""
+    values: dict[str, Any] = module.get_config_copy()
+    return values
+
+
+def tracing_context() -> Any:
+    """Return what Dynamo and AOTAutograd note about the frame that is compiled."""
+    return _guards.TracingContext.try_get()
+
+
+def compile_context() -> Any:
+    """Return the identity of the compilation that is running."""
+    return _guards.CompileContext.try_get()
+
+
+def second_stage_contexts(state: Any, tracing: Any, compiling: Any) -> list[Any]:
+    """Return the contexts that `create_aot_state` and `compile_fx` enter around the second stage."""
+    from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo import compiled_autograd
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, preserve_rng_state
+
+    contexts = [
+        _guards.tracing(tracing),
+        _guards.compile_context(compiling),
+        compiled_autograd._disable(),
+        torch.autograd.set_multithreading_enabled(False),
+        preserve_rng_state(),
+        state.fake_mode,
+        enable_python_dispatcher(),
+        PhiloxStateTracker(),
+        _disable_saved_tensors_hooks_during_tracing(),
+    ]
+    if (virtualized := sys.modules.get("torch._inductor.virtualized")) is not None:
+        contexts.append(virtualized.V.set_fake_mode(state.fake_mode))
+    return contexts
+
+
+def copied_graph_module(module: Any) -> Any:
+    """Return a module with a copy of the graph, and the same constants."""
+    graph = torch.fx.Graph()
+    copied: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    output, old = copied
+    graph.output(output).meta = copy.copy(old.meta)
+    return torch.fx.GraphModule(module, graph)
+
+
+def extract_forward_and_backward(
+    module: Any, saved: list[Any], sizes: list[Any], num_fwd_outputs: int
+) -> tuple[Any, Any]:
+    """Cut a joint graph at the nodes `saved` and `sizes`, in the calling convention of AOTAutograd."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    return _extract_fwd_bwd_modules(module, saved, saved_sym_nodes=sizes, num_fwd_outputs=num_fwd_outputs)
+
+
+def is_size_node(node: Any) -> bool:
+    """Return True if a node of a graph is arithmetic on sizes."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,4 +1,4 @@
-"""Test torch.compile around, before and after `apply`: a correct plan, or a rejection in one sentence."""
+"""Test eager models with compiled blocks, and what compiled code rejects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from ac_client import CompiledModel, save_recompute_policy
+from ac_client import save_recompute_policy
 from autoac.profiler import CannotProfile
 
 pytestmark = [
@@ -66,76 +66,6 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None) 
 
 def equal(got: list[Tensor | None], want: list[Tensor | None]) -> bool:
     return all(g is not None and w is not None and torch.equal(g, w) for g, w in zip(got, want, strict=True))
-
-
-def test_apply_rejects_a_model_compiled_in_place() -> None:
-    model = Net()
-    model.compile(backend=BACKEND)
-    with pytest.raises(CompiledModel, match=r"Net\.compile\(\)"):
-        ac_client.apply(model, BUDGET_GB)
-    assert not model._forward_hooks
-
-
-def test_apply_rejects_the_result_of_torch_compile() -> None:
-    with pytest.raises(CompiledModel, match=r"torch\.compile\(Net\)"):
-        ac_client.apply(torch.compile(Net(), backend=BACKEND), BUDGET_GB)
-
-
-def compiled_before(model: Net) -> Callable[[Tensor], Tensor]:
-    compiled: Any = torch.compile(model, backend=BACKEND)
-    ac_client.apply(model, BUDGET_GB)
-    return compiled  # type: ignore[no-any-return]
-
-
-def compiled_after(model: Net) -> Callable[[Tensor], Tensor]:
-    return torch.compile(ac_client.apply(model, BUDGET_GB), backend=BACKEND)  # type: ignore[no-any-return]
-
-
-def compiled_after_as_one_graph(model: Net) -> Callable[[Tensor], Tensor]:
-    ac_client.apply(model, BUDGET_GB)
-    return torch.compile(model, backend=BACKEND, fullgraph=True)  # type: ignore[no-any-return]
-
-
-def compiled_once_planned(model: Net) -> Callable[[Tensor], Tensor]:
-    gradients(ac_client.apply(model, TIGHT_GB))
-    return torch.compile(model, backend=BACKEND)  # type: ignore[no-any-return]
-
-
-def called_by_a_compiled_function(model: Net) -> Callable[[Tensor], Tensor]:
-    ac_client.apply(model, BUDGET_GB)
-    return torch.compile(lambda x: model(x) * 2.0, backend=BACKEND)
-
-
-def a_block_compiled_after(model: Net) -> Callable[[Tensor], Tensor]:
-    ac_client.apply(model, BUDGET_GB)
-    model.blocks[1].compile(backend=BACKEND)
-    return model
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        compiled_before,
-        compiled_after,
-        compiled_after_as_one_graph,
-        compiled_once_planned,
-        called_by_a_compiled_function,
-        a_block_compiled_after,
-    ],
-)
-def test_planned_forward_inside_compiled_code_is_rejected_and_can_be_removed(
-    order: Callable[[Net], Callable[[Tensor], Tensor]],
-) -> None:
-    want = gradients(Net())
-    model = Net()
-    call = order(model)
-    with pytest.raises(CannotProfile, match=r"inside torch\.compile"):
-        call(batch())
-    if order is a_block_compiled_after:  # profiling fails, which removes the plan
-        model.blocks[1]._compiled_call_impl = None
-    else:
-        ac_client.applied(model).remove()
-    assert equal(gradients(model), want)
 
 
 @pytest.mark.parametrize("budget_gb", [BUDGET_GB, TIGHT_GB])

@@ -1,0 +1,1 @@
+"""Carry out the policies of models that torch.compile compiled."""

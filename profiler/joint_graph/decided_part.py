@@ -1,0 +1,60 @@
+"""Compile a held-back graph for given decisions: for each op of forward, whether its outputs are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from autoac.profiler.joint_graph.cut import cut
+from autoac.profiler.joint_graph.joint_graph import JointGraph, module_path, never_again
+from autoac.profiler.torch_facts.op_facts import facts_of
+from autoac.profiler.torch_facts.second_stage import BoxedCall, CompiledPart
+
+OpName = tuple[str, str]
+"""The path of a module, from the outermost module of its graph, and the name of an op."""
+
+_OPS = "ops"  # key of `CompiledPart.notes`
+
+
+def note_ops(part: CompiledPart, joint: JointGraph) -> None:
+    """Remember the ops of forward of `part`, as they are after the backend's passes over the joint graph."""
+    part.notes[_OPS] = tuple((module_path(node), facts_of(node.target).name) for node in joint.ops)  # type: ignore[arg-type]
+
+
+def ops_of(part: CompiledPart) -> Sequence[OpName]:
+    """Return the ops of forward for which a policy has decisions, in order."""
+    if _OPS not in part.notes:
+
+        def list_ops(module: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_options: Any) -> Any:
+            module.graph.eliminate_dead_code()
+            note_ops(part, JointGraph.of(module.graph, num_fwd_outputs))
+            raise _Listed
+
+        try:
+            part.compile(_Listed, list_ops)
+        except _Listed:
+            pass
+    return part.notes[_OPS]  # type: ignore[no-any-return]
+
+
+class _Listed(Exception):
+    """Stops the second stage once the ops are known."""
+
+
+def compile_decided(part: CompiledPart, saved: tuple[bool, ...]) -> BoxedCall:
+    """Return the code of `part` that saves the ops for which `saved` has True, and what must be saved."""
+
+    def partition(
+        module: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        def is_saved(joint: JointGraph) -> dict[fx.Node, bool]:
+            mutated = [info.mutates_data for info in part.metadata.input_info]
+            forced = never_again(module.graph, joint, mutated)
+            assert len(joint.ops) == len(saved), "the backend's passes gave another joint graph"
+            return {node: save or node.name in forced for node, save in zip(joint.ops, saved, strict=True)}
+
+        return cut(module, num_fwd_outputs, is_saved)
+
+    return part.compile(saved, partition)

@@ -1,0 +1,204 @@
+"""Test plans of compiled models: the peak to the byte, and the gradients of the unplanned model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from autoac.planner import find_minimum_peak, plan
+from autoac.profiler import profile
+from autoac.profiler.capture.allocations import AllocationRecord
+from benchmarks.models.gpt2 import gpt2
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+BACKEND = "aot_eager"
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    torch.set_num_threads(before)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks with dropout, a batch norm, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.statistics = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.statistics(x).square().mean()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def language_model() -> nn.Module:
+    torch.manual_seed(0)
+    return gpt2(layers=2, width=32, heads=4, vocabulary=64, positions=32)
+
+
+def rows() -> dict[str, Tensor]:
+    return {"x": torch.randn(256, 32, generator=torch.Generator().manual_seed(1))}
+
+
+def tokens() -> dict[str, Tensor]:
+    ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+MODELS = {"MLP": (net, rows), "GPT-2": (language_model, tokens)}
+
+
+def step(call: Callable[..., Any], batch: dict[str, Tensor]) -> None:
+    torch.manual_seed(2)
+    out = call(**batch)
+    (out if isinstance(out, Tensor) else out.loss).backward()
+
+
+def outcome(model: nn.Module, call: Callable[..., Any], batch: dict[str, Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    step(call, batch)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return gradients + [buffer.clone() for buffer in model.buffers()]
+
+
+def measured_peak(model: nn.Module, call: Callable[..., Any], batch: dict[str, Tensor]) -> int:
+    model.zero_grad()
+    with AllocationRecord(torch.device("cpu")) as record:
+        step(call, batch)
+    return max(accumulate(change.nbytes for change in record.changes))
+
+
+def unplanned_outcome(make: Callable[[], nn.Module], batch: dict[str, Tensor]) -> list[Tensor]:
+    model = make()
+    want = outcome(model, torch.compile(model, backend=BACKEND), batch)
+    torch.compiler.reset()
+    return want
+
+
+@pytest.fixture(params=MODELS)
+def case(request: pytest.FixtureRequest) -> tuple[Callable[[], nn.Module], dict[str, Tensor]]:
+    make, batch = MODELS[request.param]
+    return make, batch()
+
+
+def test_predicted_peak_is_the_allocators_at_several_budgets(
+    case: tuple[Callable[[], nn.Module], dict[str, Tensor]],
+) -> None:
+    make, batch = case
+    want = unplanned_outcome(make, batch)
+    found = profile(torch.compile(make(), backend=BACKEND), **batch)
+    lowest, highest = find_minimum_peak(found, time_limit_s=20).found, plan(found, budget_gb=1).peak
+    assert lowest < highest
+    peaks = set()
+    for share in (0.75, 0.5, 0.25, 0.0):
+        budget = int(lowest + share * (highest - lowest))
+        model = make()
+        compiled = ac_client.apply(torch.compile(model, backend=BACKEND), budget / 2**30)
+        got = outcome(model, compiled, batch)
+        assert all(map(torch.equal, got, want))
+        predicted = ac_client.applied(compiled).policy.predicted  # type: ignore[union-attr]
+        assert predicted.peak_bytes <= budget
+        peaks.add(measured_peak(model, compiled, batch) + predicted.static_bytes - predicted.peak_bytes)
+    assert peaks == {0}
+
+
+def compiled_before(model: nn.Module, budget_gb: float) -> Any:
+    return ac_client.apply(torch.compile(model, backend=BACKEND), budget_gb)
+
+
+def compiled_after(model: nn.Module, budget_gb: float) -> Any:
+    return torch.compile(ac_client.apply(model, budget_gb), backend=BACKEND)
+
+
+def compiled_after_as_one_graph(model: nn.Module, budget_gb: float) -> Any:
+    return torch.compile(ac_client.apply(model, budget_gb), backend=BACKEND, fullgraph=True)
+
+
+def compiled_in_place_before(model: nn.Module, budget_gb: float) -> Any:
+    model.compile(backend=BACKEND)
+    return ac_client.apply(model, budget_gb)
+
+
+def compiled_in_place_after(model: nn.Module, budget_gb: float) -> Any:
+    ac_client.apply(model, budget_gb).compile(backend=BACKEND)
+    return model
+
+
+def compiled_after_a_step(model: nn.Module, budget_gb: float) -> Any:
+    compiled = torch.compile(model, backend=BACKEND)
+    statistics = model.statistics
+    before = {name: buffer.clone() for name, buffer in statistics.named_buffers()}
+    compiled(**rows()).backward()  # the graph is compiled without a plan
+    statistics.load_state_dict(before, strict=False)
+    return ac_client.apply(compiled, budget_gb)
+
+
+ORDERS = [
+    compiled_before,
+    compiled_after,
+    compiled_after_as_one_graph,
+    compiled_in_place_before,
+    compiled_in_place_after,
+    compiled_after_a_step,
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_compile_and_apply_work_in_either_order(order: Callable[[nn.Module, float], Any]) -> None:
+    batch = rows()
+    want = unplanned_outcome(net, batch)
+    model = net()
+    call = order(model, 0.6 * 1.1 / 1024)
+    assert all(map(torch.equal, outcome(model, call, batch), want))
+    report = ac_client.applied(model).report()
+    assert report.recomputed > 0
+    predicted = ac_client.applied(model).policy.predicted  # type: ignore[union-attr]
+    assert measured_peak(model, call, batch) + predicted.static_bytes == predicted.peak_bytes
+
+
+def test_removed_plan_leaves_the_compiled_model_as_it_was() -> None:
+    import torch._inductor.config as inductor
+
+    batch, model = rows(), net()
+    want = unplanned_outcome(net, batch)
+    compiled = ac_client.apply(torch.compile(model, backend=BACKEND), 0.6 * 1.1 / 1024)
+    partitioner = inductor.custom_partitioner_fn
+    outcome(model, compiled, batch)
+    assert inductor.custom_partitioner_fn is partitioner
+    ac_client.applied(compiled).remove()
+    assert not model._forward_hooks
+    model.load_state_dict(net().state_dict())
+    assert all(map(torch.equal, outcome(model, compiled, batch), want))
