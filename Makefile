@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-peak bench-profile bench-streams clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-peak bench-compiled bench-profile bench-streams clean
 
 setup: $(READY)
 
@@ -72,6 +72,10 @@ bench-public: $(READY)
 # Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)
 	$(BIN)/python -m benchmarks.peak
+
+# Predicted and measured peak of compiled models, and their gradients: a quarter of an hour.
+bench-compiled: $(READY)
+	$(BIN)/python -m benchmarks.compiled_peaks
 
 # Cost of a profile, predicted and measured recompute time: three quarters of an hour.
 bench-profile: $(READY)

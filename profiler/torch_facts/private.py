@@ -229,6 +229,9 @@ def named_partitioner(name: str) -> Any:
         def uuid(self) -> Any:
             return name
 
+        def __reduce__(self) -> Any:  # Inductor pickles its configuration into its keys
+            return named_partitioner, (name,)
+
     return Named()
 
 

@@ -1,0 +1,31 @@
+"""Test compiled plans of real architectures, a short version of `make bench-compiled`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.compiled_peaks import compare
+from benchmarks.models.tiny import ZOO, ZooModel
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+NAMES = ("BERT", "U-Net", "Mixtral")  # dropout, batch norm, custom ops
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ZOO if entry.name in NAMES], ids=lambda e: e.name)
+def test_peak_is_exact_and_results_are_the_same(entry: ZooModel) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        (row,) = compare(entry, shares=[0.5])
+    finally:
+        torch.set_num_threads(before)
+        torch.compiler.reset()
+    assert row.recomputed > 0
+    assert row.same_results
+    assert row.measured == row.predicted <= row.budget
