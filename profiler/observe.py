@@ -28,6 +28,7 @@ from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
 from autoac.profiler.timing.roofline import DATASHEETS, Device
 from autoac.profiler.to_profile import assemble
+from autoac.profiler.torch_facts.autocast import autocast_to, may_be_switched_off
 from autoac.profiler.torch_facts.inductor import uncompiled
 from autoac.profiler.torch_facts.private import tree_leaves
 
@@ -41,6 +42,7 @@ def profile(
     on: Device | torch.device | None = None,
     mode: Mode | None = None,
     times: Times | str | os.PathLike[str] | None = None,
+    autocast: torch.dtype | None = None,
     **kwargs: Any,
 ) -> Profile:
     """Profile one training step `loss(model(*args, **kwargs)).backward()`.
@@ -64,6 +66,8 @@ def profile(
             needs the memory of one, and takes run times from it. By default "fake" with `on`, else "hollow".
         times: the cache of run times, or the path of its file. By default the file named by the environment
             variable AUTOAC_TIMES, if any.
+        autocast: the type that the step is cast to, as under `torch.autocast`. By default that of the
+            autocast around this call. Without a GPU, torch switches `torch.autocast("cuda")` off.
 
     Raises:
         NothingToProfile: nothing requires a gradient.
@@ -79,7 +83,7 @@ def profile(
         ValueError: `mode` or `on` is invalid, they contradict each other, or the device of `on` is not here.
         TypeError: `model` is not a module, or `loss` did not return a tensor.
     """
-    return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times)
+    return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times, autocast=autocast)
 
 
 @frozen_heap()
@@ -93,13 +97,14 @@ def observe(
     on: Device | torch.device | None = None,
     mode: Mode | None = None,
     times: Times | str | os.PathLike[str] | None = None,
+    autocast: torch.dtype | None = None,
     accumulates: bool | None = None,
     loop: Loop = ONE_FORWARD,
 ) -> Profile:
     """Profile one training step in a loop of any form, with the state and workspace of `optimizer`.
 
     Args:
-        model, args, kwargs, loss, on, mode, times: as for `profile`.
+        model, args, kwargs, loss, on, mode, times, autocast: as for `profile`.
         optimizer: one or several. Their state counts as it is, and as it will be after their first step.
         accumulates: True if gradients exist before the step, as for every microbatch but the first. By
             default as for `model` now.
@@ -129,15 +134,21 @@ def observe(
                 "it is on the meta device, where no op runs",
                 "move it to the device that it trains on (to_empty), or profile it with on=DATASHEETS[...]",
             )
-        environment = environment_of_device(model, device)
-        step, notes = _real_step(
-            model, args, kwargs, loss, device, environment, accumulates, mode == "measured", times, loop
-        )
+        with autocast_to(device.type, autocast):
+            environment = environment_of_device(model, device)
+            step, notes = _real_step(
+                model, args, kwargs, loss, device, environment, accumulates, mode == "measured", times, loop
+            )
     else:
         device = fake.CPU
         datasheet = on if isinstance(on, Device) else datasheet_of(on)
         measured = None if isinstance(on, Device) else OpTimesOnDevice(on, datasheet, times)
-        step, notes = fake.run(model, args, kwargs, loss, datasheet, accumulates, measured, loop)
+        is_off = datasheet.device_type == "cuda" and autocast is None and may_be_switched_off()
+        with autocast_to(datasheet.device_type, autocast):
+            environment = environment_of_datasheet(model, datasheet)
+            step, notes = fake.run(model, args, kwargs, loss, datasheet, accumulates, measured, loop)
+        if is_off:
+            notes.append("autocast is off: without a GPU, torch.autocast('cuda') needs autocast=... here")
         if measured is None:
             notes.append(f"run times are estimated from the datasheet of {datasheet.name}")
         else:
@@ -145,7 +156,6 @@ def observe(
             kinds = measured.kinds
             notes.append(f"measured: run times of {kinds} kinds of op, each by itself on {datasheet.name}")
         notes.append("what kernels allocate inside themselves is not known and counts as nothing")
-        environment = environment_of_datasheet(model, datasheet)
     needs = optimizer_bytes(optimizer, device, datasheet)
     static = static_bytes(model, args, kwargs, needs.state, device, datasheet, accumulates=accumulates)
     with no_garbage_collection():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -47,12 +48,21 @@ def profile(
         str | None,
         typer.Option(metavar="DEVICE", help="Estimate for an absent device: h100, h200, a100, ..."),
     ] = None,
+    cudnn: Annotated[
+        int | None,
+        typer.Option(metavar="VERSION", help="With --on: cuDNN there; 91002 is 9.10.2, 0 is none."),
+    ] = None,
+    autocast: Annotated[
+        Literal["bfloat16", "float16"] | None, typer.Option(help="Run the step under autocast to this type.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Profile one training step of a model.
 
     FUNCTION returns the model and its batch. The step does not need memory for saved tensors.
     """
+    import torch
+
     from ac_client.model_loader import load_setup
     from autoac.profiler import DATASHEETS, observe
 
@@ -63,11 +73,21 @@ def profile(
         )
     if on is not None and on not in DATASHEETS:
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
+    if cudnn is not None and on is None:
+        raise typer.BadParameter("must be left out without --on", param_hint="--cudnn")
     setup = load_setup(function)
     device = DATASHEETS[on] if on is not None else None
+    if device is not None and cudnn is not None:
+        device = replace(device, cudnn=cudnn)
     with show_progress(f"profiling {type(setup.model).__name__}"):
         observed = observe(
-            setup.model, setup.args, setup.kwargs, loss=setup.loss, optimizer=setup.optimizer, on=device
+            setup.model,
+            setup.args,
+            setup.kwargs,
+            loss=setup.loss,
+            optimizer=setup.optimizer,
+            on=device,
+            autocast=getattr(torch, autocast) if autocast is not None else None,
         )
     deliver(
         output,

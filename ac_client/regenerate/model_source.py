@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -84,8 +84,8 @@ class ModelSource:
 
     def _observe(self, device: Device | None) -> Profile:
         setup = self._setup
-        local = device_of(setup.model, setup.args, setup.kwargs)
-        with contextlib.redirect_stdout(sys.stderr), _autocast(device, local, self.table.autocast):
+        dtype_name = self.table.autocast
+        with contextlib.redirect_stdout(sys.stderr):
             try:
                 return observe(
                     setup.model,
@@ -94,6 +94,7 @@ class ModelSource:
                     loss=setup.loss,
                     optimizer=setup.optimizer,
                     on=device,
+                    autocast=getattr(torch, dtype_name) if dtype_name is not None else None,
                 )
             except ProfilerError:
                 raise
@@ -137,25 +138,3 @@ def _tensor(text: str, device: torch.device | None) -> Tensor:
     if device is None:
         device = torch.device("meta" if is_float(name) else "cpu")
     return torch.ones(shape, dtype=getattr(torch, name), device=device)
-
-
-@contextlib.contextmanager
-def _autocast(device: Device | None, local: torch.device, dtype_name: str | None) -> Iterator[None]:
-    """Switch on the table's autocast; torch.autocast refuses a device that is not here, so set its flags."""
-    if dtype_name is None:
-        yield
-        return
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    if device is None:
-        with torch.autocast(local.type, dtype=dtype):
-            yield
-        return
-    kind = device.device_type
-    before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    try:
-        torch.set_autocast_enabled(kind, True)
-        torch.set_autocast_dtype(kind, dtype)
-        yield
-    finally:
-        torch.set_autocast_enabled(kind, before[0])
-        torch.set_autocast_dtype(kind, before[1])

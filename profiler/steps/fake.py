@@ -14,7 +14,7 @@ GPU, gpu_dispatch.py runs those.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.restore.isolated_call import isolated_call
 from autoac.profiler.restore.module_state import modules_restored
+from autoac.profiler.steps.gpu_autocast import gpu_autocast
 from autoac.profiler.steps.gpu_dispatch import gpu_kernels
 from autoac.profiler.steps.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.steps.hollow import HollowStep, ProfiledStep, take_step
@@ -39,16 +40,6 @@ from autoac.profiler.torch_facts.rng import generators_restored
 from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
 
 CPU = torch.device("cpu")  # see NOTE [ One device ]
-
-
-@contextlib.contextmanager
-def _autocast_on_cpu(device: Device) -> Iterator[list[str]]:
-    """Apply the caller's autocast for `device` to the CPU, where the fake tensors are."""
-    if device.device_type == "cpu" or not torch.is_autocast_enabled(device.device_type):
-        yield []
-        return
-    with torch.autocast("cpu", dtype=torch.get_autocast_dtype(device.device_type)):
-        yield ["autocast: ops were cast by the CPU's lists, which differ a little from the GPU's"]
 
 
 def run(
@@ -91,7 +82,7 @@ def run(
         modules_restored(model),
         without_ddp_sync(model),
         gpu_kernels(device) if is_gpu else contextlib.nullcontext(),
-        _autocast_on_cpu(device) as notes,
+        gpu_autocast() if is_gpu else contextlib.nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True),
         isolated_call(
             model, args, kwargs, fake_like, copy_if_known, copy_if_known, accumulates=accumulates
@@ -109,4 +100,4 @@ def run(
     op_times_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in ops]
     op_times = median_and_spread(op_times_us, [op.signature for op in ops], {})
     traced = HollowStep(recorder.record, saved, allocations, at, *backward, op_times=op_times)
-    return traced, [*notes, *allocations.notes, *(measured.notes if measured is not None else ())]
+    return traced, [*allocations.notes, *(measured.notes if measured is not None else ())]

@@ -7,8 +7,9 @@ dispatcher, since models reach these ops by many Python functions. The registrat
 every kernel checks its arguments.
 
 Sources, of torch 2.13, in aten/src/ATen/native: `_select_batch_norm_backend` in Normalization.cpp,
-`rms_norm_symint` in layer_norm.cpp, `cond_cudnn_grid_sampler` in GridSamplerUtils.h, `GRUCell` in RNN.cpp,
-`is_fused_kernel_acceptable` in Dropout.cpp. Attention has a file of its own (gpu_attention.py).
+`rms_norm_symint` in layer_norm.cpp, `softmax` in SoftMax.cpp, `cond_cudnn_grid_sampler` in
+GridSamplerUtils.h, `GRUCell` in RNN.cpp, `is_fused_kernel_acceptable` in Dropout.cpp. Attention has a file
+of its own (gpu_attention.py).
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def gpu_kernels(device: Device) -> Iterator[None]:
         "batch_norm": partial(_batch_norm, device),
         "rms_norm": _rms_norm,
         "grid_sampler": partial(_grid_sampler, device),
+        "softmax.int": partial(_softmax, _aten.softmax.int, _aten._softmax),
+        "log_softmax.int": partial(_softmax, _aten.log_softmax.int, _aten._log_softmax),
         "lstm_cell": _lstm_cell,
         "gru_cell": _gru_cell,
         **{name: _refusal(name) for name in _RECURRENT},
@@ -194,6 +197,14 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
     # Without a kernel for the CPU, torch would decompose it before autograd sees it.
     out: Tensor = _aten._fused_rms_norm.default._op_dk(DispatchKey.Autograd, x, shape, weight, eps)[0]
     return out
+
+
+def _softmax(op: Any, kernel: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    if type(x) is FakeTensor and x.dtype is torch.half and dtype is torch.float32:
+        out: Tensor = kernel(x, dim, True)  # casts on the way
+        return out
+    plain: Tensor = _composite(op, x, dim, dtype)
+    return plain
 
 
 def _grid_sampler(

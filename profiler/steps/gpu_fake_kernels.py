@@ -1,7 +1,7 @@
 """Return outputs without memory for ops of a GPU that torch has no fake kernel of, or not the GPU's.
 
 Sources of the sizes, of torch 2.13, in aten/src/ATen/native: cudnn/GridSampler.cpp; RNN.cu, Normalization.cu
-and layer_norm_kernel.cu in cuda.
+and layer_norm_kernel.cu in cuda; attention.cu in transformers/cuda.
 """
 
 from __future__ import annotations
@@ -13,6 +13,17 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
+
+
+def _efficient_attention(
+    query: Tensor, _key: Tensor, value: Tensor, _bias: Any, saves_sums: bool, *_rest: Any, **_options: Any
+) -> tuple[Tensor, ...]:
+    """Leave out the seed and the offset of the dropout, which are on the host."""
+    batch, heads, length, _ = query.shape
+    out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    padded = length + -length % 32 if saves_sums else 0
+    sums = query.new_empty(batch, heads, padded, dtype=torch.float32)
+    return out, sums, *(query.new_empty(0, dtype=torch.int64) for _ in range(2))
 
 
 def _grid_sampler(x: Tensor, grid: Tensor) -> Tensor:
@@ -64,6 +75,7 @@ def _statistics(x: Tensor) -> torch.dtype:
 
 
 GPU_FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
+    _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     _aten.cudnn_grid_sampler.default: _grid_sampler,
     _aten.cudnn_grid_sampler_backward.default: _grid_sampler_backward,
     _aten._thnn_fused_gru_cell.default: _gru_cell,

@@ -505,7 +505,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   // These have kernels for every device, which would ask for CUDA's own.
   for (const char* name :
        {"convolution", "convolution_backward", "convolution_overrideable", "convolution_backward_overrideable",
-        "native_group_norm", "native_group_norm_backward", "_softmax"}) {
+        "native_group_norm", "native_group_norm_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
 }

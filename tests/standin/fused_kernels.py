@@ -229,9 +229,7 @@ def _scaled_dot_product_efficient_attention(
     padded = torch.nn.functional.pad(sums, (0, -length % 32)) if compute_log_sumexp else sums[..., :0]
     drawn = torch.tensor(seed)
     (sums,) = _device(query.device, padded.contiguous())
-    # With dropout, seed and offset stay on the host.
-    of_seed, offset = (drawn, drawn.clone()) if dropout_p else _device(query.device, drawn, drawn)
-    return out, sums, of_seed, offset
+    return out, sums, drawn, drawn.clone()  # seed and offset stay on the host
 
 
 @_kernel
@@ -265,7 +263,7 @@ def _scaled_dot_product_efficient_attention_backward(
     return *gradients, _filled(found[3], aligned)
 
 
-# ---- norms and the grid sampler
+# ---- norms, softmax and the grid sampler
 
 
 @_kernel
@@ -413,6 +411,38 @@ def cudnn_grid_sampler(self: Tensor, grid: Tensor) -> Tensor:
 def cudnn_grid_sampler_backward(self: Tensor, grid: Tensor, grad_output: Tensor) -> tuple[Any, ...]:
     x, g, gradient = _host(self, grid, grad_output)
     return _device(self.device, *_aten.grid_sampler_2d_backward(gradient, x, g, 0, 0, True, [True, True]))
+
+
+@_kernel
+def _softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    (out,) = _device(self.device, _aten._softmax(_wide(self, half_to_float), dim, False))
+    return out
+
+
+@_kernel
+def _log_softmax(self: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    (out,) = _device(self.device, _aten._log_softmax(_wide(self, half_to_float), dim, False))
+    return out
+
+
+@_kernel
+def _softmax_backward_data(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    g, y = _host(grad_output, output)
+    (out,) = _device(output.device, _aten._softmax_backward_data(g, y, dim, y.dtype).to(input_dtype))
+    return out
+
+
+@_kernel
+def _log_softmax_backward_data(
+    grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype
+) -> Tensor:
+    g, y = _host(grad_output, output)
+    (out,) = _device(output.device, _aten._log_softmax_backward_data(g, y, dim, y.dtype).to(input_dtype))
+    return out
+
+
+def _wide(tensor: Tensor, half_to_float: bool) -> Tensor:
+    return tensor.cpu().float() if half_to_float else tensor.cpu()
 
 
 # ---- gradients that torch composes of other ops where a device has no kernel for them

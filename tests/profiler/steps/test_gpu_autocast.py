@@ -1,0 +1,83 @@
+"""Test that autocast for a GPU holds in fake steps on a machine without one."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoac.planner import Profile
+from autoac.profiler import DATASHEETS, profile
+from autoac.profiler.steps import gpu_autocast
+
+H100 = DATASHEETS["h100"]
+
+
+class Softmax(nn.Module):
+    """A product, which autocast reduces, and a softmax, which only CUDA's autocast runs in 32 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).softmax(-1)
+
+
+def kinds(found: Profile) -> list[str]:
+    return [found.overloads[i].split(".")[1] for i in found.ops.overload]
+
+
+CAST = ["_to_copy", "_to_copy", "_to_copy", "addmm", "_to_copy", "_softmax"]
+
+
+def test_autocast_is_an_argument_of_profile() -> None:
+    found = profile(Softmax(), torch.randn(4, 16), on=H100, autocast=torch.bfloat16)
+    assert kinds(found) == CAST
+    assert found.environment.autocast == "bfloat16"
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_autocast_on_the_cpu_uses_the_lists_of_the_cpu() -> None:
+    found = profile(Softmax(), torch.randn(4, 16), autocast=torch.bfloat16)
+    assert kinds(found) == CAST[:4] + CAST[5:]
+
+
+def test_note_tells_that_torch_switched_autocast_off() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        context = torch.autocast("cuda", dtype=torch.bfloat16)
+    with context:
+        found = profile(Softmax(), torch.randn(4, 16), on=H100)
+    assert kinds(found) == ["addmm", "_softmax"]
+    assert any(note.startswith("autocast is off") for note in found.notes)
+    plain = profile(Softmax(), torch.randn(4, 16), on=H100)
+    assert not any(note.startswith("autocast is off") for note in plain.notes)
+
+
+def test_fake_step_leaves_autocast_unchanged() -> None:
+    before = torch.autocast.__init__, torch.clear_autocast_cache, torch.get_autocast_dtype("cpu")
+    profile(Softmax(), torch.randn(4, 16), on=H100, autocast=torch.float16)
+    assert before == (torch.autocast.__init__, torch.clear_autocast_cache, torch.get_autocast_dtype("cpu"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Softmax()(torch.randn(4, 16)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("macro", "names"),
+    [
+        ("LOWER_PRECISION_FP", gpu_autocast._REDUCED),
+        ("FP32_SET_OPT_DTYPE", gpu_autocast._TYPED),
+        ("PROMOTE", gpu_autocast._WIDEST),
+    ],
+)
+def test_lists_are_those_of_torch(macro: str, names: frozenset[str]) -> None:
+    header = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+    found = re.search(rf"#define AT_FORALL_{macro}\(_\)(.*?)\n\n", header.read_text(), re.DOTALL)
+    assert found is not None
+    listed = (text.replace(" ", "").split(",") for text in re.findall(r"_\(([^()]*)\)", found[1]))
+    assert {".".join(parts) for parts in listed} == names

@@ -1,0 +1,104 @@
+"""Compare fake steps for a GPU with the real ones of the stand-in, which claims to be that GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoac.planner import Profile
+from autoac.profiler import observe
+from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, H100
+from benchmarks.models.tiny import IRREGULAR, ZOO, ZooModel
+
+# Mixtral, LSTM and mixture of experts cannot be faked: tests/profiler/steps/test_fake.py.
+NAMES = (
+    "GPT-2",
+    "Llama",
+    "BERT",
+    "T5",
+    "ViT",
+    "Mamba",
+    "Whisper",
+    "CLIP",
+    "ResNet",
+    "U-Net",
+    "DenseNet",
+    "LSTM cells",
+)
+
+
+def zoo_model(name: str) -> ZooModel:
+    return next(entry for entry in (*ZOO, *IRREGULAR) if entry.name == name)
+
+
+def batch_on(device: str, batch: dict[str, Any]) -> dict[str, Any]:
+    """Return copies of the tensors of a batch; a tensor that is there twice stays one."""
+    copies = {
+        id(value): value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
+        for value in batch.values()
+        if isinstance(value, Tensor)
+    }
+    return {name: copies.get(id(value), value) for name, value in batch.items()}
+
+
+def contents(profile: Profile) -> dict[str, Any]:
+    """Return what a profile says of ops and bytes: all but names of devices, times and workspaces."""
+    found = profile.model_dump(exclude={"environment", "notes"})
+    for column in ("runtime_us", "spread_us", "workspace_nbytes"):
+        del found["ops"][column]
+    del found["backward"]["runtime_us"]
+    return found | {"autocast": profile.environment.autocast}
+
+
+def fake_and_real(
+    model: nn.Module, batch: dict[str, Any], cudnn: int, dtype: torch.dtype | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    fake = observe(model, (), batch_on("cpu", batch), on=replace(H100, cudnn=cudnn), autocast=dtype)
+    real = observe(model.cuda(), (), batch_on("cuda", batch), autocast=dtype)
+    return contents(fake), contents(real)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("cudnn", "dtype"), [(CUDNN_OF_WHEELS, None), (CUDNN_OF_WHEELS, torch.bfloat16), (0, None)]
+)
+def test_fake_step_has_the_ops_and_bytes_of_the_real_one(
+    gpu: ModuleType, name: str, cudnn: int, dtype: torch.dtype | None
+) -> None:
+    gpu.set_cudnn(cudnn)
+    entry = zoo_model(name)
+    torch.manual_seed(0)
+    fake, real = fake_and_real(entry.make().train(), entry.batch(), cudnn, dtype)
+    assert fake == real
+
+
+class Casts(nn.Module):
+    """A model with parts under autocasts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            x = self.layers[0](x).softmax(-1)
+            with torch.autocast(x.device.type, enabled=False):
+                x = self.layers[1](x.float())
+            x = self.switched_off(x)
+        with torch.autocast("cuda"):  # float16
+            x = self.layers[2](x)
+        return self.layers[3](x.float()).sum()
+
+    @torch.autocast("cuda", enabled=False)
+    def switched_off(self, x: Tensor) -> Tensor:
+        return self.layers[3](x.float())
+
+
+def test_autocasts_inside_a_model_hold_in_a_fake_step(gpu: ModuleType) -> None:
+    fake, real = fake_and_real(Casts(), {"x": torch.randn(4, 16)}, 0, None)
+    assert fake == real
