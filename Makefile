@@ -73,9 +73,10 @@ bench-public: $(READY)
 bench-peak: $(READY)
 	$(BIN)/python -m benchmarks.peak
 
-# Predicted and measured peak of compiled models, and their gradients: a quarter of an hour.
+# Compiled models: predicted and measured peaks and gradients, then next to activation_memory_budget: an hour.
 bench-compiled: $(READY)
 	$(BIN)/python -m benchmarks.compiled_peaks
+	$(BIN)/python -m benchmarks.memory_budget_knob
 
 # Cost of a profile, predicted and measured recompute time: three quarters of an hour.
 bench-profile: $(READY)
