@@ -36,6 +36,7 @@ from ac_client.planning.ranks import AUTO, Group
 from ac_client.planning.replan import PeakWatch, Replanner
 from ac_client.runtime.cursor import OffPath
 from ac_client.runtime.policy_context import active
+from ac_client.runtime.replay import recording_off
 from autoac.planner import Constraints, Plan, Policy, PolicySet
 from autoac.profiler import Loss, device_of
 from autoac.profiler.distributed.ddp import wrapper_paths
@@ -43,7 +44,7 @@ from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import is_called_compiled, uncompiled
-from autoac.profiler.torch_facts.module_paths import ModuleHook, watch_modules
+from autoac.profiler.torch_facts.module_paths import ModuleHook, watch_calls
 
 log = logging.getLogger("ac_client")
 
@@ -299,17 +300,19 @@ class Applied:
     def _recording_us(self, bucket: PlannedBucket | None) -> float | None:
         """Return the time that recording is expected to add to a forward; None if it is not known.
 
-        It is unknown on a device that runs behind its host, and while measuring it would disturb: in a
-        forward, and while a peak is measured.
+        A device that runs behind its host hides as much of it as forward computes. The time is unknown while
+        measuring it would disturb: in a forward, and while a peak is measured.
         """
         model = self._model()
-        if bucket is None or model is None or device_of(model).type != "cpu":
+        if bucket is None or model is None:
             return None
         if bucket.loaded.n_recorded == 0:
             return 0.0
-        if self._measured.marks is not None or active.region is not None:
+        on_cpu = device_of(model).type == "cpu"
+        if self._measured.marks is not None or active.region is not None or not (on_cpu or bucket.profile):
             return None
-        return bucket.loaded.n_recorded * recording_us_of_process()
+        hidden_us = sum(bucket.profile.ops.runtime_us) if bucket.profile is not None and not on_cpu else 0.0
+        return max(0.0, bucket.loaded.n_recorded * recording_us_of_process() - hidden_us)
 
     def _measured_peak(self) -> int | None:
         model = self._model()
@@ -334,7 +337,7 @@ class Applied:
                 handle.remove()
             self._submodule_handles = []
         elif not self._submodule_handles:
-            self._submodule_handles = watch_modules(model, self._enter, self._leave)
+            self._submodule_handles = watch_calls(model, self._enter, self._leave)
 
     def _forward_begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.planning:
@@ -404,15 +407,15 @@ class Applied:
         if not self.planning:
             self._peaks.read()
 
-    def _enter(self, path: str) -> None:
-        if self._measured.marks is not None:
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._measured.marks is not None and not recording_off.reruns:
             self._measured.marks.enter_module(path)
-        self._forward.enter(path)
+        self._forward.enter(path, module, args, kwargs)
 
-    def _leave(self, path: str) -> None:
-        if self._measured.marks is not None:
+    def _leave(self, path: str, _module: nn.Module, output: Any) -> None:
+        if self._measured.marks is not None and not recording_off.reruns:
             self._measured.marks.leave_module(path)
-        self._forward.leave(path)
+        self._forward.leave(path, output)
 
     def _left_policy(self, off: OffPath) -> None:
         if not self._off_path:

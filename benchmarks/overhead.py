@@ -1,8 +1,10 @@
-"""Measure what recording costs: `python -m benchmarks.overhead [--rounds N] [--out FOLDER]`.
+"""Measure what recording costs: `python -m benchmarks.overhead [--rounds N] [--only PART] [--out FOLDER]`.
 
 Tiny ops (worst case: the cost is all overhead), views, a GPT-2 block, and a training step of a whole GPT-2
 under a plan that saves everything. All ways of running are measured in turn within each round, in one
-process; the least of the rounds is quoted for tiny ops, the paired median for steps.
+process, by the CPU time of the thread; the least of the rounds is quoted for tiny ops, the paired median for
+steps. The last table sets the host's time for the ops of two models against the time that an H100 takes for
+them by its datasheet.
 """
 
 from __future__ import annotations
@@ -22,17 +24,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import ac_client
 from ac_client.demo.setting import Setting, build_model, make_batch
 from ac_client.runtime.policy_context import save_recompute_policy
-from autoac.planner import Policy, plan
+from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.plan import plan_of
 from autoac.planner.problem.build import build
-from autoac.profiler import profile
+from autoac.planner.solver.search import Problem
+from autoac.profiler import DATASHEETS, profile
+from benchmarks.apply_plan import apply_plan
+from benchmarks.models import large
 from benchmarks.results import markdown_table, write_result
 from benchmarks.torch_checkpoint import SAVED_BY_SELECTIVE, overload
 
 OPS = 400
+HOST_LIMIT = 0.5  # of torch's selective checkpoint, above plain, for a module that runs again as a whole
 Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
@@ -72,6 +78,50 @@ WAYS: dict[str, Run] = {
     "ours, recompute all": under(lambda: save_recompute_policy("recompute_all")),
     "ours, save all": under(lambda: save_recompute_policy("must_save_all")),
 }
+RERUN = "ours, module rerun"
+SELECTIVE = "torch selective, recompute"
+
+
+class Body(nn.Module):
+    """A module that runs `function`."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Model(nn.Module):
+    """A model with one module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body = Body(function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y
+
+
+def rerun(function: Callable[[Tensor], Tensor]) -> Run:
+    """Return a way to run `function` in a module that a plan recomputes, after the step that audits it."""
+    x = torch.randn(8, requires_grad=True)
+    found = profile(Model(function), x)
+    graph = build(found)
+    saved = frozenset(op.id for op in graph.ops if not op.name.startswith("body/"))
+    model = apply_plan(Model(function), plan_of(Problem(graph), found, 1 << 40, saved))
+    model(x).sum().backward()
+    return lambda _function, x: model(x)
+
+
+def chain(x: Tensor) -> Tensor:
+    """Run ops of which autograd packs one tensor."""
+    y = x
+    for _ in range(OPS // 2):
+        y = y.sin().tanh()
+    return y
 
 
 def products(x: Tensor) -> Tensor:
@@ -93,18 +143,19 @@ def views(x: Tensor) -> Tensor:
 def seconds(run: Run, function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[float, float]:
     """Return the seconds of forward and of backward."""
     x.grad = None
-    begin = time.perf_counter()
+    begin = time.thread_time()
     y = run(function, x)
-    middle = time.perf_counter()
+    middle = time.thread_time()
     y.sum().backward()
-    return middle - begin, time.perf_counter() - middle
+    return middle - begin, time.thread_time() - middle
 
 
 def per_op(function: Callable[[Tensor], Tensor], rounds: int) -> dict[str, dict[str, float]]:
     """Return the microseconds of an op, forward and backward, for each way of running."""
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    ways = WAYS if function is views else {**WAYS, RERUN: rerun(function)}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(rounds):
-        for way, run in WAYS.items():
+        for way, run in ways.items():
             found[way].append(seconds(run, function, torch.randn(8, requires_grad=True)))
     return {
         way: {
@@ -125,7 +176,7 @@ def block_steps(rounds: int) -> dict[str, float]:
     found = profile(block, x)
     graph = build(found)
     budget = int(peak_bytes(graph, graph.everything) * 0.97)
-    ac_client.apply(planned, policy=plan(found, budget_bytes=budget).policy())
+    apply_plan(planned, plan(found, budget_bytes=budget))
     ways = WAYS | {"torch selective, matmuls": _selective_matmuls()}
     del ways["torch selective, save"], ways["torch selective, recompute"]  # the first raises on dropout
     runs = {way: partial(_block_step, run, block, x) for way, run in ways.items()}
@@ -168,8 +219,7 @@ def gpt2_steps(setting: Setting, rounds: int) -> dict[str, float]:
     most = peak_bytes(graph, graph.everything)
     models = {"plain": made()}
     for name, budget in (("ours, save-all plan", most), ("ours, 3 % less memory", int(most * 0.97))):
-        policy: Policy = plan(found, budget_bytes=budget).policy()
-        models[name] = ac_client.apply(made(), policy=policy)
+        models[name] = apply_plan(made(), plan(found, budget_bytes=budget))
     watched = made()
     runs: dict[str, Callable[[], None]] = {name: partial(step, model) for name, model in models.items()}
 
@@ -194,38 +244,79 @@ def paired(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]
         times = {}
         order = list(runs) if i % 2 else list(reversed(runs))
         for name in order:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             runs[name]()
-            times[name] = time.perf_counter() - begin
+            times[name] = time.thread_time() - begin
         for name in runs:
             ratios[name].append(times[name] / times[first])
     return {name: statistics.median(values) for name, values in ratios.items()}
 
 
+def added_us(us: dict[str, dict[str, float]], way: str) -> float:
+    """Return what a way of running adds to plain, forward and backward together."""
+    return sum(us[way].values()) - sum(us["plain"].values())
+
+
+def on_paper(us: dict[str, dict[str, float]]) -> list[list[str]]:
+    """Return for two models the host's time of a step, all ops recomputed, and the time of an H100 for it.
+
+    The host's times are those measured here for a tiny op; the H100's are of its datasheet, without launches.
+    """
+    rows = []
+    for name, (model, batch) in {
+        "Llama 3 8B, 1 x 1024": large.llama(32, length=1024),
+        "GPT-2, 4 x 512": large.gpt2_small(batch=4, length=512),
+    }.items():
+        taken = profile(model, **batch, on=DATASHEETS["h100"])
+        n, forward_us = len(taken.ops), sum(taken.ops.runtime_us)
+        gpu_us = 2 * forward_us + sum(taken.backward.runtime_us)
+        host = [f"{n * sum(us[way].values()) / 1e3:.0f}" for way in ON_PAPER]
+        rows.append([name, str(n), f"{gpu_us / 1e3:.0f}", *host])
+    return rows
+
+
+ON_PAPER = ("plain", "torch checkpoint", SELECTIVE, "ours, recompute all", RERUN)
+PARTS = ("tiny", "paper", "block", "gpt2")
+
+
 def main() -> int:
-    """Measure, print Markdown, and write JSON."""
+    """Measure, print Markdown, and write JSON; return 1 if a rerun adds more than `HOST_LIMIT` allows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", action="append", choices=PARTS, help="a part; may be repeated")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for the results")
     options = parser.parse_args()
+    parts = options.only or PARTS
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
-    for name, function in (("product", products), ("view", views)):
-        result[name] = per_op(function, options.rounds)
-        plain = result[name]["plain"]["forward_us"]
+    for name, function in (("chain", chain), ("product", products), ("view", views)):
+        result[name] = us = per_op(function, options.rounds)
         rows = [
-            [way, f"{us['forward_us']:.1f}", f"{us['forward_us'] - plain:.1f}", f"{us['backward_us']:.1f}"]
-            for way, us in result[name].items()
+            [way, f"{t['forward_us']:.1f}", f"{t['backward_us']:.1f}", f"{added_us(us, way):.1f}"]
+            for way, t in us.items()
         ]
-        print(f"\n{markdown_table([f'a tiny {name}', 'forward us', 'above plain', 'backward us'], rows)}")
-    result["block"] = block_steps(options.rounds)
-    setting = Setting(layers=4, width=768, heads=12, vocabulary=8192)
-    result["gpt2"] = gpt2_steps(setting, max(7, options.rounds // 2))
-    for title, name in (("a GPT-2 block, width 768, 256 tokens", "block"), (setting.describe(), "gpt2")):
-        rows = [[way, f"{ratio:.3f}"] for way, ratio in result[name].items()]
-        print(f"\n{markdown_table([title, 'time / plain'], rows)}")
+        print(f"\n{markdown_table([f'a tiny {name}', 'forward us', 'backward us', 'added to plain'], rows)}")
+    holds = all(
+        added_us(result[name], RERUN) <= HOST_LIMIT * added_us(result[name], SELECTIVE)
+        for name in ("chain", "product")
+    )
+    if "paper" in parts:
+        head = ["on paper", "ops", "H100 ms", *(f"host ms, {way}" for way in ON_PAPER)]
+        print(f"\n{markdown_table(head, on_paper(result['chain']))}")
+    if "block" in parts:
+        print_ratios("a GPT-2 block, width 768, 256 tokens", block_steps(options.rounds), result)
+    if "gpt2" in parts:
+        setting = Setting(layers=4, width=768, heads=12, vocabulary=8192)
+        print_ratios(setting.describe(), gpt2_steps(setting, max(7, options.rounds // 2)), result)
     write_result(json.dumps(result, indent=1), options.out / "overhead.json")
-    return 0
+    return int(not holds)
+
+
+def print_ratios(title: str, ratios: dict[str, float], result: dict[str, Any]) -> None:
+    """Print the ratios to plain as a table, and add them to the result."""
+    result[title] = ratios
+    rows = [[way, f"{ratio:.3f}"] for way, ratio in ratios.items()]
+    print(f"\n{markdown_table([title, 'time / plain'], rows)}")
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import replay_us
-from autoac.planner import Policy, plan
+from autoac.planner import plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
+from benchmarks.apply_plan import apply_plan
 from benchmarks.child_process import run_in_child
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
@@ -160,8 +160,8 @@ def measure_model(name: str, samples: int, rounds: int, clock: str) -> list[Row]
     for baseline in BASELINES:
         wrap = partial(wrap_in_checkpoint, name, baseline)
         peak = peak_of(name, samples, wrap)
-        policy: Policy = (one_plan := plan(taken, budget_bytes=peak)).policy()
-        apply = partial(ac_client.apply, policy=policy)
+        one_plan = plan(taken, budget_bytes=peak)
+        apply = partial(apply_plan, plan=one_plan)
         row = Row(
             name,
             baseline,

@@ -50,7 +50,7 @@ TABLE = """
 planner/base:
 planner/formats:        base
 planner/problem:        base formats
-planner/memory:         base problem
+planner/memory:         base formats problem
 planner/solver:         base formats problem memory
 planner/plans:          base formats problem memory solver
 planner/pipeline:       base formats problem solver plans
@@ -73,8 +73,9 @@ ac_client/measure:      base runtime planner planner/base planner/report profile
                         profiler/distributed
 ac_client/service_client: planner/base planner/formats planner/problem planner/memory planner/plans
 ac_client/compiled:     planner/formats profiler/torch_facts profiler/joint_graph
-ac_client/planning:     base service_client runtime compiled measure planner planner/base planner/formats
-                        planner/problem planner/memory profiler profiler/base profiler/torch_facts
+ac_client/rerun:        runtime profiler/torch_facts profiler/restore
+ac_client/planning:     base service_client runtime compiled rerun measure planner planner/base
+                        planner/formats planner/problem planner/memory profiler profiler/base profiler/torch_facts
                         profiler/distributed profiler/restore profiler/static
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/distributed profiler/static

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import torch
 
 from ac_client.runtime.policy_context import active, save_recompute_policy
+from autoac.planner import Profile
 from autoac.profiler.torch_facts import private
 
 REPEATS = 24
@@ -87,6 +88,18 @@ def replay_us(rounds: int = ROUNDS) -> float:
         pairs = [(step_us("recompute_all"), step_us("must_save_all")) for _ in range(rounds)]
     recomputed, saved = (min(column) for column in zip(*pairs, strict=True))
     return float(max(0, round((recomputed - saved) / CHAIN)))
+
+
+def is_host_bound(profile: Profile, us: float) -> bool:
+    """Return True if the host takes longer to record and replay every op than the device to compute the step.
+
+    On a CPU the time always adds to the step. A device that runs behind its host hides it otherwise.
+
+    Args:
+        us: the time that recording and replaying an op takes, in microseconds.
+    """
+    device_us = sum(profile.ops.runtime_us) + sum(profile.backward.runtime_us)
+    return profile.environment.device_type != "cpu" and len(profile.ops) * us > device_us
 
 
 @functools.cache

@@ -24,7 +24,7 @@ class Report:
     predicted_step_us: float | None  # forward and backward, recompute and recording included
     measured_step_us: float | None  # median time between forwards, so optimizer and data loader are included
     recompute_us: float | None  # predicted, in backward
-    recording_us: float | None  # predicted, in forward; only on a CPU, where Python's time adds to the step
+    recording_us: float | None  # predicted; what it adds to a forward
     gap: float | None
     ops: int  # in the policy
     recomputed: int  # ops that the policy recomputes

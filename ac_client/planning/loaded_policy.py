@@ -21,12 +21,14 @@ from torch import nn
 
 from ac_client.compiled.policy_parts import PartCalls
 from ac_client.planning.peak_counter import PeakBounds
+from ac_client.rerun.recorded_call import CallSite
 from ac_client.runtime.cursor import Route
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
 from autoac.planner.formats.policy import Decision
 from autoac.planner.formats.policy_set import Shape
 from autoac.planner.memory.lifetimes import live_at_peak
+from autoac.planner.memory.module_reruns import module_reruns
 from autoac.profiler import Loop
 from autoac.profiler.torch_facts.inductor import compiled_parts
 
@@ -40,6 +42,10 @@ class ForwardRoute:
     compiled_calls: PartCalls = field(default_factory=PartCalls)
     # Module calls that wrote to nothing tracked: (path, first position) -> position after the call.
     quiet_calls: dict[tuple[str, int], int] = field(default_factory=dict)
+    # Calls that may run again as a whole: first position -> position after the call.
+    reruns: dict[int, int] = field(default_factory=dict)
+    # Those of them that an audit has judged, by first position; None: recorded op by op.
+    call_sites: dict[int, CallSite | None] = field(default_factory=dict)
     unrecorded: int = 0  # ops that the last walk ran without the dispatch mode
 
 
@@ -62,7 +68,16 @@ class LoadedPolicy:
     @cached_property
     def forwards(self) -> tuple[ForwardRoute, ...]:
         """Return one route for each forward before a backward."""
-        return tuple(ForwardRoute(decisions, Route(decisions)) for decisions in self.policy.forwards)
+        starts = (0, *self.policy.forward_ends)
+        spans = module_reruns(self.plan.graph, self.plan.save_set) if self.plan is not None else ()
+        return tuple(
+            ForwardRoute(
+                decisions,
+                Route(decisions),
+                reruns={b - start: e - start for b, e in spans if start <= b < start + len(decisions)},
+            )
+            for start, decisions in zip(starts, self.policy.forwards, strict=False)
+        )
 
     @property
     def n_recorded(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ac_client.measure.recording_overhead import replay_us_of_process
+from ac_client.measure.recording_overhead import is_host_bound, replay_us_of_process
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, skipped_modules
 from ac_client.planning.models_on_device import ModelOnDevice, of_others
@@ -25,7 +25,7 @@ from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile, plan
 from autoac.planner.problem.graph import SaveSet
-from autoac.planner.units import format_bytes
+from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, device_of, observe
 from autoac.profiler.static_memory import static_bytes
 from autoac.profiler.torch_facts.inductor import compiled_parts
@@ -220,9 +220,10 @@ class BatchProfiler:
                 accumulates=True if loop.retains else None,  # the second backward finds the first's gradients
                 loop=loop,
             )
-            if profile.environment.device_type != "cpu":
+            us = replay_us_of_process()
+            if profile.environment.device_type != "cpu" and not is_host_bound(profile, us):
                 return profile  # the device runs behind its host, whose time does not count
-            return profile.model_copy(update={"replay_us": replay_us_of_process()})
+            return profile.model_copy(update={"replay_us": us})
         finally:
             self._thread.profiling = False
 
@@ -294,6 +295,17 @@ class BucketPlanner:
         others_nbytes: int = 0,
     ) -> PlannedBucket:
         """Return the bucket for the batch of `call`, whose step was profiled and planned."""
+        if is_host_bound(profile, profile.replay_us) and "recompute" in made[0].decisions.values():
+            self.planner.warn_once(
+                "host",
+                "%s: the step is bound by the host, which takes about %s to record and replay %d ops, while "
+                "the device computes for %s. Compile the blocks of the model before ac_client.apply "
+                "(for block in model.layers: block.compile()), or train larger batches",
+                self.planner.name,
+                format_us(len(profile.ops) * profile.replay_us),
+                len(profile.ops),
+                format_us(made[0].predicted.step_us),
+            )
         shape = call.shape
         step = ProfiledStep(
             shape,

@@ -7,14 +7,20 @@ import threading
 import weakref
 from collections.abc import Callable, Set
 from functools import partial
+from typing import Any
 
 from torch import nn
 
 from ac_client.compiled.policy_parts import PolicyParts
 from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
+from ac_client.rerun.call_audit import CallAudit
+from ac_client.rerun.recorded_call import RecordedCall
 from ac_client.runtime.cursor import Cursor, OffPath
+from ac_client.runtime.nodes import UnsupportedTensor
 from ac_client.runtime.policy_context import active, save_recompute_policy
+from ac_client.runtime.replay import recording_off
 from autoac.profiler.torch_facts.second_stage import set_carrier
+from autoac.profiler.torch_facts.streams import streams_seen
 
 
 class PlannedForward(threading.local):
@@ -29,6 +35,9 @@ class PlannedForward(threading.local):
         self._strict = False
         self._unrecorded_depth = 0  # of nested module calls in which the mode is off
         self._writes_before: list[int] = []  # one for each module call that is recorded
+        self._call: RecordedCall | None = None  # in which the mode is off
+        self._audit: CallAudit | None = None
+        self._audited_from = 0  # position in the route
 
     def begin(
         self,
@@ -84,12 +93,17 @@ class PlannedForward(threading.local):
             LeftThePath: `whole`, strict, and some ops of the policy did not run.
         """
         set_carrier(None)
+        self._end_audit()
+        if self._call is not None:  # interrupted
+            self._call.end(None)
+            self._call = None
         region, self._region = self._region, None
         cursor, self._cursor = self._cursor, None
         route, self._route = self._route, None
         if region is not None:
             if active.region is not None and active.region.storages.orphans and route is not None:
                 route.quiet_calls.clear()
+                route.call_sites = dict.fromkeys(route.reruns)
             region.__exit__(None, None, None)
         bucket, self._bucket = self._bucket, None
         if route is not None:
@@ -98,8 +112,10 @@ class PlannedForward(threading.local):
             cursor.finish()
         return bucket
 
-    def enter(self, path: str) -> None:
+    def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Mark the call of the module at `path`. Calls that are saved whole run without the mode."""
+        if recording_off.reruns:
+            return
         if self._bucket is not None and path in self._bucket.step.skipped:
             self._bucket.ran_skipped.add(path)
         region = active.region
@@ -121,10 +137,43 @@ class PlannedForward(threading.local):
                 self._unrecorded_depth = 1
                 self._unrecorded += end - begin
                 self._cursor.jump_to(end)
+            if begin in self._route.reruns and not self._unrecorded_depth:
+                self._enter_rerun(begin, path, module, args, kwargs)
         self._writes_before.append(region.storages.writes)
 
-    def leave(self, path: str) -> None:
+    def _enter_rerun(
+        self, begin: int, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Record a call that may run again as a whole as one op, or audit the first one."""
+        region, route, cursor = active.region, self._route, self._cursor
+        assert region is not None
+        assert route is not None
+        assert cursor is not None
+        end = route.reruns[begin]
+        if not route.route.is_call(path, (begin, end)) or streams_seen.several:
+            return  # a module around it or in it; or ops wait for other streams
+        site = route.call_sites.get(begin)
+        try:
+            if site is not None:
+                if region.pause():
+                    self._call = RecordedCall(site, region, module, args, kwargs)
+                    self._unrecorded_depth = 1
+                    self._unrecorded += end - begin
+                    cursor.jump_to(end)
+            elif begin not in route.call_sites and self._audit is None:
+                region.storages.note_counters()  # for `orphans` to count, as above
+                self._audit = CallAudit(path, module, args, kwargs, region)
+                self._audited_from = begin
+        except UnsupportedTensor:
+            if site is None:
+                route.call_sites[begin] = None
+            else:
+                region.resume()
+
+    def leave(self, path: str, output: Any) -> None:
         """Mark the return of the module at `path`."""
+        if recording_off.reruns:
+            return
         region = active.region
         if self._cursor is None or self._route is None or region is None:
             return
@@ -132,11 +181,29 @@ class PlannedForward(threading.local):
             self._unrecorded_depth -= 1
             if self._unrecorded_depth:
                 return
-            region.resume()
+            if self._call is not None:
+                self._call.end(output)
+                self._call = None
+            else:
+                region.resume()
+        audit = self._end_audit(path)
         called = self._cursor.leave(path)
         writes = self._writes_before.pop() if self._writes_before else -1
         if called is not None and writes == region.storages.writes and self._cursor.saves_all(called):
             self._route.quiet_calls[path, called[0]] = called[1]
+        if audit is not None:
+            begin = self._audited_from
+            exact = called == (begin, self._route.reruns[begin])
+            self._route.call_sites[begin] = audit.site(output, called[1]) if exact and called else None
+
+    def _end_audit(self, path: str | None = None) -> CallAudit | None:
+        """End the audit of the call of the module at `path` and return it, if there is one."""
+        audit = self._audit
+        if audit is None or path not in (None, audit.path):
+            return None
+        self._audit = None
+        audit.close()
+        return audit
 
 
 def _is_called(model: weakref.ref[nn.Module]) -> bool:

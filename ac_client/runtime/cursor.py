@@ -25,10 +25,9 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.op_key import ROOT, OpKey, spans_by_module
 from autoac.planner.formats.policy import Decision
 
-ROOT = "."
 COPY = "aten.clone.default"
 
 Span = tuple[int, int]
@@ -66,7 +65,7 @@ class Route:
         self.modules = [key.module for key in parsed]
         self.ops = [key.op for key in parsed]
         self.decisions = list(decisions.values())
-        self._spans = self._spans_by_module()
+        self._spans = spans_by_module(self.modules)
         self._siblings: dict[str, str | None] = {}
         # Ops after the last module may be those of the loss that the profile was taken with.
         self.last_in_module = max((i for i, module in enumerate(self.modules) if module != ROOT), default=-1)
@@ -79,23 +78,15 @@ class Route:
         begin, end = span
         return self._recomputed[begin] == self._recomputed[end]
 
+    def is_call(self, path: str, span: Span) -> bool:
+        """Return True if `span` is a span in which the module `path` runs."""
+        return span in self._spans.get(path, ())
+
     def skip_copies(self, position: int) -> int:
         """Return the position of the first op from `position` on that is not a copy."""
         while position < len(self.ops) and self.ops[position] == COPY:
             position += 1
         return position
-
-    def _spans_by_module(self) -> dict[str, list[Span]]:
-        """Return, for each module, the spans in which it or one of its submodules runs."""
-        spans: dict[str, list[Span]] = {}
-        begins: dict[str, int] = {}
-        for i, module in enumerate([*self.modules, ROOT]):
-            enclosing = set(_enclosing(module)) if i < len(self.modules) else set()
-            for path in [path for path in begins if path not in enclosing]:
-                spans.setdefault(path, []).append((begins.pop(path), i))
-            for path in enclosing:
-                begins.setdefault(path, i)
-        return spans
 
     def span_from(self, path: str, position: int) -> Span | None:
         """Return the first span of the module `path` that ends after `position`, or else its last one."""
@@ -123,14 +114,6 @@ class Route:
                     number, candidate = map(int, differing[0])
                     found.append((abs(number - candidate), candidate, other))
         return min(found)[2] if found else None
-
-
-def _enclosing(module: str) -> list[str]:
-    """Return the paths of the modules around `module`, itself included."""
-    if module == ROOT:
-        return []
-    parts = module.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 class _Call(NamedTuple):

@@ -130,6 +130,7 @@ class StorageVersion:
     __slots__ = (
         "__weakref__",
         "counter",
+        "first_counter",
         "handles",
         "node",
         "raw",
@@ -148,16 +149,15 @@ class StorageVersion:
         self.uses = 0
         self.handles: list[weakref.ref[Any]] = []  # every RecomputedHandle made for it, alive or not
         self.counter: int | None = None  # version counter of the tensor, noted before the mode pauses
+        self.first_counter = -1 if raw else 0  # the counter when this version was made; -1 if unknown
 
     def note_counter(self) -> bool:
         """Note the version counter of the tensor; return False if it cannot be read."""
         tensor = self.tensor_ref()
         if tensor is not None:
             self.counter = version_counter(tensor)
-        elif not self.raw:
-            self.counter = 0  # nothing has written to it
         else:
-            return False
+            self.counter = self.first_counter  # nothing has written to it
         return self.counter >= 0
 
     def recipe_if_returned(self, tensor: Tensor) -> Recipe | None:
@@ -235,6 +235,22 @@ class Node:
         self.forced_by = ""  # the policy that said MUST_RECOMPUTE, if any
         self.writes_sources = False  # replay must run it on copies of its sources
         self.used_outs = 0  # number of outputs with a use
+
+
+class CallNode(Node):
+    """A call of a module, recorded as one op. `func` is not called: `rerun` runs the module again."""
+
+    __slots__ = ("rerun",)
+
+    def __init__(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        reads: tuple[StorageVersion, ...],
+        rerun: Callable[[list[Any], list[bool]], list[Tensor | None]],
+    ) -> None:
+        super().__init__(next_order(), name, rerun, args, {}, reads, None)
+        self.rerun = rerun  # from the tensors of `args`, and which of `outs` are needed, to these
 
 
 class FixedShapeOp:

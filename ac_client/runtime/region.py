@@ -51,7 +51,7 @@ graph tasks (replay.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,8 @@ class Region(RecordingMode):
 
     Attributes:
         storages: the table of storages that recorded ops wrote or read.
+        graph: shared by all that the region records.
+        policies_pushed: number of policies pushed so far.
     """
 
     supports_higher_order_operators = True  # each passes as one opaque op
@@ -94,11 +96,12 @@ class Region(RecordingMode):
     def __init__(self, log: EventLog | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
-        self._graph = RegionGraph(log)
-        self.storages = TrackedStorages(self._graph)
-        self._hooks = RegionHooks(self.storages, self._graph)
+        self.graph = RegionGraph(log)
+        self.storages = TrackedStorages(self.graph)
+        self._hooks = RegionHooks(self.storages, self.graph)
         self._frames: list[PolicyFrame] = []
         self._policy = PolicyStack(())
+        self.policies_pushed = 0
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
         self._has_streams = has_streams()
@@ -149,6 +152,7 @@ class Region(RecordingMode):
     def push_policy(self, frame: PolicyFrame) -> None:
         """Push a policy; it becomes the innermost."""
         self._frames.append(frame)
+        self.policies_pushed += 1
         self._resolve()
 
     def pop_policy(self, frame: PolicyFrame) -> bool:
@@ -186,6 +190,10 @@ class Region(RecordingMode):
         if self._paused:
             self._paused = False
             private.push_on_dispatch_stack(self)
+
+    def set_pack_in_call(self, pack: Callable[[Tensor], Any] | None) -> None:
+        """Let `pack` pack what autograd saves of the tensors of a call that is recorded as one op."""
+        self._hooks.pack_in_call = pack
 
     def enter_compiled(self, written: Sequence[Tensor]) -> None:
         """Stop recording while compiled code runs that writes `written`."""

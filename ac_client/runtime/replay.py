@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from ac_client.runtime.global_flags import FlagSwitcher
-from ac_client.runtime.nodes import Node, Source, SourceView, StorageVersion, VersionView, live_versions
+from ac_client.runtime.nodes import (
+    CallNode,
+    Node,
+    Source,
+    SourceView,
+    StorageVersion,
+    VersionView,
+    live_versions,
+)
 from ac_client.runtime.split_backward import Split, current_split
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError
@@ -56,12 +64,13 @@ class Pass:
 
     def consume_use(self, version: StorageVersion) -> None:
         """Consume one use of `version`; free its tensor at the last one."""
-        uses = self.remaining_uses(version) - 1
-        self.uses[version.serial] = uses
+        serial = version.serial
+        uses = self.uses.get(serial, version.uses) - 1  # as `remaining_uses`; a call would cost as much
+        self.uses[serial] = uses
         if uses <= 0:
-            self.cache.pop(version.serial, None)
+            self.cache.pop(serial, None)
             if self.handed_out:
-                self.handed_out.pop(version.serial, None)
+                self.handed_out.pop(serial, None)
 
     def track_handed_out(self, version: StorageVersion, tensor: Tensor) -> None:
         """Remember that backward received `tensor`, if others will read the same memory."""
@@ -214,7 +223,7 @@ def view_of(version: StorageVersion, recomputed: Tensor, recipe: Recipe) -> Tens
     if recipe is version.recipe and not version.raw:
         if matches_recipe(recomputed, recipe):
             return recomputed
-    elif recipe_of(recomputed) == recipe:
+    elif matches_recipe(recomputed, recipe) and recomputed.is_neg() is recipe[5]:
         return recomputed
     with _BelowAutograd():
         return make_view(recomputed.untyped_storage(), recipe)
@@ -236,9 +245,15 @@ def recompute(target: StorageVersion, running: Pass, graph: RegionGraph) -> Tens
         running.uncounted = True
         running.cache.update(counted.cache)
         running.handed_out.update(counted.handed_out)
-    with _BelowAutograd(), FlagSwitcher() as flags:
-        for node in sorted(burst, key=_order) if len(burst) > 1 else burst:
-            _replay(node, running, graph, target, flags)
+    with FlagSwitcher() as flags:
+        for calls, nodes in itertools.groupby(sorted(burst, key=_order), key=_is_call):
+            if calls:
+                for node in nodes:
+                    _rerun(node, running, graph, target, flags)
+            else:
+                with _BelowAutograd():
+                    for node in nodes:
+                        _replay(node, running, graph, target, flags)
     recomputed = running.cache[target.serial]
     if not running.uncounted and running.remaining_uses(target) <= 0:
         del running.cache[target.serial]
@@ -247,6 +262,38 @@ def recompute(target: StorageVersion, running: Pass, graph: RegionGraph) -> Tens
 
 def _order(node: Node) -> int:
     return node.order
+
+
+def _is_call(node: Node) -> bool:
+    return type(node) is CallNode
+
+
+def _rerun(
+    node: Node, running: Pass, graph: RegionGraph, target: StorageVersion, flags: FlagSwitcher
+) -> None:
+    """Run a module again, cache what is needed of it, and consume the uses that it has of others."""
+    assert isinstance(node, CallNode)
+    cache = running.cache
+    for read in node.reads:
+        running.check_handed_out(read, node.name)
+    with _BelowAutograd():
+        args = [_argument(arg, node, cache, _NO_BUFFERS) for arg in node.args]
+    versions = [ref() if ref is not None else None for ref in node.outs]
+    needed = [
+        v is not None and (v is target or running.uncounted or running.remaining_uses(v) > 0)
+        for v in versions
+    ]
+    if graph.log is not None:
+        graph.log.add("rerun", node.name)
+    flags.set(node.flags)
+    for version, tensor in zip(versions, node.rerun(args, needed), strict=True):
+        if version is not None and tensor is not None:
+            cache[version.serial] = tensor
+    del args
+    if not running.uncounted and node.order not in running.executed:
+        running.executed.add(node.order)
+        for version in node.reads:
+            running.consume_use(version)
 
 
 def _replay(
@@ -349,9 +396,14 @@ def _sources(args: Sequence[Any]) -> Iterator[Source]:
 
 
 class _RecordingOff(threading.local):
-    """Number of nested sections of this thread whose ops an open region does not record."""
+    """Number of nested sections of this thread whose ops an open region does not record.
+
+    Attributes:
+        reruns: how many of the sections run a module again.
+    """
 
     depth = 0
+    reruns = 0
 
 
 recording_off = _RecordingOff()

@@ -84,7 +84,8 @@ class RecomputedHandle:
                     running.split is not None and leaves_gradients()
                 ):
                     running.consume_use(version)
-                    running.track_handed_out(version, tensor)
+                    if running.cache:
+                        running.track_handed_out(version, tensor)
                     self._used_in = running.first_task
                 self._last_task = running.task
                 self._last = weakref.ref(tensor)
@@ -112,7 +113,10 @@ class RecomputedHandle:
                 running = ref()
                 if running is not None and running.first_task != self._used_in:
                     running.drop_use(version)
-            remove_use(version)
+            if version.uses > 1:
+                version.uses -= 1
+            else:
+                remove_use(version)
 
 
 class SavedHandle(WriteGuard):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,10 +27,12 @@ class RegionHooks:
 
     Attributes:
         packing: the innermost `packing` of the policies; None if no policy has one.
+        pack_in_call: set while a call is recorded as one op; returns None for a tensor from outside of it.
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
         self.packing: Packing | None = None
+        self.pack_in_call: Callable[[Tensor], RecomputedHandle | None] | None = None
         self._storages = storages
         self._key = storages.key
         self._graph = graph
@@ -58,6 +61,8 @@ class RegionHooks:
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle that autograd holds in place of `tensor`."""
+        if self.pack_in_call is not None and (handle := self.pack_in_call(tensor)) is not None:
+            return handle
         kind = type(tensor)
         if ((kind is Tensor or kind is Parameter) and tensor.layout is _STRIDED) or has_storage(tensor):
             version = tensor.untyped_storage().__dict__.get(self._key)

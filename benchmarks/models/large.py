@@ -90,6 +90,12 @@ def gpt2_xl(batch: int = 8, length: int = 1024) -> ModelAndBatch:
         return gpt2(layers=48, width=1600, heads=25), tokens(batch, length)
 
 
+def gpt2_small(batch: int, length: int) -> ModelAndBatch:
+    """Build openai-community/gpt2, config.json."""
+    with weightless():
+        return gpt2(layers=12, width=768, heads=12), tokens(batch, length)
+
+
 def vit_h14(batch: int = 64, layers: int = 32) -> ModelAndBatch:
     """Build google/vit-huge-patch14-224-in21k, config.json; 1,000 classes."""
     config = transformers.ViTConfig(

@@ -11,7 +11,11 @@ So a key is split at its last "/". No other file takes keys apart.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+ROOT = "."
+"""The path of the model itself."""
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
 
@@ -65,3 +69,33 @@ class OpKey:
     def block_depth(self) -> int:
         """The number of blocks, one inside the other, that the op is in."""
         return len(_NUMBER.findall(self.module))
+
+
+def spans_by_module(modules: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    """Return, for each module, the spans [begin, end) of ops in which it or one of its submodules runs.
+
+    Consecutive calls of a module share one span.
+
+    Args:
+        modules: the module of each op.
+
+    >>> spans_by_module(["a", "a.b", ".", "a"])
+    {'a.b': [(1, 2)], 'a': [(0, 2), (3, 4)]}
+    """
+    spans: dict[str, list[tuple[int, int]]] = {}
+    begins: dict[str, int] = {}
+    for i, module in enumerate([*modules, ROOT]):
+        enclosing = set(_enclosing(module)) if i < len(modules) else set()
+        for path in [path for path in begins if path not in enclosing]:
+            spans.setdefault(path, []).append((begins.pop(path), i))
+        for path in enclosing:
+            begins.setdefault(path, i)
+    return spans
+
+
+def _enclosing(module: str) -> list[str]:
+    """Return the paths of the modules around `module`, itself included."""
+    if module == ROOT:
+        return []
+    parts = module.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]

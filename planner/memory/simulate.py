@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoac.planner.memory.schedule import Backward, Compute, Event, Free, OptimizerStep, Recompute, schedule
+from autoac.planner.memory.schedule import (
+    Backward,
+    Compute,
+    Event,
+    Free,
+    OptimizerStep,
+    Recompute,
+    Span,
+    schedule,
+)
 from autoac.planner.problem.graph import Graph, Moment, SaveSet
 
 
@@ -30,7 +39,7 @@ class Timeline:
         return max(self.instants, key=lambda instant: instant.live_bytes)
 
 
-def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
+def simulate(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> Timeline:
     """Replay one training step and count the bytes live at every event.
 
     Counted: static bytes; what waiting microbatches hold, except at the optimizer step; every storage that
@@ -41,6 +50,7 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     Args:
         graph: one step.
         save_set: ops whose outputs are saved; ops that must be are added.
+        reruns: calls of modules that are run again as a whole (`module_reruns`).
 
     Returns:
         One instant for each event, in order.
@@ -52,16 +62,22 @@ def simulate(graph: Graph, save_set: SaveSet) -> Timeline:
     >>> simulate(chain(1, 8, 1, 8, 0), frozenset({0, 2})).peak.live_bytes
     10
     """
-    return Timeline(tuple(Instant(*instant) for instant in _instants(graph, save_set)))
+    return Timeline(tuple(Instant(*instant) for instant in _instants(graph, save_set, reruns)))
 
 
-def _instants(graph: Graph, save_set: SaveSet) -> Iterator[tuple[Event, int, Moment]]:
+def _instants(
+    graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()
+) -> Iterator[tuple[Event, int, Moment]]:
     """Yield (event, live bytes, moment), as in Instant."""
     n = len(graph.ops)
-    waiting = graph.waiting_microbatches * waiting_bytes(graph, save_set) if graph.waiting_microbatches else 0
+    waiting = (
+        graph.waiting_microbatches * waiting_bytes(graph, save_set, reruns)
+        if graph.waiting_microbatches
+        else 0
+    )
     live = graph.static_bytes + waiting
     moment = Moment(0)
-    for event in schedule(graph, save_set):
+    for event in schedule(graph, save_set, reruns):
         match event:
             case Free(_, nbytes):
                 live -= nbytes
@@ -94,14 +110,14 @@ def extra_bytes(graph: Graph, event: Event) -> int:
             return graph.closing_bytes
 
 
-def waiting_bytes(graph: Graph, save_set: SaveSet) -> int:
+def waiting_bytes(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> int:
     """Return the bytes that a microbatch holds from the end of its forward until its backward begins.
 
     Those are saved tensors that backward may need, and storages that Python holds beyond forward (the
     outputs). Each of `graph.waiting_microbatches` holds so many while this one runs (docs/pipelines.md).
     """
     live = 0
-    for event in schedule(graph, save_set):
+    for event in schedule(graph, save_set, reruns):
         match event:
             case Compute(_, nbytes):
                 live += nbytes
@@ -117,9 +133,9 @@ def peak_of(graph: Graph, save_set: SaveSet) -> Instant:
     return Instant(*max(_instants(graph, save_set), key=lambda instant: instant[1]))
 
 
-def peak_bytes(graph: Graph, save_set: SaveSet) -> int:
+def peak_bytes(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> int:
     """Return the most bytes live at any event of the step."""
-    return max(live for _, live, _ in _instants(graph, save_set))
+    return max(live for _, live, _ in _instants(graph, save_set, reruns))
 
 
 def fits(graph: Graph, save_set: SaveSet, budget: int) -> bool:

@@ -50,8 +50,23 @@ def watch_modules(
 ) -> list[RemovableHandle]:
     """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
 
-    A module with several paths is called by the first one. Compiled modules and their submodules are skipped,
-    since the compiler would trace the calls: their ops count as the enclosing module's.
+    See `watch_calls`.
+    """
+    return watch_calls(
+        model, lambda path, _module, _args, _kwargs: enter(path), lambda path, _module, _out: leave(path)
+    )
+
+
+def watch_calls(
+    model: nn.Module,
+    enter: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
+    leave: Callable[[str, nn.Module, Any], None],
+) -> list[RemovableHandle]:
+    """Call `enter(path, module, args, kwargs)` and `leave(path, module, output)` around submodules' forwards.
+
+    If a forward raises, `leave` gets None as its output. A module with several paths is called by the first
+    one. Compiled modules and their submodules are skipped, since the compiler would trace the calls: their
+    ops count as the enclosing module's.
 
     Returns:
         Handles that remove the hooks.
@@ -66,12 +81,12 @@ def watch_modules(
             if not is_optimized(module):  # an optimized module is called as it is, and calls the compiled one
                 continue
 
-        def before(_module: nn.Module, _args: Any, path: str = path) -> None:
-            enter(path)
+        def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+            enter(path, module, args, kwargs)
 
-        def after(_module: nn.Module, _args: Any, _out: Any, path: str = path) -> None:
-            leave(path)
+        def after(module: nn.Module, _args: Any, out: Any, path: str = path) -> None:
+            leave(path, module, out)
 
-        handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True))
+        handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
     return handles

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from torch import nn
 import ac_client
 from ac_client.measure import recording_overhead as recording
 from ac_client.measure.recording_overhead import recording_us, replay_us, replay_us_of_process
+from ac_client.planning import plan_batch
 from ac_client.runtime import replay
 from ac_client.runtime.policy_context import active
 from ac_client.runtime.region import Region
-from autoac.planner import Policy, build, plan
+from autoac.planner import Policy, Profile, build, plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
@@ -50,7 +50,7 @@ def test_measuring_inside_a_region_is_rejected() -> None:
 
 @pytest.fixture
 def _two_us_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["ac_client.applied_model"], "recording_us_of_process", lambda: 2.0)
+    monkeypatch.setattr("ac_client.applied_model.recording_us_of_process", lambda: 2.0)
 
 
 def step(model: nn.Module) -> None:
@@ -148,8 +148,35 @@ def test_replay_time_is_measured_unseen_by_the_hooks_of_the_caller() -> None:
     assert packed == 0
 
 
+def on_gpu(taken: Profile, us: float) -> Profile:
+    """Return `taken` as a GPU's profile, on which each op and each step of backward takes `us`."""
+    environment = taken.environment.model_copy(update={"device_type": "cuda"})
+    ops = taken.ops.model_copy(update={"runtime_us": (us,) * len(taken.ops)})
+    backward = taken.backward.model_copy(update={"runtime_us": (us,) * len(taken.backward)})
+    return taken.model_copy(update={"environment": environment, "ops": ops, "backward": backward})
+
+
+@pytest.mark.parametrize(("us", "counts"), [(1.0, True), (100.0, False)])
+def test_gpu_step_counts_replay_time_if_the_host_is_slower(
+    us: float, counts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    observe = plan_batch.observe
+    monkeypatch.setattr(plan_batch, "replay_us_of_process", lambda: 7.0)
+    monkeypatch.setattr(plan_batch, "observe", lambda *args, **kwargs: on_gpu(observe(*args, **kwargs), us))
+    graph = build(profile(Transformer(), X))
+    budget = peak_bytes(graph, graph.everything) - 2000
+    model = ac_client.apply(Transformer(), budget_gb=budget / 2**30)
+    with caplog.at_level("WARNING", logger="ac_client"):
+        step(model)
+    made = ac_client.applied(model).plan
+    assert made is not None
+    assert made.recompute_set
+    assert {op.replay_us for op in made.graph.ops} == {7.0 if counts else 0.0}
+    assert ("bound by the host" in caplog.text) is counts
+
+
 def test_apply_includes_replay_time_in_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["ac_client.planning.plan_batch"], "replay_us_of_process", lambda: 7.0)
+    monkeypatch.setattr(plan_batch, "replay_us_of_process", lambda: 7.0)
     model = ac_client.apply(Transformer(), 10.0)
     step(model)
     made = ac_client.applied(model).plan
