@@ -75,8 +75,8 @@ ac_client/service_client: planner/base planner/formats planner/problem planner/m
 ac_client/compiled:     planner/formats profiler/torch_facts profiler/joint_graph
 ac_client/rerun:        runtime profiler/torch_facts profiler/restore
 ac_client/planning:     base service_client runtime compiled rerun measure planner planner/base
-                        planner/formats planner/problem planner/memory profiler profiler/base profiler/torch_facts
-                        profiler/distributed profiler/restore profiler/static
+                        planner/formats planner/problem planner/memory profiler profiler/base
+                        profiler/torch_facts profiler/distributed profiler/restore profiler/static
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/distributed profiler/static
 ac_client:              base entry
