@@ -24,9 +24,10 @@ SLOW := tests/api/solving tests/api/deploy tests/api/cli tests/api/test_hostile.
 test-fast: $(READY)
 	$(BIN)/python -m pytest -n 2 tests/planner tests/api -k "not postgresql and not browser" $(SLOW:%=--ignore=%)
 
-# The fuzzer on 3,000 programs and the op sweep on every sample: an hour or so.
+# The fuzzer on 3,000 programs, the op sweep on every sample, the zoo on the stand-in device: an hour or so.
 nightly: $(READY)
 	AUTOAC_PROGRAMS=3000 AUTOAC_OP_SAMPLES=all $(BIN)/python -m pytest tests/client/runtime/test_programs.py tests/client/runtime/test_ops.py
+	AUTOAC_ZOO=all $(BIN)/python -m pytest tests/standin/test_zoo.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

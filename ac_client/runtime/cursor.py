@@ -132,6 +132,7 @@ class _Unplanned(NamedTuple):
     depth: int  # calls around it
     position: int  # where the route continues after it
     lost: bool
+    reported: bool = False  # once it runs an op: a module without any leaves no path
 
 
 class Cursor:
@@ -182,6 +183,13 @@ class Cursor:
             LeftThePath: the policy does not expect `op`, and the cursor is strict.
         """
         route, i = self._route, self._position
+        if self._unplanned is not None and not self._unplanned.reported:
+            self._position, self._unplanned = (
+                self._unplanned.position,
+                self._unplanned._replace(reported=True),
+            )
+            self._depart(self._unplanned.path)
+            self._position = i
         if self._modules[-1] in self._side_modules and (
             i >= len(route.ops) or route.modules[i] != self._modules[-1]
         ):
@@ -233,9 +241,7 @@ class Cursor:
             sibling = self._route.sibling(path)
             if sibling is None:
                 return path
-            position, lost = self._next, self._lost
-            self._depart(path)
-            self._unplanned = _Unplanned(path, sibling, len(self._calls), position, lost)
+            self._unplanned = _Unplanned(path, sibling, len(self._calls), self._next, self._lost)
             self._lost = True  # so that the sibling is followed from its beginning
         return self._unplanned.sibling + path.removeprefix(self._unplanned.path)
 

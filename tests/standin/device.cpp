@@ -40,6 +40,7 @@ REGISTER_ALLOCATOR(DeviceType::CUDA, &allocator)
 
 // ---- devices, streams, events
 
+constexpr c10::StreamId kStreams = 32;  // of a device; new ones share them, as on CUDA
 std::atomic<c10::StreamId> last_stream{0};
 
 using Lock = std::lock_guard<std::recursive_mutex>;
@@ -67,7 +68,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   Stream getDefaultStream(Device device) const override { return Stream(Stream::UNSAFE, with_index(device), 0); }
   Stream getNewStream(Device device, int) const override {
-    return Stream(Stream::UNSAFE, with_index(device), ++last_stream);
+    return Stream(Stream::UNSAFE, with_index(device), 1 + last_stream++ % kStreams);
   }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream exchangeStream(Stream stream) const override {
@@ -441,6 +442,15 @@ Tensor& set_nothing(Tensor& self) {
   return at::cpu::set_(self, nothing, 0, {0}, {});
 }
 
+// Unlike the CPU's, CUDA's histogram takes integers.
+void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& numbers = (*stack)[stack->size() - op.schema().arguments().size()];
+  const auto type = numbers.toTensor().scalar_type();
+  numbers = numbers.toTensor().to(at::kFloat);
+  run_on_host(op, stack);
+  stack->back() = stack->back().toTensor().to(type);
+}
+
 }  // namespace
 
 namespace c10::impl {
@@ -502,6 +512,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("set_", &set_nothing);
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   // These have kernels for every device, which would ask for CUDA's own.
   for (const char* name :
        {"convolution", "convolution_backward", "convolution_overrideable", "convolution_backward_overrideable",

@@ -58,11 +58,13 @@ class Training:
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[list[Tensor]] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
+    generators: list[Tensor] = field(default_factory=list)  # states of the host's and the devices' generators
 
     def same_numbers(self, other: Training) -> bool:
-        """Return True if losses, gradients and buffers are equal, bit for bit."""
+        """Return True if losses, gradients, buffers and generator states are equal, bit for bit."""
         mine, theirs = (
-            [*one.losses, *(g for step in one.gradients for g in step), *one.buffers] for one in (self, other)
+            [*one.losses, *(g for step in one.gradients for g in step), *one.buffers, *one.generators]
+            for one in (self, other)
         )
         return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
@@ -74,12 +76,13 @@ def train(gpu: ModuleType, task: Task, budget: int | None = None, steps: int = 3
         ac_client.apply(model, budget / GIB, optimizer=optimizer)
     done = Training(ac_client.applied(model) if budget is not None else None)
     for i in range(steps):
-        torch.cuda.manual_seed_all(i)
+        torch.manual_seed(i)
         gpu.reset_peak(task.index)
         step(task, model, optimizer, batch, done)
         done.peaks.append(gpu.peak(task.index))
         optimizer.zero_grad()
     done.buffers = [buffer.cpu().clone() for buffer in model.buffers()]
+    done.generators = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     return done
 
 

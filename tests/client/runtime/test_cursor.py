@@ -231,6 +231,17 @@ def test_layer_in_the_middle_is_decided_like_its_lower_neighbor() -> None:
     assert walk(cursor, ">layers.2", "mm", "mm", "<layers.2") == ["recompute", "save"]
 
 
+def test_layer_without_ops_that_the_route_lacks_is_on_the_path() -> None:
+    """As is the nn.Identity that ResNet has in place of a last activation."""
+    route = Route({"layers.0/mm#0": "save", "layers.0.act/relu#0": "recompute", "layers.1/mm#0": "recompute"})
+    cursor = Cursor(route, strict=True)
+    got = walk(cursor, ">layers.0", "mm", ">layers.0.act", "relu", "<layers.0.act", "<layers.0")
+    got += walk(cursor, ">layers.1", "mm", ">layers.1.act", "<layers.1.act", "<layers.1")
+    assert got == ["save", "recompute", "recompute"]
+    assert cursor.off_path is None
+    cursor.finish()
+
+
 def test_leaving_the_path_is_reported_once() -> None:
     reports: list[OffPath] = []
     cursor = Cursor(ROUTE, report=reports.append)
