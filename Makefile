@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-peak bench-compiled bench-profile bench-streams clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams clean
 
 setup: $(READY)
 
@@ -69,6 +69,10 @@ bench-minimum: $(READY)
 # Planners on identical graphs, judged by an independent checker; GRAPHS names files or folders with more graphs.
 bench-public: $(READY)
 	$(BIN)/python -m benchmarks.public $(GRAPHS) $(if $(PAGE),--page $(PAGE))
+
+# Real steps at equal measured peak: ours and torch's ways to recompute; a quarter of an hour on a CPU.
+bench-public-steps: $(READY)
+	$(BIN)/python -m benchmarks.public.training --device $(or $(DEVICE),cpu) --out build/bench/public/steps.md
 
 # Predicted and measured peak of the zoo's models, optimizer included: a quarter of an hour.
 bench-peak: $(READY)

@@ -1,7 +1,8 @@
 """Compare our plans for real architectures with nine baselines; one simulator judges all.
 
 profiles.py   models on a described device -> build/bench/plans/*.json.zst
-baselines.py  Graph -> save sets, one function for each baseline
+baselines.py  the table of baselines: Graph -> save sets; block_rules.py, knapsacks.py, sac_milp.py and
+              minimum_cut.py have them
 checkmate.py  the optimum where an op may be recomputed any number of times, for small graphs
 compare.py    one profile -> build/bench/plans/*.json
 report.py     comparisons -> Markdown and plots

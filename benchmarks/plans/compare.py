@@ -27,7 +27,8 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import plan
 from autoac.planner.problem.graph import Graph
 from benchmarks.plans import checkmate
-from benchmarks.plans.baselines import BASELINES, as_run
+from benchmarks.plans.baselines import BASELINES
+from benchmarks.plans.block_rules import as_run
 from benchmarks.results import ROOT, source_digest, write_result
 
 OUT = ROOT / "build" / "bench" / "plans"
@@ -186,7 +187,8 @@ def geometric_mean(ratios: Iterable[float]) -> float | None:
 def code_digest() -> str:
     """Return the digest of the planner and of the baselines."""
     here = Path(__file__).parent
-    return source_digest(folders=["planner"], files=[here / "baselines.py", here / "checkmate.py"])
+    names = ("baselines", "block_rules", "checkmate", "knapsacks", "minimum_cut", "op_kinds", "sac_milp")
+    return source_digest(folders=["planner"], files=[here / f"{name}.py" for name in names])
 
 
 def begin(name: str, profile: Profile, graph: Graph) -> Comparison:

@@ -6,5 +6,6 @@ readers/          other formats -> StepGraph
 planners/         (graph, budget) -> events, one file for each family
 planner_graph.py  StepGraph <-> the planner's Graph; its schedule -> events
 instances.py      graphs and budgets
+training.py       real steps at equal measured peak; torch_ways.py has the other ways
 run.py, page.py   rows; the page with its picture, from the text in page.md
 """

@@ -20,6 +20,7 @@ from benchmarks.public.run import Row, run_all
 from benchmarks.results import ROOT, write_result
 
 OUT = ROOT / "build" / "bench" / "public"
+STEPS = "steps.md"  # in OUT: the table of `benchmarks.public.training`, if it ran
 ROWS = TypeAdapter(list[Row])
 
 
@@ -43,7 +44,8 @@ def main() -> None:
     rows = list(run_all(sources, options.cap, options.processes))
     write_result(ROWS.dump_json(rows, indent=1).decode(), options.out / "rows.json")
     target = options.page or options.out / "public-benchmark.md"
-    page.write(rows, target)
+    steps = options.out / STEPS
+    page.write(rows, target, steps.read_text().strip() if steps.exists() else "")
     print(page.summary(rows))
     print(f"{target}, after {time.perf_counter() - began:.0f} s")
     if broken := [row for row in rows if row.violation]:

@@ -14,7 +14,7 @@ from benchmarks.public.step_graph import FORMAT, StepGraph
 
 SHARES = (0.75, 0.5, 0.35, 0.2)  # of the way from the bound of `least_bytes` to the save-all peak
 LAYERED = ((1, 12), (2, 24), (3, 40), (4, 60))  # seeds and layers of random graphs
-MODELS = ("vit_h14", "resnet152", "gpt2_xl", "llama3_8b", "t5_3b", "mamba_2_8b", "lstm", "unet_sd15")
+MODELS = ("vit_h14", "resnet152", "gpt2_xl", "llama3_8b", "t5_3b", "mamba_2_8b", "unet_sd15")
 
 
 @dataclass(frozen=True, slots=True)

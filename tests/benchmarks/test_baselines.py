@@ -19,7 +19,7 @@ from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 from autoac.profiler import profile
 from benchmarks.models import gpt2 as zoo_gpt2
-from benchmarks.plans import baselines
+from benchmarks.plans import block_rules, knapsacks, minimum_cut, sac_milp
 from benchmarks.plans.baselines import BASELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")  # torch's own calls
@@ -65,7 +65,7 @@ def test_every_baseline_returns_a_save_set_for_a_transformer():
 
 
 def test_checkpoint_around_blocks_saves_what_crosses_and_what_is_outside():
-    assert names(two_blocks(), baselines.per_block(two_blocks())["depth 1"]) == [
+    assert names(two_blocks(), block_rules.per_block(two_blocks())["depth 1"]) == [
         "embed/aten.embedding.default#0",
         "layers.0.down/aten.mm.default#0",
         "layers.1.down/aten.mm.default#0",
@@ -74,7 +74,7 @@ def test_checkpoint_around_blocks_saves_what_crosses_and_what_is_outside():
 
 
 def test_the_selective_list_counts_matmuls_in_each_block():
-    every, second = (baselines.listed(two_blocks(), f"{which}, depth 1") for which in baselines.EVERY)
+    every, second = (block_rules.listed(two_blocks(), f"{which}, depth 1") for which in block_rules.EVERY)
     assert {name for name in names(two_blocks(), every) if "mm" in name} == {
         f"layers.{i}.{m}/aten.mm.default#0" for i in (0, 1) for m in ("up", "down")
     }
@@ -97,8 +97,8 @@ def test_selective_checkpoint_peaks_where_torch_does(kind):
             step(model, batch, optimizer)
         measured[which] = timeline.peak_since("second step")
     predicted = {
-        setting: peak_bytes(*baselines.as_run(graph, baselines.SELECTIVE, setting, save_set))
-        for setting, save_set in baselines.selective(graph).items()
+        setting: peak_bytes(*block_rules.as_run(graph, block_rules.SELECTIVE, setting, save_set))
+        for setting, save_set in block_rules.selective(graph).items()
     }
     assert predicted == pytest.approx(measured, rel=0.015)
 
@@ -149,7 +149,7 @@ def under_selective_checkpoint(blocks, *, every_second):
 
 
 def test_attention_is_the_product_after_each_softmax_where_no_kernel_is_fused():
-    found = [GPT2.ops[op].name for op in sorted(baselines.attention_outputs(GPT2))]
+    found = [GPT2.ops[op].name for op in sorted(block_rules.attention_outputs(GPT2))]
     assert found == [f"transformer.h.{i}.attn/aten.bmm.default#1" for i in (0, 1)]
 
 
@@ -166,7 +166,7 @@ def test_a_knapsack_keeps_to_its_bytes(baseline, fraction):
         assert sum(memory) == pytest.approx(1)
         return result
 
-    baselines.knapsack(GPT2, recorded, [fraction])
+    knapsacks.knapsack(GPT2, recorded, [fraction])
     rounding = 1e-4 * len(GPT2.ops) if baseline == "dp_knapsack" else 1e-6  # torch counts in 1/10,000
     assert chosen
     assert all(share <= fraction + rounding for share in chosen)
@@ -174,13 +174,13 @@ def test_a_knapsack_keeps_to_its_bytes(baseline, fraction):
 
 def test_the_dynamic_program_and_the_integer_program_agree_on_a_knapsack_seen_by_eye():
     graph = chain(6, 5, 5, runtime_us=[7, 4, 4])  # within 10 of 16 bytes: the two small ones are worth 8
-    for baseline in (baselines.dp_knapsack, baselines.ilp_knapsack):
+    for baseline in (knapsacks.dp_knapsack, knapsacks.ilp_knapsack):
         assert baseline(graph)["packed, fraction 0.65"] == {1, 2}
-    assert baselines.greedy_knapsack(graph)["packed, fraction 0.65"] == {0}
+    assert knapsacks.greedy_knapsack(graph)["packed, fraction 0.65"] == {0}
 
 
 def test_every_block_gets_the_same_decisions():
-    for fraction, save_set in baselines.uniform_blocks(GPT2).items():
+    for fraction, save_set in knapsacks.uniform_blocks(GPT2).items():
         of_block = [
             {GPT2.ops[op].name.split(f"h.{i}")[-1] for op in save_set if f"h.{i}." in GPT2.ops[op].name}
             for i in (0, 1)
@@ -193,13 +193,13 @@ def test_every_block_gets_the_same_decisions():
 @pytest.mark.parametrize(("fraction", "saved"), [(0.0, 0), (0.5, 1), (1.0, 3)])
 def test_a_block_keeps_to_its_fraction(fraction, saved):
     graph = chain(4, 4, 4, runtime_us=[1, 3, 2])
-    policy = baselines.block_policy(graph, [OpId(0), OpId(1), OpId(2)], fraction)
+    policy = knapsacks.block_policy(graph, [OpId(0), OpId(1), OpId(2)], fraction)
     assert sum(policy) == saved
     assert fraction != 0.5 or policy == [False, True, False]
 
 
 def test_the_module_tree_has_no_lists_and_no_leaves():
-    tree = baselines.module_tree(GPT2)
+    tree = sac_milp.module_tree(GPT2)
     assert [module.name for module in tree] == [
         "",
         "transformer",
@@ -214,7 +214,7 @@ def test_the_module_tree_has_no_lists_and_no_leaves():
 
 
 def test_the_tradeoff_is_the_hull_of_the_greedy_order():
-    slopes, intercepts = baselines.tradeoff([(6, 1), (4, 3)], 10, 4)
+    slopes, intercepts = sac_milp.tradeoff([(6, 1), (4, 3)], 10, 4)
     assert slopes == pytest.approx([0.25 / 0.6, 0.75 / 0.4])
     assert intercepts == pytest.approx([0, 1 - 0.75 / 0.4])
 
@@ -229,9 +229,9 @@ def test_a_minimum_cut_seen_by_eye():
     for handle in reversed(handles):
         tape.step("step", [handle])
     graph = build(tape.profile())
-    assert baselines.cut(graph, banned={0}) == {1}
-    assert baselines.cut(graph, banned=set()) == frozenset()
-    assert baselines.cut(graph, banned={0, 2}) == {1, 2}
+    assert minimum_cut.cut(graph, banned={0}) == {1}
+    assert minimum_cut.cut(graph, banned=set()) == frozenset()
+    assert minimum_cut.cut(graph, banned={0, 2}) == {1, 2}
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -250,13 +250,13 @@ def test_a_minimum_cut_is_the_least_of_all(seed):
         return any(asked[op] for op in banned | graph.must_save)
 
     def cost(save_set):
-        return sum(baselines.nbytes_of(graph, op) for op in save_set - graph.must_save)
+        return sum(knapsacks.nbytes_of(graph, op) for op in save_set - graph.must_save)
 
     every = [
         frozenset(map(OpId, chosen)) | graph.must_save
         for size in range(len(graph.ops) + 1)
         for chosen in itertools.combinations(range(len(graph.ops)), size)
     ]
-    found = baselines.cut(graph, banned)
+    found = minimum_cut.cut(graph, banned)
     assert not runs_banned(found | graph.must_save)
     assert cost(found) == min(cost(s) for s in every if not runs_banned(s))

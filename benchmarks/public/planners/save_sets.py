@@ -14,7 +14,8 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
-from benchmarks.plans.baselines import BASELINES, Baseline, Family, boundary
+from benchmarks.plans.baselines import BASELINES, Baseline
+from benchmarks.plans.block_rules import Family, boundary
 from benchmarks.public.planner_graph import events_of, graph_of
 from benchmarks.public.step_graph import Event, NoSchedule, Planner, StepGraph
 
