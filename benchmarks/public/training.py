@@ -33,19 +33,21 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
+from ac_client.doctor.sample_models import FULL, SAMPLES, Sample
+from ac_client.doctor.sample_training import release_memory
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import replay_us
 from autoac.planner import InfeasibleBudget, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
-from benchmarks import gpu, step_time
+from benchmarks import step_time
 from benchmarks.child_process import run_in_child
 from benchmarks.public.torch_ways import Prepare, TrainingCase, ways
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.step_timing import keep_freed_memory, loss_of, rotated, standard_error
 
 CPU_MODELS = ("GPT-2", "Llama", "ViT", "ResNet")
-SAMPLES = 2  # of a batch on a CPU
+BATCH = 2  # samples of a step on a CPU
 
 
 class Machine(Protocol):
@@ -82,22 +84,31 @@ class Cpu:
 
 
 class Gpu:
-    """A GPU of this machine, alone on it."""
+    """A GPU of this machine."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._meter = device, gpu.CudaMeter(device)
-        self.seconds_of = self._meter.seconds_of
+        self.device = device
 
     def peak_of(self, make: Callable[[], Trainee]) -> int:
+        release_memory()
         before = torch.cuda.memory_allocated(self.device)  # of the plain model, which stays for its times
-        self._meter.clear()
         trainee = make()
         trainee.step()
         trainee.step()
-        peak = self._meter.peak_of(trainee.step)
-        del trainee
-        self._meter.clear()
-        return peak - before
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        trainee.step()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def seconds_of(self, call: Callable[[], object]) -> float:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self.device)
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
 
 
 @dataclass(slots=True)
@@ -141,7 +152,7 @@ class Trainee:
         torch.manual_seed(0)
         self.model.zero_grad()
         out = self.call(**self.batch)
-        loss_of(out).backward()
+        (out if isinstance(out, Tensor) else loss_of(out)).backward()
 
     def gradients(self) -> list[Tensor]:
         return [p.grad.cpu() for p in self.model.parameters() if p.grad is not None]
@@ -246,25 +257,22 @@ def cpu_cases() -> dict[str, TrainingCase]:
         return [m for path, m in model.named_modules() if re.fullmatch(step_time.BLOCKS[name], path)]
 
     return {
-        name: TrainingCase(name, partial(step_time.build, name, SAMPLES), partial(blocks, name))
+        name: TrainingCase(name, partial(step_time.build, name, BATCH), partial(blocks, name))
         for name in CPU_MODELS
     }
 
 
 def gpu_cases() -> dict[str, TrainingCase]:
-    """Return the models of `benchmarks.gpu`, in float32."""
+    """Return the models of `autoac doctor --gpu`, in float32."""
 
-    def make(case: gpu.Case) -> tuple[nn.Module, dict[str, Any]]:
+    def make(sample: Sample) -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(0)
-        return case.make().train(), dict(case.batch())
+        return sample.make(FULL).train(), dict(sample.batch(FULL))
 
-    def blocks(case: gpu.Case, model: nn.Module) -> list[nn.Module]:
-        return list(case.blocks(model))
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        return list(model.get_submodule("blocks").children())
 
-    return {
-        name: TrainingCase(case.name, partial(make, case), partial(blocks, case))
-        for name, case in gpu.CASES.items()
-    }
+    return {sample.name: TrainingCase(sample.name, partial(make, sample), blocks) for sample in SAMPLES}
 
 
 def _on_cpu(case: TrainingCase, rounds: int) -> list[TrainingRow]:
