@@ -45,6 +45,7 @@ from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.module_paths import ModuleHook, watch_calls
+from autoac.profiler.torch_facts.second_stage import forget_compiled_code
 
 log = logging.getLogger("ac_client")
 
@@ -126,6 +127,7 @@ class Applied:
         _applied[model] = self
         self._submodule_handles: list[RemovableHandle] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
+        forget_compiled_code()
         self._attach(model)
 
     @property

@@ -46,12 +46,14 @@ def compare(
     torch.compiler.reset()
     batch = entry.batch()
     want = _results(_made(entry), backend, batch)
-    found = profile(torch.compile(_made(entry), backend=backend), **batch)
+    unplanned: Any = torch.compile(_made(entry), backend=backend)
+    found = profile(unplanned, **batch)
     lowest, highest = find_minimum_peak(found, time_limit_s=30).found, plan(found, budget_gb=1024).peak
     for share in shares:
         budget = int(lowest + share * (highest - lowest))
         model = _made(entry)
-        compiled = ac_client.apply(torch.compile(model, backend=backend), budget / 2**30)
+        compiled: Any = torch.compile(model, backend=backend)
+        ac_client.apply(compiled, budget / 2**30)
         same = all(map(torch.equal, _results(model, backend, batch, compiled), want))
         handle = ac_client.applied(model)
         predicted = handle.policy.predicted  # type: ignore[union-attr]

@@ -223,6 +223,12 @@ def aot_graph_compile() -> Any:
     return graph_compile
 
 
+def anything_traced() -> bool:
+    """Return True if Dynamo has compiled code in this process."""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    return convert_frame is not None and bool(convert_frame.input_codes.seen)
+
+
 def graphs_loaded_from_cache() -> int:
     """Return how many graphs AOTAutograd has found compiled on disk."""
     from torch._dynamo.utils import counters

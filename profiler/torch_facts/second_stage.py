@@ -197,6 +197,13 @@ def _keep_from_cache(begins: bool) -> None:
         config.custom_partitioner_fn = _current.partitioner
 
 
+def forget_compiled_code() -> None:
+    """Have all compiled code compiled again: Dynamo does not guard on the hooks that a plan has added."""
+    if private.anything_traced():
+        _hold_back_graphs()
+        torch._dynamo.reset_code_caches()
+
+
 def _hold_back_graphs() -> None:
     """Have AOTAutograd stop after its first stage, and forget code that was compiled before it did."""
     module = private.aot_graph_compile()

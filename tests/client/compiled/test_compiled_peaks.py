@@ -189,6 +189,28 @@ def test_compile_and_apply_work_in_either_order(order: Callable[[nn.Module, floa
     assert measured_peak(model, call, batch) + predicted.static_bytes == predicted.peak_bytes
 
 
+@pytest.mark.parametrize("traced_before", [False, True])
+def test_function_around_the_model_may_be_compiled(traced_before: bool) -> None:
+    batch = rows()
+
+    def train(model: nn.Module, *, planned: bool) -> tuple[list[Tensor], Any]:
+        call = torch.compile(lambda x: model(x) * 2.0, backend=BACKEND)
+        if planned and traced_before:
+            call(**batch)
+            model.load_state_dict(net().state_dict())
+        if planned:
+            ac_client.apply(model, 0.6 * 1.1 / 1024)
+        return outcome(model, call, batch), call
+
+    want, _ = train(net(), planned=False)
+    model = net()
+    got, call = train(model, planned=True)
+    assert all(map(torch.equal, got, want))
+    assert ac_client.applied(model).report().recomputed > 0
+    predicted = ac_client.applied(model).policy.predicted  # type: ignore[union-attr]
+    assert measured_peak(model, call, batch) + predicted.static_bytes == predicted.peak_bytes
+
+
 def test_removed_plan_leaves_the_compiled_model_as_it_was() -> None:
     import torch._inductor.config as inductor
 
