@@ -14,7 +14,7 @@ from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
 from autoac.planner.solver.search import Problem, Search
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
-from autoac.planner.solver.variables import Options
+from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import format_bytes, format_us
 
 PEAK_WORK = 3.0  # units of work for the search of the smallest peak
@@ -90,11 +90,11 @@ def find_frontier(
     check_limits(gap, time_limit_s, work_limit)
     observed = None if isinstance(profile, Graph) else profile
     graph = constrained(profile, without_forward_budget(constraints))
-    problem = Problem(graph, options)
+    problem = Problem(graph, options_for(profile, options))
     allowance = Allowance(PEAK_WORK, Stopwatch(time_limit_s, clock), progress)
     smallest = search_minimum_peak(problem, allowance)
     low, high = smallest.found, problem.ceiling
-    plans = [plan_of(problem, observed, high, graph.everything, constraints=constraints)]
+    plans = [plan_of(problem, observed, high, problem.graph.everything, constraints=constraints)]
     bound_us, moments = 0.0, None
     for point in range(1, points):
         budget = low + (high - low) * (points - 1 - point) // (points - 1)
@@ -115,7 +115,8 @@ def find_frontier(
         )
         bound_us, moments = search.best.bound, search.moments
     if plans[-1].peak < smallest.found:
-        smallest = replace(smallest, found=plans[-1].peak, save_set=plans[-1].save_set)
+        assert search.best.save_set is not None
+        smallest = replace(smallest, found=plans[-1].peak, save_set=search.best.save_set)
     return Frontier(_monotone(plans), smallest)
 
 

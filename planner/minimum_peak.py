@@ -12,9 +12,11 @@ from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.search import Problem, Search
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
+from autoac.planner.solver.variables import options_for
 
 WORK_LIMIT = 15.0  # see NOTE [ Work ] in highs.py
 GAP = 0.01
+ONCE_WORK = 5.0  # for a first peak without use groups, if ops have any
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ def find_minimum_peak(
     """
     check_limits(gap, time_limit_s, work_limit)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
-    problem = Problem(constrained(profile, without_forward_budget(constraints)))
+    graph = constrained(profile, without_forward_budget(constraints))
+    problem = Problem(graph, options_for(profile, None))
     return search_minimum_peak(problem, allowance, gap)
 
 
@@ -79,6 +82,11 @@ def search_peak_within(problem: Problem, allowance: Allowance, budget: int) -> M
 
 def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
     start = chain(problem.segments.smallest(), (save_set for _, save_set in problem.simple))
+    if problem.once is not None:
+        once = _peak_search(problem.once, allowance.with_work(ONCE_WORK), gap)
+        once.run()
+        assert once.best.save_set is not None
+        start = chain(start, [problem.with_use_groups(once.best.save_set)])
     return Search(problem, None, gap=gap, allowance=allowance, start=start, bound=problem.bounds.floor)
 
 

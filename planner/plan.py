@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from typing import Any
 
 from autoac.planner.budget import budget_in_bytes
 from autoac.planner.errors import InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
-from autoac.planner.formats.policy import Policy, Predicted, decisions, tool_versions
+from autoac.planner.formats.policy import (
+    VERSION,
+    VERSION_WITH_USE_GROUPS,
+    Policy,
+    Predicted,
+    decisions,
+    tool_versions,
+)
 from autoac.planner.formats.profile import Profile
 from autoac.planner.infeasibility import infeasible, with_blame
 from autoac.planner.memory.schedule import recompute_us
@@ -17,13 +25,14 @@ from autoac.planner.memory.simulate import Timeline, instant_name, peak_of, simu
 from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.minimum_peak import search_minimum_peak, search_peak_within
 from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
-from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
+from autoac.planner.problem.use_groups import later_runs
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.search import Problem, Search
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits, relative_gap
-from autoac.planner.solver.variables import Options
+from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import format_bytes
 
 DEFAULT_GAP = 0.01
@@ -31,6 +40,7 @@ DEFAULT_WORK_LIMIT = 60.0  # see NOTE [ Work ] in highs.py
 DEFAULT_TIME_LIMIT_S = 600.0
 """Defaults of a plan, also for requests to the service."""
 FLOOR_SHARE = 1 / 4  # of the time, kept for the search of the smallest peak while no plan is found
+ONCE_WORK = 10.0  # for a first plan without use groups, if ops have any
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 
 
@@ -101,7 +111,7 @@ class Plan:
             tools=tool_versions(),
             constraints=self.constraints,
             forward_ends=profile.forward_ends,
-            decisions=decisions(profile, self.save_set),
+            **decided(profile, self.graph, self.save_set),
         )
 
 
@@ -152,6 +162,7 @@ def plan(
     constraints = constraints if constraints is not None else Constraints()
     forward = _forward_limit(constraints, headroom_bytes)
     graph = constrained(profile, constraints)
+    options = options_for(profile, options)
     problem = Problem(with_forward_limit(graph, budget, forward), options)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
     try:
@@ -159,7 +170,7 @@ def plan(
     except InfeasibleBudget as error:
         raise with_blame(error, profile, constraints, forward) from None
     return plan_of(
-        problem if problem.graph is graph else Problem(graph),
+        problem if problem.step is graph else Problem(graph, options),
         None if isinstance(profile, Graph) else profile,
         budget,
         save_set,
@@ -185,6 +196,11 @@ def _find_save_set(
     if problem.bounds.floor > budget:
         raise infeasible(graph, budget, search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK)))
     allowance.reserved_s = allowance.time_limit_s * FLOOR_SHARE
+    if problem.once is not None:
+        first = Search(problem.once, budget, gap=gap, allowance=allowance.with_work(ONCE_WORK))
+        first.run()
+        if first.best.save_set is not None:
+            start = (*start, problem.with_use_groups(first.best.save_set))
     search = Search(problem, budget, gap=gap, allowance=allowance, start=start)
     stopped = search.run(polish=True)
     if stopped is Stopped.INFEASIBLE:
@@ -212,7 +228,7 @@ def plan_of(
     constraints: Constraints | None = None,
 ) -> Plan:
     """Return the Plan of `save_set`, with the evidence of `search`; without one, nothing was solved."""
-    graph = problem.graph
+    graph, save_set = problem.chosen(save_set)
     save_set = with_forced_saves(graph, save_set)  # a policy names them too: the runtime knows few by itself
     peak = peak_of(graph, save_set)
     again = recomputed_by_backward(graph, save_set)
@@ -267,3 +283,19 @@ def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: i
             f"{format_bytes(nbytes)}: pass a smaller headroom or a larger budget"
         )
     return nbytes - headroom_bytes
+
+
+def decided(profile: Profile, graph: Graph, save_set: SaveSet) -> dict[str, Any]:
+    """Return the fields of a policy that say what to do: `graph` is of `profile`, perhaps with use groups."""
+    others = later_runs(graph)
+    ops = (op.id for op in graph.ops if op.id not in others)
+    key_of = dict(zip(ops, profile.keys(), strict=True))
+    fates = decisions(profile, frozenset(i for i, op in enumerate(key_of) if op in save_set))
+    use_groups = {}
+    for row in graph.runs:
+        if row[0] not in save_set:
+            use_groups[key_of[row[0]]] = tuple(key_of[OpId(graph.ops[run].latest_use)] for run in row)
+            if len(row) > 1:
+                fates[key_of[row[0]]] = f"recompute@{len(row)}"
+    version = VERSION_WITH_USE_GROUPS if use_groups else VERSION
+    return {"version": version, "decisions": fates, "use_groups": use_groups}

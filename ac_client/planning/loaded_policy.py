@@ -63,7 +63,7 @@ class LoadedPolicy:
     @cached_property
     def recomputes(self) -> bool:
         """Return True if the policy recomputes at least one op."""
-        return "recompute" in self.policy.decisions.values()
+        return any(decision != "save" for decision in self.policy.decisions.values())
 
     @cached_property
     def forwards(self) -> tuple[ForwardRoute, ...]:
@@ -73,7 +73,7 @@ class LoadedPolicy:
         return tuple(
             ForwardRoute(
                 decisions,
-                Route(decisions),
+                Route(decisions, self.policy.use_groups),
                 reruns={b - start: e - start for b, e in spans if start <= b < start + len(decisions)},
             )
             for start, decisions in zip(starts, self.policy.forwards, strict=False)

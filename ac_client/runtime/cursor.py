@@ -21,7 +21,8 @@ A copy may be missing. A policy also serves smaller batches than the one it was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import bisect
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,8 +60,18 @@ class LeftThePath(RuntimeError):
 class Route:
     """The decisions of a policy, indexed by position. All cursors of one policy share it."""
 
-    def __init__(self, decisions: Mapping[str, Decision]) -> None:
+    def __init__(
+        self, decisions: Mapping[str, Decision], use_groups: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         self.keys = list(decisions)
+        position = {key: i for i, key in enumerate(self.keys)}
+        # By position of an op: that of the latest use in each use group, in the order of backward.
+        self.use_groups = {
+            position[key]: tuple(position[name] for name in latest)
+            for key, latest in (use_groups or {}).items()
+            if key in position and all(name in position for name in latest)
+        }
+        self._boundaries = sorted({at for latest in self.use_groups.values() for at in latest[1:]})
         parsed = [OpKey.parse(key) for key in self.keys]
         self.modules = [key.module for key in parsed]
         self.ops = [key.op for key in parsed]
@@ -81,6 +92,12 @@ class Route:
     def is_call(self, path: str, span: Span) -> bool:
         """Return True if `span` is a span in which the module `path` runs."""
         return span in self._spans.get(path, ())
+
+    def is_in_one_group(self, span: Span) -> bool:
+        """Return True if all uses by ops of `span` are in the same use group of every op."""
+        begin, end = span
+        nearest = bisect.bisect_left(self._boundaries, begin - 1)
+        return nearest == len(self._boundaries) or self._boundaries[nearest] >= end - 1
 
     def skip_copies(self, position: int) -> int:
         """Return the position of the first op from `position` on that is not a copy."""
@@ -268,8 +285,23 @@ class Cursor:
         return call.begin, self._position
 
     def saves_all(self, span: Span) -> bool:
-        """Return True if every op of `span` is saved."""
-        return self._route.saves_all(span)
+        """Return True if every op of `span` is saved, and all its uses are in one use group."""
+        return self._route.saves_all(span) and self._route.is_in_one_group(span)
+
+    @property
+    def has_use_groups(self) -> bool:
+        """Return True if an op of the route has use groups."""
+        return bool(self._route.use_groups)
+
+    @property
+    def position(self) -> int:
+        """Return the position of the op that started last."""
+        return self._position - 1
+
+    @property
+    def use_groups(self) -> tuple[int, ...]:
+        """Return the positions of the latest use in each use group of the op that started last, or ()."""
+        return self._route.use_groups.get(self._position - 1, ())
 
     def finish(self) -> None:
         """End the forward.

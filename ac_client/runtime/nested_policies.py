@@ -250,6 +250,7 @@ class PolicyStack:
         frames: the policies.
         needs_output: True if a policy must see the output of an op.
         packing: the innermost packing; None if no frame has one.
+        grouping: the cursor of a plan in which ops have use groups; None if there is none.
         saves_all: True if every op is saved.
         recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
         forced_by: the policy that said MUST_RECOMPUTE for the op decided last; "" if none did.
@@ -260,6 +261,7 @@ class PolicyStack:
         "_cursor",
         "forced_by",
         "frames",
+        "grouping",
         "needs_output",
         "packing",
         "recomputes_all",
@@ -279,6 +281,8 @@ class PolicyStack:
         self._cursor = only.cursor if isinstance(only, PlannedPolicy) else None
         if self._constant is CheckpointPolicy.MUST_RECOMPUTE:
             self.forced_by = str(self.frames[0])
+        cursors = [f.policy.cursor for f in self.frames if isinstance(f.policy, PlannedPolicy)]
+        self.grouping = next((cursor for cursor in cursors if cursor.has_use_groups), None)
 
     def saves(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs | None, out: Any = None) -> bool:
         """Return True if the outputs of this call are saved.
@@ -289,7 +293,8 @@ class PolicyStack:
         if self._cursor is not None:
             # A plan recomputes ops whose results decide only where the user lifted the default.
             decision_of_plan = self._cursor.next_decision(facts.name)
-            return decision_of_plan != "recompute" or facts.must_save not in ("", DECIDES)
+            saved = decision_of_plan is None or decision_of_plan == "save"
+            return saved or facts.must_save not in ("", DECIDES)
         decision = self._constant
         if decision is None:
             decision, decided_by = resolve(self.frames, op, facts, args, kwargs or {}, out)

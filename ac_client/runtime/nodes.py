@@ -132,6 +132,7 @@ class StorageVersion:
         "counter",
         "first_counter",
         "handles",
+        "later_runs",
         "node",
         "raw",
         "recipe",
@@ -148,6 +149,9 @@ class StorageVersion:
         self.serial = next(_serials)  # names this version without keeping it alive
         self.uses = 0
         self.handles: list[weakref.ref[Any]] = []  # every RecomputedHandle made for it, alive or not
+        # With use groups: the versions that other runs of the op make, last first, each with the position of
+        # the latest use that it serves.
+        self.later_runs: tuple[tuple[int, StorageVersion], ...] = ()
         self.counter: int | None = None  # version counter of the tensor, noted before the mode pauses
         self.first_counter = -1 if raw else 0  # the counter when this version was made; -1 if unknown
 
@@ -159,6 +163,18 @@ class StorageVersion:
         else:
             self.counter = self.first_counter  # nothing has written to it
         return self.counter >= 0
+
+    def serving(self, position: int) -> StorageVersion:
+        """Return the version that serves a use at `position`; see NOTE [ Use groups ] in the planner."""
+        for latest, version in self.later_runs:
+            if position <= latest:
+                return version
+        return self
+
+    @property
+    def runs(self) -> tuple[StorageVersion, ...]:
+        """Return this version and those of later runs."""
+        return (self, *(version for _, version in self.later_runs))
 
     def recipe_if_returned(self, tensor: Tensor) -> Recipe | None:
         """Return the recipe of `tensor` if it is the very tensor that the op returned, else None."""

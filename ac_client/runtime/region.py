@@ -165,6 +165,7 @@ class Region(RecordingMode):
     def _resolve(self) -> None:
         self._policy = PolicyStack(self._frames)
         self._hooks.packing = self._policy.packing
+        self._hooks.grouping = self._grouping = self._policy.grouping
 
     def pause(self) -> bool:
         """Remove the mode while ops run that are all saved; return False if that is impossible now.
@@ -288,6 +289,21 @@ class Region(RecordingMode):
                 self.storages.after_opaque_write(tensor)
         return out
 
+    def _stand_ins(
+        self, args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[StorageVersion, ...]]:
+        """Return the arguments of a node with the stand-ins of their tensors, and the versions among them.
+
+        Raises:
+            UnsupportedTensor: a tensor is not described by its storage and recipe.
+        """
+        reads: dict[StorageVersion, None] = {}
+        stand_ins = self.storages.arguments(args, reads)
+        if not kwargs:
+            return stand_ins, _NO_KWARGS, tuple(reads)
+        named = dict(zip(kwargs, self.storages.arguments(kwargs.values(), reads), strict=True))
+        return stand_ins, named, tuple(reads)
+
     def _run_recorded(
         self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
     ) -> Any:
@@ -302,20 +318,24 @@ class Region(RecordingMode):
             # Replay without running statistics, so that they are updated once (pytorch#96136). Statistics
             # that a recorded op made are written again like any other version.
             replayed_args = [None if i in facts.statistics else arg for i, arg in enumerate(args)]
-        reads: dict[StorageVersion, None] = {}
+        groups: tuple[int, ...] = ()
+        if self._grouping is not None:
+            groups = self._grouping.use_groups
+            storages.position = groups[0] if groups else self._grouping.position
         try:
-            stand_ins = storages.arguments(replayed_args, reads)
-            named = _NO_KWARGS
-            if kwargs:
-                named = dict(zip(kwargs, storages.arguments(kwargs.values(), reads), strict=True))
+            stand_ins, named, reads = self._stand_ins(replayed_args, kwargs)
         except UnsupportedTensor:
             return self._run_saved(func, facts, args, kwargs)
         rng_state = None
         if facts.random and facts.draws(args, kwargs or {}):
             rng_state = capture_generator(generator_of(args, kwargs or {}))
-        node = Node(
-            next_order(), facts.name, facts.call, stand_ins, named, tuple(reads), rng_state, self._stream
-        )
+        node = Node(next_order(), facts.name, facts.call, stand_ins, named, reads, rng_state, self._stream)
+        later_runs: list[tuple[int, Node]] = []
+        for latest in groups[1:]:
+            storages.position = latest
+            parts = self._stand_ins(replayed_args, kwargs)
+            run = Node(next_order(), facts.name, facts.call, *parts, rng_state, self._stream)
+            later_runs.append((latest, run))
         if streams_seen.several:
             for tensor in tensors_in(args, kwargs or {}):
                 hold_for_current_stream(tensor)
@@ -332,7 +352,8 @@ class Region(RecordingMode):
             storages.before_write(written, untrack=False)
         out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if facts.shaped_by_argument:
-            node.func = FixedShapeOp(facts.call, facts.name, out.shape)
+            for run in (node, *(run for _, run in later_runs)):
+                run.func = FixedShapeOp(facts.call, facts.name, out.shape)
         if self._policy.needs_output and (
             self._policy.saves(func, facts, args, kwargs, out) or (facts.in_place and not rewritten)
         ):
@@ -346,10 +367,15 @@ class Region(RecordingMode):
             if facts.in_place and len(written) == 1:
                 ((old, tensor),) = rewritten
                 move_handles(old, new, window_of(tensor))
-        if type(out) is Tensor:
-            node.outs = (storages.output(out, node, written),)
-        else:
-            node.outs = tuple(storages.output(tensor, node, written) for tensor in outputs_of(out))
+        outs = (out,) if type(out) is Tensor else tuple(outputs_of(out))
+        node.outs = tuple(storages.output(tensor, node, written) for tensor in outs)
+        if not (written or node.writes_sources):
+            for latest, run in later_runs:
+                run.forced_by = node.forced_by
+                run.outs = tuple(
+                    storages.output_of_later_run(first, tensor, run, latest)
+                    for first, tensor in zip(node.outs, outs, strict=True)
+                )
         return out
 
 

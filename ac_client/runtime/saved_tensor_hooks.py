@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ac_client.runtime.cursor import Cursor
 from ac_client.runtime.nested_policies import Packing
 from ac_client.runtime.nodes import StorageVersion
 from ac_client.runtime.replay import RegionGraph
@@ -28,11 +29,13 @@ class RegionHooks:
     Attributes:
         packing: the innermost `packing` of the policies; None if no policy has one.
         pack_in_call: set while a call is recorded as one op; returns None for a tensor from outside of it.
+        grouping: the cursor of a plan in which ops have use groups; None if there is none.
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
         self.packing: Packing | None = None
         self.pack_in_call: Callable[[Tensor], RecomputedHandle | None] | None = None
+        self.grouping: Cursor | None = None
         self._storages = storages
         self._key = storages.key
         self._graph = graph
@@ -76,6 +79,8 @@ class RegionHooks:
             if type(version) is StorageVersion and (
                 version.counter is None or not self._storages.written_unseen(version)
             ):
+                if version.later_runs and self.grouping is not None:
+                    version = version.serving(self.grouping.position)
                 recipe = version.recipe_if_returned(tensor)
                 if recipe is None and has_storage(tensor):  # nested tensors are strided as well
                     recipe = recipe_of(tensor)

@@ -42,6 +42,7 @@ class TrackedStorages:
 
     Attributes:
         key: name of the attribute that holds a storage's origin.
+        position: of the op that reads now, in a plan with use groups.
         writes: number of writes to tracked storages.
         orphans: number of versions that were read after a pause through a view only, so that writes during
             the pause could not be detected.
@@ -51,6 +52,7 @@ class TrackedStorages:
         self._graph = graph
         self._table: StorageTable[Origin] = StorageTable()
         self.key = self._table.name
+        self.position = 0
         self.writes = 0
         self.orphans = 0
         self._had_pause = False
@@ -124,7 +126,8 @@ class TrackedStorages:
         origin = self.origin(tensor) if has_storage(tensor) else None
         if type(origin) is StorageVersion:
             with self._graph.lock:
-                pin_version(origin, tensor, next_order())
+                for version in origin.runs:
+                    pin_version(version, tensor, next_order())
             self._table.drop(tensor)
 
     def save(self, tensor: Tensor) -> None:
@@ -132,7 +135,8 @@ class TrackedStorages:
         origin = self.origin(tensor)
         if type(origin) is StorageVersion:
             with self._graph.lock:
-                source = pin_version(origin, tensor, next_order())
+                for version in origin.runs:
+                    source = pin_version(version, tensor, next_order())
             self.enter(tensor.untyped_storage(), weakref.ref(source))
 
     def before_write(self, tensors: Iterable[Tensor], *, untrack: bool) -> None:
@@ -177,8 +181,10 @@ class TrackedStorages:
         found: list[tuple[StorageVersion, Tensor]] = []
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None
-            if type(origin) is StorageVersion and all(origin is not version for version, _ in found):
-                found.append((origin, tensor))
+            if type(origin) is StorageVersion:
+                origin = origin.serving(self.position)
+                if all(origin is not version for version, _ in found):
+                    found.append((origin, tensor))
         return found
 
     def arguments(self, args: Iterable[Any], reads: dict[StorageVersion, None]) -> tuple[Any, ...]:
@@ -206,6 +212,8 @@ class TrackedStorages:
             if type(origin) is StorageVersion and origin.counter is not None and self.written_unseen(origin):
                 origin = None
             if type(origin) is StorageVersion:
+                if origin.later_runs:
+                    origin = origin.serving(self.position)
                 reads[origin] = None
                 returned = origin.recipe_if_returned(arg) is not None
                 stand_ins.append(origin if returned else VersionView(origin, _checked_recipe_of(arg)))
@@ -239,6 +247,17 @@ class TrackedStorages:
         version = StorageVersion(node, tensor)
         self.enter(storage, version)
         return weakref.ref(version)
+
+    def output_of_later_run(
+        self, first: weakref.ref[StorageVersion] | None, tensor: Tensor, node: Node, latest: int
+    ) -> weakref.ref[StorageVersion] | None:
+        """Add to `first`, an output of the first run, that of a later run, `node`; return its version."""
+        version = first() if first is not None else None
+        if version is None:
+            return None
+        later = StorageVersion(node, tensor)
+        version.later_runs = ((latest, later), *version.later_runs)
+        return weakref.ref(later)
 
     def rewrite(self, rewritten: Iterable[tuple[StorageVersion, Tensor]], node: Node) -> StorageVersion:
         """Track the versions that `node` made by writing over those in `rewritten`; return the last."""

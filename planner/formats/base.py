@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -55,14 +55,15 @@ def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | Ma
     Raises:
         UnknownVersion, MalformedProfile, MalformedPolicy: as for `read`.
     """
-    format, version = (cls.model_fields[name].default for name in ("format", "version"))
+    format, version = cls.model_fields["format"].default, cls.model_fields["version"]
+    known = get_args(version.annotation)
     if not isinstance(data, dict):
         raise malformed([f"must be {_FORMATS[format]}, got JSON that is not an object"])
     found = data.get("format")
     if isinstance(found, str) and found != format and found in _FORMATS:
         raise malformed([f"must be {_FORMATS[format]}, got {_FORMATS[found].partition(',')[0]}"])
-    if found == format and data.get("version") != version:
-        raise UnknownVersion(format, data.get("version"), version)
+    if found == format and data.get("version") not in known:
+        raise UnknownVersion(format, data.get("version"), max(known))
     try:
         return cls.model_validate(data)
     except ValidationError as error:

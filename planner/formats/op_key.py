@@ -4,6 +4,8 @@
     ------------ --------------- -
     module       op              occurrence: the second `aten.mm.default` in that module
 
+A run of an op that only backward does ends with "@" and the number of the run: "...mm.default#1@2".
+
 A module's path may contain "/" and "#": `nn.ModuleDict({"a/b": ...})`. The name of an op contains neither.
 So a key is split at its last "/". No other file takes keys apart.
 """
@@ -25,24 +27,28 @@ class OpKey:
     """The parts of an op's key.
 
     >>> OpKey.parse("layers.3.mlp/aten.mm.default#1")
-    OpKey(module='layers.3.mlp', op='aten.mm.default', occurrence=1)
+    OpKey(module='layers.3.mlp', op='aten.mm.default', occurrence=1, run=1)
     """
 
     module: str  # "layers.3.mlp"; "." is the model itself
     op: str  # "aten.mm.default"
     occurrence: int | None = 0  # how often the op ran in the module before; None in a name without "#"
+    run: int = 1  # which of the runs in backward, if the op has use groups
 
     @classmethod
     def parse(cls, key: str) -> OpKey:
         """Return the parts of `key`. A text without "/" is the name of an op outside of all modules."""
         module, _, name = key.rpartition("/")
+        rest, mark, number = name.rpartition("@")
+        name, run = (rest, int(number)) if mark and number.isdecimal() else (name, 1)
         op, mark, occurrence = name.rpartition("#")
-        return (
-            cls(module, op, int(occurrence)) if mark and occurrence.isdecimal() else cls(module, name, None)
-        )
+        if mark and occurrence.isdecimal():
+            return cls(module, op, int(occurrence), run)
+        return cls(module, name, None, run)
 
     def __str__(self) -> str:
-        return f"{self.module}/{self.op}" + ("" if self.occurrence is None else f"#{self.occurrence}")
+        run = "" if self.run == 1 else f"@{self.run}"
+        return f"{self.module}/{self.op}" + ("" if self.occurrence is None else f"#{self.occurrence}") + run
 
     @property
     def short_op(self) -> str:
@@ -52,7 +58,8 @@ class OpKey:
     @property
     def label(self) -> str:
         """Return the op and its occurrence as reports show them: `mm.default#1` is the second call."""
-        return self.short_op + ("" if self.occurrence is None else f"#{self.occurrence}")
+        run = "" if self.run == 1 else f"@{self.run}"
+        return self.short_op + ("" if self.occurrence is None else f"#{self.occurrence}") + run
 
     def block(self, depth: int = 1) -> str:
         """Return the path of the block around the op, `depth` blocks deep; "" if there is none.

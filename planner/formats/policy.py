@@ -20,8 +20,10 @@ from autoac.planner.formats.profile import Profile
 
 FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
+VERSION_WITH_USE_GROUPS: Final = 2
 
-Decision = Literal["save", "recompute"]
+Decision = Annotated[str, Field(pattern=r"^(save|recompute(@[2-9]|@[1-9][0-9])?)$")]
+"""recompute@2: backward recomputes the op twice, once for each of its use groups."""
 Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # may be negative
 
 
@@ -42,7 +44,7 @@ class Policy(FrozenModel):
     """A plan in the form that is stored, sent, and carried out."""
 
     format: Literal["autoac.policy"] = FORMAT
-    version: Literal[1] = VERSION
+    version: Literal[1, 2] = VERSION  # 2 if there are use groups
     model: Name
     fingerprint: Name  # of the profile: the same model, shapes and kind of device
     profile_digest: Name
@@ -56,6 +58,9 @@ class Policy(FrozenModel):
     constraints: Constraints | None = None  # of the plan; left out if there are none
     # Several forwards that run before one backward: how many decisions there are up to the end of each.
     forward_ends: tuple[Index, ...] = ()  # left out where there is one forward
+    # By key of a recomputed op, in the order of backward: the op up to which its outputs are used, for each
+    # run. NOTE [ Use groups ] in problem/use_groups.py. Left out, with version 1, if no op has use groups.
+    use_groups: dict[Name, tuple[Name, ...]] = Field(default_factory=dict)
     decisions: dict[Name, Decision]  # by op key, in execution order
 
     def to_json(self) -> str:
@@ -65,7 +70,8 @@ class Policy(FrozenModel):
     def data(self) -> dict[str, Any]:
         """Return the published form as a dict, without the fields that do not apply."""
         left_out = {"constraints"} if self.constraints is None else set()
-        left_out |= {name for name in ("corrected_by_bytes", "forward_ends") if not getattr(self, name)}
+        optional = ("corrected_by_bytes", "forward_ends", "use_groups")
+        left_out |= {name for name in optional if not getattr(self, name)}
         return self.model_dump(mode="json", exclude=left_out)
 
     @property
@@ -82,6 +88,22 @@ class Policy(FrozenModel):
         ends = (*self.forward_ends, len(self.decisions))
         if any(a > b for a, b in itertools.pairwise(ends)):
             raise ValueError("forward_ends must ascend, up to the number of decisions")
+        return self
+
+    @model_validator(mode="after")
+    def _use_groups_are_of_decisions(self) -> Self:
+        if (self.version == VERSION_WITH_USE_GROUPS) != bool(self.use_groups):
+            raise ValueError(f"version must be {VERSION_WITH_USE_GROUPS} exactly if there are use_groups")
+        position = {key: i for i, key in enumerate(self.decisions)}
+        for key, latest in self.use_groups.items():
+            decided = self.decisions.get(key, "save")
+            if decided != f"recompute@{len(latest)}" and (decided, len(latest)) != ("recompute", 1):
+                raise ValueError(f"use_groups of {key} must be one for each recompute, got {len(latest)}")
+            places = [position.get(name, -1) for name in latest]
+            if min(places) < position[key] or any(a <= b for a, b in itertools.pairwise(places)):
+                raise ValueError(f"use_groups of {key} must be that op or later ones, the latest first")
+        if any("@" in decided and key not in self.use_groups for key, decided in self.decisions.items()):
+            raise ValueError("each op that is recomputed several times must have use_groups")
         return self
 
     @classmethod

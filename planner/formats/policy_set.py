@@ -20,6 +20,7 @@ from autoac.planner.formats.policy import Policy
 
 SET_FORMAT: Final = "autoac.policy-set"
 SET_VERSION: Final = 1
+SET_VERSION_WITH_USE_GROUPS: Final = 2
 
 Shape = Mapping[str, str]
 """The shape of a batch, by leaf: `float32[4, 64]` for a tensor, else a type's name, True, False or None."""
@@ -42,7 +43,7 @@ class PolicySet(FrozenModel):
     """The policies of one model by the shape of its batch, in the form that is stored and carried out."""
 
     format: Literal["autoac.policy-set"] = SET_FORMAT
-    version: Literal[1] = SET_VERSION
+    version: Literal[1, 2] = SET_VERSION  # 2 if a policy has use groups
     buckets: tuple[Bucket, ...]
 
     def bucket(self, shape: Shape) -> Bucket | None:
@@ -54,9 +55,9 @@ class PolicySet(FrozenModel):
     def to_json(self) -> str:
         """Return the published form: the same text for the same set."""
         buckets = [{"shape": bucket.shape, "policy": bucket.policy.data()} for bucket in self.buckets]
-        return (
-            json.dumps({"format": self.format, "version": self.version, "buckets": buckets}, indent=1) + "\n"
-        )
+        grouped = any(bucket.policy.use_groups for bucket in self.buckets)
+        version = SET_VERSION_WITH_USE_GROUPS if grouped else SET_VERSION
+        return json.dumps({"format": self.format, "version": version, "buckets": buckets}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PolicySet:

@@ -29,6 +29,8 @@ def module_reruns(graph: Graph, save_set: SaveSet) -> tuple[Span, ...]:
         return ()  # rule g
     if any(op.compiled for op in graph.ops):
         return ()  # rule h
+    if graph.runs:
+        return ()  # rule j: a call has one run
     candidates = list(Candidates(graph, save_set).outermost())
     if not candidates:
         return ()

@@ -32,6 +32,9 @@ i. *Rerun.* The ops of a rerun span, one call of a module, are recorded as one o
    from outside. A burst that needs one of their versions runs them in forward order, saved ones too, up to
    where autograd packed the last saved tensor of a version with a use. Versions with a use are then cached.
    All other storages live as in forward, but no longer than the rerun.
+j. *Use groups.* An op may be recomputed once for each group of its uses. Each of these runs is an op with
+   outputs of its own, and rules c to g apply to it. NOTE [ Use groups ] in problem/use_groups.py says which
+   uses are in which group. Forward runs the op once.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from autoac.planner.problem.graph import (
     VersionId,
 )
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
+from autoac.planner.problem.use_groups import joined, later_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,8 @@ def schedule(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> It
     for op in save_set:
         if not 0 <= op < len(graph.ops):
             raise UnknownOp(op, len(graph.ops))
-    return _Replay(graph, with_forced_saves(graph, save_set), reruns).events()
+    save_set = with_forced_saves(graph, save_set)
+    return _Replay(joined(graph, save_set), save_set, reruns).events()
 
 
 def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
@@ -186,9 +191,12 @@ class ForwardMemory:
         memory = cls({}, {}, {})
         until, dropped = readers_until(graph, save_set, reruns), _dropped(graph)
         by_uses, uses = held_by_uses(graph, save_set), uses_of(graph, save_set, reruns)
+        backward_only = later_runs(graph)
         for storage in graph.storages:
             last = storage.versions[-1]
             op = graph.versions[last].op
+            if op in backward_only:
+                continue
             if by_uses[last]:
                 if not uses[last]:
                     memory.frees_at.setdefault(max(storage.released, op + 1), []).append(last)
@@ -294,9 +302,11 @@ class _Replay:
 
     def events(self) -> Iterator[Event]:
         graph, n = self.graph, len(self.graph.ops)
+        backward_only = later_runs(graph)
         for op in graph.ops:
             yield from self._frees(op.id)
-            yield self.forward.compute(graph, op)
+            if op.id not in backward_only:
+                yield self.forward.compute(graph, op)
         for step in graph.steps:
             yield from self._frees(n + step.id)
             for h in step.unpacks:

@@ -45,6 +45,7 @@ class Op:
     must_recompute: bool = False  # the user pinned the op: its outputs are not saved
     replay_us: float = 0.0  # the time to record and replay the op, in addition to its run time
     compiled: bool = False  # part of a compiled graph (rule h in schedule.py)
+    latest_use: int = -1  # position of the latest use that a run serves, if the op has use groups
 
     @property
     def recompute_us(self) -> float:
@@ -130,6 +131,7 @@ class Graph:
     waiting_microbatches: int = (
         0  # other microbatches in flight; each holds what this one holds after forward
     )
+    runs: tuple[tuple[OpId, ...], ...] = ()  # of each op with use groups; see use_groups.py
 
     @property
     def end(self) -> Moment:

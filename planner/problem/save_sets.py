@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoac.planner.problem.graph import Graph, Op, OpId, SaveSet
+from autoac.planner.problem.use_groups import UseGroups, joined, later_runs
 
 
 def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
@@ -12,7 +13,8 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
 
     These are the ops that must be saved, and the ops that only write in place over saved versions. The old
     version is lost, so the new one is saved instead. If the new version carries a saved tensor of the old
-    one, the op of the old one is saved as well. Ops that must be recomputed are left out.
+    one, the op of the old one is saved as well. Ops that must be recomputed are left out. If an op with use
+    groups is saved, so are its runs in backward.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
     for value in reversed(graph.versions):
@@ -23,7 +25,31 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
             previous = [graph.versions[w].previous for w in op.writes]
             if all(p is not None and graph.versions[p].op in result for p in previous):
                 result.add(op.id)
+    for first, *others in graph.runs:
+        if first in result:
+            result.update(others)
     return frozenset(result)
+
+
+def chosen_use_groups(graph: Graph, save_set: SaveSet) -> tuple[UseGroups, SaveSet]:
+    """Return the use groups of `graph` of which `save_set` makes use, and the save set that goes with them.
+
+    Both are for the graph without use groups. The groups that are left out have no unsaved user, or are
+    served by the run before. An op with one group is named if it reads an op with several.
+    """
+    save_set = with_forced_saves(graph, save_set)
+    runs = joined(graph, save_set)
+    run = may_be_recomputed(graph, save_set)
+    others = later_runs(graph)
+    old_id = {op.id: OpId(i) for i, op in enumerate(op for op in graph.ops if op.id not in others)}
+    groups = {row[0]: [r for r in row if run[r]] for row in graph.runs if row[0] not in save_set}
+    several = {w for row in groups.values() if len(row) > 1 for r in row for w in graph.ops[r].writes}
+    chosen = {
+        old_id[first]: tuple(old_id[OpId(graph.ops[r].latest_use)] for r in row)
+        for first, row in groups.items()
+        if len(row) > 1 or any(v in several for r in row for v in runs.ops[r].reads)
+    }
+    return chosen, frozenset(old_id[op] for op in save_set if op in old_id)
 
 
 def carried_over(graph: Graph, op: Op) -> Iterator[OpId]:
@@ -77,6 +103,7 @@ def _needed(graph: Graph, save_set: SaveSet, counts: Sequence[bool]) -> list[boo
     """Return for each op True if a recompute needs it; `counts` has True for saved tensors that count."""
     run = [False] * len(graph.ops)
     save_set = with_forced_saves(graph, save_set)
+    graph = joined(graph, save_set)
     for op in reversed(graph.ops):
         if op.id in save_set:
             continue
@@ -97,4 +124,6 @@ def without_cost_free_recomputes(graph: Graph, ops: Iterable[OpId]) -> SaveSet:
     """
     save_set = frozenset(ops) | graph.must_save
     run = may_be_recomputed(graph, save_set)
+    for first, *others in graph.runs:
+        run[first] |= any(run[other] for other in others)  # saving it would save all of them
     return (save_set | frozenset(op.id for op in graph.ops if not run[op.id])) & graph.everything

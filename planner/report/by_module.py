@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from autoac.planner.formats.op_key import OpKey
@@ -37,7 +37,8 @@ class OpDecision:
     decision: Decision
     kept_bytes: int = 0  # held when backward begins
     recomputed_bytes: int = 0  # that running it again allocates
-    runtime_us: float = 0.0  # of running it again
+    runtime_us: float = 0.0  # of running it again, all runs together
+    runs: int = 1  # how often backward runs it, if it is recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class ModuleRow:
 
 
 def op_decisions(graph: Graph, save_set: SaveSet) -> list[OpDecision]:
-    """Return the decision of `save_set` about each op of `graph`, in forward order."""
+    """Return the decision of `save_set` about each op of `graph`, in forward order; each run is one op."""
     save_set = with_forced_saves(graph, save_set)
     recomputed = recomputed_by_backward(graph, save_set)
     until, nbytes = held_until(graph, save_set), _kept_nbytes(graph, save_set)
@@ -71,10 +72,24 @@ def op_decisions(graph: Graph, save_set: SaveSet) -> list[OpDecision]:
     return decisions
 
 
+def runs_added_up(ops: Iterable[OpDecision]) -> list[OpDecision]:
+    """Return `ops` with the runs of each op with use groups as one decision."""
+    result: list[OpDecision] = []
+    for op in ops:
+        if OpKey.parse(op.key).run == 1:
+            result.append(op)
+        elif op.decision is Decision.RECOMPUTED:
+            first = result[-1]
+            result[-1] = replace(first, runtime_us=first.runtime_us + op.runtime_us, runs=first.runs + 1)
+    return result
+
+
 def policy_decisions(policy: Policy) -> list[OpDecision]:
     """Return the decisions of `policy`, which knows no bytes: what it saves without need counts as saved."""
     return [
-        OpDecision(key, Decision.SAVED if decision == "save" else Decision.RECOMPUTED)
+        OpDecision(key, Decision.SAVED)
+        if decision == "save"
+        else OpDecision(key, Decision.RECOMPUTED, runs=int(decision.partition("@")[2] or 1))
         for key, decision in policy.decisions.items()
     ]
 
@@ -107,11 +122,11 @@ def _kept_nbytes(graph: Graph, save_set: SaveSet) -> list[int]:
 def by_module(ops: Iterable[OpDecision]) -> tuple[ModuleRow, ...]:
     """Return the rows of a table by module, in the order in which modules first ran; none for unused ones."""
     modules: dict[str, list[OpDecision]] = {}
-    for op in ops:
+    for op in runs_added_up(ops):
         modules.setdefault(OpKey.parse(op.key).module, []).append(op)
 
     def signature(module: str) -> object:
-        return tuple((OpKey.parse(op.key).label, op.decision) for op in modules[module])
+        return tuple((OpKey.parse(op.key).label, op.decision, op.runs) for op in modules[module])
 
     rows = []
     for name, paths in fold_paths(modules, signature):
@@ -119,7 +134,11 @@ def by_module(ops: Iterable[OpDecision]) -> tuple[ModuleRow, ...]:
         of_all = [op for path in paths for op in modules[path]]
         names = short_names([op.key for op in of_one])
         keeps = tuple(names[op.key] for op in of_one if op.decision is Decision.SAVED)
-        recomputes = tuple(names[op.key] for op in of_one if op.decision is Decision.RECOMPUTED)
+        recomputes = tuple(
+            names[op.key] + (f" {op.runs} times" if op.runs > 1 else "")
+            for op in of_one
+            if op.decision is Decision.RECOMPUTED
+        )
         if keeps or recomputes:
             kept_bytes = sum(op.kept_bytes for op in of_all)
             recomputed_bytes = sum(op.recomputed_bytes for op in of_all)

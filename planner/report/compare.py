@@ -15,6 +15,7 @@ from autoac.planner.report.by_module import (
     fold_paths,
     op_decisions,
     policy_decisions,
+    runs_added_up,
     short_names,
 )
 from autoac.planner.units import format_bytes, format_us
@@ -120,7 +121,7 @@ def difference(
 
 def _decisions(subject: Plan | Policy) -> list[OpDecision]:
     if isinstance(subject, Plan):
-        return op_decisions(subject.graph, subject.save_set)
+        return runs_added_up(op_decisions(subject.graph, subject.save_set))
     return policy_decisions(subject)
 
 

@@ -55,7 +55,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
 
 def _policy(policy: Policy) -> str:
     predicted = policy.predicted
-    n_recomputed = sum(decision == "recompute" for decision in policy.decisions.values())
+    n_recomputed = sum(decision != "save" for decision in policy.decisions.values())
     lines = [
         f"A policy for {policy.model} on {policy.device}, inputs {', '.join(policy.inputs) or 'none'}.",
         f"The peak is {format_bytes(predicted.peak_bytes)} of a budget of"

@@ -24,10 +24,12 @@ from autoac.planner.problem.save_sets import (
     with_forced_saves,
     without_cost_free_recomputes,
 )
+from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.recompute_windows import Role, find_windows
 from autoac.planner.solver.search import Problem
+from autoac.planner.solver.variables import Options
 from autoac.planner.units import GIB, format_bytes, format_us
 
 
@@ -250,12 +252,20 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     """
     rules = policy.constraints
     graph = build(profile) if rules is None else constrained(profile, rules)
+    position = {key: OpId(i) for i, key in enumerate(profile.keys())}
+    groups = {
+        position[key]: tuple(position[name] for name in latest)
+        for key, latest in policy.use_groups.items()
+        if key in position and all(name in position for name in latest)
+    }
+    graph = with_use_groups(graph, groups)
     saved = frozenset(
-        OpId(i) for i, key in enumerate(profile.keys()) if policy.decisions.get(key, "save") == "save"
+        op.id for op in graph.ops if op.name in position and policy.decisions.get(op.name, "save") == "save"
     )
     known = policy.stopped in {stopped.value for stopped in Stopped}
     stopped = Stopped(policy.stopped) if known else Stopped.TIME_LIMIT
-    plan = plan_of(Problem(graph), profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
+    problem = Problem(graph, Options(use_groups=False))  # those of the policy are in the graph
+    plan = plan_of(problem, profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
     return replace(plan, bound_us=0.0)
 
 

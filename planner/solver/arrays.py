@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.recompute_windows import Role, Windows
 
 Ints = npt.NDArray[np.int64]
@@ -46,6 +48,7 @@ class GraphArrays:
     held_at_least: Ints
     held_at_most: Ints
     extra_from: Ints
+    kept_from: Ints  # by version: version of the run before, whose memory a saved run keeps; -1 if none
 
     pair_version: Ints  # by (version, reader that may run again)
     pair_reader: Ints
@@ -108,6 +111,7 @@ def as_arrays(windows: Windows) -> GraphArrays:
         held_at_least=_ints(windows.held_at_least),
         held_at_most=_ints(windows.held_at_most),
         extra_from=_ints(windows.extra_from),
+        kept_from=_kept_from(graph),
         pair_version=pair_version,
         pair_reader=pair_reader,
         pair_overwrites=np.array(pair_overwrites, bool),
@@ -117,6 +121,14 @@ def as_arrays(windows: Windows) -> GraphArrays:
         edge_op=edge_op,
         edge_source=edge_source,
     )
+
+
+def _kept_from(graph: Graph) -> Ints:
+    kept_from = np.full(len(graph.versions), -1, np.int64)
+    for row in graph.runs:
+        for before, run in pairwise(row):
+            kept_from[list(graph.ops[run].writes)] = graph.ops[before].writes
+    return kept_from
 
 
 def _ints(numbers: Iterable[int]) -> Ints:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoac.planner.problem.graph import VersionId
-from autoac.planner.solver.arrays import Floats, Ints
+from autoac.planner.solver.arrays import Bools, Floats, Ints
 from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.recompute_windows import END
 from autoac.planner.solver.sparse_rows import (
@@ -103,6 +103,7 @@ class MemoryConstraints:
         arrays, s_of_op = self.arrays, self.variables.s_of_op
         live = (
             (arrays.nbytes > 0)
+            & (arrays.kept_from < 0)
             & (arrays.op <= moment)
             & (arrays.extra_from <= moment)
             & (arrays.held_at_most > moment)
@@ -200,8 +201,10 @@ class MemoryConstraints:
         other = reader_row != row[v]
         late = other & (variables.states[state] < arrays.latest[reader_row]) & (end != ZERO) & (end != read)
         pending = np.unique(np.stack([v[late], end[late], read[late]], axis=1), axis=0)
+        pending = np.insert(pending, 1, recomputed[pending[:, 0]], axis=1)
+        pending = np.concatenate([pending, self._add_kept_bytes(rest, recomputed, step, total)])
         waits = np.zeros(len(arrays.nbytes), bool)
-        waits[v[late]] = True
+        waits[pending[:, 0]] = True
 
         # ... and within a group only within the burst that makes it: the difference of two states of the
         # group is never negative (4).
@@ -214,10 +217,26 @@ class MemoryConstraints:
         alone = within & ~waits
         total.add(begun[alone], arrays.nbytes[alone])
         total.add(ended[alone], -arrays.nbytes[alone])
-        self._add_pending_bytes(pending, recomputed, np.flatnonzero(within & waits), begun, ended, total)
+        self._add_pending_bytes(pending, np.flatnonzero(within & waits), begun, ended, total)
+
+    def _add_kept_bytes(self, rest: Bools, recomputed: Codes, step: int, total: LinearSum) -> Ints:
+        """(17) Add the bytes of versions that are kept for their use group, up to its last unpack.
+
+        Return what is pending besides, as in `_add_pending_bytes`: the outputs of the run before, while they
+        do not count for the group yet, and kept outputs that a reader waits for.
+        """
+        arrays, s_of_op, moment = self.arrays, self.variables.s_of_op, self.n_ops + step
+        kept = np.flatnonzero((arrays.kept_from >= 0) & (arrays.nbytes > 0) & (arrays.row[arrays.op] >= 0))
+        begun = arrays.extra_from[kept] <= moment
+        due = kept[begun & (arrays.last_use[kept] >= step)]
+        total.add(s_of_op[arrays.op[due]], arrays.nbytes[due])
+        early = kept[~begun & rest[arrays.kept_from[kept]]]
+        before = arrays.kept_from[early]
+        none = np.full(len(early), ZERO)
+        return np.stack([before, recomputed[before], s_of_op[arrays.op[early]], none], axis=1)
 
     def _add_pending_bytes(
-        self, pending: Ints, recomputed: Codes, both: Ints, begun: Codes, ended: Codes, total: LinearSum
+        self, pending: Ints, both: Ints, begun: Codes, ended: Codes, total: LinearSum
     ) -> None:
         """Add the bytes of (11) past the last unpack: maxima over waiting readers, and over the burst."""
         if not len(pending):
@@ -226,9 +245,7 @@ class MemoryConstraints:
         m, k = len(pending), len(both)
         wait, burst, one = np.arange(m), np.arange(m, m + k), np.full(m, ONE)
         expression = np.concatenate([wait, wait, wait, wait, burst, burst])
-        codes = np.concatenate(
-            [recomputed[pending[:, 0]], pending[:, 1], pending[:, 2], one, begun[both], ended[both]]
-        )
+        codes = np.concatenate([pending[:, 1], pending[:, 2], pending[:, 3], one, begun[both], ended[both]])
         coefficients = np.repeat([1.0, 1.0, -1.0, -1.0, 1.0, -1.0], [m, m, m, m, k, k])
         columns = self._maxima_of_groups(group, expression, codes, coefficients)
         total.add(columns, self.arrays.nbytes[versions])

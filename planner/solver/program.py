@@ -85,6 +85,7 @@ def build_program(
     if options.canonical_rows:
         _add_canonical_rows(variables, table)
     _add_in_place_rows(variables, table)
+    _add_use_group_rows(variables, table)
     for save_set in excluded:
         _exclude_save_set(variables, table, save_set)
     memory.finish()
@@ -174,9 +175,10 @@ def _add_canonical_rows(variables: Variables, table: RowTable) -> None:
     """(7) In canonical form an op without saved tensors is saved only if a reader runs again."""
     windows, versions = variables.windows, variables.graph.versions
     rows: list[Codes] = []
+    passed_on = {run for runs in variables.graph.runs for run in runs[:-1]}  # kept for later use groups
     for row, op in enumerate(variables.arrays.free.tolist()):
         packed = any(versions[w].saved_tensors for w in variables.graph.ops[op].writes)
-        if not packed and not windows.may_not_run[op]:
+        if not packed and not windows.may_not_run[op] and op not in passed_on:
             readers = [variables.x_end(r) for r in windows.readers[op]]
             rows.append(np.array([int(variables.s[row]), *readers], np.int64))
     if rows:
@@ -208,6 +210,20 @@ def _add_in_place_rows(variables: Variables, table: RowTable) -> None:
             if role[source] in (Role.FREE, Role.FOLLOWS):
                 codes = [variables.x_end(source), int(variables.s_of_op[op_id])]
                 table.add([0, 0], np.array(codes), 1.0, 1)
+
+
+def _add_use_group_rows(variables: Variables, table: RowTable) -> None:
+    """(17) A saved op does not run again for any use group. Outputs are kept only once they exist."""
+    for first, *others in variables.graph.runs:
+        saved, before = int(variables.s_of_op[first]), first
+        for run in others:
+            if variables.arrays.row[run] < 0:
+                continue
+            table.add([0, 0], np.array([variables.x_end(run), saved]), 1.0, 1)
+            if variables.windows.role[run] is Role.FREE:
+                kept = [int(variables.s_of_op[run]), int(variables.s_of_op[before]), variables.x_end(before)]
+                table.add([0] * 3, np.array(kept), [1.0, -1.0, -1.0], 0)
+            before = run
 
 
 def _exclude_save_set(variables: Variables, table: RowTable, save_set: SaveSet) -> None:

@@ -26,11 +26,14 @@ decisions are left: save a, save c, save d. arrays.py, program.py and memory_con
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import pairwise
 
-from autoac.planner.problem.graph import Graph, OpId, SavedTensorId, SaveSet, VersionId
+from autoac.planner.problem.graph import Graph, Op, OpId, SavedTensorId, SaveSet, VersionId
 from autoac.planner.problem.save_sets import with_forced_saves
+from autoac.planner.problem.use_groups import later_runs
 
 NEVER = 1 << 60
 """In place of a state: none."""
@@ -105,27 +108,32 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
         tuple(dict.fromkeys(r for w in op.writes for r in versions[w].readers if may_run[r])) for op in ops
     ]
 
+    only_in_backward = later_runs(graph)
     released = tuple(
-        max(storage.released, versions[storage.versions[-1]].op + 1) if storage.versions else storage.released
+        max(storage.released, versions[storage.versions[-1]].op + 1)
+        if storage.versions and versions[storage.versions[0]].op not in only_in_backward
+        else storage.released
         for storage in graph.storages
     )
     overwritten_by = {version.previous: version.op for version in versions if version.previous is not None}
     # A version that is written over while autograd holds it is held in its storage, together with newer ones.
     # No single decision says which bytes that takes, so here they count for nothing.
-    extra_from = tuple(
+    extra_from = [
         released[version.storage]
         if version.id not in overwritten_by
         else NEVER
         if version.saved_tensors
         else int(overwritten_by[version.id])
         for version in versions
-    )
+    ]
+    dropped = [max((saved_tensors[h].dropped for h in v.saved_tensors), default=0) for v in versions]
+    held_at_least, held_at_most = _held(graph, may_run, dropped)
+    for row in graph.runs:
+        for before, run in pairwise(row):
+            for v, w in zip(ops[before].writes, ops[run].writes, strict=True):
+                extra_from[w] = max(extra_from[v], held_at_most[v])  # until then, `v` is counted
 
-    leader = [op.id for op in ops]
-    if merge_followers:
-        for op in reversed(ops):
-            if may_run[op.id]:
-                leader[op.id] = _leader(graph, op.id, rereaders[op.id], leader, extra_from)
+    leader = _leaders(graph, may_run, rereaders, extra_from) if merge_followers else [op.id for op in ops]
     role = tuple(
         Role.SAVED
         if op.id in forced
@@ -154,17 +162,6 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
                 may_not_run[r] for r in again
             )
 
-    dropped = [max((saved_tensors[h].dropped for h in v.saved_tensors), default=0) for v in versions]
-    held_at_least, held_at_most = [0] * len(versions), [0] * len(versions)
-    for op in reversed(ops):
-        for w in op.writes:
-            again = tuple(r for r in versions[w].readers if may_run[r])
-            least = [max([n, *(held_at_least[x] for x in ops[r].writes)]) for r in again]
-            most = [max([n, *(held_at_most[x] for x in ops[r].writes)]) for r in again]
-            # A saved op is needed because autograd packed an output or because some reader runs again.
-            alone = not any(versions[x].saved_tensors or versions[x].readers for x in op.writes if x != w)
-            held_at_least[w] = dropped[w] if dropped[w] > n else min(least, default=0) if alone else 0
-            held_at_most[w] = max([dropped[w], *most])
     return Windows(
         graph=graph,
         unpacks=tuple(unpacks),
@@ -188,7 +185,7 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
         held_at_least=tuple(held_at_least),
         held_at_most=tuple(held_at_most),
         released=released,
-        extra_from=extra_from,
+        extra_from=tuple(extra_from),
     )
 
 
@@ -202,18 +199,48 @@ def canonical(windows: Windows, save_set: SaveSet) -> SaveSet:
     leaders = {windows.leader[op] for op in saved if windows.role[op] is Role.FOLLOWS}
     saved |= with_forced_saves(graph, saved | leaders)
     recomputed = [False] * n
-    result = set()
+    result: set[OpId] = set()
+    row_of = {row[-1]: row for row in graph.runs}  # by the last run, the first one in this order
     for op in reversed(graph.ops):
-        needed = any(
-            any(graph.saved_tensors[h].dropped > n for h in graph.versions[w].saved_tensors)
-            or any(recomputed[r] for r in graph.versions[w].readers)
-            for w in op.writes
-        )
+        needed = _is_needed(graph, op, recomputed)
+        if op.id in row_of:
+            row = row_of[op.id]
+            kept, used = _kept(row, saved, [_is_needed(graph, graph.ops[r], recomputed) for r in row])
+            saved -= frozenset(row) - kept
+            result |= {run for run in used if windows.role[run] is Role.FREE}
         if needed and op.id not in saved:
             recomputed[op.id] = True
         elif needed and windows.role[op.id] is Role.FREE:
             result.add(op.id)
     return frozenset(result)
+
+
+def _is_needed(graph: Graph, op: Op, recomputed: Sequence[bool]) -> bool:
+    """Return True if autograd holds a saved tensor of an output of `op`, or a recomputed op reads one."""
+    n = len(graph.ops)
+    return any(
+        any(graph.saved_tensors[h].dropped > n for h in graph.versions[w].saved_tensors)
+        or any(recomputed[r] for r in graph.versions[w].readers)
+        for w in op.writes
+    )
+
+
+def _kept(row: Sequence[OpId], saved: SaveSet, needed: Sequence[bool]) -> tuple[set[OpId], set[OpId]]:
+    """Return the saved runs of `row` that have something to keep, and those with outputs needed later."""
+    kept: set[OpId] = set()
+    available = row[0] in saved
+    for run, is_needed in zip(row, needed, strict=True):
+        if run in saved and available:
+            kept.add(run)
+        else:
+            available = is_needed
+    used: set[OpId] = set()
+    later = False
+    for run, is_needed in zip(reversed(row), reversed(needed), strict=True):
+        later = run in kept and (later or is_needed)
+        if later:
+            used.add(run)
+    return kept, used
 
 
 def first_runs(windows: Windows, save_set: SaveSet) -> list[int]:
@@ -239,8 +266,42 @@ def _last_use(graph: Graph, saved_tensor: SavedTensorId) -> int:
     return max(saved.dropped - len(graph.ops) - 1, -1)
 
 
+def _held(graph: Graph, may_run: Sequence[bool], dropped: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return by version `held_at_least` and `held_at_most` of the windows."""
+    n, versions, ops = len(graph.ops), graph.versions, graph.ops
+    at_least, at_most = [0] * len(versions), [0] * len(versions)
+    for op in reversed(ops):
+        for w in op.writes:
+            again = tuple(r for r in versions[w].readers if may_run[r])
+            least = [max([n, *(at_least[x] for x in ops[r].writes)]) for r in again]
+            most = [max([n, *(at_most[x] for x in ops[r].writes)]) for r in again]
+            # A saved op is needed because autograd packed an output or because some reader runs again.
+            alone = not any(versions[x].saved_tensors or versions[x].readers for x in op.writes if x != w)
+            at_least[w] = dropped[w] if dropped[w] > n else min(least, default=0) if alone else 0
+            at_most[w] = max([dropped[w], *most])
+    return at_least, at_most
+
+
+def _leaders(
+    graph: Graph, may_run: Sequence[bool], rereaders: Sequence[tuple[OpId, ...]], extra_from: Sequence[int]
+) -> list[OpId]:
+    """Return by op the op that it follows, or itself. All runs of an op with use groups follow, or none."""
+    alone: set[OpId] = set()  # runs that do not follow, since another run of their op does not
+    while True:
+        leader = [op.id for op in graph.ops]
+        for op in reversed(graph.ops):
+            if may_run[op.id] and op.id not in alone:
+                leader[op.id] = _leader(graph, op.id, rereaders[op.id], leader, extra_from)
+        mixed = {
+            run for row in graph.runs if any(leader[r] == r for r in row) for run in row if leader[run] != run
+        }
+        if not mixed:
+            return leader
+        alone |= mixed
+
+
 def _leader(
-    graph: Graph, op: OpId, rereaders: tuple[OpId, ...], leader: list[OpId], extra_from: tuple[int, ...]
+    graph: Graph, op: OpId, rereaders: tuple[OpId, ...], leader: list[OpId], extra_from: Sequence[int]
 ) -> OpId:
     """Return the op that `op` follows, since saving that one instead is never worse; else `op` itself.
 

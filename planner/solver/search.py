@@ -23,8 +23,10 @@ import numpy as np
 
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, simulate
+from autoac.planner.problem.distant_uses import distant_uses
 from autoac.planner.problem.graph import Graph, SaveSet
-from autoac.planner.problem.save_sets import without_cost_free_recomputes
+from autoac.planner.problem.save_sets import chosen_use_groups, without_cost_free_recomputes
+from autoac.planner.problem.use_groups import later_runs, with_use_groups
 from autoac.planner.solver.arrays import GraphArrays, as_arrays
 from autoac.planner.solver.bounds import Bounds, bounds_of
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
@@ -58,8 +60,33 @@ class Problem:
     """A graph, and what is known of it without a budget: worked out once, when first asked for."""
 
     def __init__(self, graph: Graph, options: Options | None = None) -> None:
-        self.graph = graph
         self.options = options or Options()
+        self.step = graph  # as it was given
+        use_groups = distant_uses(graph) if self.options.use_groups and not graph.runs else {}
+        self.graph = with_use_groups(graph, use_groups)
+
+    @cached_property
+    def once(self) -> Problem | None:
+        """Return the problem without use groups, which is smaller; None if it has none."""
+        return (
+            None if self.graph is self.step else Problem(self.step, replace(self.options, use_groups=False))
+        )
+
+    def with_use_groups(self, save_set: SaveSet) -> SaveSet:
+        """Return the save set of `graph` that recomputes what `save_set` of `step` does, each op once."""
+        others = later_runs(self.graph)
+        ids = [op.id for op in self.graph.ops if op.id not in others]
+        return frozenset(ids[op] for op in save_set) | others
+
+    def chosen(self, save_set: SaveSet) -> tuple[Graph, SaveSet]:
+        """Return the graph as it was given, with the use groups that `save_set` makes use of, and its ops."""
+        if self.graph is self.step:
+            return self.step, save_set
+        groups, saved = chosen_use_groups(self.graph, save_set)
+        graph = with_use_groups(self.step, groups)
+        others = later_runs(graph)
+        ids = [op.id for op in graph.ops if op.id not in others]
+        return graph, frozenset(ids[op] for op in saved)
 
     @cached_property
     def ceiling(self) -> int:

@@ -13,11 +13,12 @@ and d needs none: by state 1, its only state, it has run again exactly if it is 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoac.planner.problem.graph import OpId
+from autoac.planner.formats.profile import Profile
+from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.solver.arrays import Bools, GraphArrays, Ints
 from autoac.planner.solver.moments import ConstrainedMoment, row_order, states_of
 from autoac.planner.solver.recompute_windows import END, NEVER
@@ -34,7 +35,15 @@ class Options:
     dense_share: float = 1 / 6  # (2) this share of backward, before an op is first needed, has all states
     sparse_stride: int = 4  # (2) and of the earlier states every so many; 1: all
     fix_by_price: bool = True  # (15) columns that the relaxation's prices rule out are fixed in advance
+    use_groups: bool = True  # (17) an op whose uses lie far apart may run again for each group of them
     repeat_in_blocks: bool = True  # (16) a moment that lacks a row in one block gets it in all alike
+
+
+def options_for(subject: Profile | Graph, options: Options | None) -> Options:
+    """Return `options`, without use groups if several forwards come before a backward: each has its own."""
+    options = options or Options()
+    several = isinstance(subject, Profile) and len(subject.forward_ends) > 1
+    return replace(options, use_groups=False) if several else options
 
 
 class Variables:

@@ -1,0 +1,80 @@
+"""Choose the ops that may be recomputed once per use group: cheap ones whose uses in backward lie apart."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from autoac.planner.problem.graph import Graph, Op, OpId
+from autoac.planner.problem.save_sets import with_forced_saves
+from autoac.planner.problem.use_groups import UseGroups
+
+GAP = 0.1  # of backward's steps: uses with a longer gap between them are in different groups
+
+
+class _Use(NamedTuple):
+    """A use of an op's outputs by a saved tensor or a reader."""
+
+    position: int
+    begin: int  # first step that needs it, if nothing is saved
+    end: int  # last one
+
+
+def distant_uses(graph: Graph, gap: float = GAP) -> UseGroups:
+    """Return the use groups of `graph`, as `with_use_groups` takes them."""
+    n_steps = len(graph.steps)
+    price = _prices(graph)
+    groups: dict[OpId, tuple[OpId, ...]] = {}
+    runs: list[list[_Use]] = [[] for _ in graph.ops]  # by op: how its runs use what it reads
+    always_saved = with_forced_saves(graph, frozenset())
+    for op in reversed(graph.ops):
+        packs = _packs(graph, op)
+        uses = sorted(packs + [use for w in op.writes for r in graph.versions[w].readers for use in runs[r]])
+        if op.id in always_saved or not uses:
+            continue
+        uses.reverse()
+        mine = [[uses[0]]]
+        for use in uses[1:]:
+            distance = use.begin - max(u.end for u in mine[-1])
+            apart = use.position < mine[-1][-1].position and distance > gap * n_steps
+            if apart and price[op.id] * n_steps < distance:
+                mine.append([use])
+            else:
+                mine[-1].append(use)
+        if len(mine) > 1:
+            groups[op.id] = tuple(OpId(group[0].position) for group in mine)
+            runs[op.id] = [
+                _Use(g[0].position, min(u.begin for u in g), min(u.begin for u in g)) for g in mine
+            ]
+        else:
+            # Without use groups and saved tensors of its own, something near it is probably saved.
+            begin = min(u.begin for u in packs) if packs else max(u.begin for u in uses)
+            runs[op.id] = [_Use(op.id, begin, begin)]
+    return groups
+
+
+def _prices(graph: Graph) -> list[float]:
+    """Return by op its recompute time for each byte, in relation to all ops; infinite if it is not alone."""
+    nbytes = [sum(graph.nbytes(w) for w in op.writes) for op in graph.ops]
+    us_per_byte = sum(op.recompute_us for op in graph.ops) / max(sum(nbytes), 1)
+    return [
+        op.recompute_us / (us_per_byte * size) if us_per_byte and size and _is_alone(graph, op) else math.inf
+        for op, size in zip(graph.ops, nbytes, strict=True)
+    ]
+
+
+def _is_alone(graph: Graph, op: Op) -> bool:
+    """Return True if `op` runs eagerly, and no in-place op writes to the memory of its outputs."""
+    return not op.compiled and all(
+        len(graph.storages[graph.versions[w].storage].versions) == 1 for w in op.writes
+    )
+
+
+def _packs(graph: Graph, op: Op) -> list[_Use]:
+    n = len(graph.ops)
+    saved_tensors = (graph.saved_tensors[h] for w in op.writes for h in graph.versions[w].saved_tensors)
+    return [
+        _Use(h.packed - 1, min(h.unpacked, default=h.dropped - n - 1), h.dropped - n - 1)
+        for h in saved_tensors
+        if h.dropped > n
+    ]

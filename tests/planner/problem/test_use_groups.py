@@ -1,0 +1,100 @@
+"""Test graphs with use groups: who uses which run, and what saved runs mean."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autoac.planner.errors import InfeasibleBudget
+from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.plan import plan
+from autoac.planner.problem.distant_uses import distant_uses
+from autoac.planner.problem.graph import (
+    Graph,
+    Moment,
+    Op,
+    OpId,
+    Storage,
+    StorageId,
+    StorageVersion,
+    VersionId,
+    chain,
+)
+from autoac.planner.problem.use_groups import joined, later_runs, with_use_groups
+from autoac.planner.problem.validate import broken_graph_rules
+from autoac.planner.solver.variables import Options
+
+
+def skip(n: int, nbytes: int = 8) -> Graph:
+    """Return a chain whose op 1 is also read by its last op: its first use in backward, and its last."""
+    graph = chain(1, nbytes, *[2] * (n - 2), runtime_us=[20.0, 1.0, *[20.0] * (n - 2)])
+    last = graph.ops[-1]
+    ops = list(graph.ops)
+    ops[-1] = Op(last.id, last.name, (VersionId(1), *last.reads), last.writes, 1.0, 0, 0, "")
+    versions = list(graph.versions)
+    v = versions[1]
+    versions[1] = StorageVersion(v.id, v.op, v.storage, None, (OpId(2), last.id), v.saved_tensors)
+    storages = list(graph.storages)
+    storages[1] = Storage(StorageId(1), nbytes, Moment(n), (VersionId(1),))
+    return Graph(tuple(ops), tuple(versions), tuple(storages), graph.saved_tensors, graph.steps, 0, 0)
+
+
+def test_each_run_serves_the_uses_up_to_its_position() -> None:
+    graph = with_use_groups(skip(6), {OpId(1): (OpId(5), OpId(2))})
+    assert [op.name for op in graph.ops[1:3]] == ["op1", "op1@2"]
+    first, second = (graph.versions[graph.ops[run].writes[0]] for run in (1, 2))
+    assert [graph.ops[r].name for r in first.readers] == ["op5"]
+    assert [graph.ops[r].name for r in second.readers] == ["op2"]
+    assert second.saved_tensors == (1,)
+    assert not broken_graph_rules(graph)
+
+
+def test_op_runs_once_for_each_group_and_is_freed_in_between() -> None:
+    base = skip(6)
+    saved = frozenset(OpId(i) for i in (0, 2, 3, 4))
+    graph = with_use_groups(base, {OpId(1): (OpId(5), OpId(2))})
+    apart = frozenset(OpId(op + (op > 1)) for op in saved)
+    runs = [graph.ops[e.op].name for e in schedule(graph, apart) if isinstance(e, Recompute)]
+    assert runs == ["op1", "op5", "op1@2"]
+    assert recompute_us(graph, apart) == recompute_us(base, saved) + 1.0
+
+
+def test_saved_runs_mean_the_graph_without_use_groups() -> None:
+    chance, base = random.Random(3), skip(9)
+    graph = with_use_groups(base, {OpId(1): (OpId(8), OpId(2), OpId(1)), OpId(4): (OpId(5), OpId(4))})
+    others = later_runs(graph)
+    ids = [op.id for op in graph.ops if op.id not in others]
+    for _ in range(30):
+        saved = frozenset(op.id for op in base.ops if chance.random() < 0.5)
+        same = frozenset(ids[op] for op in saved) | others
+        assert peak_bytes(graph, same) == peak_bytes(base, saved)
+        assert recompute_us(graph, same) == recompute_us(base, saved)
+        assert not broken_graph_rules(joined(graph, same))
+
+
+def test_plan_recomputes_a_skip_connection_twice_where_once_does_not_fit() -> None:
+    base, middle = skip(12), 6
+    ops = (*base.ops[:-1], replace(base.ops[-1], must_recompute=True))  # so that its step needs op 1
+    steps = list(base.steps)
+    steps[middle] = replace(steps[middle], extra_bytes_peak=40)
+    graph = replace(base, ops=ops, steps=tuple(steps))
+    assert distant_uses(graph) == {OpId(1): (OpId(11), OpId(2))}
+    once = frozenset(OpId(i) for i in range(11) if i != 1)
+    budget = peak_bytes(graph, once) - 8
+    with pytest.raises(InfeasibleBudget):
+        plan(graph, budget_bytes=budget, options=Options(use_groups=False))
+    made = plan(graph, budget_bytes=budget)
+    assert made.peak <= budget
+    assert [graph.ops[2].name, made.graph.ops[2].name] == ["op2", "op1@2"]
+    assert made.recompute_us == 2 * 1.0 + 1.0  # op 1 twice, and the last op
+
+
+@pytest.mark.parametrize("n", [12, 20])
+def test_plan_with_use_groups_is_never_slower(n: int) -> None:
+    graph = skip(n)
+    for budget in range(2 * n, 2 * n + 10, 3):
+        once = plan(graph, budget_bytes=budget, options=Options(use_groups=False), gap=0.0)
+        assert plan(graph, budget_bytes=budget, gap=0.0).recompute_us <= once.recompute_us
