@@ -154,12 +154,12 @@ def _backward_ends(step: StepGraph) -> dict[int, list[int]]:
     return ends
 
 
-def events_of(step: StepGraph, save_set: SaveSet) -> list[Event]:
-    """Return the schedule of a save set as events."""
-    return list(_events(step, save_set))
+def events_of(step: StepGraph, save_set: SaveSet, graph: Graph | None = None) -> list[Event]:
+    """Return the schedule of a save set as events; `graph` is that of the plan if ops have use groups."""
+    return list(_events(step, save_set, graph or graph_of(step)))
 
 
-def _events(step: StepGraph, save_set: SaveSet) -> Iterator[Event]:
+def _events(step: StepGraph, save_set: SaveSet, graph: Graph) -> Iterator[Event]:
     """Yield the events of a schedule.
 
     The runtime recomputes an unsaved value into new memory even if Python still holds the old one. The
@@ -167,9 +167,17 @@ def _events(step: StepGraph, save_set: SaveSet) -> Iterator[Event]:
     """
     ends = _backward_ends(step)
     copies = [0] * len(step.values)  # of forward values
-    for event in schedule(graph_of(step), save_set):
+    first = {run: row[0] for row in graph.runs for run in row}
+    value_of = {
+        v: w
+        for run, op in first.items()
+        for v, w in zip(graph.ops[run].writes, graph.ops[op].writes, strict=True)
+    }
+    numbers = {op: i for i, op in enumerate(op.id for op in graph.ops if first.get(op.id, op.id) == op.id)}
+    for event in schedule(graph, save_set):
         match event:
-            case Compute(op, _, overwritten) | Recompute(op, _, _, overwritten):
+            case Compute(run, _, overwritten) | Recompute(run, _, _, overwritten):
+                op = numbers[first.get(run, run)]
                 for v in step.writes[op]:
                     copies[v] += 1
                 for v in overwritten:
@@ -180,7 +188,8 @@ def _events(step: StepGraph, save_set: SaveSet) -> Iterator[Event]:
                 over = overwritten_in_backward(step, number)
                 yield ("compute", number, over) if over else ("compute", number)
                 yield from (("free", v) for v in ends.get(number, ()))
-            case Free(v, _):
+            case Free(version, _):
+                v = value_of.get(version, version)
                 copies[v] -= 1
                 if not copies[v] and v not in step.keep:
                     yield ("free", v)

@@ -16,4 +16,4 @@ def ours(graph: StepGraph, budget: int) -> list[Event]:
         raise NoSchedule("infeasible for our rules") from None
     except SolverOutOfTime:
         raise NoSchedule("out of time") from None
-    return events_of(graph, found.save_set)
+    return events_of(graph, found.save_set, found.graph)
