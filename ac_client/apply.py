@@ -22,6 +22,7 @@ from ac_client.arguments import (
     check_unplanned,
 )
 from ac_client.files import named
+from ac_client.planning.loaded_policy import other_environment
 from ac_client.planning.policy_store import Shapes
 from ac_client.planning.ranks import AUTO, Group
 from ac_client.service_client.errors import ServiceUnavailable
@@ -31,7 +32,7 @@ from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
 from autoac.profiler import Loss
-from autoac.profiler.model_device import check_one_device
+from autoac.profiler.model_device import check_one_device, device_of
 from autoac.profiler.torch_facts.inductor import uncompiled
 
 log = logging.getLogger("ac_client")
@@ -136,6 +137,9 @@ def apply(
         loaded = _named(service, alias, required=require_service or budget_bytes is None)
     if isinstance(loaded, PolicySet) and not loaded.buckets and budget_bytes is None:
         raise InvalidBudget("the policy set has no buckets: pass budget_gb=... to fill it")
+    for difference in dict.fromkeys(other_environment(made, device_of(model)) for made in _policies(loaded)):
+        if difference:
+            log.warning("%s: the policy is for %s, so other ops may run", type(model).__name__, difference)
     for predicted in (made.predicted for made in _policies(loaded)):
         if budget_bytes is not None and predicted.peak_bytes > budget_bytes - headroom_bytes:
             raise InfeasibleBudget(

@@ -16,6 +16,7 @@ from autoac.planner.formats.policy import (
     Policy,
     Predicted,
     decisions,
+    planned_for,
     tool_versions,
 )
 from autoac.planner.formats.profile import Profile
@@ -108,7 +109,7 @@ class Plan:
                 step_us=self.step_us,
                 gap=self.gap,
             ),
-            tools=tool_versions(),
+            tools=tool_versions() | planned_for(profile.environment),
             constraints=self.constraints,
             forward_ends=profile.forward_ends,
             **decided(profile, self.graph, self.save_set),

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoac.planner.formats.profile import Environment
+from autoac.planner.formats.profile import ESTIMATED, Environment
 from autoac.profiler.static_memory import allocator_rounding
 from autoac.profiler.timing.roofline import Device
+from autoac.profiler.torch_facts.libraries import cudnn_of
 
 
 def device_name(device: torch.device) -> str:
@@ -29,15 +30,17 @@ def describe_leaf(leaf: Any) -> str:
 def environment_of_device(model: nn.Module, device: torch.device) -> Environment:
     """Return the environment of a step of `model` on a device of this machine."""
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    return _environment(model, device.type, device_name(device), allocator_rounding(device), threads)
+    environment = _environment(model, device.type, device_name(device), allocator_rounding(device), threads)
+    return environment.model_copy(update={"cudnn": cudnn_of(device)})
 
 
 def environment_of_datasheet(model: nn.Module, device: Device) -> Environment:
     """Return the environment of a fake step of `model`."""
-    name = f"{device.name} (estimated)"
+    name = device.name + ESTIMATED
     environment = _environment(model, device.device_type, name, device.allocator_rounding, 0)
     # A fake step is the same on every build of one torch: drop the "+cpu" of "2.13.0+cpu".
-    return environment.model_copy(update={"torch": environment.torch.partition("+")[0]})
+    torch_version = environment.torch.partition("+")[0]
+    return environment.model_copy(update={"torch": torch_version, "cudnn": device.cudnn})
 
 
 def _environment(model: nn.Module, device_type: str, name: str, rounding: int, threads: int) -> Environment:

@@ -18,7 +18,7 @@ from autoac.profiler.distributed.fsdp import check_sharded
 from autoac.profiler.environment import describe_leaf, environment_of_datasheet, environment_of_device
 from autoac.profiler.errors import CannotProfile
 from autoac.profiler.model_device import check_one_device, device_of
-from autoac.profiler.static_memory import optimizer_bytes, static_bytes
+from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspace_bytes
 from autoac.profiler.steps import fake, hollow
 from autoac.profiler.steps.compare_plain import with_times_of
 from autoac.profiler.steps.hollow import HollowStep
@@ -158,13 +158,21 @@ def observe(
         notes.append("what kernels allocate inside themselves is not known and counts as nothing")
     needs = optimizer_bytes(optimizer, device, datasheet)
     static = static_bytes(model, args, kwargs, needs.state, device, datasheet, accumulates=accumulates)
+    workspaces = 0  # of a device that is here, the record has them
+    if datasheet is not None:
+        workspaces = workspace_bytes((op.facts.name for op in step.forward.ops), datasheet)
     with no_garbage_collection():
         result = assemble(
             step,
             model=type(uncompiled(model)).__name__,
             inputs=inputs,
             environment=environment,
-            static=static.model_copy(update={"inputs": loop.forwards * static.inputs}),
+            static=static.model_copy(
+                update={
+                    "inputs": loop.forwards * static.inputs,
+                    "workspaces": workspaces,
+                }
+            ),
             optimizer_workspace_nbytes=needs.workspace,
             notes=[*notes, *([needs.note] if needs.note else [])],
         )

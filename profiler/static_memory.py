@@ -90,6 +90,21 @@ def static_bytes(
     )
 
 
+# Ops that call cuBLAS. A convolution calls cuDNN.
+_PRODUCTS = tuple(
+    f"aten.{name}." for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
+)
+
+
+def workspace_bytes(ops: Iterable[str], on: Device) -> int:
+    """Return the bytes that libraries of products keep on a GPU, once for forward and once for backward.
+
+    Each thread has its own, and backward runs on another thread.
+    """
+    multiplies = any(op.startswith(_PRODUCTS) for op in ops)
+    return 2 * rounded_bytes(on.workspace_nbytes, on.allocator_rounding) if multiplies else 0
+
+
 def allocator_rounding(device: torch.device) -> int:
     """Return the bytes of which all sizes on `device` are multiples: 512 on CUDA."""
     return 512 if device.type == "cuda" else 1

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from ac_client.compiled.policy_parts import PartCalls
@@ -25,12 +26,14 @@ from ac_client.rerun.recorded_call import CallSite
 from ac_client.runtime.cursor import Route
 from autoac.planner import Plan, Policy, Profile
 from autoac.planner.errors import Holding
-from autoac.planner.formats.policy import Decision
+from autoac.planner.formats.policy import Decision, cudnn_text
 from autoac.planner.formats.policy_set import Shape
+from autoac.planner.formats.profile import ESTIMATED
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.module_reruns import module_reruns
-from autoac.profiler import Loop
+from autoac.profiler import Loop, device_name
 from autoac.profiler.torch_facts.inductor import compiled_parts
+from autoac.profiler.torch_facts.libraries import cudnn_of
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +110,28 @@ class ProfiledStep:
     def extra_static(self) -> int:
         """Return the static bytes that are not in the profile."""
         return self.rank_nbytes + self.others_nbytes
+
+
+def other_environment(policy: Policy, device: torch.device) -> str:
+    """Return how the device and the libraries that `policy` was planned for differ from these; "" if not.
+
+    An estimated policy names its device as the datasheet does, so only the model of the GPU counts.
+    """
+    here = {"torch": torch.__version__.partition("+")[0], "device": device_name(device)}
+    libraries = ("torch", "cudnn")
+    planned = {name: policy.tools[name].partition("+")[0] for name in libraries if name in policy.tools}
+    if device.type != "cuda":
+        planned.pop("cudnn", None)
+    elif "cudnn" in planned:
+        here["cudnn"] = cudnn_text(cudnn_of(device))
+    differing = [name for name in planned if planned[name] != here[name]]
+    planned["device"] = policy.device
+    estimated = policy.device.endswith(ESTIMATED)
+    models = [word for word in policy.device.split() if any(map(str.isdigit, word)) and "GB" not in word]
+    same = any(model in here["device"] for model in models) if estimated else policy.device == here["device"]
+    if not same:
+        differing.append("device")
+    return ", ".join(f"{name} {planned[name]}, not {here[name]}" for name in differing)
 
 
 def skipped_modules(model: nn.Module, profile: Profile) -> frozenset[str]:

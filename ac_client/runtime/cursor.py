@@ -17,6 +17,9 @@ the nearest layer that is: `blocks.7` like `blocks.6`. Its ops have left the pat
 
 A copy may be missing. A policy also serves smaller batches than the one it was planned for, and `reshape`,
 `contiguous` and `matmul` copy nothing where a dimension of size 1 lets them return a view.
+
+Equivalent kernels share one key (planner/formats/op_key.py). torch allocates an empty tensor before its own
+kernel of batch norm and not before cuDNN's. So an empty tensor may be missing, or there may be one more.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from autoac.planner.formats.op_key import ROOT, OpKey, spans_by_module
 from autoac.planner.formats.policy import Decision
 
 COPY = "aten.clone.default"
+EMPTY = "aten.empty.memory_format"  # torch's own batch norm allocates one of no bytes; cuDNN's does not
+OPTIONAL = {COPY, EMPTY}
 
 Span = tuple[int, int]
 """Positions [begin, end) in a route."""
@@ -99,9 +104,9 @@ class Route:
         nearest = bisect.bisect_left(self._boundaries, begin - 1)
         return nearest == len(self._boundaries) or self._boundaries[nearest] >= end - 1
 
-    def skip_copies(self, position: int) -> int:
-        """Return the position of the first op from `position` on that is not a copy."""
-        while position < len(self.ops) and self.ops[position] == COPY:
+    def skip_optional(self, position: int) -> int:
+        """Return the position of the first op from `position` on that must run."""
+        while position < len(self.ops) and self.ops[position] in OPTIONAL:
             position += 1
         return position
 
@@ -115,7 +120,8 @@ class Route:
     def sibling(self, path: str) -> str | None:
         """Return the nearest module of the route whose path differs from `path` in one number, or None.
 
-        Of two that are equally near, it is the one with the lower number. A module of the route has none.
+        Of two that are equally near, it is the one with the lower number. A module of the route has none, nor
+        has a module that runs no ops inside a layer of the route.
         """
         if path not in self._siblings:
             self._siblings[path] = None if path in self._spans else self._nearest(path.split("."))
@@ -126,9 +132,11 @@ class Route:
         for other in self._spans:
             others = other.split(".")
             if len(others) == len(parts):
-                differing = [(a, b) for a, b in zip(parts, others, strict=True) if a != b]
-                if len(differing) == 1 and all(part.isdecimal() for part in differing[0]):
-                    number, candidate = map(int, differing[0])
+                differing = [i for i, (a, b) in enumerate(zip(parts, others, strict=True)) if a != b]
+                pair = parts[differing[0]], others[differing[0]]
+                planned = ".".join(parts[: differing[0] + 1]) in self._spans
+                if len(differing) == 1 and all(part.isdecimal() for part in pair) and not planned:
+                    number, candidate = map(int, pair)
                     found.append((abs(number - candidate), candidate, other))
         return min(found)[2] if found else None
 
@@ -217,10 +225,12 @@ class Cursor:
             self._position = i + 1
             return route.decisions[i]
         if not self._lost:
-            after = route.skip_copies(i)
+            after = route.skip_optional(i)
             if i < after < len(route.ops) and route.ops[after] == op and self._expected is None:
                 self._position = after + 1
                 return route.decisions[after]
+            if op == EMPTY:
+                return None
             self._lost = True
             self._depart(op)
         return None
@@ -232,7 +242,7 @@ class Cursor:
         expected = self._next
         span = self._route.span_from(path, expected)
         if span is not None and not span[0] <= expected < span[1]:
-            after = self._route.skip_copies(expected)
+            after = self._route.skip_optional(expected)
             if span[0] <= after < span[1]:
                 expected = after
             else:
@@ -309,7 +319,7 @@ class Cursor:
         Raises:
             LeftThePath: expected ops did not run, and the cursor is strict.
         """
-        if not self._lost and self._route.skip_copies(self._next) <= self._route.last_in_module:
+        if not self._lost and self._route.skip_optional(self._next) <= self._route.last_in_module:
             self._depart("the end of forward")
 
     @property

@@ -163,7 +163,7 @@ class PlannedPolicy:
     def decide(
         self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs, out: Any
     ) -> CheckpointPolicy | None:
-        decision = self.cursor.next_decision(facts.name)
+        decision = self.cursor.next_decision(facts.name_in_keys)
         if decision is None:
             return None
         return CheckpointPolicy.PREFER_SAVE if decision == "save" else CheckpointPolicy.PREFER_RECOMPUTE
@@ -292,7 +292,7 @@ class PolicyStack:
         """
         if self._cursor is not None:
             # A plan recomputes ops whose results decide only where the user lifted the default.
-            decision_of_plan = self._cursor.next_decision(facts.name)
+            decision_of_plan = self._cursor.next_decision(facts.name_in_keys)
             saved = decision_of_plan is None or decision_of_plan == "save"
             return saved or facts.must_save not in ("", DECIDES)
         decision = self._constant

@@ -6,6 +6,9 @@
 
 A run of an op that only backward does ends with "@" and the number of the run: "...mm.default#1@2".
 
+Which kernel computes attention or a norm depends on the device and its libraries. Such an op has the name
+that models call it by (`aten.batch_norm.default`), so that a policy holds wherever the op runs.
+
 A module's path may contain "/" and "#": `nn.ModuleDict({"a/b": ...})`. The name of an op contains neither.
 So a key is split at its last "/". No other file takes keys apart.
 """
@@ -13,13 +16,67 @@ So a key is split at its last "/". No other file takes keys apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ROOT = "."
 """The path of the model itself."""
 
+_KERNELS = {
+    "aten.scaled_dot_product_attention.default": (
+        "aten._scaled_dot_product_cudnn_attention.default",
+        "aten._scaled_dot_product_efficient_attention.default",
+        "aten._scaled_dot_product_flash_attention.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    ),
+    "aten.batch_norm.default": (
+        "aten.native_batch_norm.default",
+        "aten.cudnn_batch_norm.default",
+        "aten.miopen_batch_norm.default",
+    ),
+    "aten.rms_norm.default": ("aten._fused_rms_norm.default",),
+    "aten.grid_sampler.default": ("aten.grid_sampler_2d.default", "aten.cudnn_grid_sampler.default"),
+}
+SHARED_NAMES = frozenset(_KERNELS)
+_NAME_OF_KERNEL = {kernel: name for name, kernels in _KERNELS.items() for kernel in kernels}
+
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number standing alone in a module path
+
+
+def name_in_keys(op: str) -> str:
+    """Return the name that keys have for `op`, which equivalent kernels share.
+
+    >>> name_in_keys("aten.cudnn_batch_norm.default"), name_in_keys("aten.mm.default")
+    ('aten.batch_norm.default', 'aten.mm.default')
+    """
+    return _NAME_OF_KERNEL.get(op, op)
+
+
+def kernels_of(name: str) -> tuple[str, ...]:
+    """Return the ops that have the name `name` in keys: several for equivalent kernels."""
+    return _KERNELS.get(name, (name,))
+
+
+def with_shared_names(keys: Iterable[str]) -> list[str]:
+    """Return keys in which equivalent kernels have one name; older keys name the kernels.
+
+    >>> with_shared_names(["bn/aten.empty.memory_format#0", "bn/aten.native_batch_norm.default#0"])
+    ['bn/aten.empty.memory_format#0', 'bn/aten.batch_norm.default#0']
+    """
+    seen: dict[tuple[str, str], int] = {}
+    parsed_keys = {key: OpKey.parse(key) for key in keys}
+    if not any(parsed.op in _NAME_OF_KERNEL for parsed in parsed_keys.values()):
+        return list(parsed_keys)
+    renamed = []
+    for key, parsed in parsed_keys.items():
+        name = name_in_keys(parsed.op)
+        if name in _KERNELS:
+            occurrence = seen.get((parsed.module, name), 0)
+            seen[parsed.module, name] = occurrence + 1
+            renamed.append(str(OpKey(parsed.module, name, occurrence)))
+        else:
+            renamed.append(key)
+    return renamed
 
 
 @dataclass(frozen=True, slots=True)

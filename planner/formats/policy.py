@@ -11,12 +11,13 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from autoac.planner.errors import MalformedPolicy
 from autoac.planner.formats.base import MAX_INT, Count, FrozenModel, Index, Microseconds, Name, read
 from autoac.planner.formats.constraints import Constraints
-from autoac.planner.formats.profile import Profile
+from autoac.planner.formats.op_key import with_shared_names
+from autoac.planner.formats.profile import Environment, Profile
 
 FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
@@ -54,7 +55,7 @@ class Policy(FrozenModel):
     corrected_by_bytes: Bytes = 0  # taken off the budget when planning again, after measuring a peak
     stopped: Name  # why the solver stopped
     predicted: Predicted
-    tools: dict[str, Name]  # versions of what made it
+    tools: dict[str, Name]  # versions of what made it, and of the torch and cuDNN that it was planned for
     constraints: Constraints | None = None  # of the plan; left out if there are none
     # Several forwards that run before one backward: how many decisions there are up to the end of each.
     forward_ends: tuple[Index, ...] = ()  # left out where there is one forward
@@ -82,6 +83,11 @@ class Policy(FrozenModel):
         items = list(self.decisions.items())
         ends = (*self.forward_ends[:-1], len(items))
         return tuple(dict(items[begin:end]) for begin, end in itertools.pairwise((0, *ends)))
+
+    @field_validator("decisions")
+    @classmethod
+    def _kernels_share_names(cls, decisions: dict[str, Decision]) -> dict[str, Decision]:
+        return dict(zip(with_shared_names(decisions), decisions.values(), strict=True))
 
     @model_validator(mode="after")
     def _forward_ends_ascend(self) -> Self:
@@ -131,6 +137,21 @@ def tool_versions() -> dict[str, str]:
         except PackageNotFoundError:
             versions[name] = "unknown"
     return versions
+
+
+def planned_for(environment: Environment) -> dict[str, str]:
+    """Return the versions of the libraries of a step that choose its ops, for `Policy.tools`."""
+    cudnn = {"cudnn": cudnn_text(environment.cudnn)} if environment.cudnn else {}
+    return {"torch": environment.torch} | cudnn
+
+
+def cudnn_text(version: int) -> str:
+    """Return a version of cuDNN as people write it.
+
+    >>> cudnn_text(92000)
+    '9.20.0'
+    """
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def decisions(profile: Profile, save_set: frozenset[int]) -> dict[str, Decision]:

@@ -31,10 +31,12 @@ from autoac.planner.formats.base import (
     read,
     read_data,
 )
-from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.op_key import OpKey, name_in_keys
 
 FORMAT: Final = "autoac.profile"
 VERSION: Final = 1
+
+ESTIMATED: Final = " (estimated)"  # ends the name of a device that was not there
 
 # Reasons for `must_save`:
 DECIDES: Final = "its values decide"  # the user may lift this one (`Constraints.save_deciding`)
@@ -103,6 +105,7 @@ class Environment(FrozenModel):
     autocast: Name  # "off", or the dtype
     allocator_rounding: Annotated[int, Field(ge=1, le=1 << 30)]  # sizes are multiples of this
     threads: Count  # intra-op threads; 0 on devices where the number does not matter
+    cudnn: Annotated[Count, Field(exclude_if=lambda version: version == 0)] = 0  # 92000 is 9.20.0; 0: none
 
 
 class StaticBytes(FrozenModel):
@@ -113,10 +116,14 @@ class StaticBytes(FrozenModel):
     gradients: Count  # only those that exist before the step
     optimizer_state: Count
     inputs: Count  # the batch
+    # What cuBLAS keeps for forward and backward, in the profile of an absent GPU. Where the step runs on its
+    # device, `other_nbytes` has it.
+    workspaces: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.buffers + self.gradients + self.optimizer_state + self.inputs
+        held = self.parameters + self.buffers + self.gradients + self.optimizer_state
+        return held + self.inputs + self.workspaces
 
 
 class Storages(Table):
@@ -279,16 +286,18 @@ class Profile(FrozenModel):
         return self
 
     def keys(self) -> list[str]:
-        """Return the key of each op: its module path, its overload and its occurrence in the module.
+        """Return the key of each op: its module path, its name and its occurrence in the module.
 
         `model.layers.3.mlp/aten.mm.default#1` is the second `mm` in that module.
         """
-        seen: dict[tuple[int, int], int] = {}
+        ops = [name_in_keys(overload) for overload in self.overloads]
+        seen: dict[tuple[int, str], int] = {}
         names = []
-        for pair in zip(self.ops.module, self.ops.overload, strict=True):
+        for module, overload in zip(self.ops.module, self.ops.overload, strict=True):
+            pair = (module, ops[overload])
             ordinal = seen.get(pair, 0)
             seen[pair] = ordinal + 1
-            names.append(str(OpKey(self.modules[pair[0]], self.overloads[pair[1]], ordinal)))
+            names.append(str(OpKey(self.modules[module], ops[overload], ordinal)))
         return names
 
     @property

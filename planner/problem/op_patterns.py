@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from autoac.planner.errors import UnmatchedPattern
-from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.op_key import OpKey, kernels_of
 from autoac.planner.problem.graph import Graph, OpId
 
 MAX_SUGGESTIONS = 3
@@ -100,6 +100,12 @@ def _matched_lengths(module: Path, pattern: Path) -> set[int]:
 
 
 def _is_called(key: OpKey, pattern: str) -> bool:
-    """Return True if `pattern` matches the op's name, with or without its occurrence and overload."""
-    names = (f"{key.op}#{key.occurrence}", key.op, key.op.rpartition(".")[0])
-    return any(fnmatchcase(name, pattern) for name in names)
+    """Return True if `pattern` matches the op's name, with or without its occurrence and overload.
+
+    A pattern may also name any of its equivalent kernels.
+    """
+    return any(
+        fnmatchcase(name, pattern)
+        for op in {key.op, *kernels_of(key.op)}
+        for name in (f"{op}#{key.occurrence}", op, op.rpartition(".")[0])
+    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoac.planner.formats.op_key import OpKey
+from autoac.planner.formats.op_key import SHARED_NAMES, OpKey, kernels_of
 from autoac.planner.memory.schedule import Backward, Compute, Event, Free, Recompute
 from autoac.planner.memory.simulate import Timeline
 from autoac.planner.problem.graph import Graph
@@ -119,12 +119,25 @@ def op_names(keys: Sequence[str]) -> frozenset[str]:
     >>> sorted(op_names(["h.3.mlp/aten.mm.default#1", "./mylib.scan.default#0"]))
     ['aten::mm', 'mylib::scan']
     """
-    return frozenset(_op_name(key) for key in keys)
+    return frozenset(_profiler_name(op) for key in keys for op in kernels_of(OpKey.parse(key).op))
+
+
+def _profiler_name(op: str) -> str:
+    namespace, _, rest = op.partition(".")
+    return f"{namespace}::{rest.partition('.')[0]}"
+
+
+_NAMES_OF_KERNELS = {_profiler_name(kernel): name for name in SHARED_NAMES for kernel in kernels_of(name)}
+
+
+def _name(profiled: str) -> str:
+    """Return the name of an op of torch's profiler; equivalent kernels share one."""
+    return _NAMES_OF_KERNELS.get(profiled, profiled)
 
 
 def _op_name(key: str) -> str:
-    namespace, _, rest = OpKey.parse(key).op.partition(".")
-    return f"{namespace}::{rest.partition('.')[0]}"
+    op = OpKey.parse(key).op
+    return op if op in SHARED_NAMES else _profiler_name(op)
 
 
 def _forward(
@@ -136,7 +149,7 @@ def _forward(
         assert isinstance(event, Compute)
         key = graph.ops[event.op].name
         names.append((OpKey.parse(key).module, _op_name(key)))
-    for k, i in longest_common_subsequence(names, [(seen.module, seen.name) for seen in ran]):
+    for k, i in longest_common_subsequence(names, [(seen.module, _name(seen.name)) for seen in ran]):
         yield k, ran[i].begin_us
 
 
@@ -158,7 +171,7 @@ def _backward(
         burst = [event for event in kernels[first : works[j]] if isinstance(event, Recompute)]
         began = node.begin_us
         again = [_op_name(graph.ops[event.op].name) for event in burst]
-        for k, at in longest_common_subsequence(again, [seen.name for seen in inside]):
+        for k, at in longest_common_subsequence(again, [_name(seen.name) for seen in inside]):
             yield first + k, inside[at].begin_us
             began = inside[at].end_us
         yield works[j], began

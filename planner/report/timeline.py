@@ -176,6 +176,7 @@ def picture(
             ("gradients before the step", static.gradients),
             ("optimizer state", static.optimizer_state),
             ("the batch", static.inputs),
+            ("workspaces of cuBLAS", static.workspaces),
         ]
         # Constraints can add to what the profile has.
         standing.append(("not in the profile", graph.static_bytes - static.total))

@@ -21,7 +21,8 @@ from torch import Tensor
 from autoac.profiler.timing.backlog import Backlog, record_event
 from autoac.profiler.timing.cache import OpTime, Times, machine, processor
 from autoac.profiler.timing.op_timer import host_clock, median_and_deviation
-from autoac.profiler.timing.roofline import Device, KernelKind, bytes_moved
+from autoac.profiler.timing.roofline import Device, KernelKind, bytes_moved, workspace_of
+from autoac.profiler.torch_facts.libraries import cudnn_of
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.op_signature import signature_of
 from autoac.profiler.torch_facts.private import (
@@ -63,6 +64,7 @@ def datasheet_of(device: torch.device) -> Device:
     copy_s = least_s(lambda: target.copy_(source), device)
     x = torch.ones(8, device=device)
     is_nvidia = device.type == "cuda" and torch.version.hip is None
+    capability = torch.cuda.get_device_capability(device) if is_nvidia else None
 
     def tiny() -> None:
         for _ in range(TINY_CALLS):
@@ -78,8 +80,9 @@ def datasheet_of(device: torch.device) -> Device:
         efficiency=MappingProxyType(dict.fromkeys(KernelKind, 1.0)),
         device_type=device.type,
         allocator_rounding=512 if device.type == "cuda" else 1,
-        capability=torch.cuda.get_device_capability(device) if is_nvidia else None,
-        cudnn=(torch.backends.cudnn.version() or 0) if is_nvidia else 0,
+        capability=capability,
+        cudnn=cudnn_of(device),
+        workspace_nbytes=workspace_of(capability) if capability is not None else 0,
     )
 
 

@@ -114,6 +114,7 @@ class Device:
     allocator_rounding: int = 512  # bytes
     capability: tuple[int, int] | None = None  # of CUDA; None: not NVIDIA's
     cudnn: int = 0  # version of cuDNN: 92000 is 9.20.0, 0 is none
+    workspace_nbytes: int = 0  # that cuBLAS or hipBLASLt keeps for each thread and stream
 
     def runtime_us(
         self, facts: OpFacts, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -182,6 +183,15 @@ def _mib(count: int) -> int:
     return count << 20
 
 
+def workspace_of(capability: tuple[int, int]) -> int:
+    """Return the bytes that cuBLAS keeps for each thread and stream on a GPU of NVIDIA.
+
+    `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp (torch 2.13); the environment
+    variable CUBLAS_WORKSPACE_CONFIG changes it.
+    """
+    return 32 << 20 if capability == (9, 0) else (2 * 4096 + 8 * 16) << 10
+
+
 CUDNN_OF_WHEELS = 92000
 """The version of cuDNN that torch 2.13 brings along with CUDA 13."""
 
@@ -198,6 +208,7 @@ H100 = Device(
     efficiency=HOPPER,
     capability=(9, 0),
     cudnn=CUDNN_OF_WHEELS,
+    workspace_nbytes=workspace_of((9, 0)),
 )
 """NVIDIA H100 Tensor Core GPU datasheet; dense numbers: H100 architecture white paper, table 2."""
 
@@ -210,6 +221,7 @@ H200 = Device(
     efficiency=HOPPER,
     capability=(9, 0),
     cudnn=CUDNN_OF_WHEELS,
+    workspace_nbytes=workspace_of((9, 0)),
 )
 """NVIDIA H200 Tensor Core GPU datasheet; an H100 with 141 GB of HBM3e."""
 
@@ -221,6 +233,7 @@ A100 = Device(
     _mib(81_050),
     capability=(8, 0),
     cudnn=CUDNN_OF_WHEELS,
+    workspace_nbytes=workspace_of((8, 0)),
 )
 """NVIDIA A100 Tensor Core GPU datasheet."""
 
@@ -231,6 +244,7 @@ MI300X = Device(
     5.3e12,
     _mib(196_592),
     efficiency=CDNA3,
+    workspace_nbytes=128 << 20,
 )
 """AMD Instinct MI300X accelerator data sheet."""
 
@@ -242,6 +256,7 @@ L40S = Device(
     _mib(45_589),
     capability=(8, 9),
     cudnn=CUDNN_OF_WHEELS,
+    workspace_nbytes=workspace_of((8, 9)),
 )
 """NVIDIA L40S datasheet."""
 
@@ -253,6 +268,7 @@ RTX_4090 = Device(
     _mib(24_563),
     capability=(8, 9),
     cudnn=CUDNN_OF_WHEELS,
+    workspace_nbytes=workspace_of((8, 9)),
 )
 """NVIDIA Ada GPU architecture white paper, appendix A: float32 accumulation."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoac.planner.formats.op_key import name_in_keys
 from autoac.planner.formats.profile import DECIDES
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
@@ -88,6 +89,7 @@ class OpFacts:
     """
 
     name: str  # "aten.addmm.default"
+    name_in_keys: str  # the same, or what equivalent kernels share
     call: Callable[..., Any]  # the op, or the function that its own __call__ calls
     view: bool  # returns a view, or computes nothing: not recorded
     writes: tuple[int, ...]  # positional arguments that it writes
@@ -139,6 +141,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         # The ops inside are not seen, so its outputs are always saved.
         return OpFacts(
             name=f"higher_order.{op.name()}",
+            name_in_keys=f"higher_order.{op.name()}",
             call=op,
             view=False,
             writes=(),
@@ -162,6 +165,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     collective = op.namespace in _COLLECTIVE_NAMESPACES
     return OpFacts(
         name=str(op),
+        name_in_keys=name_in_keys(str(op)),
         call=op._op if type(op) is OpOverload else op,
         view=(bool(aliases) and not written)
         or schema.name in _HIDDEN_VIEWS | _QUESTIONS | _NOTICES

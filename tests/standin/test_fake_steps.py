@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoac.planner import Profile
+import ac_client
+from autoac.planner import Policy, Profile, bounds, build, plan
 from autoac.profiler import observe
 from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, H100
 from benchmarks.models.tiny import IRREGULAR, ZOO, ZooModel
@@ -58,7 +59,8 @@ def contents(profile: Profile) -> dict[str, Any]:
 def fake_and_real(
     model: nn.Module, batch: dict[str, Any], cudnn: int, dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    fake = observe(model, (), batch_on("cpu", batch), on=replace(H100, cudnn=cudnn), autocast=dtype)
+    device = replace(H100, cudnn=cudnn, workspace_nbytes=0)  # the stand-in has no cuBLAS
+    fake = observe(model, (), batch_on("cpu", batch), on=device, autocast=dtype)
     real = observe(model.cuda(), (), batch_on("cuda", batch), autocast=dtype)
     return contents(fake), contents(real)
 
@@ -75,6 +77,32 @@ def test_fake_step_has_the_ops_and_bytes_of_the_real_one(
     torch.manual_seed(0)
     fake, real = fake_and_real(entry.make().train(), entry.batch(), cudnn, dtype)
     assert fake == real
+
+
+def planned(entry: ZooModel, cudnn: int, dtype: torch.dtype | None) -> Policy:
+    """Return a plan for an H100 that recomputes much."""
+    device = replace(H100, cudnn=cudnn, workspace_nbytes=0)
+    profile = observe(entry.make().train(), (), batch_on("cpu", entry.batch()), on=device, autocast=dtype)
+    known = bounds(build(profile))
+    return plan(profile, budget_bytes=(known.floor + known.ceiling) // 2).policy()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("U-Net", None), ("Llama", torch.bfloat16)])
+@pytest.mark.parametrize(("planned_cudnn", "cudnn"), [(CUDNN_OF_WHEELS, 0), (0, CUDNN_OF_WHEELS)])
+def test_policy_survives_another_choice_of_kernels(
+    gpu: ModuleType, name: str, dtype: torch.dtype | None, planned_cudnn: int, cudnn: int
+) -> None:
+    entry = zoo_model(name)
+    policy = planned(entry, planned_cudnn, dtype)
+    gpu.set_cudnn(cudnn)
+    model, batch = entry.make().train().cuda(), batch_on("cuda", entry.batch())
+    ac_client.apply(model, policy=policy, strict=True)  # raises if other ops run
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype is not None):
+        loss = model(**batch)["loss"]
+    loss.backward()
+    report = ac_client.applied(model).report()
+    assert report.off_path == ""
+    assert report.recomputed > 0
 
 
 class Casts(nn.Module):
