@@ -92,8 +92,8 @@ def summary(rows: Sequence[Row]) -> str:
         lines.append(
             f"- Against {len(published)} published schedules: better on {sum(a < -SAME for a in against)}, "
             f"equal on {sum(abs(a) <= SAME for a in against)},\n  worse on "
-            f"{sum(a > SAME for a in against)}; the worst is {_signed(max(against))} of the step "
-            f"({worst.first.graph}, {format_bytes(worst.first.budget)})."
+            f"{sum(a > SAME for a in against)}; the worst, {worst.first.graph} at "
+            f"{format_bytes(worst.first.budget)}: {_signed(max(against))}."
         )
     return "\n".join(lines)
 
@@ -114,7 +114,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _signed(share: float) -> str:
-    return "no schedule" if math.isinf(share) else f"{share:+.2%}"
+    return "ours found no schedule" if math.isinf(share) else f"{share:+.2%} of the step"
 
 
 def _percent(share: float) -> str:
