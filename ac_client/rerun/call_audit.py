@@ -22,7 +22,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ac_client.rerun.recorded_call import Arguments, CallSite
 from ac_client.runtime.nodes import StorageVersion, UnsupportedTensor
@@ -33,7 +32,7 @@ from autoac.profiler.torch_facts.inductor import is_compiled
 from autoac.profiler.torch_facts.module_paths import ModuleHook
 from autoac.profiler.torch_facts.op_facts import facts_of, updates_statistics, written_tensors
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
-from autoac.profiler.torch_facts.private import tree_leaves
+from autoac.profiler.torch_facts.private import TorchDispatchMode, tree_leaves
 from autoac.profiler.torch_facts.storage_table import has_storage
 
 

@@ -29,6 +29,7 @@ from ac_client.runtime.nodes import (
 from ac_client.runtime.split_backward import Split, current_split
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError
+from autoac.planner.formats.op_key import name_in_keys
 from autoac.profiler.torch_facts import private, rng
 from autoac.profiler.torch_facts.op_signature import outputs_of
 
@@ -111,11 +112,11 @@ class EventLog:
     """The compute and recompute events of a run, in order, as `planner/memory/schedule.py` defines them."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, str]] = []  # (kind, op name)
+        self.events: list[tuple[str, str]] = []  # (kind, name of the op in keys)
 
     def add(self, kind: str, name: str) -> None:
         """Append one event."""
-        self.events.append((kind, name))
+        self.events.append((kind, name_in_keys(name)))
 
 
 class HandleRegistry(list["weakref.ref[Any]"]):

@@ -144,12 +144,12 @@ def spans_by_module(modules: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
         modules: the module of each op.
 
     >>> spans_by_module(["a", "a.b", ".", "a"])
-    {'a.b': [(1, 2)], 'a': [(0, 2), (3, 4)]}
+    {'a': [(0, 2), (3, 4)], 'a.b': [(1, 2)]}
     """
     spans: dict[str, list[tuple[int, int]]] = {}
     begins: dict[str, int] = {}
     for i, module in enumerate([*modules, ROOT]):
-        enclosing = set(_enclosing(module)) if i < len(modules) else set()
+        enclosing = _enclosing(module) if i < len(modules) else []
         for path in [path for path in begins if path not in enclosing]:
             spans.setdefault(path, []).append((begins.pop(path), i))
         for path in enclosing:

@@ -223,6 +223,13 @@ def aot_graph_compile() -> Any:
     return graph_compile
 
 
+def reset_code_caches() -> None:
+    """Have Dynamo forget all code that it compiled in this process."""
+    import torch._dynamo
+
+    torch._dynamo.reset_code_caches()
+
+
 def anything_traced() -> bool:
     """Return True if Dynamo has compiled code in this process."""
     convert_frame = sys.modules.get("torch._dynamo.convert_frame")

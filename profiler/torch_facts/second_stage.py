@@ -201,7 +201,7 @@ def forget_compiled_code() -> None:
     """Have all compiled code compiled again: Dynamo does not guard on the hooks that a plan has added."""
     if private.anything_traced():
         _hold_back_graphs()
-        torch._dynamo.reset_code_caches()
+        private.reset_code_caches()
 
 
 def _hold_back_graphs() -> None:
@@ -220,7 +220,7 @@ def _hold_back_graphs() -> None:
     elif loaded == _loaded_before:
         return
     _set_loaded_before(loaded)
-    torch._dynamo.reset_code_caches()
+    private.reset_code_caches()
 
 
 _loaded_before = 0  # graphs that came from AOTAutograd's cache, whole, before the code was last forgotten

@@ -422,7 +422,7 @@ def test_solver_stays_unused_if_everything_fits() -> None:
     assert "simulate" in entered
     solver = {path.stem for path in Path(search_module.__file__).parent.glob("*.py")}
     assert {"bounds", "program", "highs"} < solver
-    assert entered & solver <= {"search", "time_limit"}
+    assert entered & solver <= {"search", "time_limit", "variables"}  # defaults of options
 
 
 @laws

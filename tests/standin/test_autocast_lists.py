@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,12 @@ MISSING = {"cudnn_convolution", "cudnn_convolution_transpose", "_convolution", "
 @functools.cache
 def samples_of(kind: str, device: str) -> list[Any]:
     return list(getattr(AutocastTestLists(torch.device(device)), kind, []))
+
+
+@pytest.fixture(autouse=True)
+def _samples_freed() -> Iterator[None]:
+    yield
+    samples_of.cache_clear()
 
 
 def ops_of(kind: str, i: int, device: str) -> Any:
