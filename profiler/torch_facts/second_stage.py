@@ -28,8 +28,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
-
 from autoac.profiler.torch_facts import private
 
 BoxedCall = Callable[[list[Any]], Any]
