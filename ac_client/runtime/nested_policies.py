@@ -250,7 +250,7 @@ class PolicyStack:
         frames: the policies.
         needs_output: True if a policy must see the output of an op.
         packing: the innermost packing; None if no frame has one.
-        grouping: the cursor of a plan in which ops have use groups; None if there is none.
+        grouping: the cursor of a plan in which ops have use groups; None for other plans.
         saves_all: True if every op is saved.
         recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
         forced_by: the policy that said MUST_RECOMPUTE for the op decided last; "" if none did.

@@ -29,7 +29,7 @@ class RegionHooks:
     Attributes:
         packing: the innermost `packing` of the policies; None if no policy has one.
         pack_in_call: set while a call is recorded as one op; returns None for a tensor from outside of it.
-        grouping: the cursor of a plan in which ops have use groups; None if there is none.
+        grouping: the cursor of a plan in which ops have use groups; None for other plans.
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:

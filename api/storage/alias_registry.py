@@ -7,23 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import (
-    Connection,
-    delete,
-    func,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import Connection, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.errors import NotFound, PreconditionFailed
 from autoac.api.storage.database import now
 from autoac.api.storage.policy_registry import get_policy
-from autoac.api.storage.tables import (
-    alias_moves,
-    aliases,
-)
+from autoac.api.storage.tables import alias_moves, aliases
 
 ANY = "*"
 

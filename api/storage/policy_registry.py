@@ -30,11 +30,7 @@ from sqlalchemy.exc import IntegrityError
 
 from autoac.api.errors import InUse, NotFound
 from autoac.api.storage.database import now
-from autoac.api.storage.tables import (
-    aliases,
-    policies,
-    policy_options,
-)
+from autoac.api.storage.tables import aliases, policies, policy_options
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 

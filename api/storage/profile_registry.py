@@ -10,22 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zstandard
-from sqlalchemy import (
-    Connection,
-    delete,
-    func,
-    insert,
-    select,
-)
+from sqlalchemy import Connection, delete, func, insert, select
 
 from autoac.api.errors import NotFound
 from autoac.api.requests import ParsedProfile
 from autoac.api.storage.database import now
-from autoac.api.storage.tables import (
-    jobs,
-    model_names,
-    profiles,
-)
+from autoac.api.storage.tables import jobs, model_names, profiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import (
-    Connection,
-    delete,
-    func,
-    select,
-)
+from sqlalchemy import Connection, delete, func, select
 
 from autoac.api.settings import Settings
 from autoac.api.storage.database import now
-from autoac.api.storage.tables import (
-    aliases,
-    jobs,
-    policies,
-    profiles,
-)
+from autoac.api.storage.tables import aliases, jobs, policies, profiles
 
 
 @dataclass(frozen=True, slots=True)

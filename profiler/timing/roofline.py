@@ -85,7 +85,7 @@ def _efficiencies(product: float, attention: float, cudnn_attention: float) -> M
 #   achievable matmul FLOPS"). The shapes of a model reach less than the best shape.
 # - Attention, forward and head sizes 64 to 128: FlashAttention-2 reaches 0.5 to 0.73 on A100 (Dao,
 #   arXiv:2307.08691). On H100 the same kernel reaches 0.33 to 0.37 and cuDNN's 0.42 to 0.6 (Shah et al.,
-#   arXiv:2407.08608, figure 5). For MI300X there is no such table; H100's number stands in.
+#   arXiv:2407.08608, figure 5). MI300X has no such table, so it gets H100's number.
 # - Norms: 2.0 to 2.2 of 3.35 TB/s on H100 by generated kernels (Dao et al., "QuACK", 2025).
 # - Pointwise: a copy reaches 0.9 of the bandwidth of an H100; kernels with several operands reach less.
 # - Other kernels are too diverse for a source. 0.6 is an assumption.

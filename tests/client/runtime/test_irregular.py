@@ -85,10 +85,12 @@ def test_plain_peak_is_predicted(subject: Subject) -> None:
 
 def test_smallest_peak_is_reached_and_at_most_that_of_checkpointed_blocks(subject: Subject) -> None:
     found = find_minimum_peak(subject.profile, gap=0.12, time_limit_s=20)
-    policy = plan(subject.profile, budget_bytes=found.found, start=[found.save_set]).policy()
+    planned = plan(subject.profile, budget_bytes=found.found, start=[found.save_set])
+    policy = planned.policy()
     standing = subject.graph.static_bytes
     ours = dense(step(subject.entry.make, policy=policy, standing=standing, **subject.entry.batch()))
     assert_same(subject.plain, ours)
+    assert ours.log.events == expected_log(planned.graph, planned.save_set)
     make = functools.partial(checkpointed, subject.entry)
     torchs = step(make, standing=subject.graph.static_bytes, **subject.entry.batch())
     assert ours.peak == policy.predicted.peak_bytes
