@@ -6,7 +6,12 @@ from torch import nn
 
 import ac_client
 from ac_client.planning.loaded_policy import LoadedPolicy
-from autoac.planner import Plan
+from autoac.planner import Plan, Profile
+from autoac.planner.plan import plan_of
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import SaveSet
+from autoac.planner.solver.search import Problem
+from autoac.planner.solver.variables import Options
 
 
 def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
@@ -17,3 +22,9 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
     assert bucket is not None
     bucket.loaded = LoadedPolicy(policy, plan)
     return model
+
+
+def apply_save_set(model: nn.Module, profile: Profile, save_set: SaveSet) -> nn.Module:
+    """Apply the plan that saves these ops of `build(profile)` and recomputes each other op once."""
+    problem = Problem(build(profile), Options(use_groups=False))
+    return apply_plan(model, plan_of(problem, profile, 1 << 40, save_set))

@@ -28,11 +28,9 @@ from ac_client.demo.setting import Setting, build_model, make_batch
 from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.plan import plan_of
 from autoac.planner.problem.build import build
-from autoac.planner.solver.search import Problem
 from autoac.profiler import DATASHEETS, profile
-from benchmarks.apply_plan import apply_plan
+from benchmarks.apply_plan import apply_plan, apply_save_set
 from benchmarks.models import large
 from benchmarks.results import markdown_table, write_result
 from benchmarks.torch_checkpoint import SAVED_BY_SELECTIVE, overload
@@ -111,7 +109,7 @@ def rerun(function: Callable[[Tensor], Tensor]) -> Run:
     found = profile(Model(function), x)
     graph = build(found)
     saved = frozenset(op.id for op in graph.ops if not op.name.startswith("body/"))
-    model = apply_plan(Model(function), plan_of(Problem(graph), found, 1 << 40, saved))
+    model = apply_save_set(Model(function), found, saved)
     model(x).sum().backward()
     return lambda _function, x: model(x)
 

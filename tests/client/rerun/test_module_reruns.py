@@ -17,17 +17,15 @@ import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.rerun.recorded_call import CallSite
 from ac_client.runtime.write_guard import StaleError
-from autoac.planner import Plan, Profile
+from autoac.planner import Profile
 from autoac.planner.memory.module_reruns import Candidates
 from autoac.planner.memory.schedule import Span
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.plan import plan_of
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
-from autoac.planner.solver.search import Problem
 from autoac.profiler import profile
-from benchmarks.apply_plan import apply_plan
+from benchmarks.apply_plan import apply_save_set
 from benchmarks.models.modules import ConvNet, Transformer
 
 Make = Callable[[], nn.Module]
@@ -96,8 +94,7 @@ def random_save_set(graph: Graph, chance: random.Random) -> SaveSet:
 
 def planned(make: Make, found: Profile, save_set: SaveSet, reruns: Sequence[Span]) -> nn.Module:
     """Return the model under a plan with this save set, which runs these calls again as a whole."""
-    made_plan: Plan = plan_of(Problem(build(found)), found, 1 << 40, save_set)
-    model = apply_plan(made(make), made_plan)
+    model = apply_save_set(made(make), found, save_set)
     bucket = ac_client.applied(model)._store.single_policy
     assert bucket is not None
     with mock.patch("ac_client.planning.loaded_policy.module_reruns", return_value=reruns):
