@@ -34,12 +34,12 @@ DEFAULT_POINTS = 16
 
 
 class Kind(StrEnum):
-    """The kind of a request."""
+    """Names what a client asks for: storing a profile, or a solve that starts from one."""
 
     PROFILE = "profile"  # store a profile
-    POLICY = "policy"
-    FRONTIER = "frontier"
-    FLOOR = "floor"
+    POLICY = "policy"  # plan within a budget
+    FRONTIER = "frontier"  # plan for several budgets: peaks and recompute times
+    FLOOR = "floor"  # find the smallest peak that a plan can have
 
 
 class SolveRequest(BaseModel):

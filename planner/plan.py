@@ -228,7 +228,12 @@ def plan_of(
     headroom: int = 0,
     constraints: Constraints | None = None,
 ) -> Plan:
-    """Return the Plan of `save_set`, with the evidence of `search`; without one, nothing was solved."""
+    """Return the Plan that saves `save_set`.
+
+    Args:
+        search: the finished search that found `save_set`; the Plan takes over its bound. None if nothing was
+            solved: the recompute time of the Plan is then its own bound.
+    """
     graph, save_set = problem.chosen(save_set)
     save_set = with_forced_saves(graph, save_set)  # a policy names them too: the runtime knows few by itself
     peak = peak_of(graph, save_set)

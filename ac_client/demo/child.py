@@ -210,7 +210,10 @@ def _timed(trainee: Trainee) -> float:
 
 
 def since(events: Iterable[LiveBytes], start: LiveBytes, points: int) -> list[tuple[float, int]]:
-    """Return about `points` changes since `start`, as (ms, bytes): the highest and last of each interval."""
+    """Return the curve of live bytes from `start` on, as pairs (ms after `start`, bytes).
+
+    To have about `points` pairs, cut the time into intervals and take the highest and the last value of each.
+    """
     changes = [start, *(event for event in events if event.time_ns >= start.time_ns)]
     chosen = thin_out([change.live_bytes for change in changes], points)
     return [(round((changes[i].time_ns - start.time_ns) / 1e6, 3), changes[i].live_bytes) for i in chosen]

@@ -188,7 +188,10 @@ def _fake_peak_finding(check: str, real: Profile, fake: Profile) -> GpuFinding:
 
 
 def _kinds_finding(check: str, real: Profile, fake: Profile, sheet: Device) -> GpuFinding:
-    """Compare measured run times with the roofline by kind of kernel; efficiencies follow from them."""
+    """Compare the measured run time of each kind of kernel with the time that the roofline estimates.
+
+    The ratio of the two says by how much the efficiency of that kind in the datasheet is off.
+    """
     measured_us: defaultdict[KernelKind, float] = defaultdict(float)
     estimated_us: defaultdict[KernelKind, float] = defaultdict(float)
     for i, row in enumerate(real.ops.overload):
@@ -203,7 +206,8 @@ def _kinds_finding(check: str, real: Profile, fake: Profile, sheet: Device) -> G
         for kind in ratios
     )
     figures = {str(kind): round(ratio, 3) for kind, ratio in ratios.items()}
-    return GpuFinding(check, Result.NOTE, f"by the datasheet of {sheet.name}: {text}", figures)
+    text = f"times by kind of kernel, estimated by the datasheet of {sheet.name}: {text}"
+    return GpuFinding(check, Result.NOTE, text, figures)
 
 
 def _peak_finding(check: str, predicted: int, measured: int, policy: Policy | None) -> GpuFinding:
@@ -239,7 +243,10 @@ def _time_finding(check: str, predicted_ms: float, trained: Trained, profile: Pr
 
 
 def _numbers_finding(check: str, plain: Trained, again: Trained, planned: Trained) -> GpuFinding:
-    """Judge planned by plain, and plain by plain: kernels may differ from run to run by themselves."""
+    """Compare the numbers of the planned run with those of a plain run.
+
+    Two plain runs are compared as well: kernels that are not deterministic differ from run to run.
+    """
     noisy, noise = plain.numbers.distance(again.numbers)
     differing, distance = plain.numbers.distance(planned.numbers)
     count = len(plain.numbers.tensors)

@@ -141,7 +141,7 @@ class BudgetPlanner:
         """Plan for a loop that runs, which an error would stop: warn and go over the budget instead.
 
         Args:
-            reason: for what the step needs so much, in words.
+            reason: why the step needs more than the budget, in words.
             extra_static: static bytes that are not in the profile.
 
         Raises:
@@ -155,8 +155,8 @@ class BudgetPlanner:
     def warn_over_budget(self, needs: int, reason: str) -> None:
         """Warn that no plan keeps the budget."""
         log.warning(
-            "%s: the budget of %s cannot be kept: the step needs at least %s, %s. It runs under its tightest "
-            "plan",
+            "%s: the budget of %s cannot be kept, because the step needs at least %s (%s). It runs under the "
+            "plan with the smallest peak that was found",
             self.name,
             format_bytes(self.budget_bytes or 0),
             format_bytes(needs),

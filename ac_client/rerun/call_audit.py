@@ -107,10 +107,13 @@ class CallAudit(TorchDispatchMode):
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def site(self, output: Any, end: int) -> CallSite | None:
-        """Return the site of the call, which has returned `output`; None if it must be recorded op by op.
+        """Return what is needed to record later calls at this position in forward as one op.
+
+        Return None if the audit failed, and the calls must be recorded op by op.
 
         Args:
-            end: position in the route after the call.
+            output: the result of the audited call.
+            end: position in the policy's list of ops of the first op after the call.
         """
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and has_storage(leaf)]
         alive = {address for address, ref in self._made.items() if ref() is not None}

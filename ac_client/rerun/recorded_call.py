@@ -50,7 +50,10 @@ _IMMUTABLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class CallSite:
-    """A call of a module that may be recorded as one op, as an audited call has shown it."""
+    """A position in forward at which a module is called, and at which its later calls may become one op.
+
+    CallAudit returns one after it has watched the first call.
+    """
 
     path: str
     end: int  # position in the route after the call

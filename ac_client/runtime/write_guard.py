@@ -82,7 +82,7 @@ class WriteGuard:
             return
         raise StaleError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.dtype} {list(tensor.shape)}], which {reader} reads, is at version {tensor._version}; "
-            f"expected version {self._counter} instead. The write happened after forward. Write the tensor "
-            "after backward, or write a clone() of it"
+            f"[{tensor.dtype} {list(tensor.shape)}], which {reader} reads in forward and again in backward, "
+            f"is at version {tensor._version}; expected version {self._counter} instead, as in forward. "
+            "Write to the tensor after backward, or write to a clone() of the tensor"
         )

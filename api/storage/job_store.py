@@ -229,7 +229,10 @@ def delete_profile(connection: Connection, digest: str) -> None:
     """
     of_profile = jobs.c.profile_digest == digest
     if connection.scalar(select(func.count()).select_from(jobs).where(of_profile, jobs.c.state.in_(LIVE))):
-        raise InUse(f"a job that is not finished needs profile {digest}; cancel it first")
+        raise InUse(
+            f"profile {digest} cannot be deleted, because a job that has not finished needs it: cancel that "
+            "job, or wait for it"
+        )
     _delete_jobs(connection, of_profile)
     if not connection.execute(delete(profiles).where(profiles.c.digest == digest)).rowcount:
         raise NotFound(f"no profile {digest}")

@@ -71,7 +71,10 @@ class PolicySet(FrozenModel):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A shape, parsed once, for comparing it with the shape of each new batch."""
+    """The parsed shape of a batch: its leaves with their types, and how large each dimension is.
+
+    Parsing a shape once makes it cheap to compare with the shape of each new batch.
+    """
 
     structure: tuple[tuple[str, str, int], ...]  # of each leaf its name, type, and number of dimensions
     dims: tuple[int, ...]  # of all leaves, concatenated
@@ -79,12 +82,12 @@ class Extent:
 
     @classmethod
     def of(cls, shape: Shape) -> Extent:
-        """Return the extent of a shape."""
+        """Parse `shape`, such as {"0": "int64[4, 128]"}."""
         return cls.of_leaves((leaf, *_read(kind)) for leaf, kind in shape.items())
 
     @classmethod
     def of_leaves(cls, leaves: Iterable[Leaf]) -> Extent:
-        """Return the extent of a batch with these leaves."""
+        """Return the leaves, sorted by name, as an Extent."""
         structure: list[tuple[str, str, int]] = []
         flat: list[int] = []
         elements = 0

@@ -278,8 +278,12 @@ class Profile(FrozenModel):
                     f"{value}: add it to ops.reads"
                 )
             current[storage] = value
-        if any(a > b for a, b in itertools.pairwise(self.values.op)):
-            raise ValueError("values must be listed in the order in which ops write them")
+        for value, (before, op) in enumerate(itertools.pairwise(self.values.op), start=1):
+            if op < before:
+                raise ValueError(
+                    f"values.op must not descend, got op {before} for value {value - 1} and op {op} for "
+                    f"value {value}: list the values that earlier ops write first"
+                )
         if len(set(keys := self.keys())) != n:
             twice = next(key for i, key in enumerate(keys) if key in keys[:i])
             raise ValueError(f"op keys must be unique, got {twice!r} twice: profile the model again")

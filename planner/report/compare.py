@@ -49,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """From a first plan to a second."""
+    """Holds what changes from a first plan to a second."""
 
     before: Side
     after: Side
@@ -59,7 +59,7 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Return True if both decide alike about the same ops."""
+        """Return True if both plans have the same ops, and save the same ones of them."""
         return not (self.changes or self.only_before or self.only_after)
 
 
