@@ -248,7 +248,7 @@ class Applied:
     def _page(self, bucket: PlannedBucket | None) -> str:
         if bucket is None:
             raise RuntimeError("nothing is planned yet: run one training step first, then ask for the page")
-        return self._measured.page(bucket, bucket.policy, bucket.plan, bucket.profile)
+        return self._measured.page(bucket, bucket.policy, bucket.plan)
 
     @contextmanager
     def measure(self) -> Iterator[None]:

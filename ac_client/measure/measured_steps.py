@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.step_marks import StepMarks, last_step
-from autoac.planner import Plan, Policy, Profile, as_planned, picture
+from autoac.planner import Plan, Policy, picture
 from autoac.planner.report.align_measured import MeasuredStep, op_names
 from autoac.planner.report.page import timeline_page
 from autoac.planner.units import format_bytes
@@ -109,11 +109,11 @@ class MeasuredSteps:
         if (step := last_step(timeline)) is not None:
             self._last = PlannedStep(owner, policy, plan, step)
 
-    def page(self, owner: object, policy: Policy, plan: Plan | None, profile: Profile | None) -> str:
+    def page(self, owner: object, policy: Policy, plan: Plan | None) -> str:
         """Return an HTML page: the step last measured under `owner`, as planned then, or else the plan alone.
 
         Raises:
-            RuntimeError: both `plan` and `profile` are None, so the sizes of the tensors are unknown.
+            RuntimeError: `plan` is None, so the sizes of the tensors are unknown.
         """
         step, notes = None, []
         if self._last is not None and self._last.owner is owner:
@@ -124,12 +124,10 @@ class MeasuredSteps:
                 )
             policy, plan, step = self._last.policy, self._last.plan, self._last.step
         if plan is None:
-            if profile is None:
-                raise RuntimeError(
-                    "the policy was given without its profile, which has the sizes; draw the policy with "
-                    "`autoac explain POLICY --profile PROFILE --html PAGE`"
-                )
-            plan = as_planned(policy, profile)
+            raise RuntimeError(
+                "the policy was given without its profile, which has the sizes; draw the policy with "
+                "`autoac explain POLICY --profile PROFILE --html PAGE`"
+            )
         return timeline_page(picture(plan, step, policy=policy, notes=notes).data())
 
 

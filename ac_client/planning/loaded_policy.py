@@ -61,7 +61,7 @@ class LoadedPolicy:
     """
 
     policy: Policy
-    plan: Plan | None = None  # None: the policy was made elsewhere
+    plan: Plan | None = None  # None: the policy was made from a profile that is not here
 
     @cached_property
     def recomputes(self) -> bool:
@@ -90,7 +90,7 @@ class LoadedPolicy:
 
     @cached_property
     def live_at_peak(self) -> tuple[Holding, ...]:
-        """Return what is live at the planned peak, largest first; () if the policy was made elsewhere."""
+        """Return what is live at the planned peak, largest first; () without a plan."""
         return tuple(live_at_peak(self.plan.graph, self.plan.save_set)) if self.plan is not None else ()
 
 
@@ -99,7 +99,7 @@ class ProfiledStep:
     """The step that a policy was planned for."""
 
     shape: Shape | None  # of the profiled batch
-    profile: Profile | None = None  # None: planned elsewhere, so it cannot be planned again here
+    profile: Profile | None = None  # None: it is not here, so the step cannot be planned again
     loop: Loop = field(default_factory=Loop)
     rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
     others_nbytes: int = 0  # held by other planned models on the device
@@ -198,6 +198,8 @@ class ObservedLoop:
 class PlannedBucket:
     """The policy for one bucket of batches, and everything that planning it again starts from.
 
+    Invariant: `plan` is None exactly if `profile` is.
+
     Attributes:
         shape: of the largest batch that the bucket serves; None if it serves every batch.
         ran_skipped: skipped modules of the step that a forward has run since.
@@ -231,15 +233,15 @@ class PlannedBucket:
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan behind the policy; None if it was made elsewhere."""
+        """Return the plan behind the policy; None if the profile that it was made from is not here."""
         return self.loaded.plan
 
     @property
     def profile(self) -> Profile | None:
-        """Return the profile that the policy was planned from; None if it was planned elsewhere."""
+        """Return the profile that the policy was planned from; None if it is not here."""
         return self.step.profile
 
-    def load(self, policy: Policy, plan: Plan | None) -> None:
+    def load(self, policy: Policy, plan: Plan) -> None:
         """Carry `policy` out from the next forward on."""
         self.loaded = LoadedPolicy(policy, plan)
         self.statistics.forget_peaks()

@@ -14,7 +14,6 @@ from ac_client.planning.forwards_in_flight import BackwardEvent, ForwardsInFligh
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.peak_counter import FAR_UNDER
 from ac_client.planning.plan_batch import BudgetPlanner
-from autoac.planner import as_planned
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import Loop
@@ -194,8 +193,8 @@ class LoopWatch:
         limit = self._planner.limit
         if nbytes <= FAR_UNDER * limit:
             return
-        assert bucket.profile is not None
-        plan = bucket.plan or as_planned(bucket.policy, bucket.profile)
+        plan = bucket.plan
+        assert plan is not None
         held = plan.graph.static_bytes + waiting_bytes(plan.graph, plan.save_set)
         if held + nbytes > limit:
             bucket.observed.warned_of_loss = True

@@ -17,7 +17,6 @@ from torch import nn
 
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.optimizer_steps import ModelOptimizers
-from autoac.planner import as_planned
 from autoac.planner.memory.simulate import waiting_bytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
@@ -128,13 +127,13 @@ class ModelOnDevice:
 
     def _held_nbytes(self) -> int:
         bucket = self._bucket
-        if bucket is None or bucket.profile is None or self._model() is None:
+        if bucket is None or bucket.profile is None or bucket.plan is None or self._model() is None:
             return self.standing_nbytes()
         static = bucket.profile.static
         held = static.total - static.inputs + (0 if static.gradients else bucket.profile.gradient_nbytes)
         if waiting := self._waiting():
-            plan = bucket.plan or as_planned(bucket.policy, bucket.profile)
-            held += waiting * waiting_bytes(plan.graph, plan.save_set) // len(bucket.loaded.forwards)
+            saved = waiting_bytes(bucket.plan.graph, bucket.plan.save_set)
+            held += waiting * saved // len(bucket.loaded.forwards)
         return held
 
     def _warn_if_lacking_room(self) -> None:

@@ -23,7 +23,7 @@ from ac_client.planning.optimizer_steps import ModelOptimizers
 from ac_client.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
-from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile, plan
+from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile, as_planned, plan
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, device_of, observe
@@ -66,7 +66,7 @@ class BudgetPlanner:
 
     def plan_within(
         self, profile: Profile, limit: int, extra_static: int = 0, start: SaveSet | None = None
-    ) -> tuple[Policy, Plan | None]:
+    ) -> tuple[Policy, Plan]:
         """Plan `profile` for a peak of at most `limit` bytes, by the service if there is one.
 
         Args:
@@ -74,7 +74,7 @@ class BudgetPlanner:
             start: a save set that may fit already.
 
         Raises:
-            PlannerError: no plan was found.
+            PlannerError: no plan was found, or the service's is of other ops.
             ServiceUnavailable: the service is away, and is required.
             ServiceRefused: the service refused the request.
         """
@@ -102,7 +102,7 @@ class BudgetPlanner:
                     ) from error
                 log.warning("planning in-process, because %s", error)
             else:
-                return policy, None
+                return policy, as_planned(policy, profile)
         made = plan(
             profile,
             budget_bytes=budget,
@@ -115,7 +115,7 @@ class BudgetPlanner:
 
     def plan_or_tightest(
         self, profile: Profile, limit: int, extra_static: int = 0
-    ) -> tuple[Policy, Plan | None, InfeasibleBudget | None]:
+    ) -> tuple[Policy, Plan, InfeasibleBudget | None]:
         """Plan `profile` for a peak of at most `limit` bytes, or as tightly as possible if no plan keeps it.
 
         Args:
@@ -135,9 +135,7 @@ class BudgetPlanner:
             tightest = self.plan_within(profile, error.smallest_found, extra_static, error.save_set)
             return *tightest, error
 
-    def plan_running(
-        self, profile: Profile, reason: str, extra_static: int = 0
-    ) -> tuple[Policy, Plan | None]:
+    def plan_running(self, profile: Profile, reason: str, extra_static: int = 0) -> tuple[Policy, Plan]:
         """Plan for a loop that runs, which an error would stop: warn and go over the budget instead.
 
         Args:
@@ -289,7 +287,7 @@ class BucketPlanner:
         call: ModelCall,
         profile: Profile,
         loop: Loop,
-        made: tuple[Policy, Plan | None],
+        made: tuple[Policy, Plan],
         *,
         rank_nbytes: int = 0,
         others_nbytes: int = 0,

@@ -22,7 +22,16 @@ from ac_client.planning.replan import PeakWatch, Replanner
 from ac_client.planning.shape_buckets import MOST_BUCKETS, Buckets
 from ac_client.planning.trained_parameters import TrainedKey, TrainedParameters
 from ac_client.service_client.errors import RemoteError
-from autoac.planner import InfeasibleBudget, Plan, PlannerError, Policy, PolicySet, Profile
+from autoac.planner import (
+    InfeasibleBudget,
+    OtherProfile,
+    Plan,
+    PlannerError,
+    Policy,
+    PolicySet,
+    Profile,
+    as_planned,
+)
 from autoac.planner.formats.policy_set import Bucket, Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, NothingToProfile, ProfilerBusy, device_of
@@ -292,14 +301,16 @@ class PolicyStore:
             assert profile is not None
             for one in agreed.policies:
                 plan_made = own_plan[0] if one.planner == ranks.rank else None
-                if one.shape == shape:
+                if plan_made is None and one.shape == shape:
+                    plan_made = _plan_on(one.policy, profile)
+                if plan_made is not None:
                     extra = agreed.static - profile.static.total
                     bucket = self._bucket_planner.bucket(
                         call, profile, loop, (one.policy, plan_made), rank_nbytes=extra
                     )
                 else:
                     bucket = PlannedBucket(
-                        one.shape, LoadedPolicy(one.policy, plan_made), ProfiledStep(one.shape, loop=loop)
+                        one.shape, LoadedPolicy(one.policy), ProfiledStep(one.shape, loop=loop)
                     )
                 self._add(call.model, bucket, serve_all=False)
                 log.info("%s: planned by rank %d of %d", self._name, one.planner, ranks.size)
@@ -357,3 +368,11 @@ class PolicyStore:
             sum(decision != "save" for decision in policy.decisions.values()),
             len(policy.decisions),
         )
+
+
+def _plan_on(policy: Policy, profile: Profile) -> Plan | None:
+    """Return the plan of another rank's policy on this rank's profile; None if this rank runs other ops."""
+    try:
+        return as_planned(policy, profile)
+    except OtherProfile:
+        return None

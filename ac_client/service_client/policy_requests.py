@@ -14,12 +14,14 @@ import zstandard
 
 from ac_client.service_client.connection import ServiceConnection, problem_of, refusal
 from ac_client.service_client.errors import ServiceUnavailable
+from autoac.planner import as_planned
 from autoac.planner.errors import (
     InfeasibleBudget,
     InfeasibleConstraints,
     InvalidBudget,
     InvalidConstraints,
     MalformedPolicy,
+    OtherProfile,
     PlannerError,
     SolverOutOfTime,
     UnknownVersion,
@@ -30,8 +32,7 @@ from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S
-from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
-from autoac.planner.problem.graph import OpId
+from autoac.planner.problem.apply_constraints import with_forward_limit
 
 URN = "urn:autoac:problem:"
 POLL_S = 0.5  # between two looks at a job
@@ -275,16 +276,14 @@ def fits(policy: Policy, profile: Profile, budget_bytes: int, headroom_bytes: in
         profile: a step with the same ops.
         budget_bytes, headroom_bytes: as for `plan`.
     """
-    if list(policy.decisions) != profile.keys():
+    try:
+        plan = as_planned(policy, profile)
+    except OtherProfile:
         return False
-    rules = policy.constraints or Constraints()
     within = budget_bytes - headroom_bytes
-    forward = rules.forward_budget_bytes
-    graph = with_forward_limit(
-        constrained(profile, rules), within, None if forward is None else forward - headroom_bytes
-    )
-    saved = frozenset(OpId(i) for i, decision in enumerate(policy.decisions.values()) if decision == "save")
-    return peak_bytes(graph, saved) <= within
+    forward = None if policy.constraints is None else policy.constraints.forward_budget_bytes
+    graph = with_forward_limit(plan.graph, within, None if forward is None else forward - headroom_bytes)
+    return peak_bytes(graph, plan.save_set) <= within
 
 
 def _policy_of(url: str, response: httpx2.Response) -> Policy:

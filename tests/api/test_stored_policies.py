@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx2
@@ -17,7 +19,12 @@ from autoac.api.storage.keys import Scope, create_key
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
-from autoac.planner.plan import plan
+from autoac.planner.plan import plan, plan_of
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import OpId
+from autoac.planner.problem.use_groups import later_runs, with_use_groups
+from autoac.planner.solver.search import Problem
+from autoac.planner.solver.variables import Options
 
 URL = "http://localhost"
 MIB = 1 << 20
@@ -165,6 +172,29 @@ def test_headroom_and_the_limit_of_forward_are_kept(step: Profile) -> None:
     assert not fits(policy, step, everything.peak, 1)
     limited = policy.model_copy(update={"constraints": Constraints(forward_budget_bytes=1)})
     assert not fits(limited, step, GIB, 0)
+
+
+def test_policy_with_use_groups_is_judged_with_them(step: Profile) -> None:
+    """An op that runs twice is freed in between."""
+    graph = with_use_groups(build(step), {OpId(1): (OpId(2), OpId(1))})
+    peaks, judged = set(), 0
+    for saved in map(frozenset, subsets(op.id for op in graph.ops if op.id not in later_runs(graph))):
+        made = plan_of(Problem(graph, Options(use_groups=False)), step, GIB, saved)
+        twice, once = made.policy(), {**made.policy().decisions, step.keys()[1]: "recompute"}
+        if "recompute@2" not in twice.decisions.values():
+            continue
+        single = twice.model_copy(update={"version": 1, "decisions": once, "use_groups": {}})
+        assert fits(twice, step, made.peak, 0)
+        assert not fits(twice, step, made.peak - 1, 0)
+        peaks.add(fits(single, step, made.peak, 0))
+        judged += 1
+    assert judged
+    assert False in peaks
+
+
+def subsets(ops: Iterable[OpId]) -> Iterator[tuple[OpId, ...]]:
+    ids = list(ops)
+    return itertools.chain.from_iterable(itertools.combinations(ids, n) for n in range(len(ids)))
 
 
 def test_empty_set_of_constraints_is_none(in_app: Transport, step: Profile) -> None:

@@ -17,7 +17,7 @@ import ac_client
 import ac_client.service_client.connection
 from ac_client import ServiceRefused, ServiceUnavailable
 from autoac.api import Settings, create_app
-from autoac.planner import InfeasibleBudget, Policy
+from autoac.planner import Constraints, InfeasibleBudget, Policy
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
@@ -95,6 +95,28 @@ def test_second_training_gets_the_stored_policy_also_by_alias(url: str, budget_g
         ac_client.apply(made(), budget_gb, alias="transformer@cpu/canary", service=url)
     with pytest.raises(InfeasibleBudget):
         ac_client.apply(made(), budget_gb / 2, alias=NAME, service=url)
+
+
+class Waves(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().tanh().cos().tanh().sin()
+
+
+def test_module_runs_again_as_a_whole_under_the_policy_of_a_service(url: str) -> None:
+    def chain() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), Waves(), nn.Linear(64, 64))
+
+    plain = gradients(chain())
+    rules = Constraints(pin_recompute=("1/*",))
+    model = ac_client.apply(chain(), 1, service=url, require_service=True, constraints=rules)
+    for _ in range(2):  # the first step audits the call
+        assert all(map(torch.equal, gradients(model), plain))
+    plan = ac_client.applied(model).plan
+    assert plan is not None
+    assert plan.peak == policy_of(model).predicted.peak_bytes
+    (forward,) = ac_client.applied(model)._store.all[0].loaded.forwards
+    assert [site is not None for site in forward.call_sites.values()] == [True]
 
 
 def test_required_service_that_is_away_fails_the_first_step_and_restores_the_model(
