@@ -136,7 +136,7 @@ def _complaints(found: list[str] | tuple[str, ...]) -> dict[str, Any]:
 
 
 def headers_of(error: Exception) -> dict[str, str]:
-    """Return the headers of the answer to an error."""
+    """Return the HTTP headers that go with the response to `error`, such as Retry-After."""
     match error:
         case service.Unauthorised():
             return {"WWW-Authenticate": "Bearer"}

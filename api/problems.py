@@ -103,9 +103,12 @@ class ProblemResponse(JSONResponse):
 
 
 def documented(answers: dict[int, tuple[str, tuple[type[Problem], ...]]]) -> dict[int | str, dict[str, Any]]:
-    """Return `responses=` of a route from a description and the models of its problems for each status.
+    """Return the argument `responses=` of a FastAPI route, which documents the errors of the route.
 
     FastAPI's own `model` entry would declare the route's media type, application/json.
+
+    Args:
+        answers: by HTTP status, a description and the models of the problems that can occur.
     """
     return {
         status: {

@@ -23,7 +23,7 @@ PIECE = 256  # bytes decoded at a time: at most 64 blocks of 128 KiB, so a bomb 
 
 @dataclass(frozen=True, slots=True)
 class EncodedBody:
-    """A body as it was sent."""
+    """The body of a request before decompression."""
 
     coding: str  # "identity" or "zstd"
     content: bytes

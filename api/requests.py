@@ -212,7 +212,7 @@ Outline = Callable[[Frontier], bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a solve."""
+    """The response to a request for a solve: JSON, and a plot if one was made."""
 
     text: str  # JSON
     drawing: bytes | None = field(

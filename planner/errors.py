@@ -213,7 +213,7 @@ MOST_HOLDINGS = 8  # lines of a text
 
 
 def holdings_in_lines(live: Sequence[Holding]) -> list[str]:
-    """Return a line for each of the largest, and one for the rest."""
+    """Return lines of text: one for each of the largest holdings, and one that sums up the others."""
     few, rest = live[:MOST_HOLDINGS], live[MOST_HOLDINGS:]
     lines = [f"  {format_bytes(h.nbytes):>10}  {h.name}  ({h.why})" for h in few]
     if rest:

@@ -64,7 +64,11 @@ def find_minimum_peak(
 
 
 def search_minimum_peak(problem: Problem, allowance: Allowance, gap: float = GAP) -> MinimumPeak:
-    """Search the smallest peak of `problem` within `allowance`, up to `gap`."""
+    """Search for the smallest peak that a plan of `problem` can have.
+
+    Stop once `allowance` (work and time) is used up, or once the peak is proven to be within the fraction
+    `gap` of the smallest.
+    """
     search = _peak_search(problem, allowance, gap)
     return _result(search, search.run())
 

@@ -47,7 +47,10 @@ EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decision what to save, with its evidence. Bytes and microseconds."""
+    """The ops that a step saves and those that it recomputes, with the predicted peak and proven bounds.
+
+    Sizes are in bytes and times in microseconds.
+    """
 
     graph: Graph = field(repr=False)
     profile: Profile | None = field(repr=False)  # None: planned from a Graph

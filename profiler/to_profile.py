@@ -153,7 +153,7 @@ def _requested_nbytes(
 
 
 class _Names(list[str]):
-    """A table of distinct names."""
+    """A list of distinct names, which a column of the Profile refers to by index."""
 
     def __init__(self, names: Sequence[str] = ()) -> None:
         super().__init__(names)

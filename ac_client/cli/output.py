@@ -53,7 +53,14 @@ def read_policy(path: Path) -> Policy:
 
 
 def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: bool) -> None:
-    """Write the result to `output`; then print `facts` as JSON, or `line`, unless stdout has the result."""
+    """Write the result `text` to the file `output`, and print a short summary of it.
+
+    If `output` is `-`, print the text and no summary.
+
+    Args:
+        facts: the summary for `--json`.
+        line: the summary for a person.
+    """
     if str(output) == "-":
         sys.stdout.write(text)
         return

@@ -15,7 +15,7 @@ from ac_client.cli.output import show_progress
 
 
 class OutputFormat(StrEnum):
-    """The form of the results."""
+    """Formats in which `autoac regenerate` can print its results."""
 
     TEXT = "text"
     JSON = "json"

@@ -29,7 +29,7 @@ MAX_PROBLEMS = 8  # printed for one file
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    """The result of checking one file."""
+    """A checked policy file, with all that is wrong in it."""
 
     file: str
     kind: str  # "autoac.policy" and so on; "" if unknown

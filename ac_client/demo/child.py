@@ -119,7 +119,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def measure(row: Row, setting: Setting, folder: Path, wrappers: Wrappers = WRAPPERS) -> Measured:
-    """Measure one row in this process."""
+    """Train the demo's model as `row` says, in this process, and measure its peak and its step time."""
     results: list[tuple[int, StepResult]] = []  # (number of steps taken, result of the last one)
     policy = first_step_s = None
     if row.method == "ours":

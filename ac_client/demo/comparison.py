@@ -21,7 +21,7 @@ OnRow = Callable[[str, int, int], None]  # called with the row's name, its numbe
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row with its result."""
+    """A row of the demo's table: how the model was trained, and what was measured."""
 
     row: Row
     measured: Measured
@@ -94,7 +94,7 @@ def run(setting: Setting | None = None, *, pairs: int = 5, on_row: OnRow | None 
 
 
 def checks(lines: list[Line]) -> list[Check]:
-    """Check the three rows."""
+    """Judge the promises of the demo by its three rows: plain, checkpoint and ours."""
     _, checkpoint, ours = (line.measured for line in lines)
     return [
         *checks_of_ours([line for line in lines if line.row.method == "ours"]),

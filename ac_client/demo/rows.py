@@ -20,7 +20,7 @@ TIMEOUT_S = 600.0  # for one row, which takes seconds on two idle cores
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to train."""
+    """One way to train the demo's model; a row of the demo's table."""
 
     name: str
     method: str  # "plain", "ours", or a wrapper of the blocks such as "checkpoint"
@@ -30,7 +30,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The result of one row. Times are medians in seconds, sizes are in bytes."""
+    """Peaks and times that were measured for one row. Times are medians in seconds, sizes are in bytes."""
 
     peak_bytes: int  # from the second step on
     first_step_peak_bytes: int  # building the model included

@@ -68,7 +68,7 @@ def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def block_paths(setting: Setting) -> list[str]:
-    """Return the module paths of the transformer blocks."""
+    """Return the path of each transformer block in GPT-2: `transformer.h.0`, `transformer.h.1`, ..."""
     return [f"transformer.h.{i}" for i in range(setting.layers)]
 
 

@@ -40,7 +40,7 @@ Check = Callable[[], Findings]
 
 
 def checks_of(device: torch.device, size: Size) -> dict[str, Check]:
-    """Return the checks by name, in order."""
+    """Return what `autoac doctor --gpu` checks, as functions by name, in the order in which they run."""
     cases = [Case(sample, precision, size, device) for sample in SAMPLES for precision in PRECISIONS]
     return {
         "event tree": partial(check_event_tree, cases[0]),

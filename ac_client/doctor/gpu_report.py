@@ -21,7 +21,7 @@ _PATH = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.@+~-]+){2,}[\\/]?")
 
 
 class Result(StrEnum):
-    """The result of a check."""
+    """Verdicts on what a check found."""
 
     OK = "ok"
     NOTE = "note"  # neither right nor wrong, but worth reading
@@ -31,7 +31,7 @@ class Result(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuFinding:
-    """One thing that a check found."""
+    """A line of the doctor's report: what one check found."""
 
     check: str  # "event tree", "GPT-2-like, bf16: peak"
     verdict: Result

@@ -188,7 +188,7 @@ def _images(size: Size) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A model and its batch."""
+    """A small model that the doctor trains: functions that make the model and a batch for it."""
 
     name: str
     make: Callable[[Size], nn.Module]  # with `blocks`

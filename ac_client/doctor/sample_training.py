@@ -37,7 +37,7 @@ class Case:
         return f"{self.sample.name}, {self.precision}"
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of forward."""
+        """Return the context in which forward runs: autocast to bf16, or none for fp32."""
         if self.precision == "fp32":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)

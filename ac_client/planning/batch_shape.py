@@ -24,7 +24,7 @@ Key = tuple[tuple[Any, ...], tuple[int, ...]]
 
 
 class ModelCall(NamedTuple):
-    """One call of a model."""
+    """A model, with the arguments of one call of it."""
 
     model: nn.Module
     args: Sequence[Any]

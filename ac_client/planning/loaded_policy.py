@@ -108,7 +108,7 @@ class ProfiledStep:
 
     @property
     def extra_static(self) -> int:
-        """Return the static bytes that are not in the profile."""
+        """Return the bytes that are live over the whole step but that the profile does not count."""
         return self.rank_nbytes + self.others_nbytes
 
 
@@ -176,7 +176,7 @@ class StepStatistics:
     peak: PeakBounds | None = None
 
     def add(self, peak: PeakBounds) -> None:
-        """Add the peak of one more step."""
+        """Count one more compared step, and combine what is known of its peak with what was known before."""
         self.peak = peak if self.peak is None else self.peak.joined(peak)
         self.compared += 1
 

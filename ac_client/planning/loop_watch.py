@@ -67,7 +67,7 @@ class LoopWatch:
         return observed if observed.forwards == self.forwards else replace(observed, forwards=self.forwards)
 
     def forward_ended(self, bucket: PlannedBucket, out: Any) -> None:
-        """Watch the forward that has ended with `out`."""
+        """Watch the forward that returned `out`; warn if it ran modules that the profiled one skipped."""
         if bucket.ran_skipped and not self._warned_of_skipped and not self.fits_twice(bucket):
             self._warned_of_skipped = True
             some = sorted(bucket.ran_skipped, key=lambda path: (len(path), path))

@@ -117,7 +117,7 @@ def _wrapper_group(model: nn.Module) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The need of one rank's first step, in bytes."""
+    """The memory that one rank has and needs for its first step, in bytes."""
 
     shape: Shape
     limit: int  # the budget less headroom
@@ -126,7 +126,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The terms that a plan for all ranks must keep, in bytes."""
+    """The limits, in bytes, of a plan that has to fit on every rank."""
 
     limit: int
     extra_static: int  # held by the neediest rank beyond what the rank that plans holds
@@ -143,7 +143,7 @@ class SharedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The result of a meeting, the same on each rank."""
+    """The policies on which all ranks have agreed."""
 
     policies: tuple[SharedPolicy, ...]
     static: int  # bytes that the neediest rank holds over the whole step

@@ -49,7 +49,7 @@ class InvalidConfig(Exception):
 
 
 class Table(BaseModel):
-    """Base of the tables of the file."""
+    """Base class of the tables in `autoac.toml`. An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -139,7 +139,7 @@ class ModelTable(Table):
 
 
 class Config(Table):
-    """The whole file."""
+    """The content of `autoac.toml`: where policies are written, and the models to plan."""
 
     policies: str = "policies"  # folder, relative to the file
     models: dict[str, ModelTable]

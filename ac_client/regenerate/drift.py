@@ -53,7 +53,7 @@ NOISE = 0.05  # of a measured step: the gain of a new plan from which the stored
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of a run in addition to the file."""
+    """Options of the command line of `autoac regenerate`."""
 
     only: tuple[str, ...] = ()  # names of models; empty: all
     check: bool = False  # write nothing
@@ -98,7 +98,7 @@ def regenerate(
 
 
 class _ModelRun:
-    """The run of one listed model."""
+    """Brings the policies of one model in `autoac.toml` up to date."""
 
     def __init__(
         self,

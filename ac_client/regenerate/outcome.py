@@ -29,13 +29,13 @@ class StepNumbers:
 
     @classmethod
     def predicted(cls, policy: Policy) -> StepNumbers:
-        """Return the numbers that the policy itself predicts."""
+        """Return the peak and times that are written in the file of `policy`."""
         predicted = policy.predicted
         return cls(predicted.peak_bytes, predicted.recompute_us, predicted.step_us)
 
     @classmethod
     def of(cls, plan: Plan) -> StepNumbers:
-        """Return the numbers of a plan."""
+        """Return the peak and times of `plan`, which was just made."""
         return cls(plan.peak, plan.recompute_us, plan.step_us)
 
 

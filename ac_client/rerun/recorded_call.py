@@ -94,7 +94,7 @@ class Arguments:
         raise UnsupportedTensor
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments, with `tensors` in place of the tensors."""
+        """Return `args` and `kwargs` of the call, with `tensors` put where the call had its own tensors."""
         fresh = [
             tensor.detach().requires_grad_(requires)
             for tensor, requires in zip(tensors, self.requires_grad, strict=True)
@@ -275,7 +275,7 @@ class RecordedCall:
 
 
 class _Rerun:
-    """One rerun of a recorded call."""
+    """Runs the module of a recorded call again in backward, and captures the tensors that backward needs."""
 
     __slots__ = (
         "_captured",

@@ -63,7 +63,10 @@ class LeftThePath(RuntimeError):
 
 
 class Route:
-    """The decisions of a policy, indexed by position. All cursors of one policy share it."""
+    """The ops of a policy in the order in which forward runs them, each with its decision.
+
+    A position is an index into this list. All cursors of one policy share the route.
+    """
 
     def __init__(
         self, decisions: Mapping[str, Decision], use_groups: Mapping[str, Sequence[str]] | None = None
@@ -111,7 +114,10 @@ class Route:
         return position
 
     def span_from(self, path: str, position: int) -> Span | None:
-        """Return the first span of the module `path` that ends after `position`, or else its last one."""
+        """Return the span [begin, end) of ops of the module `path`: the first that ends after `position`.
+
+        If all spans of the module end before, return its last span.
+        """
         spans = self._spans.get(path)
         if not spans:
             return None
@@ -150,7 +156,7 @@ class _Call(NamedTuple):
 
 
 class _Unplanned(NamedTuple):
-    """A call of a module that is not in the route, decided like its sibling."""
+    """A call of a module that the policy does not have, with the sibling whose decisions it gets."""
 
     path: str
     sibling: str
@@ -161,7 +167,7 @@ class _Unplanned(NamedTuple):
 
 
 class Cursor:
-    """A position in a route that follows one forward pass.
+    """Follows one forward pass: knows which op of the policy should run next.
 
     Args:
         route: the decisions to follow.
@@ -300,7 +306,7 @@ class Cursor:
 
     @property
     def has_use_groups(self) -> bool:
-        """Return True if an op of the route has use groups."""
+        """Return True if the policy recomputes an op once for each group of its uses."""
         return bool(self._route.use_groups)
 
     @property

@@ -79,7 +79,7 @@ class FlagSwitcher:
         return self
 
     def set(self, flags: Flags) -> None:
-        """Put `flags` in force."""
+        """Switch torch's global flags to `flags`."""
         if flags != self._current:
             if self._current == self._before:
                 self._warns = private.get_deterministic_algorithms_warn_only()

@@ -173,7 +173,7 @@ class StorageVersion:
 
     @property
     def runs(self) -> tuple[StorageVersion, ...]:
-        """Return this version and those of later runs."""
+        """Return this version, and the version of each later run if the op has use groups."""
         return (self, *(version for _, version in self.later_runs))
 
     def recipe_if_returned(self, tensor: Tensor) -> Recipe | None:
@@ -318,7 +318,7 @@ def add_use(version: StorageVersion) -> None:
 
 
 def remove_use(version: StorageVersion) -> None:
-    """Undo one `add_use`."""
+    """Remove a use of `version`. If its op is then not needed, remove the uses of what the op reads."""
     stack = [version]
     while stack:
         version = stack.pop()

@@ -187,7 +187,7 @@ class Region(RecordingMode):
         return True
 
     def resume(self) -> None:
-        """End a pause."""
+        """Record ops again, after `pause`."""
         if self._paused:
             self._paused = False
             private.push_on_dispatch_stack(self)

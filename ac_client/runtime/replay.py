@@ -115,7 +115,7 @@ class EventLog:
         self.events: list[tuple[str, str]] = []  # (kind, name of the op in keys)
 
     def add(self, kind: str, name: str) -> None:
-        """Append one event."""
+        """Append an event of the op `name`; `kind` is "compute" or "recompute"."""
         self.events.append((kind, name_in_keys(name)))
 
 
@@ -219,7 +219,13 @@ class _PassOwner:
 
 
 def view_of(version: StorageVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
-    """Return a tensor with `recipe` on the storage of `recomputed`, the tensor computed for `version`."""
+    """Return the view that autograd saved, on recomputed memory.
+
+    Args:
+        version: the version that the view shows.
+        recomputed: the tensor that was computed for `version`.
+        recipe: dtype, size, stride and offset of the view.
+    """
     # Usually `recipe` is that of the tensor that the op returned.
     if recipe is version.recipe and not version.raw:
         if matches_recipe(recomputed, recipe):

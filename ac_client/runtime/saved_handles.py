@@ -164,7 +164,7 @@ class OuterHookHandle:
             recording_off.depth -= 1
 
     def unpack(self) -> Tensor:
-        """Return the tensor from the hooks that packed it."""
+        """Return the tensor, which the hooks around the region unpack."""
         return self._unpack(self.packed)
 
 

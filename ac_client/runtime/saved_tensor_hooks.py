@@ -53,7 +53,7 @@ class RegionHooks:
         enter_saved_tensor_hooks(self._hooks)
 
     def exit(self) -> None:
-        """Remove the hooks."""
+        """Stop handling what autograd saves on this thread."""
         self._hooks.__exit__(None, None, None)
         del self._hooks  # it holds a method of this object: a cycle
 

@@ -67,7 +67,7 @@ class TrackedStorages:
         return origin
 
     def enter(self, storage: torch.UntypedStorage, origin: Origin) -> None:
-        """Set the origin of `storage`."""
+        """Note which version, or which source from outside, `storage` holds now."""
         self._table.put(storage, origin)
         self._since_pause.append(weakref.ref(storage))
 

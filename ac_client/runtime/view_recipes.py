@@ -15,7 +15,7 @@ _COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 
 def recipe_of(tensor: Tensor) -> Recipe:
-    """Return the recipe by which `tensor` views its storage."""
+    """Return dtype, size, stride, offset and flags of `tensor`: all but the storage that it views."""
     return (
         tensor.dtype,
         tensor.shape,
@@ -27,7 +27,7 @@ def recipe_of(tensor: Tensor) -> Recipe:
 
 
 def matches_recipe(tensor: Tensor, recipe: Recipe) -> bool:
-    """Return True if `tensor`, whose recipe was `recipe` earlier, still has it."""
+    """Return True if `tensor` still views its storage as `recipe`, taken earlier, describes it."""
     dtype, size, stride, offset, conjugate, _ = recipe  # the negative bit only changes along with the dtype
     return (
         tensor.stride() == stride
@@ -39,7 +39,7 @@ def matches_recipe(tensor: Tensor, recipe: Recipe) -> bool:
 
 
 def make_view(storage: torch.UntypedStorage, recipe: Recipe) -> Tensor:
-    """Return a new tensor that views `storage` by `recipe`. Call it below autograd."""
+    """Return a new tensor that views `storage` as `recipe` describes. Call it below autograd."""
     dtype, size, stride, offset, conjugate, negative = recipe
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     tensor.set_(storage, offset, size, stride)

@@ -23,13 +23,13 @@ Part = Literal["ok", "failed"]
 
 
 class Alive(BaseModel):
-    """The answer of /livez."""
+    """The response of /livez: whether the process is alive."""
 
     status: Literal["alive", "runner ended"] = "alive"
 
 
 class Readiness(BaseModel):
-    """The answer of /readyz, part by part."""
+    """The response of /readyz: for each part of the service, whether it works."""
 
     status: Literal["ready", "not ready"]
     database: Part  # the database answers and takes writes

@@ -34,7 +34,7 @@ class FloorOf(BaseModel):
 
 
 class FrontierPoint(BaseModel):
-    """A plan of a frontier."""
+    """One plan of a frontier: a budget, and the peak and recompute time of the plan for it."""
 
     budget_bytes: int
     peak_bytes: int
@@ -55,4 +55,4 @@ class FrontierView(_Result):
 
 
 class JobResult(RootModel[Policy | FrontierView | FloorView]):
-    """The result of a job."""
+    """The result of a finished job: a policy, a frontier or a minimum peak, by the kind of the job."""

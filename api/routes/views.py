@@ -18,7 +18,7 @@ from autoac.api.storage.tables import audit
 
 
 class View(BaseModel):
-    """Base of all views."""
+    """Base class of the JSON objects that the service returns."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -106,7 +106,7 @@ class ProgressView(View):
 
 
 class JobView(View):
-    """A job."""
+    """A job as clients see it: the request, its state and where its result is."""
 
     id: str
     kind: Kind
@@ -148,7 +148,7 @@ class JobView(View):
 
 
 class AuditLine(View):
-    """A line of the audit log."""
+    """An entry of the audit log: who did what to which resource, and when."""
 
     number: int
     at: datetime

@@ -109,7 +109,7 @@ def _if_quick(work: Callable[[], bytes], seconds: float) -> bytes | None:
 
 
 def frame(outlet: BinaryIO, letter: bytes, content: bytes) -> None:
-    """Write one frame."""
+    """Write one message to the parent process: a letter, the length in 8 bytes, the content."""
     outlet.write(letter + len(content).to_bytes(8, "big") + content)
     outlet.flush()
 

@@ -76,7 +76,7 @@ class SpawnedSolver:
 
     @classmethod
     def of(cls, settings: Settings) -> SpawnedSolver:
-        """Return the solver with the limits of the settings."""
+        """Return a solver whose time and memory limits are those in `settings`."""
         return cls(settings.solve_time_limit_s, settings.solve_grace_s, settings.solve_memory_bytes)
 
     async def parse_request(self, kind: Kind, body: bytes) -> ParsedRequest:

@@ -39,7 +39,7 @@ class EventFeed:
             self._looking, self._looked_at = False, time.monotonic()
 
     def after(self, number: int) -> list[JobEvent]:
-        """Return the events after the one of that number, in order."""
+        """Return the job's events whose number is greater than `number`, in order."""
         return self._events[bisect_right(self._events, number, key=attrgetter("number")) :]
 
     def _read(self) -> None:

@@ -100,7 +100,7 @@ class JobRuns:
         return job
 
     def profile_text(self, job: Job) -> bytes:
-        """Return the text of the job's profile."""
+        """Return the JSON of the profile that `job` plans."""
         with self.database.read() as connection:
             return profile_text(connection, job.profile_digest)
 

@@ -27,7 +27,7 @@ RETRY_AFTER_S = 5
 
 
 class JobState(StrEnum):
-    """The state of a job."""
+    """States of a job. The last three are final."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -78,7 +78,7 @@ JOB_COLUMNS = tuple(jobs.c[name] for name in Job.__slots__)
 
 
 def job_from(row: Row[Any]) -> Job:
-    """Return the job of a row with `JOB_COLUMNS`."""
+    """Return the job that a row of the table holds; the row has the columns `JOB_COLUMNS`."""
     fields = row._asdict()
     fields |= {"kind": Kind(row.kind), "state": JobState(row.state), "options": json.loads(row.options)}
     return Job(**fields)

@@ -65,7 +65,7 @@ class PolicyText:
 
     @property
     def text(self) -> bytes:
-        """Return the published form."""
+        """Return the policy's JSON, decompressed."""
         return zstandard.decompress(self.content)
 
 

@@ -15,7 +15,7 @@ GAPS = (0.0, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 class Metrics:
-    """The counters of one process."""
+    """Prometheus counters and histograms of one process of the service."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -54,7 +54,7 @@ _TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A script or a style."""
+    """A script or a style sheet that the pages of the service load."""
 
     name: str
     content: bytes

@@ -91,7 +91,7 @@ class Ragged(FrozenModel):
         return len(self.starts) - 1
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Return the list of each row."""
+        """Return the items of each row."""
         return [self.items[a:b] for a, b in itertools.pairwise(self.starts)]
 
 
@@ -330,7 +330,7 @@ class Profile(FrozenModel):
         return _sha256(content)
 
     def to_json(self) -> str:
-        """Return the published form."""
+        """Return the profile as JSON, in the published format."""
         return self.model_dump_json()
 
     @classmethod

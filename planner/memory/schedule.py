@@ -137,7 +137,7 @@ def _dropped(graph: Graph) -> list[int]:
 
 
 def spans_by_op(spans: Sequence[Span]) -> dict[OpId, Span]:
-    """Return for each op of the spans the span that it is in."""
+    """Return a table from each op inside of a span to that span."""
     return {OpId(op): span for span in spans for op in range(*span)}
 
 

@@ -27,7 +27,7 @@ from autoac.planner.solver.time_limit import Clock
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a planned pipeline."""
+    """The plan of one pipeline stage, with the memory and the time that it takes in the pipeline."""
 
     in_flight: int  # microbatches of one chunk's size, the one at work included
     waiting_bytes: int  # of microbatches that wait for their weight half; not in the plan

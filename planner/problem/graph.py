@@ -153,7 +153,7 @@ class Graph:
         return self.storages[self.versions[version].storage].nbytes
 
     def moment_name(self, moment: int) -> str:
-        """Return a readable name of `moment`."""
+        """Return text for `moment`, such as "layers.3.mlp/aten.mm.default#1, forward"."""
         if moment < len(self.ops):
             return f"{self.ops[moment].name}, forward"
         if moment < self.end:

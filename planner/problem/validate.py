@@ -13,7 +13,7 @@ from autoac.planner.problem.graph import Graph, OpId, SaveSet
 
 
 def broken_graph_rules(graph: Graph) -> list[str]:
-    """Return a sentence for each rule that `graph` breaks."""
+    """Check the invariants of graph.py, and return a sentence for each that `graph` breaks."""
     if broken := list(_positions(graph)):
         return broken  # the other rules look up references
     rules: tuple[Callable[[Graph], Iterator[str]], ...] = (_ops, _versions, _storages, _saved_tensors, _sizes)

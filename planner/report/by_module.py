@@ -31,7 +31,7 @@ class Decision(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OpDecision:
-    """The decision about one op, with its numbers."""
+    """The decision of a plan about one op, and its cost in bytes and time."""
 
     key: str  # "layers.3.mlp/aten.mm.default#1"
     decision: Decision

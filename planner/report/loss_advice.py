@@ -143,7 +143,7 @@ def loss_advice(plan: Plan, planning: Callable[[Profile | Graph, int], Plan]) ->
 
 
 def loss_advice_in_words(advice: LossAdvice) -> str:
-    """Write the advice as text."""
+    """Return a paragraph that advises the user to use a chunked or fused loss."""
     return (
         f"The loss is at the peak: {format_bytes(advice.loss_bytes)} at {advice.loss_at}, "
         f"{format_bytes(advice.temporary_bytes)} of it logits, log-probabilities and their gradients. "

@@ -125,7 +125,7 @@ class Picture:
     notes: tuple[str, ...]
 
     def data(self) -> dict[str, Any]:
-        """Return the data for JSON."""
+        """Return the picture as dictionaries, lists and numbers, ready for JSON."""
         plain = _plain(self)
         assert isinstance(plain, dict)
         return plain

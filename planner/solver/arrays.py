@@ -63,7 +63,7 @@ class GraphArrays:
 
 
 def as_arrays(windows: Windows) -> GraphArrays:
-    """Return the arrays of `windows`."""
+    """Convert the graph and the windows of its ops to NumPy arrays, from which the program is built."""
     graph = windows.graph
     role = np.array([r.value for r in windows.role], np.int64)
     free = np.flatnonzero(role == Role.FREE.value)

@@ -29,7 +29,7 @@ def bounds(graph: Graph) -> Bounds:
 
 
 def bounds_of(windows: Windows) -> Bounds:
-    """Return the bounds of a graph whose windows are known already."""
+    """Return the floor and the ceiling of a graph, as `bounds` does, from windows that were found before."""
     graph = windows.graph
     at, nbytes = _floor(windows)
     return Bounds(floor=nbytes, floor_at=Moment(at), ceiling=peak_bytes(graph, graph.everything))

@@ -101,7 +101,7 @@ class Rows:
 
     @property
     def of_term(self) -> npt.NDArray[np.int64]:
-        """Return by term the row it is in."""
+        """Return for each term (nonzero coefficient) the index of its row."""
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
     def activity(self, values: Floats) -> Floats:

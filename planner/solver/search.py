@@ -95,12 +95,12 @@ class Problem:
 
     @cached_property
     def windows(self) -> Windows:
-        """Return the windows in which ops may run again."""
+        """Return for each op the window of backward in which a recompute of it can lie."""
         return find_windows(self.graph, merge_followers=self.options.merge_followers)
 
     @cached_property
     def arrays(self) -> GraphArrays:
-        """Return the windows as arrays."""
+        """Return the graph and `windows` as NumPy arrays."""
         return as_arrays(self.windows)
 
     @cached_property

@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One allocation or free."""
+    """A change of the allocated bytes: one allocation, or one free."""
 
     block: Block
     nbytes: int  # negative: a free

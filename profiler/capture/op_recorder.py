@@ -236,7 +236,7 @@ class OpRecorder(RecordingMode):
         self.paused = True
 
     def leave_compiled(self) -> None:
-        """Record again."""
+        """Record ops again, after `enter_compiled`."""
         self._compiled_depth -= 1
         self.paused = self._compiled_depth > 0
 

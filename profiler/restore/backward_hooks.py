@@ -26,7 +26,7 @@ _PARTS_OF_THE_STEP = ("torch.utils.hooks", "torch.distributed.")
 
 
 class BackwardHooks:
-    """The hooks of one profiled step."""
+    """Decides whether backward hooks of the user run in a profiled step."""
 
     def __init__(self) -> None:
         self.silent = False  # True while no hook is called

@@ -178,7 +178,7 @@ class ModuleState:
         )
 
     def restore(self) -> None:
-        """Restore the state."""
+        """Put back the references and tensors that were there when this object was made."""
         for holder in self._holders:
             holder.restore()
         for tensor, copy, version in self._tensors:

@@ -94,7 +94,7 @@ class Attributes(Holder):
 
 
 class Slots(Holder):
-    """The slots of an object."""
+    """An object with `__slots__`, as a holder of the objects in these slots."""
 
     def __init__(self, thing: Any, slots: Sequence[Any]) -> None:
         self._thing, self._slots = thing, slots
@@ -129,7 +129,7 @@ def _slot(slot: Any, thing: Any) -> Any:
 
 
 class ClassAttributes(Holder):
-    """The attributes of one of the user's classes."""
+    """A class of the user's code, as a holder of its class attributes."""
 
     def __init__(self, kind: type) -> None:
         self._kind, self._content = kind, dict(vars(kind))

@@ -99,7 +99,7 @@ class Times:
         return runtimes if len(runtimes) == n and n else None
 
     def keep_backward(self, machine: str, step: Hashable, runtimes_us: Sequence[float]) -> None:
-        """Add the run times of a backward."""
+        """Store the run time of each step of a backward, for later profiles on this machine."""
         with self._open() as file:
             if file is not None:
                 row = (_key(machine, step), json.dumps(list(runtimes_us)))

@@ -83,7 +83,7 @@ class HostClock:
             self._lost_ns.append(self._now_ns() - self._stopped_ns[-1])
 
     def times_ns(self) -> list[int]:
-        """Return the time of each stop."""
+        """Return the time of each `stop` in ns, without the time that reading the clock took."""
         lost = round(statistics.median(self._lost_ns)) if self._lost_ns else 0
         times = (stopped - i * lost for i, stopped in enumerate(self._stopped_ns))
         return list(itertools.accumulate(times, max))  # never backward

@@ -102,7 +102,7 @@ class DefaultGenerators:
 
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
-    """Restore the default generators at the end."""
+    """Put the default generators of torch, Python and numpy back when the block ends."""
     before = DefaultGenerators(device)
     try:
         yield

@@ -63,7 +63,7 @@ def carried_by(carrier: Carrier | None) -> Iterator[None]:
 
 
 def set_carrier(carrier: Carrier | None) -> Carrier | None:
-    """Set the carrier of this thread and return the one before."""
+    """Make `carrier` decide what graphs called on this thread save; return the carrier before it."""
     before, _current.carrier = _current.carrier, carrier
     if carrier is not None and "torch._dynamo" in sys.modules:
         _hold_back_graphs()

@@ -66,7 +66,7 @@ class Window(NamedTuple):
 
 
 def window_of(tensor: Tensor) -> Window:
-    """Return the window of `tensor` on its storage."""
+    """Return which bytes of its storage `tensor` shows: offset, size and stride."""
     itemsize = tensor.itemsize
     return Window(tensor.storage_offset() * itemsize, itemsize, tuple(tensor.size()), tuple(tensor.stride()))  # type: ignore[arg-type]
 

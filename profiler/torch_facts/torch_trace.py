@@ -60,7 +60,7 @@ class AllocationEvent:
 
 @dataclass(frozen=True, slots=True)
 class MarkEvent:
-    """A mark."""
+    """A named point in the trace, placed by `TorchTrace.mark`."""
 
     time_ns: int
     name: str
@@ -127,7 +127,7 @@ class TorchTrace:
         self._results = private.disable_profiler()
 
     def mark(self, name: str = "") -> None:
-        """Place a mark."""
+        """Place a point called `name` in the trace, which becomes a MarkEvent."""
         with _unseen():
             private.end_range(private.begin_range(_MARK + name, None))
 
