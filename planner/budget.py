@@ -29,7 +29,7 @@ def budget_in_bytes(gb: object, name: str = "budget_gb") -> int:
 
 
 def headroom_in_bytes(gb: object, name: str = "headroom_gb") -> int:
-    """Return the whole bytes in `gb` GiB, of which none need be left free.
+    """Return `gb` GiB in bytes. 0 is allowed: the headroom may be empty.
 
     Raises:
         InvalidBudget: `gb` is not a finite number from 0, or so large that bytes were meant.

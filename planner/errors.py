@@ -315,7 +315,7 @@ class SolverOutOfTime(PlannerError):
 
 
 def _ceil_gb(nbytes: int) -> str:
-    """Return the fewest digits of GiB that are at least `nbytes`, and within 0.1 % of it."""
+    """Return `nbytes` in GiB as text, rounded up by at most 0.1 %, so that a budget of that many GiB fits."""
     digits = max(3, 3 - math.floor(math.log10(gb_from_bytes(max(nbytes, 1)))))
     scale: int = 10**digits
     return f"{-(-nbytes * scale // GIB) / scale:.{digits}f}"

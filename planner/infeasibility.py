@@ -102,7 +102,7 @@ def find_blame(
 
 
 def blame_in_words(blame: Blame) -> Iterator[str]:
-    """Yield a line for each constraint to blame and what it takes."""
+    """Yield a line for each constraint that makes the budget infeasible, with the memory that it takes."""
     if blame.forward_limit is not None:
         if blame.peak_without_limit is not None:
             yield (

@@ -106,7 +106,7 @@ class StepResult:
         return cls([torch.from_numpy(_copy(tensor)) for tensor in trainee.computed()])
 
     def equals(self, trainee: Trainee) -> bool:
-        """Return True if the trainee's last step has the same result, bit for bit."""
+        """Return True if loss and gradients of the trainee's last step equal these, bit for bit."""
         return all(_same_bits(a, b) for a, b in zip(self.tensors, trainee.computed(), strict=True))
 
 

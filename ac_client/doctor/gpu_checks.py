@@ -87,7 +87,7 @@ def check_event_tree(case: Case) -> Findings:
 
 
 class Attends(nn.Module):
-    """Attention over projected queries, so that something requires a gradient."""
+    """Attention over projections of its input: the weights of the projections require gradients."""
 
     def __init__(self, head: int, kv_heads: int, *, causal: bool, dropout: float) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class Case:
         return torch.autocast(self.device.type, torch.bfloat16)
 
     def made(self) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
-        """Return model, optimizer and batch on the device, the same in each call. Frees what no one holds."""
+        """Return a model, its optimizer and a batch on the device, with the same numbers in each call."""
         release_memory()
         torch.manual_seed(0)
         model = self.sample.make(self.size).train().to(self.device)
@@ -144,7 +144,7 @@ def train(case: Case, policy: Policy | None = None) -> Trained:
 
 
 def _host_and_wall_s(call: Any, device: torch.device) -> tuple[float, float]:
-    """Return the time until `call` returns, and until the device has run all of it."""
+    """Return two times in seconds: until `call` returns, and until the device has finished its work."""
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     call()

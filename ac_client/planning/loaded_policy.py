@@ -247,13 +247,13 @@ class PlannedBucket:
         self.statistics.forget_peaks()
 
     def withhold(self, nbytes: int) -> None:
-        """Plan again at the next step for so many bytes less, which another model on the device lacks."""
+        """Have the next step planned for `nbytes` less, to make room for another model on the device."""
         self.room_requests += 1
         self.room_requested = True
         self.correction = replace(self.correction, withheld=self.correction.withheld + nbytes)
 
     def hand_over(self, to: PlannedBucket) -> None:
-        """Mark the bucket as replaced by `to`, which was planned for the same batch in another situation."""
+        """Mark the bucket as replaced by `to`, a new plan for the same batch in another form of loop."""
         self.replaced = True
         to.observed = replace(self.observed, loop=to.step.loop)
 

@@ -105,7 +105,7 @@ class LoopWatch:
         self._in_flight.forget()
 
     def _fits(self, bucket: PlannedBucket, waiting: int) -> bool:
-        """Return True if a forward surely fits while so many others wait, whatever they save."""
+        """Return True if a forward fits while `waiting` others wait, even if these have saved everything."""
         predicted, profile = bucket.policy.predicted, bucket.profile
         own = predicted.peak_bytes - predicted.static_bytes + (profile.static.inputs if profile else 0)
         planned = self._planner.budget_bytes is not None

@@ -98,13 +98,13 @@ class ModelOnDevice:
         return sum(other._held_nbytes() for other in self._others())
 
     def lacks_room(self, bucket: PlannedBucket, nbytes: int) -> bool:
-        """Return True if a step under `bucket` goes over the budget with so many bytes more."""
+        """Return True if a step under `bucket` goes over the budget once others hold `nbytes` more."""
         return self._budget_bytes is not None and (
             nbytes > 0 and bucket.policy.predicted.peak_bytes + nbytes > self._limit
         )
 
     def ask_others_for_room(self, needs: int) -> None:
-        """Have the neighbors plan for less if a step that needs so many bytes is over the limit."""
+        """If a step that needs `needs` bytes is over the limit, have the neighbors planned for less."""
         if needs <= self._limit:
             return
         for other in self._others():
@@ -152,7 +152,7 @@ class ModelOnDevice:
 
 
 def of_others(nbytes: int) -> str:
-    """Return words for so many bytes that other planned models hold."""
+    """Return words for messages: `nbytes` are held by other planned models on the device."""
     return f"{format_bytes(nbytes)} of it held by other planned models on the device"
 
 

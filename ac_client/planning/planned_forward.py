@@ -113,7 +113,7 @@ class PlannedForward(threading.local):
         return bucket
 
     def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the call of the module at `path`. Calls that are saved whole run without the mode."""
+        """Note a call of the module at `path`. If every op of the call is saved, turn recording off for it."""
         if recording_off.reruns:
             return
         if self._bucket is not None and path in self._bucket.step.skipped:
@@ -144,7 +144,7 @@ class PlannedForward(threading.local):
     def _enter_rerun(
         self, begin: int, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Record a call that may run again as a whole as one op, or audit the first one."""
+        """Record the call of a module as one op if an earlier audit allows it. Audit the first such call."""
         region, route, cursor = active.region, self._route, self._cursor
         assert region is not None
         assert route is not None

@@ -258,7 +258,7 @@ class Replanner:
             self._correct(bucket, -unused, measured=peak.at_most or 0)
 
     def _correct(self, bucket: PlannedBucket, change: int, *, measured: int) -> None:
-        """Add to the prediction what it missed, and plan again."""
+        """Add `change`, by which the measured peak differs from the predicted one, and plan again."""
         predicted = bucket.policy.predicted.peak_bytes
         before = bucket.correction
         tried = replace(before, times=before.times + 1)

@@ -15,7 +15,7 @@ MOST_KEYS = 10_000
 
 
 class _Extent(NamedTuple):
-    """The dimensions of a bucket, among buckets that are built alike."""
+    """The dimensions of a bucket, in a list of buckets whose shapes have the same leaves and types."""
 
     total: int  # sum of `dims`: a smaller one than the batch's cannot cover it
     dims: tuple[int, ...]  # in the order of the batch key's second half
@@ -87,7 +87,7 @@ class Buckets:
         self.known[key] = bucket
 
     def add(self, bucket: PlannedBucket) -> None:
-        """Add `bucket`, in place of one for the same shape."""
+        """Add `bucket`. If there was one for the same shape, the new one replaces it."""
         self.all = [*(old for old in self.all if old.shape != bucket.shape), bucket]
         self._alike.clear()
         self.known.clear()

@@ -14,7 +14,7 @@ from autoac.planner.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class ChangedLayer:
-    """Modules whose ops changed, all in the same way."""
+    """Modules whose ops changed: the same ops are new, gone or different in each of them."""
 
     name: str  # "blocks.0-3.mlp"; "" outside all modules
     modules: tuple[str, ...]
@@ -58,7 +58,7 @@ def changed_step(before: Lock, after: Lock) -> list[str]:
 def changed_layers(
     before: Mapping[str, OpSummary], after: Mapping[str, OpSummary]
 ) -> tuple[ChangedLayer, ...]:
-    """Return the modules whose ops or sizes changed; layers that changed alike share an entry.
+    """Return the modules whose ops or sizes changed. Layers with the same changes share an entry.
 
     Ops that only read another op than before count if nothing else changed.
     """

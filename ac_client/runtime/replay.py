@@ -74,7 +74,7 @@ class Pass:
                 self.handed_out.pop(serial, None)
 
     def track_handed_out(self, version: StorageVersion, tensor: Tensor) -> None:
-        """Remember that backward received `tensor`, if others will read the same memory."""
+        """Note that backward received `tensor`, if its memory stays cached and other ops will read it."""
         if version.serial in self.cache:
             self.handed_out.setdefault(version.serial, []).append((tensor, tensor._version))
 
@@ -278,7 +278,7 @@ def _is_call(node: Node) -> bool:
 def _rerun(
     node: Node, running: Pass, graph: RegionGraph, target: StorageVersion, flags: FlagSwitcher
 ) -> None:
-    """Run a module again, cache what is needed of it, and consume the uses that it has of others."""
+    """Run the module of `node` again, cache the versions that backward needs, and consume what it read."""
     assert isinstance(node, CallNode)
     cache = running.cache
     for read in node.reads:

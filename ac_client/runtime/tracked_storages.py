@@ -114,7 +114,7 @@ class TrackedStorages:
         self._had_pause = True
 
     def written_unseen(self, version: StorageVersion) -> bool:
-        """Return True if `version`, which is older than a pause, may have been written without the mode."""
+        """Return True if an op may have written to `version` during a pause, when nothing is recorded."""
         tensor = version.tensor_ref()
         if tensor is None:  # only views of it are left
             self.orphans += 1
@@ -225,7 +225,11 @@ class TrackedStorages:
         return tuple(stand_ins)
 
     def _read_source(self, tensor: Tensor, source: Source | None) -> Source | SourceView:
-        """Return the stand-in of `tensor`, which is from outside; `source` is its origin if it has one."""
+        """Return what a node holds in place of `tensor`, which no recorded op made.
+
+        Args:
+            source: the Source of its storage, if an earlier node has read that storage.
+        """
         if not has_storage(tensor):
             raise UnsupportedTensor
         if source is None:

@@ -43,7 +43,7 @@ class OpDecision:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
-    """Modules that decide alike. Numbers are sums over all of them."""
+    """Modules for whose ops the plan makes the same decisions. Numbers are sums over all of them."""
 
     name: str  # "layers.0-11.mlp"; "" for what is outside all modules
     modules: tuple[str, ...]  # the paths that it stands for
@@ -85,7 +85,7 @@ def runs_added_up(ops: Iterable[OpDecision]) -> list[OpDecision]:
 
 
 def policy_decisions(policy: Policy) -> list[OpDecision]:
-    """Return the decisions of `policy`, which knows no bytes: what it saves without need counts as saved."""
+    """Return the decisions of `policy`. Bytes are 0. An op that backward does not need may count as saved."""
     return [
         OpDecision(key, Decision.SAVED)
         if decision == "save"

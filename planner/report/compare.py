@@ -23,7 +23,7 @@ from autoac.planner.units import format_bytes, format_us
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two plans. Bytes and microseconds."""
+    """One of the two plans, in numbers. Sizes are in bytes and times in microseconds."""
 
     model: str
     budget: int
@@ -37,7 +37,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Modules whose ops the second plan keeps or drops unlike the first, all in the same way."""
+    """Modules in which the second plan decides otherwise than the first, on the same ops of each."""
 
     name: str  # "layers.0-11.mlp"
     modules: tuple[str, ...]

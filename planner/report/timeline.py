@@ -90,7 +90,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Layers that decide alike. Numbers are sums over all of them."""
+    """Layers for whose ops the plan makes the same decisions. Numbers are sums over all of them."""
 
     name: str  # "model.layers.0-11"; "" for what is outside all layers
     layers: int

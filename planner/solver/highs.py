@@ -178,7 +178,7 @@ class _Meter:
         return self._checks > self.most
 
     def work(self, iterations: int) -> float:
-        """Return the units of work so far: the whole limit if it ended the solve."""
+        """Return the work of the solve so far. If the work limit ended the solve, return the limit."""
         if self.exhausted or (self._linear and iterations >= self.most):
             return self._limit
         each = BUILD

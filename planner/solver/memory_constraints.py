@@ -94,7 +94,7 @@ class MemoryConstraints:
         return total
 
     def _forward_bytes(self, moment: int) -> int:
-        """Return the bytes of forward's own allocations at `moment`, the same for every save set."""
+        """Return the bytes that forward itself holds at `moment`. They do not depend on the save set."""
         arrays = self.arrays
         return int(arrays.base_nbytes[(arrays.base_from <= moment) & (moment < arrays.base_until)].sum())
 

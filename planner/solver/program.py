@@ -234,5 +234,8 @@ def _exclude_save_set(variables: Variables, table: RowTable, save_set: SaveSet) 
 
 
 def _power_of_two(x: float, *, whole: bool = True) -> float:
-    """Return a scale that changes no mantissa, so that a budget met to the byte stays met; `whole`: >= 1."""
+    """Return the power of two nearest to `x`, by which sizes are scaled without rounding.
+
+    With `whole`, the result is at least 1.
+    """
     return float(2.0 ** max(round(math.log2(x)), 0 if whole else -1000)) if x > 0 else 1.0

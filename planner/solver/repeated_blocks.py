@@ -21,7 +21,7 @@ ROUNDS = 4
 
 
 class RepeatedBlocks:
-    """Classes of ops and of backward steps that are built alike."""
+    """Finds ops, and steps of backward, that repeat: the same op in each block of a model, for example."""
 
     def __init__(self, windows: Windows) -> None:
         graph = windows.graph
@@ -68,7 +68,7 @@ class RepeatedBlocks:
 
 
 def op_kinds(graph: Graph) -> list[int]:
-    """Return by op a number that ops built alike share."""
+    """Return a number for each op. Ops have the same number if sizes, readers and neighbors are the same."""
     versions = graph.versions
     kind = _numbered(
         [

@@ -57,7 +57,10 @@ Effort = Callable[[BuiltProgram, Outcome], Outcome]
 
 
 class Problem:
-    """A graph, and what is known of it without a budget: worked out once, when first asked for."""
+    """A graph, with everything that a search derives from it and that does not depend on a budget.
+
+    Each property is computed when it is first read, and kept.
+    """
 
     def __init__(self, graph: Graph, options: Options | None = None) -> None:
         self.options = options or Options()
@@ -79,7 +82,7 @@ class Problem:
         return frozenset(ids[op] for op in save_set) | others
 
     def chosen(self, save_set: SaveSet) -> tuple[Graph, SaveSet]:
-        """Return the graph as it was given, with the use groups that `save_set` makes use of, and its ops."""
+        """Return the graph of the step with only those use groups that `save_set` uses, and its save set."""
         if self.graph is self.step:
             return self.step, save_set
         groups, saved = chosen_use_groups(self.graph, save_set)
@@ -110,7 +113,7 @@ class Problem:
 
     @cached_property
     def blocks(self) -> RepeatedBlocks | None:
-        """Return which parts are built alike; None if that is switched off."""
+        """Return which ops and steps repeat in the graph; None if `options.repeat_in_blocks` is off."""
         return RepeatedBlocks(self.windows) if self.options.repeat_in_blocks else None
 
     @cached_property
@@ -364,7 +367,7 @@ class Search:
         return self._solve_few_nodes(built, relaxed, cutoff, share * slack, target)
 
     def _full_program(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
-        """Look for a candidate in the whole program up to a cutoff, or prove that there is none.
+        """Solve the program with all its columns: find a candidate up to a cutoff, or prove that none exists.
 
         The cutoff starts at the target and moves away twice as far each time, up to the best cost. For the
         peak, it is the best from the start.

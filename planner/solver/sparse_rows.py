@@ -45,7 +45,7 @@ class MaximumColumns:
     sequential: bool = False  # an expression may be of columns that come before its own
 
     def assign(self, values: Floats) -> None:
-        """Give the columns their values, in `values`, from those of the others."""
+        """Set the values of these columns in `values`; they follow from the values of other columns."""
         if not self.sequential:
             terms = self.coefficients * values_of(self.codes, values)
             sums = np.bincount(self.expression, terms, len(self.constants)) + self.constants

@@ -59,7 +59,7 @@ class Allowance:
         self._stopwatch, self._progress = stopwatch, progress
 
     def with_work(self, work_limit: float) -> Allowance:
-        """Return an allowance for another search on the same stopwatch, with nothing reserved."""
+        """Return an allowance of `work_limit` for another search, which shares the time that is left."""
         return Allowance(work_limit, self._stopwatch, self._progress)
 
     @property

@@ -27,7 +27,7 @@ from autoac.planner.solver.sparse_rows import ONE, ZERO, Codes
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Switches of what is valid but not needed. The answers are the same with each off."""
+    """Switches for parts of the program that only make it faster to solve: the answers do not change."""
 
     merge_followers: bool = True  # (3)
     lazy_rows: bool = False  # (6) nothing runs again before something asks for it

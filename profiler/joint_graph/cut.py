@@ -73,7 +73,7 @@ def _saved_nodes(joint: JointGraph, is_saved: dict[fx.Node, bool]) -> tuple[list
 
 
 def _order(module: fx.GraphModule, own: set[str]) -> None:
-    """Reorder a half: its `own` nodes in order, and before each one what it needs of other nodes and views.
+    """Reorder the graph of a half: `own` nodes keep their order, other nodes and views come when needed.
 
     Args:
         module: forward or backward.

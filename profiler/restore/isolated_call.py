@@ -20,7 +20,7 @@ from autoac.profiler.torch_facts.inductor import call_as_compiled
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A forward of the model on its batch. Each call finds the same model and the same batch."""
+    """A forward of the model on its batch, as a function. Each call starts from the same state of both."""
 
     entry: Callable[..., Any]  # the model, or what torch.compile made of it
     batch: Batch

@@ -200,7 +200,7 @@ def run(
 
 
 def _prepare(step: ProfiledStep, shards: Shards) -> _WarmUp:
-    """Run one forward, so that the first op is timed like the rest, and where it matters one whole step."""
+    """Run one forward to warm up, and a whole step on devices whose first backward is special."""
     now_ns = host_clock(step.device)
     begin = now_ns()
     with step.call.originals.searching() if not shards.aliases else nullcontext():  # FSDP writes in forward

@@ -96,7 +96,7 @@ CDNA3 = _efficiencies(0.5, 0.35, 0.35)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The datasheet of a device, and the part of it that kernels reach.
+    """The datasheet of a device, and the fraction of its peaks that kernels of each kind reach.
 
     Invariant: `efficiency` has every kind.
     """
