@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested clean
 
 setup: $(READY)
 
@@ -91,6 +91,10 @@ bench-profile: $(READY)
 # 1,000 random programs on several streams, on the stand-in at its worst timing: a few minutes.
 bench-streams: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m standin.worst_timing
+
+# 1,000 random nestings of checkpoint, ours next to torch's: some minutes.
+bench-nested: $(READY)
+	$(BIN)/python -m benchmarks.fuzzers.nested_checkpoints
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

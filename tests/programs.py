@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.policy_context import save_recompute_policy
 
 ROWS, COLUMNS = 4, 6
@@ -33,7 +34,8 @@ class Program:
                 if regions and nesting.random() < 0.5:
                     regions.pop().__exit__(None, None, None)
                 else:
-                    regions.append(save_recompute_policy(nested(nesting)))
+                    level = UseGroup(0) if nesting.random() < 0.7 else None
+                    regions.append(save_recompute_policy(nested(nesting), checkpoint=level))
                     regions[-1].__enter__()
             made = _instruction(chance, pool)
             if made is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import checkpoint as torchs
 
+from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.nested_policies import TorchFunctionPolicy
 from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.profiler.torch_facts import private
@@ -99,13 +100,13 @@ def checkpoint(
         return function(*args, **kwargs)
     selective = _selective_policy(first, second)
     if selective is not None:
-        with save_recompute_policy(selective):
+        with save_recompute_policy(selective, checkpoint=UseGroup(0)):
             return function(*args, **kwargs)
     if type(second) is not contextlib.nullcontext:
         return call_torch(context_fn=lambda: (first, second))
     swallowed: BaseException | None = None
     try:
-        with save_recompute_policy("recompute_all"), first:
+        with save_recompute_policy("recompute_all", checkpoint=UseGroup(0)), first:
             try:
                 return function(*args, **kwargs)
             except BaseException as error:

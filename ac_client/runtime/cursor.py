@@ -36,6 +36,16 @@ COPY = "aten.clone.default"
 EMPTY = "aten.empty.memory_format"  # torch's own batch norm allocates one of no bytes; cuDNN's does not
 OPTIONAL = {COPY, EMPTY}
 
+
+class UseGroup:
+    """The uses that one run of an op serves: those at position `latest` and before."""
+
+    __slots__ = ("latest",)
+
+    def __init__(self, latest: float) -> None:
+        self.latest = latest
+
+
 Span = tuple[int, int]
 """Positions [begin, end) in a route."""
 
@@ -73,13 +83,13 @@ class Route:
     ) -> None:
         self.keys = list(decisions)
         position = {key: i for i, key in enumerate(self.keys)}
-        # By position of an op: that of the latest use in each use group, in the order of backward.
+        # By position of an op: its use groups, in the order of backward.
         self.use_groups = {
-            position[key]: tuple(position[name] for name in latest)
+            position[key]: tuple(UseGroup(position[name]) for name in latest)
             for key, latest in (use_groups or {}).items()
             if key in position and all(name in position for name in latest)
         }
-        self._boundaries = sorted({at for latest in self.use_groups.values() for at in latest[1:]})
+        self._boundaries = sorted({g.latest for groups in self.use_groups.values() for g in groups[1:]})
         parsed = [OpKey.parse(key) for key in self.keys]
         self.modules = [key.module for key in parsed]
         self.ops = [key.op for key in parsed]
@@ -315,8 +325,8 @@ class Cursor:
         return self._position - 1
 
     @property
-    def use_groups(self) -> tuple[int, ...]:
-        """Return the positions of the latest use in each use group of the op that started last, or ()."""
+    def use_groups(self) -> tuple[UseGroup, ...]:
+        """Return the use groups of the op that started last, or ()."""
         return self._route.use_groups.get(self._position - 1, ())
 
     def finish(self) -> None:

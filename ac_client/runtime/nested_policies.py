@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from ac_client.runtime.cursor import Cursor
+from ac_client.runtime.cursor import Cursor, UseGroup
 from autoac.planner.formats.profile import DECIDES
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.private import OpOverload, OpOverloadPacket
@@ -238,9 +238,47 @@ class PolicyFrame(NamedTuple):
     file: str
     line: int
     packing: Packing | None = None
+    checkpoint: UseGroup | None = None  # of what runs inside, if this is a call of `checkpoint`
 
     def __str__(self) -> str:
         return f"{self.policy.description} ({self.file}:{self.line})"
+
+
+# NOTE [ Nested checkpoints ]
+#
+# What an inner checkpoint makes while the outer one is recomputed is not kept, as in torch. So an op inside
+# of d checkpoints has d use groups, and runs again at most once for each level:
+#
+#     with checkpoint A:            a = exp(x)      level 1: one run
+#         with checkpoint B:        b = sin(a)      level 1: for readers in A after B
+#                                                   level 2: for readers and saved tensors in B
+#             c = tanh(b)           c               packs its output in B: its level 2
+#         d = cos(c)                d               reads level 1 of c, which reads level 1 of b
+#
+# Backward of cos runs a, b, c and d; of these only a stays, for the recompute of B. Then backward of tanh
+# runs b and c from a.
+#
+# These are the use groups of a plan, except that nobody knows their positions beforehand. The position of a
+# use at level k is -k; the latest use that the group of level k serves is at -k while its checkpoint is open,
+# and there is none once it is closed. A plan decides alone: under a plan, checkpoints make no groups.
+
+
+class OpenCheckpoints:
+    """The use groups of an op that runs inside of several checkpoints.
+
+    Attributes:
+        use_groups: of each open checkpoint, the outermost first.
+        position: of a tensor that is packed now.
+    """
+
+    __slots__ = ("position", "use_groups")
+
+    def __init__(self, use_groups: Sequence[UseGroup]) -> None:
+        self.use_groups = tuple(use_groups)
+        self.position = -len(self.use_groups)
+
+
+Grouping = Cursor | OpenCheckpoints
 
 
 class PolicyStack:
@@ -250,7 +288,7 @@ class PolicyStack:
         frames: the policies.
         needs_output: True if a policy must see the output of an op.
         packing: the innermost packing; None if no frame has one.
-        grouping: the cursor of a plan in which ops have use groups; None for other plans.
+        grouping: a plan in which ops have use groups, or several checkpoints; None if ops run once.
         saves_all: True if every op is saved.
         recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
         forced_by: the policy that said MUST_RECOMPUTE for the op decided last; "" if none did.
@@ -282,7 +320,10 @@ class PolicyStack:
         if self._constant is CheckpointPolicy.MUST_RECOMPUTE:
             self.forced_by = str(self.frames[0])
         cursors = [f.policy.cursor for f in self.frames if isinstance(f.policy, PlannedPolicy)]
-        self.grouping = next((cursor for cursor in cursors if cursor.has_use_groups), None)
+        self.grouping: Grouping | None = next((cursor for cursor in cursors if cursor.has_use_groups), None)
+        checkpoints = [f.checkpoint for f in self.frames if f.checkpoint is not None]
+        if not cursors and len(checkpoints) > 1:
+            self.grouping = OpenCheckpoints(checkpoints)
 
     def saves(self, op: Any, facts: OpFacts, args: Args, kwargs: Kwargs | None, out: Any = None) -> bool:
         """Return True if the outputs of this call are saved.

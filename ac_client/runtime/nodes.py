@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.global_flags import current_flags
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError, WriteGuard, detached_alias, version_counter
@@ -149,9 +150,8 @@ class StorageVersion:
         self.serial = next(_serials)  # names this version without keeping it alive
         self.uses = 0
         self.handles: list[weakref.ref[Any]] = []  # every RecomputedHandle made for it, alive or not
-        # With use groups: the versions that other runs of the op make, last first, each with the position of
-        # the latest use that it serves.
-        self.later_runs: tuple[tuple[int, StorageVersion], ...] = ()
+        # With use groups: the versions that other runs of the op make, last first, each with its group.
+        self.later_runs: tuple[tuple[UseGroup, StorageVersion], ...] = ()
         self.counter: int | None = None  # version counter of the tensor, noted before the mode pauses
         self.first_counter = -1 if raw else 0  # the counter when this version was made; -1 if unknown
 
@@ -164,12 +164,18 @@ class StorageVersion:
             self.counter = self.first_counter  # nothing has written to it
         return self.counter >= 0
 
-    def serving(self, position: int) -> StorageVersion:
+    def serving(self, position: float) -> StorageVersion:
         """Return the version that serves a use at `position`; see NOTE [ Use groups ] in the planner."""
-        for latest, version in self.later_runs:
-            if position <= latest:
+        for group, version in self.later_runs:
+            if position <= group.latest:
                 return version
         return self
+
+    def add_later_run(self, group: UseGroup, node: Node, tensor: Tensor) -> StorageVersion:
+        """Add the version that `node`, a later run of the op, makes of the same tensor; return it."""
+        later = StorageVersion(node, tensor, raw=self.raw)
+        self.later_runs = ((group, later), *self.later_runs)
+        return later
 
     @property
     def runs(self) -> tuple[StorageVersion, ...]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.nested_policies import Packing, PolicyFrame, parse_policy, without_offload
 from ac_client.runtime.region import Region
 from ac_client.runtime.replay import EventLog
@@ -48,9 +49,17 @@ class save_recompute_policy:
             hook that was entered inside is left.
     """
 
-    def __init__(self, policy: Any, *, packing: Packing | None = None, log: EventLog | None = None) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        packing: Packing | None = None,
+        log: EventLog | None = None,
+        checkpoint: UseGroup | None = None,
+    ) -> None:
         self._policy = parse_policy(policy)
         self._packing = packing
+        self._checkpoint = checkpoint
         self._log = log
         self._entered: tuple[Region, PolicyFrame] | None = None
 
@@ -69,7 +78,9 @@ class save_recompute_policy:
             region = Region(self._log)
             region.open()
             active.region = region
-        frame = PolicyFrame(self._policy, caller.f_code.co_filename, caller.f_lineno, self._packing)
+        frame = PolicyFrame(
+            self._policy, caller.f_code.co_filename, caller.f_lineno, self._packing, self._checkpoint
+        )
         region.push_policy(frame)
         self._entered = region, frame
 

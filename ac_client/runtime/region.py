@@ -51,6 +51,8 @@ graph tasks (replay.py).
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -58,7 +60,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ac_client.runtime.nested_policies import SAVES, PolicyConflict, PolicyFrame, PolicyStack
+from ac_client.runtime.cursor import UseGroup
+from ac_client.runtime.nested_policies import SAVES, PlannedPolicy, PolicyConflict, PolicyFrame, PolicyStack
 from ac_client.runtime.nodes import FixedShapeOp, Node, StorageVersion, UnsupportedTensor, next_order
 from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
@@ -151,6 +154,10 @@ class Region(RecordingMode):
 
     def push_policy(self, frame: PolicyFrame) -> None:
         """Push a policy; it becomes the innermost."""
+        if frame.checkpoint is not None:
+            frame.checkpoint.latest = -1 - sum(outer.checkpoint is not None for outer in self._frames)
+            if frame.policy.needs_output and not any(type(f.policy) is PlannedPolicy for f in self._frames):
+                self.graph.selective = True
         self._frames.append(frame)
         self.policies_pushed += 1
         self._resolve()
@@ -159,6 +166,8 @@ class Region(RecordingMode):
         """Remove a policy, which need not be the innermost; return True if none is left."""
         newest = max(i for i, pushed in enumerate(self._frames) if pushed is frame)
         del self._frames[newest]
+        if frame.checkpoint is not None:
+            frame.checkpoint.latest = -math.inf
         self._resolve()
         return not self._frames
 
@@ -318,10 +327,10 @@ class Region(RecordingMode):
             # Replay without running statistics, so that they are updated once (pytorch#96136). Statistics
             # that a recorded op made are written again like any other version.
             replayed_args = [None if i in facts.statistics else arg for i, arg in enumerate(args)]
-        groups: tuple[int, ...] = ()
+        groups: tuple[UseGroup, ...] = ()
         if self._grouping is not None:
             groups = self._grouping.use_groups
-            storages.position = groups[0] if groups else self._grouping.position
+            storages.position = groups[0].latest if groups else self._grouping.position
         try:
             stand_ins, named, reads = self._stand_ins(replayed_args, kwargs)
         except UnsupportedTensor:
@@ -330,29 +339,30 @@ class Region(RecordingMode):
         if facts.random and facts.draws(args, kwargs or {}):
             rng_state = capture_generator(generator_of(args, kwargs or {}))
         node = Node(next_order(), facts.name, facts.call, stand_ins, named, reads, rng_state, self._stream)
-        later_runs: list[tuple[int, Node]] = []
-        for latest in groups[1:]:
-            storages.position = latest
+        written: Sequence[Tensor] = ()
+        rewritten: Sequence[tuple[StorageVersion, Tensor]] = ()
+        if facts.mutates and replayed_args is args:
+            written = list(written_tensors(facts, args, kwargs or {}))
+            rewritten = storages.versions_among(written)
+            node.writes_sources = len(rewritten) < len(written)
+        later_runs: list[tuple[UseGroup, Node, Sequence[tuple[StorageVersion, Tensor]]]] = []
+        for group in groups[1:]:
+            storages.position = group.latest
             parts = self._stand_ins(replayed_args, kwargs)
             run = Node(next_order(), facts.name, facts.call, *parts, rng_state, self._stream)
-            later_runs.append((latest, run))
+            run.writes_sources = node.writes_sources
+            later_runs.append((group, run, storages.versions_among(written)))
         if streams_seen.several:
             for tensor in tensors_in(args, kwargs or {}):
                 hold_for_current_stream(tensor)
-        written: Sequence[Tensor] = ()
-        rewritten: Sequence[tuple[StorageVersion, Tensor]] = ()
-        if facts.mutates:
-            written = list(written_tensors(facts, args, kwargs or {}))
-            if replayed_args is not args:
-                # The replay makes no statistics, so the new ones are from outside.
-                storages.before_write(written, untrack=True)
-                written = ()
-            rewritten = storages.versions_among(written)
-            node.writes_sources = len(rewritten) < len(written)
+        if facts.mutates and replayed_args is not args:
+            # The replay makes no statistics, so the new ones are from outside.
+            storages.before_write(written_tensors(facts, args, kwargs or {}), untrack=True)
+        elif written:
             storages.before_write(written, untrack=False)
         out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         if facts.shaped_by_argument:
-            for run in (node, *(run for _, run in later_runs)):
+            for run in (node, *(run for _, run, _ in later_runs)):
                 run.func = FixedShapeOp(facts.call, facts.name, out.shape)
         if self._policy.needs_output and (
             self._policy.saves(func, facts, args, kwargs, out) or (facts.in_place and not rewritten)
@@ -362,20 +372,24 @@ class Region(RecordingMode):
                     storages.drop(tensor)
             return out
         node.forced_by = self._policy.forced_by
-        if rewritten:
-            new = storages.rewrite(rewritten, node)
-            if facts.in_place and len(written) == 1:
-                ((old, tensor),) = rewritten
-                move_handles(old, new, window_of(tensor))
+        made = storages.rewrite(rewritten, node) if rewritten else []
+        if made and facts.in_place and len(written) == 1 and not later_runs:
+            ((old, tensor),) = rewritten
+            move_handles(old, made[0], window_of(tensor))
         outs = (out,) if type(out) is Tensor else tuple(outputs_of(out))
         node.outs = tuple(storages.output(tensor, node, written) for tensor in outs)
-        if not (written or node.writes_sources):
-            for latest, run in later_runs:
-                run.forced_by = node.forced_by
-                run.outs = tuple(
-                    storages.output_of_later_run(first, tensor, run, latest)
-                    for first, tensor in zip(node.outs, outs, strict=True)
-                )
+        for group, run, rewrites in later_runs:
+            run.forced_by = node.forced_by
+            run.rewrites = tuple(
+                (old, weakref.ref(first.add_later_run(group, run, tensor)))
+                for first, (old, tensor) in zip(made, rewrites, strict=True)
+            )
+            run.outs = tuple(
+                weakref.ref(first.add_later_run(group, run, tensor))
+                if ref is not None and (first := ref()) is not None
+                else None
+                for ref, tensor in zip(node.outs, outs, strict=True)
+            )
         return out
 
 

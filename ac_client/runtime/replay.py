@@ -25,6 +25,8 @@ from ac_client.runtime.nodes import (
     StorageVersion,
     VersionView,
     live_versions,
+    next_order,
+    pin_version,
 )
 from ac_client.runtime.split_backward import Split, current_split
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
@@ -52,6 +54,7 @@ class Pass:
         self.cache: dict[int, Tensor] = {}  # by serial of the version
         self.uses: dict[int, int] = {}  # remaining uses, by serial of the version
         self.executed: set[int] = set()  # orders of the nodes that ran, or that nothing needs any more
+        self.releases = False  # what only recomputes read is released once they ran: `_hold_recomputed`
         self.uncounted = False  # for one burst: it consumes no uses and leaves nothing behind (rule g)
         # Tensors on cached versions that backward received, with their version counters then, by serial.
         self.handed_out: dict[int, list[tuple[Tensor, int]]] = {}
@@ -154,6 +157,7 @@ class RegionGraph:
         self.passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by graph task
         self.suspended: Pass | None = None  # between two parts of a split backward
         self.log = log
+        self.selective = False  # a checkpoint outside of any plan saves what only recomputes read
 
     def current_pass(self) -> tuple[Pass, bool]:
         """Return the pass of the running graph task, and True if unpacking may consume its uses.
@@ -169,6 +173,8 @@ class RegionGraph:
             if running is None:
                 running = Pass(task)
                 running.split = current_split()
+                if self.selective and running.split is None:
+                    running.releases = not private.current_graph_task_keeps_graph()
             else:
                 del self.passes[running.task]
                 running.task = task
@@ -344,6 +350,18 @@ def _replay(
     for version in live_versions(node):
         if version is not target and running.remaining_uses(version) <= 0:
             cache.pop(version.serial, None)
+        elif running.releases and version.handles:
+            _hold_recomputed(version, cache)
+
+
+def _hold_recomputed(version: StorageVersion, cache: Mapping[int, Tensor]) -> None:
+    """Hold `version` for autograd's handles as if it were saved, and release what its node read.
+
+    torch's selective checkpoint releases a saved tensor when the recompute has read it. A backward that does
+    not retain the graph needs it no more, and another one finds `version` saved.
+    """
+    if version.serial in cache:
+        pin_version(version, cache[version.serial], next_order())
 
 
 _NO_BUFFERS: dict[int, torch.UntypedStorage] = {}

@@ -104,7 +104,9 @@ class RecomputedHandle:
             tensor = self.unpack()
             self._last = None
             running, _ = self.graph.current_pass()
-            return tensor.clone() if self._version.serial in running.cache else tensor
+            version = self._version
+            needed = version.serial in running.cache or version.node.order < 0  # pinned
+            return tensor.clone() if needed else tensor
 
     def __del__(self) -> None:
         graph, version = self.graph, self._version

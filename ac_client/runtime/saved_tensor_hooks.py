@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ac_client.runtime.cursor import Cursor
-from ac_client.runtime.nested_policies import Packing
+from ac_client.runtime.nested_policies import Grouping, Packing
 from ac_client.runtime.nodes import StorageVersion
 from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.saved_handles import OuterHookHandle, RecomputedHandle, SavedHandle, unpack
@@ -29,13 +28,13 @@ class RegionHooks:
     Attributes:
         packing: the innermost `packing` of the policies; None if no policy has one.
         pack_in_call: set while a call is recorded as one op; returns None for a tensor from outside of it.
-        grouping: the cursor of a plan in which ops have use groups; None for other plans.
+        grouping: says which run of an op serves a tensor that is packed now; None if ops run once.
     """
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
         self.packing: Packing | None = None
         self.pack_in_call: Callable[[Tensor], RecomputedHandle | None] | None = None
-        self.grouping: Cursor | None = None
+        self.grouping: Grouping | None = None
         self._storages = storages
         self._key = storages.key
         self._graph = graph

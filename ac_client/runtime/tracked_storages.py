@@ -52,7 +52,7 @@ class TrackedStorages:
         self._graph = graph
         self._table: StorageTable[Origin] = StorageTable()
         self.key = self._table.name
-        self.position = 0
+        self.position: float = 0
         self.writes = 0
         self.orphans = 0
         self._had_pause = False
@@ -252,26 +252,16 @@ class TrackedStorages:
         self.enter(storage, version)
         return weakref.ref(version)
 
-    def output_of_later_run(
-        self, first: weakref.ref[StorageVersion] | None, tensor: Tensor, node: Node, latest: int
-    ) -> weakref.ref[StorageVersion] | None:
-        """Add to `first`, an output of the first run, that of a later run, `node`; return its version."""
-        version = first() if first is not None else None
-        if version is None:
-            return None
-        later = StorageVersion(node, tensor)
-        version.later_runs = ((latest, later), *version.later_runs)
-        return weakref.ref(later)
-
-    def rewrite(self, rewritten: Iterable[tuple[StorageVersion, Tensor]], node: Node) -> StorageVersion:
-        """Track the versions that `node` made by writing over those in `rewritten`; return the last."""
-        rewrites = []
+    def rewrite(self, rewritten: Iterable[tuple[StorageVersion, Tensor]], node: Node) -> list[StorageVersion]:
+        """Track the versions that `node` made by writing over those in `rewritten`; return them."""
+        made, rewrites = [], []
         for old, tensor in rewritten:
             new = StorageVersion(node, tensor, raw=True)
+            made.append(new)
             rewrites.append((old, weakref.ref(new)))
             self.enter(tensor.untyped_storage(), new)
         node.rewrites = tuple(rewrites)
-        return new
+        return made
 
 
 def move_handles(old: StorageVersion, new: StorageVersion, written: Window) -> None:

@@ -114,6 +114,7 @@ unsafe_preserve_version_counter = _grad_mode._unsafe_preserve_version_counter  #
 
 # Autograd.
 current_graph_task_id = _C._current_graph_task_id  # which backward is running; -1: none
+current_graph_task_keeps_graph = _C._autograd._get_current_graph_task_keep_graph  # retain_graph=True
 current_autograd_node = _C._current_autograd_node  # which node unpacks
 get_graph_exec_group = _C._get_graph_exec_group  # `register_multi_grad_hook` and pipelines set it
 will_engine_execute_node = _C._will_engine_execute_node  # whether a partial backward comes to a node

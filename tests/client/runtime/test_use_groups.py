@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from programs import Program, gradients
 from stepping import expected_log, scalar
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
 
+from ac_client import checkpoint
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.runtime.cursor import Cursor, Route
 from ac_client.runtime.policy_context import save_recompute_policy
@@ -24,7 +27,7 @@ from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import UseGroups, later_runs, with_use_groups
 from autoac.profiler import profile
 from autoac.profiler.torch_facts.module_paths import watch_modules
-from benchmarks.models.modules import ConvNet, Transformer
+from benchmarks.models.modules import Block, ConvNet, Transformer
 
 PROGRAMS = int(os.environ.get("AUTOAC_PROGRAMS", "60"))  # the nightly target runs more
 
@@ -106,6 +109,54 @@ def test_peak_events_and_gradients_are_exact_with_random_use_groups(case: str) -
             assert parameter.grad is not None
             assert torch.equal(expected.grad, parameter.grad)
     assert several
+
+
+class Pairs(nn.Module):
+    """Run each pair of blocks by `outer`, and each of its blocks by `inner`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32, 4, dropout=0.0) for _ in range(4))
+        self.outer: Callable[..., torch.Tensor] = lambda f, x: f(x)
+        self.inner = self.outer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for a, b in zip(self.blocks[::2], self.blocks[1::2], strict=True):
+            x = self.outer(lambda t, a=a, b=b: self.inner(b, self.inner(a, t)), x)
+        return x
+
+
+def test_nested_checkpoints_have_the_events_and_the_peak_of_use_groups() -> None:
+    def made() -> Pairs:
+        torch.manual_seed(0)
+        return Pairs()
+
+    batch = torch.randn(2, 64, 32)
+    found = profile(made(), batch, loss=scalar)
+    plain = build(found)
+    modules = [found.modules[row] for row in found.ops.module]
+    groups: dict[OpId, tuple[OpId, ...]] = {}
+    for block in range(4):
+        inside = [op for op, name in enumerate(modules) if f"{name}.".startswith(f"blocks.{block}.")]
+        # The block's last op packs nothing. The next op packs its input at the position of that last op.
+        groups |= {OpId(op): (OpId(len(modules) - 1), OpId(inside[-2])) for op in inside[:-1]}
+    graph = with_use_groups(plain, groups)
+    outside = (
+        op.id for op in graph.ops if ".blocks." not in f".{op.name}" and op.id not in later_runs(graph)
+    )
+    save_set = with_forced_saves(graph, frozenset(outside))
+
+    model, log = made(), EventLog()
+    model.outer = model.inner = checkpoint
+    with AllocatorTimeline(base=found.static.total) as timeline:
+        with save_recompute_policy(CheckpointPolicy.PREFER_SAVE, log=log):
+            out = model(batch)
+            loss = scalar(out)
+        loss.backward()
+        del loss
+    assert log.events == expected_log(graph, save_set)
+    assert timeline.peak_bytes == simulate(graph, save_set).peak.live_bytes
+    assert simulate(graph, save_set).peak.live_bytes < simulate(plain, frozenset()).peak.live_bytes
 
 
 def random_route(seed: int, ops: list[str]) -> Route:
