@@ -113,7 +113,7 @@ class PlannedForward(threading.local):
         return bucket
 
     def enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note a call of the module at `path`. If every op of the call is saved, turn recording off for it."""
+        """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
         if recording_off.reruns:
             return
         if self._bucket is not None and path in self._bucket.step.skipped:
