@@ -81,6 +81,7 @@ bench-peak: $(READY)
 # Compiled models: predicted and measured peaks and gradients, then next to activation_memory_budget: an hour.
 bench-compiled: $(READY)
 	$(BIN)/python -m benchmarks.compiled_peaks
+	$(BIN)/python -m benchmarks.inductor_peaks
 	$(BIN)/python -m benchmarks.memory_budget_knob
 
 # Cost of a profile, predicted and measured recompute time: three quarters of an hour.

@@ -84,7 +84,10 @@ def assemble(
             module=tuple(modules.index(op.module) for op in forward.ops),
             overload=tuple(overloads.index(op.facts.name) for op in forward.ops),
             reads=Ragged.of([op.reads for op in forward.ops]),
-            runtime_us=tuple(round(runtime + between_us, 3) for runtime, _, _ in op_times),
+            runtime_us=tuple(
+                round((runtime + between_us) * op.time_share, 3)
+                for op, (runtime, _, _) in zip(forward.ops, op_times, strict=True)
+            ),
             spread_us=tuple(spread for _, spread, _ in op_times),
             flops=tuple(op.flops for op in forward.ops),
             workspace_nbytes=tuple(

@@ -167,6 +167,22 @@ class Correction:
         return self.nbytes + self.withheld
 
 
+def corrected(policy: Policy, nbytes: int, total: int) -> Policy:
+    """Return `policy` with `nbytes` added to its predictions.
+
+    Args:
+        total: of the correction, which the policy states.
+    """
+    predicted = policy.predicted
+    moved = {
+        name: max(0, getattr(predicted, name) + nbytes)
+        for name in ("peak_bytes", "save_all_peak_bytes", "static_bytes")
+    }
+    return policy.model_copy(
+        update={"corrected_by_bytes": total, "predicted": predicted.model_copy(update=moved)}
+    )
+
+
 @dataclass(slots=True)
 class StepStatistics:
     """Observations of the steps of one bucket. The peaks are those of the policy that is loaded now."""
@@ -245,6 +261,12 @@ class PlannedBucket:
         """Carry `policy` out from the next forward on."""
         self.loaded = LoadedPolicy(policy, plan)
         self.statistics.forget_peaks()
+
+    def correct_prediction(self, nbytes: int) -> None:
+        """Add `nbytes` to the prediction; the decisions stay."""
+        self.correction = replace(self.correction, nbytes=self.correction.nbytes + nbytes)
+        policy = corrected(self.policy, nbytes, self.correction.total)
+        self.loaded = replace(self.loaded, policy=policy)
 
     def withhold(self, nbytes: int) -> None:
         """Have the next step planned for `nbytes` less, to make room for another model on the device."""

@@ -25,6 +25,7 @@ from autoac.planner.units import rounded_bytes
 WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
 MOST_CORRECTIONS = 2  # of one policy
 FAR_UNDER = 0.03  # of the budget: less is not worth planning again
+MISPREDICTED = 0.01  # of the budget: less is not worth another prediction
 
 
 class AllocatorPeak(Protocol):
@@ -98,6 +99,12 @@ def unused_bytes(peak: PeakBounds, predicted: int, limit: int) -> int:
     if peak.at_most is None or predicted - peak.at_most <= FAR_UNDER * limit:
         return 0
     return predicted - peak.at_most
+
+
+def mispredicted_bytes(peak: PeakBounds, predicted: int, limit: int) -> int:
+    """Return what a prediction lacks; 0 if the peak is not known exactly, or that is not worth a change."""
+    change = peak.at_least - predicted
+    return change if peak.at_least == peak.at_most and abs(change) > MISPREDICTED * limit else 0
 
 
 def proposed_headroom(allocated_peak: int, reserved_peak: int, budget: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
-from ac_client.planning.loaded_policy import Correction, PlannedBucket
+from ac_client.planning.loaded_policy import Correction, PlannedBucket, corrected
 from ac_client.planning.models_on_device import of_others
 from ac_client.planning.optimizer_steps import ModelOptimizers
 from ac_client.planning.peak_counter import (
@@ -21,6 +21,7 @@ from ac_client.planning.peak_counter import (
     AllocatorPeak,
     PeakBounds,
     excess_bytes,
+    mispredicted_bytes,
     unused_bytes,
 )
 from ac_client.planning.plan_batch import BucketPlanner, first_line, loop_in_words
@@ -222,7 +223,7 @@ class Replanner:
             self._on_device.ask_others_for_room(needs)
 
     def replan_if_mispredicted(self, model: nn.Module, bucket: PlannedBucket, *, whole: bool) -> None:
-        """Plan again if the compared steps were over the budget.
+        """Plan again if the compared steps were over the budget, or correct the prediction alone.
 
         Args:
             whole: the steps had the optimizer's step in them: plan again, too, if they were far below.
@@ -232,30 +233,35 @@ class Replanner:
             return
         limit = self._planner.limit
         predicted = bucket.policy.predicted.peak_bytes
-        if excess := excess_bytes(peak, predicted, limit):
-            if profile is not None and correction.times < MOST_CORRECTIONS:
-                self._correct(bucket, excess, measured=peak.at_least)
-            elif not bucket.warned_over_budget:
-                bucket.warned_over_budget = True
-                log.warning(
-                    "%s: measured %s where %s is the limit; %s, so its plan stays",
-                    self._name,
-                    format_bytes(peak.at_least),
-                    format_bytes(limit),
-                    "it was planned elsewhere"
-                    if profile is None
-                    else f"it was corrected {correction.times} times",
-                )
-        elif (
-            whole
-            and profile is not None
-            and bucket.loaded.recomputes
-            # Only at first: what turns out too loose can then still be tightened.
-            and correction == Correction()
-            and self._optimizers.has_state_of(model, profile)
-            and (unused := unused_bytes(peak, predicted, limit))
-        ):
+        excess = excess_bytes(peak, predicted, limit)
+        if profile is not None and excess and correction.times < MOST_CORRECTIONS:
+            self._correct(bucket, excess, measured=peak.at_least)
+            return
+        if excess and not bucket.warned_over_budget:
+            bucket.warned_over_budget = True
+            log.warning(
+                "%s: measured %s where %s is the limit; %s, so its plan stays",
+                self._name,
+                format_bytes(peak.at_least),
+                format_bytes(limit),
+                "it was planned elsewhere"
+                if profile is None
+                else f"it was corrected {correction.times} times",
+            )
+        if not whole or profile is None or not self._optimizers.has_state_of(model, profile):
+            return
+        # Only at first: what turns out too loose can then still be tightened.
+        may_loosen = bucket.loaded.recomputes and correction == Correction()
+        if may_loosen and (unused := unused_bytes(peak, predicted, limit)):
             self._correct(bucket, -unused, measured=peak.at_most or 0)
+        elif change := mispredicted_bytes(peak, predicted, limit):
+            bucket.correct_prediction(change)
+            log.info(
+                "%s: measured %s where %s was predicted: its plan stays, its prediction is corrected",
+                self._name,
+                format_bytes(peak.at_least),
+                format_bytes(predicted),
+            )
 
     def _correct(self, bucket: PlannedBucket, change: int, *, measured: int) -> None:
         """Add `change`, by which the measured peak differs from the predicted one, and plan again."""
@@ -349,20 +355,9 @@ class Replanner:
             ):
                 raise infeasible
             needs = policy.predicted.peak_bytes + correction.total
-        predicted = policy.predicted
-        moved = {
-            name: max(0, getattr(predicted, name) + correction.nbytes)
-            for name in ("peak_bytes", "save_all_peak_bytes", "static_bytes")
-        }
-        policy = policy.model_copy(
-            update={
-                "budget_bytes": self._planner.budget_bytes,
-                "corrected_by_bytes": correction.total,
-                "predicted": predicted.model_copy(update=moved),
-            }
-        )
+        policy = policy.model_copy(update={"budget_bytes": self._planner.budget_bytes})
         bucket.correction = correction
-        bucket.load(policy, made)
+        bucket.load(corrected(policy, correction.nbytes, correction.total), made)
         return needs
 
 

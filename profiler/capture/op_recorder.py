@@ -53,6 +53,7 @@ class RecordedOp:
     must_recompute: bool = False
     stream: int = 0
     compiled: bool = False  # part of a graph of torch.compile
+    time_share: float = 1.0  # of its run time that remains where it is fused with its neighbors
     begin_mark: int = -1
     end_mark: int = -1
 

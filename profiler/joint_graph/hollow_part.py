@@ -21,6 +21,7 @@ from autoac.profiler.capture.op_recorder import OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.joint_graph.cut import cut
 from autoac.profiler.joint_graph.decided_part import note_ops
+from autoac.profiler.joint_graph.fused_time import shares_of_time
 from autoac.profiler.joint_graph.joint_graph import (
     JointGraph,
     is_op,
@@ -106,6 +107,7 @@ class _Halves:
         self._part = part
         self._mutated = [info.mutates_data for info in part.metadata.input_info]
         self._never_again: dict[str, str] = {}  # reasons, by name of the node
+        self._time_shares: dict[str, float] = {}  # by name of the node
         self._reads: list[tuple[str, str]] = []  # (node of backward, storage of forward that it reads)
 
     def partition(
@@ -116,6 +118,8 @@ class _Halves:
         def everything(joint: JointGraph) -> dict[fx.Node, bool]:
             note_ops(self._part, joint)
             self._never_again = never_again(module.graph, joint, self._mutated)
+            if self._part.fuses:
+                self._time_shares = shares_of_time(joint)
             return dict.fromkeys(joint.ops, True)
 
         forward, backward = cut(module, num_fwd_outputs, everything)
@@ -175,8 +179,10 @@ class _Halves:
             out = recorder.run(node.target, args, kwargs)
         finally:
             recorder.module = outer
+        op = recorder.record.ops[-1]
+        op.time_share = self._time_shares.get(node.name, 1.0)
         if node.name in self._never_again:
-            recorder.record.ops[-1].force_save(self._never_again[node.name])
+            op.force_save(self._never_again[node.name])
         return out
 
     def _pack(self, call: _Run) -> None:

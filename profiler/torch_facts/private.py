@@ -333,3 +333,15 @@ def extract_forward_and_backward(
 def is_size_node(node: Any) -> bool:
     """Return True if a node of a graph is arithmetic on sizes."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_fused_by_compilers(node: Any) -> bool:
+    """Return True if torch's partitioner expects a compiler to fuse a node with its neighbors."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list().is_fusible(node)
+
+
+def size_hint(size: Any) -> int:
+    """Return a size, or of a symbolic one the value that it was traced with."""
+    return int(size) if isinstance(size, int) else int(size.node.hint)

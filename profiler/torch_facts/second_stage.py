@@ -99,6 +99,12 @@ class CompiledPart:
     def metadata(self) -> Any:
         return self._state.fw_metadata
 
+    @property
+    def fuses(self) -> bool:
+        """Return True if the backend is Inductor, which fuses ops."""
+        inductor = sys.modules.get("torch._inductor.compile_fx")
+        return inductor is not None and self._partition is inductor.partition_fn
+
     def __call__(self, args: list[Any]) -> Any:
         carrier = _current.carrier
         if carrier is not None:
@@ -140,12 +146,12 @@ class CompiledPart:
     def _after_joint_passes(self, partition: Partition, module: Any) -> Partition:
         """Return `partition` with what the user's backend runs before it, which also cuts nested graphs."""
         users = self._partition
-        inductor = sys.modules.get("torch._inductor.compile_fx")
+        fuses = self.fuses
 
         def cut(graph: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
             if graph is not module:
                 return users(graph, inputs, **options)  # type: ignore[no-any-return]
-            if inductor is not None and getattr(users, "func", users) is inductor.partition_fn:
+            if fuses:
                 return users(graph, inputs, partitioner_fn_override=partition, **options)  # type: ignore[no-any-return]
             return partition(graph, inputs, **options)
 

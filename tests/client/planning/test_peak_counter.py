@@ -17,6 +17,7 @@ from ac_client.planning.peak_counter import (
     WATCHED_STEPS,
     PeakBounds,
     excess_bytes,
+    mispredicted_bytes,
     proposed_headroom,
     unused_bytes,
 )
@@ -149,6 +150,21 @@ def test_prediction_far_too_high_is_corrected_after_whole_steps(
     assert (report.corrections, report.corrected_by_bytes) == (1, -200_000)
     assert report.recompute_us < before
     assert all(peak <= budget for peak in peaks)
+
+
+def test_prediction_a_little_too_high_is_corrected_without_another_plan(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(extra=-budget // 50)
+    model, sgd = planned(budget, fake, monkeypatch)
+    at = ac_client.applied(model)
+    peaks = {step(model, sgd, fake) for _ in range(WATCHED_STEPS)}
+    decisions = at.policy.decisions
+    peaks |= {step(model, sgd, fake) for _ in range(2)}
+    report = at.report()
+    assert at.policy.decisions == decisions
+    assert (report.corrections, report.corrected_by_bytes) == (0, fake.extra)
+    assert peaks == {report.predicted_peak_bytes}
 
 
 def test_steps_without_an_optimizer_step_do_not_loosen_a_plan(
@@ -327,6 +343,21 @@ def test_two_steps_have_the_larger_peak_of_both() -> None:
 def test_excess_and_unused_bytes_of_a_peak(seen: PeakBounds, rise: int, fall: int) -> None:
     assert excess_bytes(seen, predicted=90, limit=100) == rise
     assert unused_bytes(seen, predicted=90, limit=100) == fall
+
+
+@pytest.mark.parametrize(
+    ("seen", "change"),
+    [
+        (PeakBounds.exactly(90), 0),
+        (PeakBounds.exactly(91), 0),
+        (PeakBounds.exactly(92), 2),
+        (PeakBounds.exactly(80), -10),
+        (PeakBounds(0, 80), 0),
+        (PeakBounds(120, None), 0),
+    ],
+)
+def test_prediction_follows_only_a_peak_that_is_known_exactly(seen: PeakBounds, change: int) -> None:
+    assert mispredicted_bytes(seen, predicted=90, limit=100) == change
 
 
 def test_headroom_is_proposed_where_fragments_go_over_the_budget(

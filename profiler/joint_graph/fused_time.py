@@ -1,0 +1,62 @@
+"""Price ops as a fusing compiler runs them.
+
+An op that is fused with its neighbors exchanges their values in registers. Only what a kernel reads from
+memory and writes there costs time, so such an op counts the share of its bytes that it exchanges with ops it
+is not fused with. Which ops are fused is torch's own list, by which its partitioner recomputes for free:
+
+    mm -> mul -> tanh -> mm        mul counts what it reads of mm, tanh what it writes for mm: a half each
+
+A share applies to the run time that the op has alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoac.profiler.joint_graph.joint_graph import JointGraph, is_op, is_view, op_of, storages_read
+from autoac.profiler.torch_facts import private
+
+
+def shares_of_time(joint: JointGraph) -> dict[str, float]:
+    """Return by the name of each fused op of forward the share of its run time that remains."""
+    outputs = {node for node in joint.outputs if isinstance(node, fx.Node)}
+    return {node.name: _share(node, outputs) for node in joint.ops if private.is_fused_by_compilers(node)}
+
+
+def _share(node: fx.Node, outputs: set[fx.Node]) -> float:
+    reads = storages_read(node)
+    crossing = sum(_nbytes(read) for read in reads if not private.is_fused_by_compilers(op_of(read)))
+    written = _nbytes(node)
+    if _leaves_kernel(node, outputs):
+        crossing += written
+    total = sum(map(_nbytes, reads)) + written
+    return crossing / total if total else 1.0
+
+
+def _leaves_kernel(node: fx.Node, outputs: set[fx.Node]) -> bool:
+    """Return True if forward returns what `node` writes, or an op that is not fused reads it."""
+    stack, seen = [node], {node}
+    while stack:
+        value = stack.pop()
+        if value in outputs:
+            return True
+        for user in value.users:
+            if is_op(user) and not private.is_fused_by_compilers(user):
+                return True
+            if is_view(user) and user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _nbytes(node: fx.Node) -> int:
+    value: Any = node.meta.get("val")
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    return sum(
+        private.size_hint(tensor.numel()) * tensor.element_size()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    )
