@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 
 def test_measured_steps_bring_peak_and_prediction_together() -> None:
-    run = train(ZooModel("chain", Chain, batch), share=0.4)
+    run = train(ZooModel("chain", Chain, batch), share=0.5)
     assert run.recomputed > 0
     assert run.corrections <= 2
     assert run.measured <= run.budget
