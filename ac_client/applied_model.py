@@ -422,7 +422,9 @@ class Applied:
     def _left_policy(self, off: OffPath) -> None:
         if not self._off_path:
             self._off_path = str(off)
-            log.warning("%s left its policy: %s; what is unknown is saved", self._name, off)
+            log.warning(
+                "%s left its policy: %s. Ops that the policy does not contain are saved", self._name, off
+            )
 
 
 def applied(model: nn.Module) -> Applied:

@@ -100,7 +100,7 @@ class RankFailed(RuntimeError):
 
     def __init__(self, rank: int, kind: str, words: str) -> None:
         self.rank, self.kind, self.words = rank, kind, words
-        super().__init__(f"rank {rank} could not be planned, so none is: {kind}: {words}")
+        super().__init__(f"no rank is planned, because rank {rank} raised {kind}: {words}")
 
     def __reduce__(self) -> tuple[type[RankFailed], tuple[int, str, str]]:
         return RankFailed, (self.rank, self.kind, self.words)

@@ -153,7 +153,7 @@ class ModelOnDevice:
 
 def of_others(nbytes: int) -> str:
     """Return words for messages: `nbytes` are held by other planned models on the device."""
-    return f"{format_bytes(nbytes)} of it held by other planned models on the device"
+    return f"other planned models on the device hold {format_bytes(nbytes)}"
 
 
 _all: weakref.WeakSet[ModelOnDevice] = weakref.WeakSet()

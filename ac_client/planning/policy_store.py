@@ -326,8 +326,8 @@ class PolicyStore:
         bucket = next((bucket for bucket in covering if bucket is not None), None) or largest(self.all)
         self._planner.warn_once(
             "other parameters",
-            "%s: other parameters train, or in another dtype or mode, and no plan for that fits (%s): it "
-            "runs under the plan made before, and goes over the budget",
+            "%s: other parameters train than before, or the dtype or the mode changed, and no plan for that "
+            "fits (%s). The model runs under an earlier plan, and goes over the budget",
             self._name,
             first_line(error),
         )
@@ -337,7 +337,9 @@ class PolicyStore:
         """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned."""
         if planned := self.all:
             return largest(self._buckets.all or planned)
-        self._planner.warn_once("busy", "%s runs unplanned, and will be planned later: %s", self._name, busy)
+        self._planner.warn_once(
+            "busy", "%s runs without a plan now, and will be planned in a later forward: %s", self._name, busy
+        )
         return None
 
     def _beyond(self, shape: Shape, key: Key) -> PlannedBucket:
@@ -345,8 +347,8 @@ class PolicyStore:
         bucket = largest(self._buckets.all or self.all)
         self._planner.warn_once(
             "beyond",
-            "%s: no bucket covers a batch of %s, and none is added (%s): it runs under the largest of %d, "
-            "and may need more memory than that was planned for",
+            "%s: no bucket covers a batch of %s, and none is added (%s). The batch runs under the largest of "
+            "%d buckets, and may need more memory than this bucket was planned for",
             self._name,
             shape_in_words(shape),
             "no budget_gb was given" if self._planner.budget_bytes is None else f"there are {MOST_BUCKETS}",

@@ -226,7 +226,7 @@ def _raise_first(ranks: Ranks, messages: Sequence[tuple[int, str]], mine: Any) -
         if "failed" not in data:
             continue
         error = mine if rank == ranks.rank else _decode_error(rank, data)
-        error.add_note(f"autoac: that was on rank {rank} of {ranks.size}. No rank is planned.")
+        error.add_note(f"autoac: rank {rank} of {ranks.size} raised this error. No rank is planned.")
         raise error
 
 

@@ -74,7 +74,8 @@ class Replanner:
             except (PlannerError, RemoteError) as error:
                 self._planner.warn_once(
                     "gradients",
-                    "%s: gradients exist before the step, and no plan leaves room for them (%s): it stays",
+                    "%s: gradients exist before the step, and no plan leaves room for them (%s). The present "
+                    "plan stays",
                     self._name,
                     first_line(error),
                 )
@@ -97,7 +98,7 @@ class Replanner:
                 bucket.observed.loop = loop
                 self._planner.warn_once(
                     "loop",
-                    "%s: its loop has %s, and it could not be planned for that (%s): its plan stays",
+                    "%s: the loop has %s, and no plan could be made for that (%s). The present plan stays",
                     self._name,
                     loop_in_words(loop),
                     first_line(error),
@@ -159,8 +160,10 @@ class Replanner:
                 bucket.load(*self._planner.plan_running(profile, reason, bucket.step.extra_static))
             except (PlannerError, RemoteError) as error:
                 log.warning(
-                    "%s: %s steps it, and no plan leaves room for its state (%s): its plan stays",
+                    "%s: %s steps it, and no plan leaves room for the state of %s (%s). The present plan "
+                    "stays",
                     self._name,
+                    names,
                     names,
                     first_line(error),
                 )
@@ -180,9 +183,9 @@ class Replanner:
             names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers.all))
             self._planner.warn_once(
                 "optimizer",
-                "%s: %s steps it and was not passed to ac_client.apply: its state of %s is not in this plan, "
-                "and this step may go over the budget. It is planned again at the next step; pass "
-                "optimizer=... to have the state counted from the first step on",
+                "%s: %s steps it and was not passed to ac_client.apply. This plan does not count the "
+                "optimizer's state of %s, so this step may go over the budget. The next step is planned with "
+                "the state. Pass optimizer=... to have it counted from the first step on",
                 self._name,
                 names,
                 format_bytes(more),
@@ -210,7 +213,7 @@ class Replanner:
                 needs = self._plan_again(bucket, bucket.correction)
             except (PlannerError, RemoteError) as error:
                 log.warning(
-                    "%s: no plan leaves room for %s (%s): its plan stays",
+                    "%s: %s, and no plan leaves room for that (%s). The present plan stays",
                     self._name,
                     of_others(held),
                     first_line(error),
@@ -240,13 +243,11 @@ class Replanner:
         if excess and not bucket.warned_over_budget:
             bucket.warned_over_budget = True
             log.warning(
-                "%s: measured %s where %s is the limit; %s, so its plan stays",
+                "%s: measured a peak of %s, over the limit of %s. The plan stays, because it was %s",
                 self._name,
                 format_bytes(peak.at_least),
                 format_bytes(limit),
-                "it was planned elsewhere"
-                if profile is None
-                else f"it was corrected {correction.times} times",
+                "planned elsewhere" if profile is None else f"corrected {correction.times} times",
             )
         if not whole or profile is None or not self._optimizers.has_state_of(model, profile):
             return
@@ -257,7 +258,7 @@ class Replanner:
         elif change := mispredicted_bytes(peak, predicted, limit):
             bucket.correct_prediction(change)
             log.info(
-                "%s: measured %s where %s was predicted: its plan stays, its prediction is corrected",
+                "%s: measured a peak of %s, predicted %s. The plan stays, and its prediction is corrected",
                 self._name,
                 format_bytes(peak.at_least),
                 format_bytes(predicted),
@@ -274,7 +275,8 @@ class Replanner:
             except (PlannerError, RemoteError) as error:
                 bucket.correction = tried
                 log.warning(
-                    "%s: measured %s where %s was predicted, and planning again failed (%s): its plan stays",
+                    "%s: measured a peak of %s, predicted %s. Planning again failed (%s), so the present "
+                    "plan stays",
                     self._name,
                     format_bytes(measured),
                     format_bytes(predicted),
@@ -285,13 +287,13 @@ class Replanner:
             bucket.warned_over_budget = True
             self._planner.warn_over_budget(
                 needs,
-                f"measured {format_bytes(measured)} where {format_bytes(predicted)} was predicted, of which "
-                f"{format_bytes(change)} are in no plan",
+                f"measured {format_bytes(measured)}, predicted {format_bytes(predicted)}; no plan "
+                f"counts the difference of {format_bytes(change)}",
             )
             return
         log.warning(
-            "%s: measured %s where %s was predicted and %s is the budget: planned again, corrected by %s; "
-            "%d of %d ops recomputed, predicted %s",
+            "%s: measured a peak of %s, predicted %s, for a budget of %s. It is planned again, with a "
+            "correction of %s: %d of %d ops are recomputed, and the predicted peak is %s",
             self._name,
             format_bytes(measured),
             format_bytes(predicted),
@@ -322,7 +324,8 @@ class Replanner:
         with self._lock:
             self._plan_again(bucket, replace(bucket.correction, withheld=withheld), tighter=True)
         log.warning(
-            "%s ran out of memory under a plan for %s: planned again for %s, and the step runs again",
+            "%s ran out of memory under a plan with a peak of %s. It is planned again for a peak of %s, and "
+            "the step runs again",
             self._name,
             format_bytes(had),
             format_bytes(bucket.policy.predicted.peak_bytes),

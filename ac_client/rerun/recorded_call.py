@@ -345,7 +345,8 @@ class _Rerun:
             if tensor is not None and tensor._version != counter:
                 raise StaleError(
                     "one of the variables needed for gradient computation has been modified by an inplace "
-                    f"operation in {self._path}: [{tensor.dtype} {list(tensor.shape)}]"
+                    f"operation: {self._path} writes to a tensor [{tensor.dtype} {list(tensor.shape)}] after "
+                    "autograd has saved it. Write to a clone() of the tensor there"
                 )
         return self._captured
 

@@ -222,7 +222,7 @@ def _new_policy(connection: ServiceConnection, request: _Request) -> Policy:
         if problem_of(response).get("type") != URN + "job-cancelled":
             break
     else:
-        raise ServiceUnavailable(f"{connection.url}: the job was cancelled, twice")
+        raise ServiceUnavailable(f"{connection.url} gave no policy, because the job was cancelled twice")
     if response.status_code != done:
         problem = problem_of(response)
         _refuse_other_release(connection.url, problem, profile)

@@ -363,7 +363,7 @@ def heard(error: Exception) -> Exception:
     need = Need({"0": "float32[1]"}, 10, 5)
     with pytest.raises(Exception) as raised:  # noqa: PT011 - which one is the question
         meet(listener, need, lambda _terms: pytest.fail("planned all the same"))  # type: ignore[arg-type]
-    assert "that was on rank 0 of 2" in raised.value.__notes__[0]
+    assert "rank 0 of 2" in raised.value.__notes__[0]
     return raised.value
 
 
