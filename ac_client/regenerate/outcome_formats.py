@@ -209,6 +209,8 @@ def _changes(found: Difference) -> Iterator[str]:
             if ops:
                 size = f"  ({format_bytes(nbytes)})" if nbytes else ""
                 yield f"  {label}: {', '.join(ops)}{size}"
+        if change.repeated:
+            yield f"  recomputed: {', '.join(change.repeated)}"
 
 
 def _named(module: str) -> str:

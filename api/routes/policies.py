@@ -75,6 +75,7 @@ class ChangeView(BaseModel):
     modules: list[str]
     gained: list[str]  # ops that only the second saves
     lost: list[str]
+    repeated: list[str]  # recomputed by both: "relu.default 2 times instead of once"
 
 
 class DifferenceView(BaseModel):

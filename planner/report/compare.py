@@ -43,6 +43,7 @@ class Change:
     modules: tuple[str, ...]
     gained: tuple[str, ...]  # ops in each that only the second keeps
     lost: tuple[str, ...]  # that only the first keeps
+    repeated: tuple[str, ...]  # that both recompute: "relu.default 2 times instead of once"
     gained_bytes: int  # held when backward begins, over all modules; 0 without a profile
     lost_bytes: int
 
@@ -86,15 +87,16 @@ def difference(
     of_after = {op.key: op for op in decided_after}
     names = short_names([*of_before, *of_after])
 
-    modules: dict[str, list[tuple[OpDecision, OpDecision]]] = {}
+    modules: dict[str, list[tuple[str, OpDecision, OpDecision]]] = {}
     for key, old in of_before.items():
         new = of_after.get(key)
         was_saved = old.decision is Decision.SAVED and key not in unknown
-        if new is not None and was_saved != (new.decision is Decision.SAVED):
-            modules.setdefault(OpKey.parse(key).module, []).append((old, new))
+        change = _change(old, new, was_saved) if new is not None else ""
+        if new is not None and change:
+            modules.setdefault(OpKey.parse(key).module, []).append((change, old, new))
 
     def signature(module: str) -> object:
-        return tuple((names[old.key], new.decision is Decision.SAVED) for old, new in modules[module])
+        return tuple((change, names[old.key], old.runs, new.runs) for change, old, new in modules[module])
 
     changes = []
     for name, paths in fold_paths(modules, signature):
@@ -104,10 +106,15 @@ def difference(
             Change(
                 name=name,
                 modules=paths,
-                gained=tuple(names[new.key] for _, new in of_one if new.decision is Decision.SAVED),
-                lost=tuple(names[old.key] for old, new in of_one if new.decision is not Decision.SAVED),
-                gained_bytes=sum(new.kept_bytes for _, new in pairs if new.decision is Decision.SAVED),
-                lost_bytes=sum(old.kept_bytes for old, new in pairs if new.decision is not Decision.SAVED),
+                gained=tuple(names[new.key] for change, _, new in of_one if change == "gained"),
+                lost=tuple(names[old.key] for change, old, _ in of_one if change == "lost"),
+                repeated=tuple(
+                    f"{names[new.key]} {_times(new.runs)} instead of {_times(old.runs)}"
+                    for change, old, new in of_one
+                    if change == "repeated"
+                ),
+                gained_bytes=sum(new.kept_bytes for change, _, new in pairs if change == "gained"),
+                lost_bytes=sum(old.kept_bytes for change, old, _ in pairs if change == "lost"),
             )
         )
     return Difference(
@@ -117,6 +124,18 @@ def difference(
         only_before=tuple(key for key in of_before if key not in of_after),
         only_after=tuple(key for key in of_after if key not in of_before),
     )
+
+
+def _change(old: OpDecision, new: OpDecision, was_saved: bool) -> str:
+    """Return the field of a Change that names an op with these decisions; "" if nothing changed."""
+    if was_saved != (new.decision is Decision.SAVED):
+        return "lost" if was_saved else "gained"
+    again = old.decision is new.decision is Decision.RECOMPUTED and old.runs != new.runs
+    return "repeated" if again else ""
+
+
+def _times(runs: int) -> str:
+    return "once" if runs == 1 else f"{runs} times"
 
 
 def _decisions(subject: Plan | Policy) -> list[OpDecision]:
@@ -175,6 +194,8 @@ def _lines(comparison: Difference, first: str, second: str) -> Iterator[str]:
                 yield f"  only {who} keeps {', '.join(ops)}" + (
                     f"  ({format_bytes(nbytes)})" if nbytes else ""
                 )
+        if change.repeated:
+            yield f"  {second} recomputes {', '.join(change.repeated)}"
     for who, keys in ((first, comparison.only_before), (second, comparison.only_after)):
         if keys:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autoac.planner.errors import PlannerError, holdings_in_lines
 from autoac.planner.formats.policy import Policy
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.plan import Plan
 from autoac.planner.report.by_module import (
+    Decision,
+    OpDecision,
     by_module,
     op_decisions,
     policy_decisions,
     rows_as_table,
     rows_in_words,
+    runs_added_up,
 )
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.units import format_bytes, format_us
@@ -37,12 +42,13 @@ def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> st
 
 def _plan(plan: Plan, *, table: bool) -> str:
     graph = plan.graph
-    rows = by_module(op_decisions(graph, plan.save_set))
+    decisions = runs_added_up(op_decisions(graph, plan.save_set))
+    rows = by_module(decisions)
     lines = [
         f"The peak is {format_bytes(plan.peak)} of a budget of {format_bytes(plan.budget)}"
         f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
         f" recomputed it would be {format_bytes(plan.ceiling)}.",
-        _cost(plan.recompute_us, plan.step_us, len(plan.recompute_set)),
+        _cost(plan.recompute_us, plan.step_us, decisions),
         _proof(plan.gap, plan.bound_us, plan.stopped.value),
         "",
         *(rows_as_table(rows) if table else rows_in_words(rows)),
@@ -55,26 +61,29 @@ def _plan(plan: Plan, *, table: bool) -> str:
 
 def _policy(policy: Policy) -> str:
     predicted = policy.predicted
-    n_recomputed = sum(decision != "save" for decision in policy.decisions.values())
+    decisions = policy_decisions(policy)
     lines = [
         f"A policy for {policy.model} on {policy.device}, inputs {', '.join(policy.inputs) or 'none'}.",
         f"The peak is {format_bytes(predicted.peak_bytes)} of a budget of"
         f" {format_bytes(policy.budget_bytes)}; with nothing recomputed it would be"
         f" {format_bytes(predicted.save_all_peak_bytes)}.",
         f"The peak is at {predicted.peak_at}.",
-        _cost(predicted.recompute_us, predicted.step_us, n_recomputed),
+        _cost(predicted.recompute_us, predicted.step_us, decisions),
         _proof(predicted.gap, predicted.recompute_bound_us, policy.stopped),
         "",
-        *rows_in_words(by_module(policy_decisions(policy))),
+        *rows_in_words(by_module(decisions)),
     ]
     return "\n".join(lines)
 
 
-def _cost(recompute_us: float, step_us: float, n_ops: int) -> str:
-    if not n_ops:
+def _cost(recompute_us: float, step_us: float, decisions: Iterable[OpDecision]) -> str:
+    runs = [op.runs for op in decisions if op.decision is Decision.RECOMPUTED]
+    if not runs:
         return "Nothing is recomputed."
+    several = sum(n > 1 for n in runs)
+    repeated = f" ({several} of them several times)" if several else ""
     share = f", {recompute_us / step_us:.1%} of the step's {format_us(step_us)}" if step_us > 0 else ""
-    return f"{n_ops} ops run again in backward, which takes {format_us(recompute_us)}{share}."
+    return f"{len(runs)} ops run again in backward{repeated}, which takes {format_us(recompute_us)}{share}."
 
 
 def _proof(gap: float, bound_us: float, stopped: str) -> str:

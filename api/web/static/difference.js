@@ -48,8 +48,8 @@ service.run(async () => {
     const than = (value, form, more, less) => value ? `${form(Math.abs(value))} ${value > 0 ? more : less}` : "";
     find("verdict").textContent = [found.same ? "Both keep the same." : "They do not keep the same.",
       `The second peaks ${than(peak, size, "higher", "lower") || "as high"} and recomputes ${than(spent, time, "more", "less") || "as long"}.`].join(" ");
-    table(find("changes"), ["modules", "only the second keeps", "only the first keeps"], found.changes.map(change =>
-      row("", `${change.name || "outside all modules"}${change.modules.length > 1 ? ` (${change.modules.length} modules)` : ""}`, text(change.gained.join(", ")), text(change.lost.join(", ")))), "No module decides otherwise.");
+    table(find("changes"), ["modules", "only the second keeps", "only the first keeps", "the second recomputes"], found.changes.map(change =>
+      row("", `${change.name || "outside all modules"}${change.modules.length > 1 ? ` (${change.modules.length} modules)` : ""}`, text(change.gained.join(", ")), text(change.lost.join(", ")), text(change.repeated.join(", ")))), "No module decides otherwise.");
     find("only").replaceChildren(...[["first", found.only_before], ["second", found.only_after]].filter(([, keys]) => keys.length).map(([which, keys]) => {
       const details = make("details"), list = make("ul");
       details.append(make("summary", `${keys.length} ops that only the ${which} has`), list);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import graphs
 
-from autoac.planner import Plan, bounds, build, difference, difference_in_words, plan
+from autoac.planner import Plan, Policy, bounds, build, difference, difference_in_words, explain, plan
 
 
 def at(share: float, layers: int = 3) -> Plan:
@@ -54,6 +54,23 @@ def test_plans_of_two_models_name_the_ops_that_only_one_has() -> None:
     text = difference_in_words(found)
     assert text.startswith("Two models: gpt2-2 and gpt2-3.")
     assert "more" in text.splitlines()[-1]
+
+
+def test_op_that_only_one_plan_recomputes_twice_is_a_change() -> None:
+    once = at(0.3).policy()
+    key = next(key for key, decision in once.decisions.items() if decision == "recompute")
+    later = list(once.decisions)[-1]
+    fields = once.data() | {"version": 2, "use_groups": {key: [later, key]}}
+    twice = Policy.model_validate(fields | {"decisions": once.decisions | {key: "recompute@2"}})
+    found = difference(once, twice)
+    (change,) = found.changes
+    assert not found.same
+    assert (change.gained, change.lost, len(change.repeated)) == ((), (), 1)
+    assert change.repeated[0].endswith(" 2 times instead of once")
+    assert f"new recomputes {change.repeated[0]}" in difference_in_words(found, "old", "new")
+    assert "(1 of them several times)" in explain(twice)
+    assert "several times" not in explain(once)
+    assert difference(twice, once).changes[0].repeated[0].endswith(" once instead of 2 times")
 
 
 def test_ops_unknown_to_the_first_are_never_lost() -> None:
