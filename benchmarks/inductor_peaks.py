@@ -47,7 +47,7 @@ class Run:
 
 
 def train(entry: ZooModel, share: float) -> Run:
-    """Train within a budget at `share` of the way from the smallest predicted peak to unplanned Inductor's."""
+    """Train within a budget at `share` of the way from the smallest predicted peak to Inductor's own."""
     torch.compiler.reset()
     batch = entry.batch()
     reference = _gradients(_made(entry).double(), None, _doubled(batch))
