@@ -195,7 +195,7 @@ def request_key(kind: Kind, profile_digest: str, options: Mapping[str, Any]) -> 
 
 
 class Planned(Protocol):
-    """The part of `autoac.planner.Plan` that the service uses."""
+    """The attributes of `autoac.planner.Plan` that the service reads."""
 
     def policy(self) -> Policy: ...
 

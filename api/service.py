@@ -67,7 +67,7 @@ class PolicyTextCache:
 
 @dataclass(slots=True)
 class Service:
-    """State that the routes share."""
+    """The database, the solver and everything else that the routes of one process share."""
 
     settings: Settings
     database: Database

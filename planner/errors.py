@@ -202,7 +202,7 @@ class ConflictingPins(InvalidConstraints):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Something that is live at a peak."""
+    """Memory that is live at a peak, with its name and the reason why it is held."""
 
     nbytes: int
     name: str  # an op's key, or a kind of static bytes

@@ -295,7 +295,11 @@ def _budget(budget_gb: float | None, budget_bytes: int | None, headroom_bytes: i
 
 
 def decided(profile: Profile, graph: Graph, save_set: SaveSet) -> dict[str, Any]:
-    """Return the fields of a policy that say what to do: `graph` is of `profile`, perhaps with use groups."""
+    """Return the fields of a policy that hold decisions: `decisions`, and `use_groups` if there are any.
+
+    Args:
+        graph: built from `profile`, perhaps with use groups.
+    """
     others = later_runs(graph)
     ops = (op.id for op in graph.ops if op.id not in others)
     key_of = dict(zip(ops, profile.keys(), strict=True))

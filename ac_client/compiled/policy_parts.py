@@ -22,7 +22,7 @@ class PartCalls:
 
 
 class PolicyParts:
-    """The carrier of one forward.
+    """Decides, by a policy, what the compiled graphs of one forward save.
 
     Args:
         decisions: of the policy, by op key.

@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One promise, and whether the measurements keep it."""
+    """A promise of the demo, such as "the peak is within the budget", and if the measurements keep it."""
 
     promise: str
     found: str

@@ -86,7 +86,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A few steps of a case, measured."""
+    """Peak, times and gradients that were measured over a few steps of a case."""
 
     peak_bytes: int
     numbers: Numbers

@@ -31,7 +31,7 @@ from autoac.profiler.torch_facts.storage_table import has_storage
 
 
 class BackwardEvent(NamedTuple):
-    """A backward that has reached a forward of the model."""
+    """Facts about a backward at the moment at which it reaches the graph of a forward of the model."""
 
     bucket: PlannedBucket  # that the forward ran under
     first: bool  # False: an earlier backward was there, and retained what it used

@@ -38,7 +38,7 @@ from autoac.profiler.torch_facts.libraries import cudnn_of
 
 @dataclass(slots=True, eq=False)
 class ForwardRoute:
-    """The decisions for one forward, and what earlier walks along them have learned."""
+    """The decisions of a policy for one forward, with facts about module calls from earlier forwards."""
 
     decisions: Mapping[str, Decision]
     route: Route
@@ -54,7 +54,7 @@ class ForwardRoute:
 
 @dataclass(frozen=True, eq=False)
 class LoadedPolicy:
-    """A policy with its routes.
+    """A policy, ready to run: each of its forwards has a ForwardRoute.
 
     Invariant: `forwards[i]` walks `policy.forwards[i]`, the i-th forward before a backward. Planning again
     makes another LoadedPolicy; only what a route has learned changes in this one.
@@ -151,7 +151,7 @@ def skipped_modules(model: nn.Module, profile: Profile) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Bytes that planning again adds to every simulated peak.
+    """Bytes that a new plan of the same step has to add to each simulated peak.
 
     Invariant: a plan keeps the limit, as far as its steps have shown, if its simulated peak is at most the
     limit less `total`.
@@ -185,7 +185,7 @@ def corrected(policy: Policy, nbytes: int, total: int) -> Policy:
 
 @dataclass(slots=True)
 class StepStatistics:
-    """Observations of the steps of one bucket. The peaks are those of the policy that is loaded now."""
+    """Measurements of the steps of one bucket. Peaks are those under the policy that is loaded now."""
 
     steps: int = 0
     compared: int = 0  # steps whose peak was compared with the prediction
@@ -212,7 +212,7 @@ class ObservedLoop:
 
 
 class PlannedBucket:
-    """The policy for one bucket of batches, and everything that planning it again starts from.
+    """The policy that runs the batches of one shape, with all that is needed to plan it again.
 
     Invariant: `plan` is None exactly if `profile` is.
 
@@ -249,12 +249,12 @@ class PlannedBucket:
 
     @property
     def plan(self) -> Plan | None:
-        """Return the plan behind the policy; None if the profile that it was made from is not here."""
+        """Return the plan that the policy was made from; None if this process does not have its profile."""
         return self.loaded.plan
 
     @property
     def profile(self) -> Profile | None:
-        """Return the profile that the policy was planned from; None if it is not here."""
+        """Return the profile that the policy was planned from; None if this process does not have it."""
         return self.step.profile
 
     def load(self, policy: Policy, plan: Plan) -> None:

@@ -137,7 +137,7 @@ class ModelOnDevice:
         return held
 
     def _warn_if_lacking_room(self) -> None:
-        """Warn if what the neighbors hold takes the step that is running over the budget."""
+        """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""
         bucket = self._bucket
         if bucket is None or self._warned or not self._waiting():
             return  # between steps: the next forward counts it

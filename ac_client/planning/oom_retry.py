@@ -115,7 +115,7 @@ class OomRetry:
             raise
 
     def note(self, error: BaseException, what: str) -> None:
-        """Add to `error` what was done about it, and, once, what the user can do."""
+        """Add a note to `error` that says `what` was done. The first note also gives advice to the user."""
         noted = any(note.startswith("autoac:") for note in getattr(error, "__notes__", ()))
         error.add_note(f"autoac: {what}")
         if noted:

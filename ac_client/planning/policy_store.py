@@ -45,7 +45,7 @@ Shapes = Literal["bucket", "first"]
 
 
 class PolicyStore:
-    """The policies of one model.
+    """Holds the policies of one model, and finds or makes the policy for each batch.
 
     Args:
         policy: as passed to `apply`; None to plan every batch.
@@ -191,7 +191,7 @@ class PolicyStore:
         self._buckets = buckets
 
     def _planned_again(self, call: ModelCall, bucket: PlannedBucket, waiting: int) -> PlannedBucket:
-        """Return `bucket`, or what takes its place because this step is not the one it was planned for."""
+        """Return `bucket`, or a new bucket if this step needs more than `bucket` was planned for."""
         loop = self._watch.loop_to_plan(bucket, waiting)
         current = bucket
         try:

@@ -134,7 +134,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class SharedPolicy:
-    """A policy that one rank has made for all."""
+    """A policy that one rank has planned and sent to all others."""
 
     planner: int  # the rank
     shape: Shape  # of the planner's batch

@@ -429,7 +429,7 @@ class PeakWatch:
             self._replanner.replan_if_mispredicted(model, bucket, whole=whole)
 
     def is_complete(self, bucket: PlannedBucket) -> bool:
-        """Return True if a step that begins now has all the state that later steps have.
+        """Return True if all of the optimizer's state exists, so that a step now needs as much as later ones.
 
         Before the optimizer's first step its state is missing, so a correction would be too small, and one
         of few would be used up.

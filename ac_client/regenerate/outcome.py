@@ -11,7 +11,7 @@ from autoac.planner import Difference, Plan, Policy
 
 
 class Verdict(StrEnum):
-    """The state of one policy after a run."""
+    """Results that a run of `autoac regenerate` can have for one policy."""
 
     UNCHANGED = "unchanged"
     DRIFTED = "drifted"  # found by a check, which writes nothing
@@ -60,7 +60,7 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of all policies of a file."""
+    """The results of one run of `autoac regenerate`, for all policies of autoac.toml."""
 
     config: Path
     folder: Path

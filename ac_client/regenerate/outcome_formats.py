@@ -196,7 +196,7 @@ def _layer(layer: ChangedLayer) -> Iterator[str]:
 
 
 def _changes(found: Difference) -> Iterator[str]:
-    """List by layer the ops that only the new plan saves, and those that only the stored one saves."""
+    """Yield lines that say, layer by layer, which ops only the new or only the stored plan saves."""
     if found.same:
         yield "the new plan saves what the stored one saves"
     for change in found.changes:

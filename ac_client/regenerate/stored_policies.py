@@ -13,7 +13,7 @@ from autoac.planner import PlannerError, Policy
 
 @dataclass(frozen=True, slots=True)
 class StoredPolicies:
-    """The files of one model in the folder."""
+    """The lock and the policies of one model, as they are in the policy folder."""
 
     lock: Lock | None
     why_no_lock: str

@@ -276,7 +276,7 @@ class CallNode(Node):
 
 
 class FixedShapeOp:
-    """An op whose output shape depends on the values of a mask or an index; it must be that of forward."""
+    """An op whose output shape depends on values (a mask, an index). A replay must give forward's shape."""
 
     __slots__ = ("_func", "_name", "_shape")
 

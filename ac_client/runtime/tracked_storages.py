@@ -253,7 +253,11 @@ class TrackedStorages:
         return weakref.ref(version)
 
     def rewrite(self, rewritten: Iterable[tuple[StorageVersion, Tensor]], node: Node) -> list[StorageVersion]:
-        """Track the versions that `node` made by writing over those in `rewritten`; return them."""
+        """Track the versions that the in-place op of `node` made, and return them.
+
+        Args:
+            rewritten: by old version, the tensor that was written.
+        """
         made, rewrites = [], []
         for old, tensor in rewritten:
             new = StorageVersion(node, tensor, raw=True)

@@ -35,7 +35,7 @@ class OwnerBusy(Exception):
 
 
 class JobRuns:
-    """Move jobs through their runs."""
+    """Change the state of jobs: claim, progress, finish, fail, cancel."""
 
     def __init__(self, database: Database, settings: Settings, queue: JobQueue) -> None:
         self.database, self.settings, self.queue = database, settings, queue

@@ -42,7 +42,7 @@ class Predicted(FrozenModel):
 
 
 class Policy(FrozenModel):
-    """A plan in the form that is stored, sent, and carried out."""
+    """The decisions of a plan, with its predictions, in the format that is stored, sent and carried out."""
 
     format: Literal["autoac.policy"] = FORMAT
     version: Literal[1, 2] = VERSION  # 2 if there are use groups

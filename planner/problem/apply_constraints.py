@@ -70,7 +70,7 @@ def with_forward_limit(graph: Graph, budget: int, forward: int | None) -> Graph:
 
 @dataclass(slots=True)
 class _Pins:
-    """The ops that must be saved and those that must be recomputed, each with the reason.
+    """Collects the ops that must be saved and the ops that must be recomputed, each with a reason.
 
     Invariant: no op has both.
     """

@@ -32,7 +32,7 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
 
 
 def chosen_use_groups(graph: Graph, save_set: SaveSet) -> tuple[UseGroups, SaveSet]:
-    """Return the use groups of `graph` of which `save_set` makes use, and the save set that goes with them.
+    """Return the use groups of `graph` that `save_set` needs, and the save set for the step with them.
 
     Both are for the graph without use groups. The groups that are left out have no unsaved user, or are
     served by the run before. An op with one group is named if it reads an op with several.
@@ -78,7 +78,7 @@ def unsaved_with(graph: Graph, op: OpId) -> list[OpId]:
 
 
 def because_of(graph: Graph, op: OpId, reason: str) -> str:
-    """Return `reason` with the name of its op, for an error about an op that shares memory with it."""
+    """Return `reason` of `op` for a message about another op, which shares memory with `op`."""
     return f"{reason} (of {graph.ops[op].name}, whose memory it shares)"
 
 
@@ -100,7 +100,7 @@ def may_be_recomputed(graph: Graph, save_set: SaveSet) -> list[bool]:
 
 
 def _needed(graph: Graph, save_set: SaveSet, counts: Sequence[bool]) -> list[bool]:
-    """Return for each op True if a recompute needs it; `counts` has True for saved tensors that count."""
+    """Return for each op True if it is recomputed so that backward gets the saved tensors in `counts`."""
     run = [False] * len(graph.ops)
     save_set = with_forced_saves(graph, save_set)
     graph = joined(graph, save_set)

@@ -77,7 +77,7 @@ class KernelTimes:
 
 @dataclass(frozen=True, slots=True)
 class AlignedStep:
-    """A measured step in the simulated step's time."""
+    """A measured step whose times are mapped to those of the simulated step, to draw both on one axis."""
 
     time_us: tuple[float, ...]  # for each of MeasuredStep.time_us
     end_us: float
@@ -156,7 +156,7 @@ def _forward(
 def _backward(
     graph: Graph, kernels: Sequence[Event], ran: Sequence[ProfiledCall]
 ) -> Iterator[tuple[int, float]]:
-    """Yield (kernel, when it began) for steps, found by their node, and the ops that it runs again."""
+    """Yield (index of a kernel, time at which it began) for steps of backward and the ops run again in them."""
     works = [k for k, event in enumerate(kernels) if isinstance(event, Backward)]
     steps = [graph.steps[event.step] for k in works if isinstance(event := kernels[k], Backward)]
     named = [j for j, step in enumerate(steps) if step.unpacks]

@@ -71,7 +71,7 @@ def difference(
     *,
     became: tuple[Sequence[OpDecision] | None, Sequence[OpDecision] | None] = (None, None),
 ) -> Difference:
-    """Return what `after` keeps that `before` does not, and the other way round.
+    """Compare two plans or policies: which ops does only one of them save?
 
     A Policy knows decisions but no bytes, and may save what backward does not need. A Plan (`as_planned`
     makes one from a policy and its profile) compares what is really held.

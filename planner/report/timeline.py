@@ -68,7 +68,7 @@ class LiveIntervals:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTrack:
-    """The measured step in the plan's time."""
+    """The memory of a measured step, drawn on the time axis of the plan."""
 
     time_us: tuple[float, ...]
     live_bytes: tuple[int, ...]  # from then on
@@ -275,7 +275,7 @@ def _measured(plan: Plan, step: MeasuredStep) -> MeasuredTrack:
 
 
 def _modules_of_steps(graph: Graph, modules: Sequence[str]) -> Iterator[str]:
-    """Yield by step of backward the module of the op that it is the backward of, as far as it can be known.
+    """Yield for each step of backward the module whose op it differentiates, as far as that is known.
 
     A step is known by its unpacks: an op saves its inputs before it starts and its outputs after. A step
     that unpacks nothing belongs to the step before it.

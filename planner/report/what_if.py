@@ -71,7 +71,7 @@ class Marginal:
 
 @dataclass(frozen=True, slots=True)
 class More:
-    """The effect of a larger budget. Bytes and microseconds."""
+    """The effect of a larger budget on peak and recompute time. Sizes are in bytes, times in microseconds."""
 
     budget: int  # of the plan that is compared with
     larger: int  # the other budget, or the ceiling if that is less
@@ -201,7 +201,7 @@ def more(
 
 
 def marginal(plan: Plan, tried: int = 40) -> Marginal | None:
-    """Return the op that gains the most time for each byte by which saving it alone raises the peak.
+    """Return the best single op to save in addition: the most time gained per byte of higher peak.
 
     None if saving one more op gains nothing, or nothing is recomputed.
     """

@@ -42,7 +42,7 @@ END = NEVER - 1
 
 
 class Role(Enum):
-    """The part that an op has in a plan."""
+    """Says who decides about an op: the program, a rule, or nobody because it never runs again."""
 
     FREE = auto()  # the planner decides
     SAVED = auto()  # must be saved
@@ -190,7 +190,7 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
 
 
 def canonical(windows: Windows, save_set: SaveSet) -> SaveSet:
-    """Return the free ops of an equivalent of `save_set` that saves only what some op or backward needs.
+    """Drop from `save_set` the ops whose outputs nothing needs, and return its free ops.
 
     Its peak and its recompute time are at most those of `save_set`.
     """

@@ -34,7 +34,7 @@ from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload,
 
 @dataclass(frozen=True, slots=True)
 class JointGraph:
-    """The nodes of a joint graph, sorted.
+    """The nodes of AOTAutograd's joint graph, divided into those of forward and those of backward.
 
     Invariant: `forward` and `backward` have no node in common, and each is in the order of the graph.
     """

@@ -30,7 +30,7 @@ CALIBRATION_CYCLES = 1 << 20
 
 
 class Backlog:
-    """Work that is queued ahead on one device.
+    """Keeps a device busy with queued work, so that the host's time between ops is not measured.
 
     Attributes:
         can_queue: False if torch cannot queue such work on the device. Then `queue` does nothing.

@@ -209,7 +209,7 @@ def forget_compiled_code() -> None:
 
 
 def _hold_back_graphs() -> None:
-    """Have AOTAutograd stop after its first stage, and forget code that was compiled before it did."""
+    """Make AOTAutograd stop after its first stage, and discard the code that was compiled earlier."""
     module = private.aot_graph_compile()
     second_stage = module.aot_stage2_autograd
     loaded = private.graphs_loaded_from_cache()
