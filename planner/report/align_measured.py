@@ -156,7 +156,7 @@ def _forward(
 def _backward(
     graph: Graph, kernels: Sequence[Event], ran: Sequence[ProfiledCall]
 ) -> Iterator[tuple[int, float]]:
-    """Yield (index of a kernel, time at which it began) for steps of backward and the ops run again in them."""
+    """Yield (index of a kernel, when it began) for steps of backward and the ops that run again in them."""
     works = [k for k, event in enumerate(kernels) if isinstance(event, Backward)]
     steps = [graph.steps[event.step] for k in works if isinstance(event := kernels[k], Backward)]
     named = [j for j, step in enumerate(steps) if step.unpacks]

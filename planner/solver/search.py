@@ -413,7 +413,7 @@ class Search:
     # Candidates
 
     def _consider(self, built: BuiltProgram, outcome: Outcome) -> None:
-        """Simulate the save set of an assignment. Keep it if it is the best so far; if not, note where it is too large.
+        """Simulate the save set of an assignment. Keep it if it is the best; else note where it is too large.
 
         A search for the smallest peak ignores a candidate once the work is used up, so that more work never
         finds a larger peak.
