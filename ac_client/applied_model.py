@@ -285,7 +285,7 @@ class Applied:
                 self._peaks.judge_exact(bucket, timeline.peak_bytes, written=written)
 
     def remove(self) -> None:
-        """Leave the model as it was before `apply`. May be called twice."""
+        """Remove the plan, so that the model is a plain model again. May be called twice."""
         for handle in (*self._handles, *self._submodule_handles):
             handle.remove()
         self._handles.clear()

@@ -100,7 +100,7 @@ class AutoACCallback(Callback):
         return self._session.at.report() if self._session is not None else self._report
 
     def remove(self) -> None:
-        """Restore the module to its state before the plan. A second call does nothing."""
+        """Remove the plan from the module. May be called twice."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()

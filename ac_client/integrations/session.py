@@ -61,7 +61,7 @@ class Session:
             )
 
     def close(self) -> None:
-        """Leave the model as it was. May be called twice, and in the middle of a step."""
+        """Remove the plan from the model. May be called twice, and in the middle of a step."""
         measuring, self._measuring = self._measuring, None
         if measuring is not None:
             interrupted = RuntimeError("the measured step was interrupted")

@@ -81,7 +81,7 @@ class AutoACCallback(TrainerCallback):
         return self._session.at.report() if self._session is not None else self._report
 
     def remove(self) -> None:
-        """Leave the model as it was. May be called twice."""
+        """Remove the plan from the model. May be called twice."""
         session, self._session = self._session, None
         if session is not None:
             self._report = session.at.report()
