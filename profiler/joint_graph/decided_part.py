@@ -20,7 +20,7 @@ _OPS = "ops"  # key of `CompiledPart.notes`
 
 def note_ops(part: CompiledPart, joint: JointGraph) -> None:
     """Remember the ops of forward of `part`, as they are after the backend's passes over the joint graph."""
-    part.notes[_OPS] = tuple((module_path(node), facts_of(node.target).name) for node in joint.ops)  # type: ignore[arg-type]
+    part.notes[_OPS] = tuple((module_path(node), facts_of(node.target).name_in_keys) for node in joint.ops)  # type: ignore[arg-type]
 
 
 def ops_of(part: CompiledPart) -> Sequence[OpName]:
