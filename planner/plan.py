@@ -32,6 +32,7 @@ from autoac.planner.problem.use_groups import later_runs
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.search import Problem, Search
+from autoac.planner.solver.shared_code import shared_calls, with_few_variants
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits, relative_gap
 from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import format_bytes
@@ -42,6 +43,7 @@ DEFAULT_TIME_LIMIT_S = 600.0
 """Defaults of a plan, also for requests to the service."""
 FLOOR_SHARE = 1 / 4  # of the time, kept for the search of the smallest peak while no plan is found
 ONCE_WORK = 10.0  # for a first plan without use groups, if ops have any
+SHARED_WORK = 3.0  # if blocks share compiled code: the best plan has more variants than is allowed
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 
 
@@ -168,11 +170,16 @@ def plan(
     graph = constrained(profile, constraints)
     options = options_for(profile, options)
     problem = Problem(with_forward_limit(graph, budget, forward), options)
+    shares_code = bool(shared_calls(problem.graph))
+    if shares_code:
+        work_limit = min(work_limit, SHARED_WORK)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
     try:
         save_set, search, stopped = _find_save_set(problem, budget, gap, allowance, start)
     except InfeasibleBudget as error:
         raise with_blame(error, profile, constraints, forward) from None
+    if shares_code:
+        save_set = with_few_variants(problem.graph, save_set, budget)
     return plan_of(
         problem if problem.step is graph else Problem(graph, options),
         None if isinstance(profile, Graph) else profile,

@@ -42,6 +42,7 @@ ESTIMATED: Final = " (estimated)"  # ends the name of a device that was not ther
 DECIDES: Final = "its values decide"  # the user may lift this one (`Constraints.save_deciding`)
 PINNED: Final = "pinned"  # the user pinned the op
 CROSSES: Final = "another FSDP unit reads it"
+ANOTHER_GRAPH: Final = "another compiled graph reads it, or an op outside of its graph"
 
 
 class OpFlag(IntFlag):
@@ -52,6 +53,7 @@ class OpFlag(IntFlag):
     COLLECTIVE = 4  # communicates with other ranks
     MUST_RECOMPUTE = 8  # the user pinned the op: its outputs must not be saved
     COMPILED = 16  # runs in a graph of torch.compile (rule h in planner/memory/schedule.py)
+    GRAPH_BEGINS = 32  # the first op of a call of such a graph
 
 
 class Table(FrozenModel):
@@ -173,7 +175,7 @@ class Ops(Table):
     flops: tuple[Count, ...]  # 0 if not known
     workspace_nbytes: tuple[Count, ...]  # most that the kernel holds in addition to its outputs
     other_nbytes: tuple[Count, ...]  # live at the op, but not in a recorded storage
-    flags: tuple[Annotated[int, Field(ge=0, le=31)], ...]  # OpFlag
+    flags: tuple[Annotated[int, Field(ge=0, le=63)], ...]  # OpFlag
     must_save: tuple[OptionalIndex, ...]  # into Profile.reasons; -1 if the planner decides
 
 

@@ -80,6 +80,7 @@ def build(profile: Profile) -> Graph:
                 must_save=_must_save(profile, i),
                 replay_us=0.0 if columns.flags[i] & OpFlag.COMPILED else profile.replay_us,
                 compiled=bool(columns.flags[i] & OpFlag.COMPILED),
+                begins_graph=bool(columns.flags[i] & OpFlag.GRAPH_BEGINS),
             )
             for i, name in enumerate(profile.keys())
         ),

@@ -45,6 +45,7 @@ class Op:
     must_recompute: bool = False  # the user pinned the op: its outputs are not saved
     replay_us: float = 0.0  # the time to record and replay the op, in addition to its run time
     compiled: bool = False  # part of a compiled graph (rule h in schedule.py)
+    begins_graph: bool = False  # the first op of a call of a compiled graph
     latest_use: int = -1  # position of the latest use that a run serves, if the op has use groups
 
     @property
