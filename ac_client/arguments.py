@@ -10,14 +10,13 @@ import torch
 from torch import nn
 
 from ac_client.applied_model import planned_models
-from ac_client.errors import AlreadyApplied, CheckpointingActive, CompiledModel
+from ac_client.errors import AlreadyApplied, CheckpointingActive
 from ac_client.planning.ranks import AUTO
 from ac_client.service_client.connection import policies_url
 from autoac.planner import Constraints, InvalidBudget, InvalidConstraints, Policy, PolicySet
 from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
-from autoac.profiler.torch_facts.inductor import is_compiled, is_optimized
 
 log = logging.getLogger("ac_client")
 
@@ -26,20 +25,6 @@ def check_model(model: Any) -> None:
     """Raise TypeError if `model` is not an nn.Module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-
-
-def check_not_compiled(model: nn.Module, how: str = "compile its blocks instead") -> None:
-    """Refuse a model that torch.compile was called on.
-
-    Args:
-        how: what to do instead.
-
-    Raises:
-        CompiledModel: the model is compiled as a whole.
-    """
-    if is_compiled(model):
-        name = type(getattr(model, "_orig_mod", model)).__name__
-        raise CompiledModel(f"torch.compile({name})" if is_optimized(model) else f"{name}.compile()", how)
 
 
 CHECKPOINTING_SWITCHES = (
@@ -52,7 +37,6 @@ def check_unplanned(model: nn.Module) -> None:
     """Refuse a model that cannot be planned as it is.
 
     Raises:
-        CompiledModel: the model is compiled as a whole.
         AlreadyApplied: the model, a part of it, or a model that it is part of, is planned already.
         CheckpointingActive: the model checkpoints itself.
     """

@@ -3,7 +3,7 @@
     ApplyError (ValueError)
     +-- AlreadyApplied         the model, a part of it, or what it is part of, is planned already
     +-- CheckpointingActive    the model checkpoints itself
-    +-- CompiledModel          an integration cannot plan the compiled model
+    +-- CompiledModel          an integration cannot plan a model compiled in this way
     NotApplied (LookupError)   applied(model) of a model that is not planned
     ShapeNotPlanned (LookupError)  strict mode: no bucket covers the batch
     RankFailed (RuntimeError)  another rank could not be profiled or planned
@@ -47,14 +47,11 @@ class CheckpointingActive(ApplyError):
 
 
 class CompiledModel(ApplyError):
-    """The whole model is compiled, so it is a single op with nothing to recompute."""
+    """The model is compiled in a way that a plan cannot follow."""
 
     def __init__(self, where: str, how: str) -> None:
         self.where, self.how = where, how
-        super().__init__(
-            f"{where} compiles the whole model, and the compiler chooses what compiled code saves: "
-            f"{how}, or set torch._functorch.config.activation_memory_budget and leave ac_client out"
-        )
+        super().__init__(f"{where} compiles more than a model, which a plan cannot follow: {how}")
 
     def __reduce__(self) -> tuple[type[CompiledModel], tuple[str, str]]:
         return CompiledModel, (self.where, self.how)

@@ -7,8 +7,8 @@
                 ...
                 accelerator.log(at.report().metrics(), step=step)
 
-Preparing wraps the forward in autocast and the model in DistributedDataParallel, and moves it to its device;
-the plan is for the step that then runs.
+Preparing wraps the forward in autocast and the model in DistributedDataParallel, compiles it, and moves it to
+its device; the plan is for the step that then runs.
 """
 
 from __future__ import annotations
@@ -20,23 +20,18 @@ from typing import Unpack
 import torch
 from torch import nn
 
-from ac_client import Applied, CompiledModel
-from ac_client.arguments import check_not_compiled
+from ac_client import Applied
 from ac_client.integrations import loop
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 
 try:
     from accelerate import Accelerator
+    from accelerate.utils import is_compiled_module
 except ModuleNotFoundError as error:
     if error.name != "accelerate":
         raise
     raise MissingLibrary("accelerate", "accelerate") from None
-
-_COMPILE_BLOCKS = (
-    "switch dynamo off in accelerate and compile the blocks yourself before prepare, "
-    "for block in model.layers: block.compile()"
-)
 
 
 @contextmanager
@@ -59,28 +54,9 @@ def planned(
         The `Applied` of the model inside. Its report can be read after the block too.
 
     Raises:
-        CompiledModel: accelerate compiles the model.
         ValueError, TypeError: as `ac_client.apply`.
     """
-    check_not_compiled_by_accelerate("accelerate")
-    inner = accelerator.unwrap_model(model)
-    check_not_compiled(inner, "leave the torch.compile of the whole model out")
+    # Of a model with compiled regions, only the copy with the regions is called.
+    inner = accelerator.unwrap_model(model, keep_torch_compile=not is_compiled_module(model))
     with loop.planned(inner, budget_gb, optimizer=optimizer, **options) as at:
         yield at
-
-
-def check_not_compiled_by_accelerate(where: str) -> None:
-    """Refuse to plan if accelerate is configured to compile what it prepares.
-
-    Args:
-        where: what the error names as the cause.
-
-    Raises:
-        CompiledModel: accelerate compiles.
-    """
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import DynamoBackend
-
-    state = AcceleratorState()
-    if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise CompiledModel(where, _COMPILE_BLOCKS)

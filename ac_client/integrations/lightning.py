@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from ac_client import Applied, ApplyError, CompiledModel, NotApplied, Report, applied
-from ac_client.arguments import check_not_compiled
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session
@@ -112,7 +111,10 @@ class AutoACCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.remove()
         if vars(pl_module).get("_compiler_ctx") is not None:
-            raise CompiledModel("torch.compile(LightningModule)", "pass the LightningModule itself to fit")
+            raise CompiledModel(
+                "torch.compile(LightningModule)",
+                "pass the LightningModule itself to fit, and compile the modules that it calls",
+            )
         self._session = self._planned(trainer, pl_module)
         self._steps_before = trainer.global_step
         self._between_steps = True
@@ -156,7 +158,6 @@ class AutoACCallback(Callback):
                     f"{type(pl_module).__name__} has no module {self._module!r} ({error}): pass "
                     f"the path of one of its modules, such as {_children(pl_module)}"
                 ) from None
-            check_not_compiled(model, "compile its blocks instead")
             return self._session_of(model, trainer)
         if not pl_module.automatic_optimization:
             raise ApplyError(
@@ -164,7 +165,6 @@ class AutoACCallback(Callback):
                 "cannot be planned as one forward: name the module that it calls, "
                 f"AutoACCallback(module=...), such as {_children(pl_module)}"
             )
-        check_not_compiled(pl_module, "pass it to fit uncompiled")
         step = TrainingStep(pl_module)
         session = self._session_of(step, trainer)
         self._undo = step.replace_method()

@@ -19,8 +19,8 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from ac_client import Applied, ApplyError, CheckpointingActive, CompiledModel, NotApplied, Report
-from ac_client.arguments import CHECKPOINTING_SWITCHES, check_not_compiled
+from ac_client import Applied, ApplyError, CheckpointingActive, NotApplied, Report
+from ac_client.arguments import CHECKPOINTING_SWITCHES
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session
@@ -51,7 +51,7 @@ class AutoACCallback(TrainerCallback):
             allocator counts by itself, this is unnecessary, and resets its counter.
 
     Raises:
-        CheckpointingActive, CompiledModel, ApplyError: from the Trainer's constructor or `train()`, for
+        CheckpointingActive, ApplyError: from the Trainer's constructor or `train()`, for
             arguments that leave nothing to plan.
     """
 
@@ -101,13 +101,9 @@ class AutoACCallback(TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **_: Any,
     ) -> None:
-        from ac_client.integrations.accelerate import check_not_compiled_by_accelerate
-
         self.remove()  # an earlier training raised, or auto_find_batch_size starts again
         _check(args)
-        check_not_compiled_by_accelerate("accelerate")
         assert model is not None
-        check_not_compiled(model, "leave the torch.compile of the whole model out")
         self._session = Session(model, self._budget_gb, optimizer, self._measure, self._options)
 
     def on_step_begin(
@@ -157,7 +153,7 @@ def planned(
         budget_gb, measure, options: as for `AutoACCallback`.
 
     Raises:
-        CheckpointingActive, CompiledModel, ApplyError: as `AutoACCallback`.
+        CheckpointingActive, ApplyError: as `AutoACCallback`.
     """
     callback = AutoACCallback(budget_gb, measure=measure, **options)
     _check(trainer.args)
@@ -173,13 +169,11 @@ def _check(args: TrainingArguments) -> None:
     """Refuse arguments that leave nothing to plan.
 
     Raises:
-        CheckpointingActive, CompiledModel, ApplyError: the arguments leave nothing to plan.
+        CheckpointingActive, ApplyError: the arguments leave nothing to plan.
     """
     for name in CHECKPOINTING_SWITCHES:
         if getattr(args, name, False):
             raise CheckpointingActive("TrainingArguments", f"{name}=False")
-    if args.torch_compile:
-        raise CompiledModel("TrainingArguments(torch_compile=True)", "pass torch_compile=False")
     if args.n_gpu > 1:
         raise ApplyError(
             f"the Trainer would copy the model to {args.n_gpu} devices in every step (DataParallel), and a "

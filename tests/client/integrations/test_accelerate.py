@@ -15,7 +15,6 @@ from ranks import outputs_of_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ac_client.errors import CompiledModel
 from ac_client.integrations.accelerate import planned
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from benchmarks.models.modules import Transformer
@@ -114,18 +113,27 @@ def test_prepared_optimizer_keeps_its_parameters_and_is_counted() -> None:
     assert with_state - at.report().predicted_peak_bytes >= 2 * sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("regional", [False, True])
-def test_compiled_model_is_refused(regional: bool) -> None:
-    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+def test_model_that_accelerate_compiles_is_planned(regional: bool) -> None:
+    torch.compiler.reset()
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    model, _, _ = prepared(accelerator)
-    with pytest.raises(CompiledModel, match=r"block\.compile"), planned(accelerator, model, 1.0):
-        pass
-    _reset()
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(CompiledModel, match=r"torch\.compile\(Linear\)"):  # noqa: SIM117
-        with planned(accelerator, torch.compile(nn.Linear(2, 2), backend="eager"), 1.0):  # type: ignore[arg-type]
-            pass
+    model, optimizer, loader = prepared(accelerator)
+    plain_peak = train(accelerator, model, optimizer, loader)
+    plain = state(accelerator, model)
+    accelerator.free_memory()
+    model, optimizer, loader = prepared(accelerator)
+    with planned(accelerator, model, BUDGET_GB, optimizer=optimizer) as at:
+        peak = train(accelerator, model, optimizer, loader)
+        ours = state(accelerator, model)
+    assert ours.keys() == plain.keys()
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+    report = at.report()
+    assert report.recomputed > 0
+    assert not report.off_path
+    assert peak < plain_peak
+    torch.compiler.reset()
 
 
 RANKS = """

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import ac_client
-from ac_client.errors import CompiledModel
 from ac_client.integrations.transformers import AutoACCallback, planned
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from benchmarks.models.gpt2 import gpt2
@@ -40,11 +39,12 @@ def trainer_of(
     callbacks: Sequence[TrainerCallback] = (),
     *,
     kind: type[Trainer] = Trainer,
+    model: nn.Module | None = None,
     **arguments: Any,
 ) -> Trainer:
     chosen = {"num_train_epochs": 1, "save_strategy": "no", "logging_steps": 1, **arguments}
     return kind(
-        model=made(),
+        model=made() if model is None else model,
         args=TrainingArguments(
             output_dir=str(folder),
             per_device_train_batch_size=4,
@@ -272,14 +272,44 @@ def test_checkpointing_switched_on_in_the_model_is_refused_by_train(tmp_path: Pa
         trainer.train()
 
 
-def test_compiled_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CompiledModel, match="torch_compile=False"):
-        trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)], torch_compile=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    trainer = trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)])
-    trainer.model.compile(backend="eager")
-    with pytest.raises(CompiledModel, match="GPT2LMHeadModel"):
+class Words(nn.Module):
+    """A model that is quick to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x).tanh().exp()
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.filterwarnings("ignore:.*TensorFloat32:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_trainer_that_compiles_has_the_weights_of_one_without_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(callbacks: Sequence[TrainerCallback]) -> dict[str, Tensor]:
+        torch.compiler.reset()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        trainer = trainer_of(tmp_path, callbacks, model=Words(), torch_compile_backend="aot_eager")
         trainer.train()
+        return weights(trainer.model)
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # the Trainer sets it for the process
+    callback = AutoACCallback(0.0005, measure=True)
+    plain = train([])
+    assert_same(train([callback]), plain)
+    report = callback.report
+    assert report is not None
+    assert report.recomputed > 0
+    assert not report.off_path
+    assert report.measured_peak_bytes - report.predicted_peak_bytes <= 64  # scalars of the Trainer's own
+    assert report.recorded == 0
 
 
 def test_several_devices_in_one_process_are_refused(tmp_path: Path) -> None:
