@@ -82,6 +82,7 @@ bench-peak: $(READY)
 bench-compiled: $(READY)
 	$(BIN)/python -m benchmarks.compiled_peaks
 	$(BIN)/python -m benchmarks.inductor_peaks
+	$(BIN)/python -m benchmarks.compiled_blocks
 	$(BIN)/python -m benchmarks.memory_budget_knob
 
 # Cost of a profile, predicted and measured recompute time: three quarters of an hour.

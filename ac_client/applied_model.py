@@ -43,8 +43,8 @@ from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.inductor import is_called_compiled, uncompiled
-from autoac.profiler.torch_facts.module_paths import ModuleHook, watch_calls
+from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
+from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_calls
 from autoac.profiler.torch_facts.second_stage import forget_compiled_code
 
 log = logging.getLogger("ac_client")
@@ -125,8 +125,9 @@ class Applied:
         self._began: list[float] = []
         self._handles: list[RemovableHandle] = []
         _applied[model] = self
-        self._submodule_handles: list[RemovableHandle] = []
+        self._submodule_handles: list[Watch] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
+        self._compiled_parts: list[str] = []  # that were compiled by themselves
         forget_compiled_code()
         self._attach(model)
 
@@ -334,11 +335,15 @@ class Applied:
     def _watch_submodules(self, model: nn.Module) -> None:
         """Follow the calls of submodules, except in compiled code, whose graphs know their modules."""
         self._compiled = is_called_compiled(model)
-        if self._compiled:
+        parts = compiled_parts(model)
+        if self._compiled or parts != self._compiled_parts:
             for handle in self._submodule_handles:
                 handle.remove()
             self._submodule_handles = []
-        elif not self._submodule_handles:
+        if parts != self._compiled_parts:
+            self._compiled_parts = parts
+            forget_compiled_code()
+        if not (self._compiled or self._submodule_handles):
             self._submodule_handles = watch_calls(model, self._enter, self._leave)
 
     def _forward_begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -382,6 +387,7 @@ class Applied:
             model,
             waiting=waiting,
             compiled=self._compiled,
+            has_compiled_parts=bool(self._compiled_parts),
             strict=self._strict,
             report=self._left_policy,
             wrappers=self._wrappers,

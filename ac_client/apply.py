@@ -66,8 +66,7 @@ def apply(
 
     Args:
         model: the model, as it will be trained, or torch.compile of it. It must not checkpoint itself.
-            torch.compile of the whole model may also follow; what is inside of single blocks that are
-            compiled is saved.
+            torch.compile of the model or of its blocks may also follow.
         budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
             optimizer state included. Optional if `policy` is given.
         optimizer: the optimizer that steps the model; its state counts, also before its first step.

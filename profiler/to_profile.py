@@ -71,6 +71,7 @@ def assemble(
         | OpFlag.COLLECTIVE * op.facts.collective
         | OpFlag.MUST_RECOMPUTE * op.must_recompute
         | OpFlag.COMPILED * op.compiled
+        | OpFlag.GRAPH_BEGINS * op.begins_graph
         for op in forward.ops
     ]
     return Profile(

@@ -3,56 +3,92 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Decision
-from autoac.profiler.joint_graph.decided_part import compile_decided, ops_of
+from autoac.profiler.joint_graph.decided_part import OpName, compile_decided, ops_of
 from autoac.profiler.joint_graph.joint_graph import joined
-from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.second_stage import BoxedCall, CompiledPart
 
 
-@dataclass(slots=True, eq=False)
-class PartCalls:
-    """The calls of compiled graphs in one forward, as earlier forwards made them."""
+class PartCall(NamedTuple):
+    """A call of a compiled graph in a forward."""
 
-    calls: list[tuple[CompiledPart, str, BoxedCall]] = field(default_factory=list)  # with the outer module
+    part: CompiledPart
+    outer: str  # the module that called it
+    begin: int  # position of its first op in the policy
+    end: int
+    code: BoxedCall
+
+
+class PartCalls:
+    """The calls of compiled graphs in one forward, as earlier forwards under its policy made them."""
+
+    def __init__(self, decisions: Mapping[str, Decision]) -> None:
+        self.decisions = decisions
+        self.calls: list[PartCall] = []
+
+    @cached_property
+    def names(self) -> list[OpName]:
+        """Return the ops of the policy, in order."""
+        return [(key.module, key.op) for key in map(OpKey.parse, self.decisions)]
+
+    def find(self, ops: Sequence[OpName], begin: int) -> int | None:
+        """Return the first position from `begin` on at which `ops` follow each other; None if they do not."""
+        names, n = self.names, len(ops)
+        return next((i for i in range(begin, len(names) - n + 1) if names[i : i + n] == ops), None)
 
 
 class PolicyParts:
     """Decides, by a policy, what the compiled graphs of one forward save.
 
     Args:
-        decisions: of the policy, by op key.
         known: what earlier forwards under the same policy found; kept up to date.
         module: returns the path of the module that is running.
+        ran: called with the positions [begin, end) of the ops of a graph that is about to run.
+        left: called with the expected key and the found op if the policy does not have these ops.
     """
 
     def __init__(
-        self, decisions: Mapping[str, Decision], known: PartCalls, module: Callable[[], str] = lambda: ROOT
+        self,
+        known: PartCalls,
+        module: Callable[[], str],
+        ran: Callable[[int, int], None],
+        left: Callable[[str, str], None],
     ) -> None:
-        self._decisions, self._known, self._module = decisions, known, module
+        self._known, self._module, self._ran, self._left = known, module, ran, left
         self._n = 0  # calls of compiled graphs so far in this forward
 
     def callable_of(self, part: CompiledPart) -> BoxedCall:
         """Return the code of `part` for its next call in this forward."""
-        n, known = self._n, self._known.calls
+        n, calls = self._n, self._known.calls
         self._n += 1
         outer = self._module()
-        if n < len(known) and known[n][0] is part and known[n][1] == outer:
-            return known[n][2]
-        del known[n:]
-        seen: Counter[tuple[str, str]] = Counter()
-        for other, where, _ in known:
-            seen.update((joined(where, module), op) for module, op in ops_of(other))
+        if not (n < len(calls) and calls[n].part is part and calls[n].outer == outer):
+            del calls[n:]
+            calls.append(self._choose(part, outer, calls[-1].end if calls else 0))
+        call = calls[n]
+        self._ran(call.begin, call.end)
+        return call.code
+
+    def _choose(self, part: CompiledPart, outer: str, after: int) -> PartCall:
+        """Find the ops of `part` in the policy, from position `after` on, and compile their decisions."""
+        known = self._known
+        ops = [(joined(outer, module), op) for module, op in ops_of(part)]
+        begin, end = known.find(ops, after), after
+        if begin is not None:
+            end = begin + len(ops)
+        else:
+            expected = next(iter(list(known.decisions)[after:]), "the end")
+            self._left(expected, f"a compiled graph from {'/'.join(ops[0])} on")
+            begin = after
+        seen = Counter(known.names[:begin])
         saved = []
-        for module, op in ops_of(part):
-            name = joined(outer, module), op
+        for name in ops:
             key = str(OpKey(*name, seen[name]))
             seen[name] += 1
-            saved.append(self._decisions.get(key, "save") == "save")
-        code = compile_decided(part, tuple(saved))
-        known.append((part, outer, code))
-        return code
+            saved.append(known.decisions.get(key, "save") == "save")
+        return PartCall(part, outer, begin, end, compile_decided(part, tuple(saved)))

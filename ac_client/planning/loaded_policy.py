@@ -42,7 +42,7 @@ class ForwardRoute:
 
     decisions: Mapping[str, Decision]
     route: Route
-    compiled_calls: PartCalls = field(default_factory=PartCalls)
+    compiled_calls: PartCalls
     # Module calls that wrote to nothing tracked: (path, first position) -> position after the call.
     quiet_calls: dict[tuple[str, int], int] = field(default_factory=dict)
     # Calls that may run again as a whole: first position -> position after the call.
@@ -77,6 +77,7 @@ class LoadedPolicy:
             ForwardRoute(
                 decisions,
                 Route(decisions, self.policy.use_groups),
+                PartCalls(decisions),
                 reruns={b - start: e - start for b, e in spans if start <= b < start + len(decisions)},
             )
             for start, decisions in zip(starts, self.policy.forwards, strict=False)

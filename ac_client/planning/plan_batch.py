@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ac_client.measure.recording_overhead import is_host_bound, replay_us_of_process
@@ -28,7 +28,6 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, device_of, observe
 from autoac.profiler.static_memory import static_bytes
-from autoac.profiler.torch_facts.inductor import compiled_parts
 
 log = logging.getLogger("ac_client")
 
@@ -269,17 +268,13 @@ class BucketPlanner:
         """
         profile = self.profiler.profile(call, loop)
         others = self.on_device.others_nbytes()
-        try:
-            if running:
-                made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)
-            elif others:
-                made = self.planner.plan_running(profile, of_others(others), others)
-                self.on_device.ask_others_for_room(made[0].predicted.peak_bytes)
-            else:
-                made = self.planner.plan_within(profile, self.planner.limit)
-        except InfeasibleBudget as error:
-            note_compiled_parts(error, call.model)
-            raise
+        if running:
+            made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)
+        elif others:
+            made = self.planner.plan_running(profile, of_others(others), others)
+            self.on_device.ask_others_for_room(made[0].predicted.peak_bytes)
+        else:
+            made = self.planner.plan_within(profile, self.planner.limit)
         return self.bucket(call, profile, loop, made, others_nbytes=others)
 
     def bucket(
@@ -327,16 +322,6 @@ def _summed(loss: Loss) -> Loss:
         return total
 
     return of_all
-
-
-def note_compiled_parts(error: InfeasibleBudget, model: nn.Module) -> None:
-    """Add to `error` which compiled parts of `model` are saved whole, if it has any."""
-    if parts := compiled_parts(model):
-        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-        error.add_note(
-            f"Compiled parts are saved whole, and Inductor's cannot be recomputed: "
-            f"{', '.join(parts[:3])}{more}. With fewer of them the step needs less."
-        )
 
 
 def loop_in_words(loop: Loop) -> str:

@@ -15,10 +15,11 @@ from ac_client.compiled.policy_parts import PolicyParts
 from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
 from ac_client.rerun.call_audit import CallAudit
 from ac_client.rerun.recorded_call import RecordedCall
-from ac_client.runtime.cursor import Cursor, OffPath
+from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath
 from ac_client.runtime.nodes import UnsupportedTensor
 from ac_client.runtime.policy_context import active, save_recompute_policy
 from ac_client.runtime.replay import recording_off
+from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.second_stage import set_carrier
 from autoac.profiler.torch_facts.streams import streams_seen
 
@@ -33,6 +34,8 @@ class PlannedForward(threading.local):
         self._route: ForwardRoute | None = None
         self._unrecorded = 0  # ops that ran while the mode was off
         self._strict = False
+        self._report: Callable[[OffPath], None] = lambda _off: None
+        self._paths = [ROOT]  # of the modules that are being called
         self._unrecorded_depth = 0  # of nested module calls in which the mode is off
         self._writes_before: list[int] = []  # one for each module call that is recorded
         self._call: RecordedCall | None = None  # in which the mode is off
@@ -46,6 +49,7 @@ class PlannedForward(threading.local):
         *,
         waiting: int = 0,
         compiled: bool = False,
+        has_compiled_parts: bool = False,
         strict: bool,
         report: Callable[[OffPath], None],
         wrappers: Set[str],
@@ -56,17 +60,21 @@ class PlannedForward(threading.local):
             model: whose forward begins.
             waiting: how many earlier forwards wait for their backward.
             compiled: torch.compile runs the whole forward.
+            has_compiled_parts: torch.compile runs parts of it.
             strict: raise if the forward leaves its policy.
             report: called if the forward leaves its policy.
             wrappers: paths of modules whose own ops are in no policy.
         """
         loaded = bucket.loaded
         self._bucket, self._unrecorded = bucket, 0
-        if not compiled and not loaded.recomputes:
-            return
         route = loaded.forwards[min(waiting, len(loaded.forwards) - 1)]
+        self._strict, self._report = strict, report
+        self._paths = [ROOT]
+        if compiled or has_compiled_parts:
+            set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
         if compiled:
-            set_carrier(PolicyParts(route.decisions, route.compiled_calls))
+            route.unrecorded = len(route.decisions)
+        if compiled or not loaded.recomputes:
             return
         self._route = route
         self._cursor = Cursor(
@@ -76,7 +84,6 @@ class PlannedForward(threading.local):
             in_forward=partial(_is_called, weakref.ref(model)),
             side_modules=wrappers,
         )
-        self._strict = strict
         self._unrecorded_depth = 0
         self._writes_before = []
         region = save_recompute_policy(self._cursor)
@@ -116,6 +123,7 @@ class PlannedForward(threading.local):
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
         if recording_off.reruns:
             return
+        self._paths.append(path)
         if self._bucket is not None and path in self._bucket.step.skipped:
             self._bucket.ran_skipped.add(path)
         region = active.region
@@ -174,6 +182,8 @@ class PlannedForward(threading.local):
         """Mark the return of the module at `path`."""
         if recording_off.reruns:
             return
+        if len(self._paths) > 1:
+            self._paths.pop()
         region = active.region
         if self._cursor is None or self._route is None or region is None:
             return
@@ -195,6 +205,26 @@ class PlannedForward(threading.local):
             begin = self._audited_from
             exact = called == (begin, self._route.reruns[begin])
             self._route.call_sites[begin] = audit.site(output, called[1]) if exact and called else None
+
+    def _innermost(self) -> str:
+        return self._paths[-1]
+
+    def _part_ran(self, begin: int, end: int) -> None:
+        """Continue after a compiled graph, whose ops the cursor does not see."""
+        self._unrecorded += end - begin
+        if self._cursor is not None and not self._unrecorded_depth:
+            self._cursor.jump_to(end)
+
+    def _part_left(self, expected: str, found: str) -> None:
+        """Report a compiled graph that is not in the policy.
+
+        Raises:
+            LeftThePath: strict.
+        """
+        off = OffPath(expected, found)
+        if self._strict:
+            raise LeftThePath(off)
+        self._report(off)
 
     def _end_audit(self, path: str | None = None) -> CallAudit | None:
         """End the audit of the call of the module at `path` and return it, if there is one."""

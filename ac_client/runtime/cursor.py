@@ -289,8 +289,8 @@ class Cursor:
         return self._unplanned.sibling + path.removeprefix(self._unplanned.path)
 
     def jump_to(self, end: int) -> None:
-        """Continue at `end`, because the ops of the innermost module ran unseen."""
-        self._position, self._expected = end, None
+        """Continue at `end`, because the ops before it ran unseen."""
+        self._position, self._expected, self._lost = end, None, False
 
     def leave(self, path: str) -> Span | None:
         """Follow the forward out of a module; return the span of this call if that is certain."""

@@ -214,8 +214,8 @@ class Region(RecordingMode):
         """Record again after compiled code."""
         recording_off.depth -= 1
 
-    def cross_units(self, tensors: Iterable[Tensor]) -> None:
-        """Hold the inputs and outputs of an FSDP unit, whose parameters are only there at certain times."""
+    def hold(self, tensors: Iterable[Tensor], reason: str = "") -> None:
+        """Hold tensors that cross from one FSDP unit or compiled graph to another."""
         for tensor in tensors:
             self.storages.pin(tensor)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.profile import CROSSES, DECIDES, PINNED
+from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, PINNED
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import RecordingMode, keep_dynamo_out
@@ -54,6 +54,7 @@ class RecordedOp:
     stream: int = 0
     compiled: bool = False  # part of a graph of torch.compile
     time_share: float = 1.0  # of its run time that remains where it is fused with its neighbors
+    begins_graph: bool = False  # the first op of a call of such a graph
     begin_mark: int = -1
     end_mark: int = -1
 
@@ -130,6 +131,7 @@ class OpRecorder(RecordingMode):
         self.compiled = False
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read an external storage
         self._compiled_depth = 0  # compiled parts that are running, nested
+        self._graph_begins = False  # the next op is the first one of a compiled graph
         self._in_loss = False
         self._mark = mark
         self._has_streams = has_streams()
@@ -163,6 +165,8 @@ class OpRecorder(RecordingMode):
             elif (version := self.newest.get(tensor)) is not None:
                 reads.append(version)
                 self._note_crossing(version)
+                if not self._compiled_depth and self.record.ops[self.record.versions[version].op].compiled:
+                    self.force_save(version, ANOTHER_GRAPH)
                 self.note_stream(version)
             elif not any(tensor is w for w in written):
                 self._note_reader(tensor, index)
@@ -180,7 +184,9 @@ class OpRecorder(RecordingMode):
             pin == MUST_RECOMPUTE,
             self._stream(),
             compiled=self._compiled_depth > 0,
+            begins_graph=self._graph_begins,
         )
+        self._graph_begins = False
         self.record.ops.append(op)
         operands = tensor_versions((args, kwargs)) if facts.opaque else []
         if self.originals is not None:
@@ -234,18 +240,20 @@ class OpRecorder(RecordingMode):
                 self._note_overwrite(tensor, by=-1)
                 self.newest.drop(tensor)
         self._compiled_depth += 1
+        self._graph_begins = True
         self.paused = True
 
     def leave_compiled(self) -> None:
         """Record ops again, after `enter_compiled`."""
         self._compiled_depth -= 1
+        self._graph_begins = False
         self.paused = self._compiled_depth > 0
 
-    def cross_units(self, tensors: Iterable[Tensor]) -> None:
-        """Have the inputs and outputs of an FSDP unit saved."""
+    def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
+        """Have the ops saved that made `tensors`."""
         for tensor in tensors:
             if self.has_storage(tensor) and (version := self.newest.get(tensor)) is not None:
-                self.force_save(version, CROSSES)
+                self.force_save(version, reason)
 
     def _note_overwrite(self, tensor: Tensor, *, by: int) -> None:
         # Recompute never writes external storages, so ops that read the old contents cannot run again.

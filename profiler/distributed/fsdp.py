@@ -73,7 +73,7 @@ def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:
         if (modes := recording_modes()) and not _stays_gathered(group, module):
             tensors = [leaf for leaf in tree_leaves((args, other)) if isinstance(leaf, Tensor)]
             for mode in modes:
-                mode.cross_units(tensors)
+                mode.hold(tensors)
             del tensors
         return method(group, module, args, other)
 

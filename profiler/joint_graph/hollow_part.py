@@ -51,21 +51,13 @@ class HollowParts:
             compiled = part.compile(_HOLLOW, halves.partition, compilers)
 
         def run(args: list[Any]) -> Any:
-            recorder = self.recorder
-            if recorder is None:
+            if self.recorder is None:
                 return compiled(args)
-            written = [
-                arg
-                for arg, info in zip(args, part.metadata.input_info, strict=False)
-                if info.mutates_data and isinstance(arg, Tensor)
-            ]
-            recorder.enter_compiled(written)
-            _runs.append(_Run(recorder, self.saved))
+            _runs.append(_Run(self.recorder, self.saved))
             try:
                 return compiled(args)
             finally:
                 _runs.pop()
-                recorder.leave_compiled()
 
         return run
 
@@ -123,7 +115,7 @@ class _Halves:
             return dict.fromkeys(joint.ops, True)
 
         forward, backward = cut(module, num_fwd_outputs, everything)
-        made = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+        made = {node.name for node in forward.graph.nodes if node.op in ("call_function", "placeholder")}
         self._reads = [
             (node.name, read.name)
             for node in backward.graph.nodes
@@ -145,6 +137,11 @@ class _Halves:
             call = _runs[-1] if _runs else _Run(None, None)
             env = _placed(module, args)
             args.clear()
+            for node, arg in env.items():
+                if node.name in needed and isinstance(arg, Tensor):
+                    described = _described(arg, call)
+                    if described.version is not None:  # the model made it, in an op or another graph
+                        call.hollow[node.name] = described
             for node, frees in steps.order:
                 env[node] = self._run_op(module, node, env, call)
                 if node.name in needed and isinstance(env[node], Tensor):

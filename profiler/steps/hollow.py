@@ -76,7 +76,12 @@ from autoac.profiler.timing.op_timer import (
     timed_forward,
 )
 from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
-from autoac.profiler.torch_facts.inductor import is_called_compiled, uncompiled, watch_compiled
+from autoac.profiler.torch_facts.inductor import (
+    compiled_parts,
+    is_called_compiled,
+    uncompiled,
+    watch_compiled,
+)
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.rng import generators_restored
@@ -184,7 +189,7 @@ def run(
             excluded=shards.managed(),
             before=shards.reset,
         ) as (call, leaves),
-        carried_by(HollowParts()) if is_called_compiled(compiled) else nullcontext(),
+        carried_by(HollowParts()) if _runs_compiled(compiled) else nullcontext(),
     ):
         step = ProfiledStep(model, call, leaves, loss, device, loop, backlog)
         saved.can_run = shards.is_gathered
@@ -363,7 +368,7 @@ def _forward(
     try:
         with (
             torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
-            carried_by(HollowParts(recorder, saved)) if compiled else nullcontext(),
+            carried_by(HollowParts(recorder, saved)) if _runs_compiled(step.call.entry) else nullcontext(),
             recorder,
         ):
             outputs: list[Any] = []
@@ -384,6 +389,11 @@ def _forward(
         for handle in handles:
             handle.remove()
     return outputs, [root for root in roots if root.requires_grad]
+
+
+def _runs_compiled(entry: Any) -> bool:
+    """Return True if torch.compile runs the model, or parts of it."""
+    return is_called_compiled(entry) or bool(compiled_parts(entry))
 
 
 def _checkpoint_failure(error: RuntimeError) -> tuple[str, str] | None:

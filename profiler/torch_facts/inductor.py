@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.private import TorchDispatchMode, get_current_dispatch_mode_stack
 
@@ -39,6 +40,8 @@ def is_optimized(module: Any) -> bool:
 
 def compiled_parts(model: nn.Module) -> list[str]:
     """Return the paths of the outermost compiled modules inside `model`."""
+    if "torch._dynamo" not in sys.modules:
+        return []
     paths: list[str] = []
     for path, module in model.named_modules():
         if is_compiled(module) and not any(path.startswith(f"{outer}.") for outer in paths):
@@ -132,8 +135,8 @@ class RecordingMode(TorchDispatchMode):
         """Record again, after compiled code has returned or raised."""
         raise NotImplementedError
 
-    def cross_units(self, tensors: Iterable[Tensor]) -> None:
-        """Handle the inputs or outputs of an FSDP unit. See NOTE [ Units ] in distributed/fsdp.py."""
+    def hold(self, tensors: Iterable[Tensor], reason: str = CROSSES) -> None:
+        """Have the ops saved that made `tensors`: for another FSDP unit, or another compiled graph."""
         raise NotImplementedError
 
 

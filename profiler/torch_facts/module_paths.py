@@ -45,9 +45,38 @@ def _nothing(*_args: Any) -> None:
     return None
 
 
+class WatchedCompiledCall:
+    """Stand in for the compiled call of a module after `module.compile()`, and watch it from outside."""
+
+    __slots__ = ("_after", "_before", "_call", "_module")
+
+    def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._module, self._before, self._after = module, before, after
+        self._call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+        module._compiled_call_impl = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = None
+        self._before(self._module, args, kwargs)
+        try:
+            out = self._call(*args, **kwargs)
+        finally:
+            self._after(self._module, args, out)
+        return out
+
+    def remove(self) -> None:
+        """Put the compiled call back, unless the module was compiled again."""
+        if self._module._compiled_call_impl is self:
+            self._module._compiled_call_impl = self._call
+
+
+Watch = RemovableHandle | WatchedCompiledCall
+"""Removes what watches the calls of a module."""
+
+
 def watch_modules(
     model: nn.Module, enter: Callable[[str], None], leave: Callable[[str], None]
-) -> list[RemovableHandle]:
+) -> list[Watch]:
     """Call `enter(path)` and `leave(path)` around the forward of each submodule, also when it raises.
 
     See `watch_calls`.
@@ -61,25 +90,22 @@ def watch_calls(
     model: nn.Module,
     enter: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
     leave: Callable[[str, nn.Module, Any], None],
-) -> list[RemovableHandle]:
+) -> list[Watch]:
     """Call `enter(path, module, args, kwargs)` and `leave(path, module, output)` around submodules' forwards.
 
     If a forward raises, `leave` gets None as its output. A module with several paths is called by the first
-    one. Compiled modules and their submodules are skipped, since the compiler would trace the calls: their
-    ops count as the enclosing module's.
+    one. Submodules of compiled modules are skipped, since the compiler would trace the calls.
 
     Returns:
         Handles that remove the hooks.
     """
-    handles: list[RemovableHandle] = []
+    handles: list[Watch] = []
     compiled: set[nn.Module] = set()
     for path, module in model.named_modules():
         if module is model or module in compiled:
             continue
         if is_compiled(module):
             compiled.update(module.modules())
-            if not is_optimized(module):  # an optimized module is called as it is, and calls the compiled one
-                continue
 
         def before(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
             enter(path, module, args, kwargs)
@@ -87,6 +113,9 @@ def watch_calls(
         def after(module: nn.Module, _args: Any, out: Any, path: str = path) -> None:
             leave(path, module, out)
 
+        if module in compiled and not is_optimized(module):  # the compiler would trace the hooks
+            handles.append(WatchedCompiledCall(module, before, after))
+            continue
         handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
         handles.append(module.register_forward_hook(ModuleHook(after), always_call=True))
     return handles

@@ -28,7 +28,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from autoac.planner.formats.profile import ANOTHER_GRAPH
 from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.inductor import opaque_region, recording_modes
 
 BoxedCall = Callable[[list[Any]], Any]
 """A compiled function. It takes its arguments in a list, which it empties."""
@@ -107,9 +111,19 @@ class CompiledPart:
 
     def __call__(self, args: list[Any]) -> Any:
         carrier = _current.carrier
-        if carrier is not None:
-            return carrier.callable_of(self)(args)
-        return self.as_user_compiled()(args)
+        if carrier is None:
+            return self.as_user_compiled()(args)
+        code = carrier.callable_of(self)
+        if not (modes := recording_modes()):
+            return code(args)
+        for mode in modes:
+            mode.hold([arg for arg in args if isinstance(arg, Tensor)], ANOTHER_GRAPH)
+        with opaque_region(self._written_among(args)):
+            return code(args)
+
+    def _written_among(self, args: list[Any]) -> list[Tensor]:
+        infos = self.metadata.input_info
+        return [args[i] for i, info in enumerate(infos) if info.mutates_data and isinstance(args[i], Tensor)]
 
     def as_user_compiled(self) -> BoxedCall:
         """Return the code that the user's backend makes without a plan."""

@@ -94,16 +94,6 @@ def test_blocks_compiled_before_apply_stay_whole_and_give_the_same_gradients(
     assert (ac_client.applied(model).report().recomputed > 0) == (budget_gb == TIGHT_GB)
 
 
-def test_infeasible_budget_names_the_compiled_parts() -> None:
-    model = Net()
-    for block in model.blocks[:2]:
-        block.compile(backend=BACKEND)
-    ac_client.apply(model, 1e-4)
-    with pytest.raises(ac_client.InfeasibleBudget) as raised:
-        model(batch())
-    assert "blocks.0, blocks.1" in raised.value.__notes__[0]
-
-
 def test_evaluation_may_be_compiled() -> None:
     model = ac_client.apply(Net(), BUDGET_GB).eval()
     want = model(batch())

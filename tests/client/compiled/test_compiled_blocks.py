@@ -1,0 +1,168 @@
+"""Test models whose blocks are compiled one by one: one plan and one budget for compiled and eager parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+
+import ac_client
+from autoac.planner import find_minimum_peak, plan
+from autoac.planner.solver.shared_code import MOST_VARIANTS
+from autoac.profiler import profile
+from autoac.profiler.capture.allocations import AllocationRecord
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.compiler.disable:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+BACKEND = "aot_eager"
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    torch.set_num_threads(before)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks between eager ops."""
+
+    def __init__(self, n: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(n))
+        self.statistics = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x)).exp()
+        for block in self.blocks:
+            x = block(x)
+        return torch.tanh(self.statistics(x)).exp().square().mean()
+
+
+BATCH = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+
+
+def in_place(model: Net) -> None:
+    for block in model.blocks:
+        block.compile(backend=BACKEND)
+
+
+def wrapped(model: Net) -> None:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend=BACKEND)
+
+
+def step(model: nn.Module) -> None:
+    torch.manual_seed(2)
+    model(BATCH).backward()
+
+
+def outcome(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    step(model)
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return gradients + [buffer.clone() for buffer in model.buffers()]
+
+
+def measured_peak(model: nn.Module) -> int:
+    model.zero_grad()
+    with AllocationRecord(torch.device("cpu")) as record:
+        step(model)
+    return max(accumulate(change.nbytes for change in record.changes))
+
+
+@pytest.mark.parametrize("compiled", [in_place, wrapped])
+def test_peak_is_exact_and_gradients_are_the_same(compiled: Callable[[Net], None]) -> None:
+    plain = Net()
+    compiled(plain)
+    want = outcome(plain)
+    other = Net()
+    compiled(other)
+    found = profile(other, BATCH)
+    lowest, highest = find_minimum_peak(found, time_limit_s=20).found, plan(found, budget_gb=1).peak
+    kinds: set[Any] = set()
+    for share in (0.75, 0.4, 0.0):
+        budget = int(lowest + share * (highest - lowest))
+        model = Net()
+        compiled(model)
+        ac_client.apply(model, budget / 2**30)
+        assert all(map(torch.equal, outcome(model), want))
+        report = ac_client.applied(model).report()
+        policy = ac_client.applied(model).policy
+        assert policy is not None
+        assert not report.off_path
+        kinds |= {key.startswith("blocks") for key, what in policy.decisions.items() if what != "save"}
+        predicted = policy.predicted
+        assert predicted.peak_bytes <= budget
+        assert measured_peak(model) + predicted.static_bytes == predicted.peak_bytes
+    assert kinds == {False, True}  # ops of both kinds are recomputed
+
+
+@pytest.mark.parametrize("compiled", [in_place, wrapped])
+def test_blocks_may_be_compiled_after_apply(compiled: Callable[[Net], None]) -> None:
+    plain = Net()
+    compiled(plain)
+    want = outcome(plain)
+    model = ac_client.apply(Net(), 0.75 / 1024)
+    compiled(model)
+    assert all(map(torch.equal, outcome(model), want))
+    report = ac_client.applied(model).report()
+    assert report.recomputed > 0
+    assert not report.off_path
+    assert measured_peak(model) <= report.predicted_peak_bytes
+
+
+def test_blocks_that_share_code_are_compiled_a_few_times() -> None:
+    variants = []
+
+    def forward(module: Any, _inputs: Any) -> Any:
+        variants.append(module)
+        return boxed_nop(module, _inputs)
+
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=boxed_nop)
+    model = Net(8)
+    for block in model.blocks:
+        block.compile(backend=backend)
+    ac_client.apply(model, 1.25 / 1024)
+    for _ in range(2):
+        step(model)
+    report = ac_client.applied(model).report()
+    assert not report.off_path
+    assert report.recomputed > 8
+    assert 1 < len(variants) <= MOST_VARIANTS
+
+
+def test_removed_plan_leaves_compiled_blocks_as_they_were() -> None:
+    model = Net()
+    in_place(model)
+    before = [block._compiled_call_impl for block in model.blocks]
+    ac_client.apply(model, 1.0)
+    step(model)
+    ac_client.applied(model).remove()
+    assert [block._compiled_call_impl for block in model.blocks] == before
