@@ -21,6 +21,7 @@ from autoac.planner.formats.op_key import OpKey
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import Graph, Op, OpId, SaveSet
+from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 
 MOST_VARIANTS = 4  # of one graph
 _CANDIDATES = 4  # decisions of the plan that are tried, the most frequent first
@@ -53,8 +54,11 @@ def with_few_variants(graph: Graph, save_set: SaveSet, budget: int) -> SaveSet:
     within the budget, the result is `save_set`.
     """
     for calls in shared_calls(graph):
-        if len({_variant(call, save_set) for call in calls}) > MOST_VARIANTS:
-            save_set = _best_pair(graph, save_set, budget, calls) or save_set
+        same = with_forced_saves(graph, without_cost_free_recomputes(graph, save_set))
+        if _count(calls, same) <= MOST_VARIANTS and peak_bytes(graph, same) <= budget:
+            save_set = same
+        else:
+            save_set = _best_pair(graph, same, budget, calls) or save_set
     return save_set
 
 
@@ -80,10 +84,16 @@ def _best_pair(graph: Graph, save_set: SaveSet, budget: int, calls: Sequence[Cal
             low, high = (
                 (low, middle) if peak_bytes(graph, with_first(middle)) <= budget else (middle + 1, high)
             )
-        found = with_first(low)
+        found = with_forced_saves(graph, without_cost_free_recomputes(graph, with_first(low)))
+        if _count(calls, found) > MOST_VARIANTS:
+            continue
         if peak_bytes(graph, found) <= budget and (spent := recompute_us(graph, found)) < least:
             best, least = found, spent
     return best
+
+
+def _count(calls: Sequence[Call], save_set: SaveSet) -> int:
+    return len({_variant(call, save_set) for call in calls})
 
 
 def _variant(call: Call, save_set: SaveSet) -> Variant:
