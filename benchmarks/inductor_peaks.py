@@ -120,7 +120,7 @@ def _gradients(model: nn.Module, call: Callable[..., Any] | None, batch: Batch) 
 
 
 def _distance(gradients: Tensor, reference: Tensor) -> float:
-    return ((gradients - reference).norm() / reference.norm()).item()
+    return float((gradients - reference).norm() / reference.norm())
 
 
 def _peak(model: nn.Module, call: Callable[..., Any], batch: Batch) -> int:
