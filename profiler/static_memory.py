@@ -84,7 +84,7 @@ def static_bytes(
         buffers=count(model.buffers()),
         gradients=count(gradient_of(p) for p in parameters)
         + (missing_gradients if accumulates else 0)
-        + (0 if buckets.holds_gradients else buckets.nbytes),
+        + (0 if buckets.holds_gradients else rounded_bytes(buckets.nbytes, rounding)),
         optimizer_state=optimizer_state,
         inputs=count(batch_tensors((*args, *kwargs.values()))),
     )

@@ -1,4 +1,4 @@
-"""Run a script on several ranks: processes that communicate over gloo."""
+"""Run a script on several ranks: processes that communicate over gloo, or as if over NCCL."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from pathlib import Path
 _BEGIN = """
 import os
 import sys
+rank, world, backend = int(sys.argv[2]), int(sys.argv[3]), sys.argv[5]
+sys.path += [sys.argv[1], os.path.dirname(sys.argv[1])]
+if backend == "standin":
+    from standin import cuda, library
+    gpu = cuda.load(library.library())
 import torch
 import torch.distributed as dist
-
-rank, world = int(sys.argv[2]), int(sys.argv[3])
-sys.path += [sys.argv[1], os.path.dirname(sys.argv[1])]
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + sys.argv[4], rank=rank, world_size=world)
+if backend == "standin":
+    torch.cuda.set_device(rank)
+dist.init_process_group(backend, init_method="file://" + sys.argv[4], rank=rank, world_size=world)
 """
 
 # Gloo's threads may release a tensor while the interpreter shuts down, which ends the process by SIGABRT
@@ -32,7 +36,9 @@ os._exit(0)
 """
 
 
-def outputs_of_ranks(script: str, store: Path, world: int = 2, timeout: float = 120) -> list[str]:
+def outputs_of_ranks(
+    script: str, store: Path, world: int = 2, timeout: float = 120, backend: str = "gloo"
+) -> list[str]:
     """Return the output of each rank.
 
     The script can use `rank`, `world`, torch and dist, and import from tests and from the root.
@@ -40,6 +46,7 @@ def outputs_of_ranks(script: str, store: Path, world: int = 2, timeout: float = 
     Args:
         store: a file through which the ranks meet; must not exist.
         timeout: seconds for all of them.
+        backend: "gloo", or "standin": each rank has a device of the stand-in, `gpu`.
 
     Raises:
         AssertionError: a rank failed; has its stderr.
@@ -51,7 +58,7 @@ def outputs_of_ranks(script: str, store: Path, world: int = 2, timeout: float = 
         )
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), str(world), str(store)],
+                [*command, str(rank), str(world), str(store), backend],
                 stdout=outs[rank],
                 stderr=errors[rank],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +41,7 @@ def load(library: Path) -> ModuleType:
     _replace_bindings(torch._C, device)
     _replace_python(torch.cuda, device)
     importlib.import_module("standin.fused_kernels")  # needs the devices
+    _register_collectives(device)
     return device
 
 
@@ -111,9 +113,20 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
         del unseen
         return copied.untyped_storage()
 
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        if storage.device.type != "cuda":
+            return resize(storage, nbytes)
+        unseen = torch._C._DisableTorchDispatch()
+        device.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), nbytes)
+        del unseen
+        return storage
+
     cuda._initialized = True
     cuda._exchange_device = cuda._maybe_exchange_device = torch._C._cuda_exchangeDevice
-    torch.UntypedStorage.clone = clone  # torch's makes storages of CUDA with a build for CUDA only
+    torch.UntypedStorage.clone = clone  # torch's clones and resizes storages of CUDA in a build for CUDA only
+    torch.UntypedStorage.resize_ = resize_
     cuda._lazy_init = lambda: None
     cuda.is_initialized = cuda.memory.is_initialized = lambda: True
     cuda.device_count = device.device_count
@@ -126,3 +139,13 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
     cuda.synchronize = lambda which=None: device.synchronize(index_of(which))
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
+
+
+def _register_collectives(device: ModuleType) -> None:
+    """Make "standin" a backend of torch.distributed, in the place of NCCL."""
+    from torch import distributed
+
+    def group(store: distributed.Store, rank: int, size: int, timeout: timedelta) -> distributed.Backend:
+        return device.host_memory_group(distributed.ProcessGroupGloo(store, rank, size, timeout))
+
+    distributed.Backend.register_backend("standin", group, devices="cuda")

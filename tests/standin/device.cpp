@@ -2,7 +2,7 @@
 //
 // Real: the allocator and its reports to torch.profiler (memory.h); two devices with a current one for each thread;
 // the order of streams and events (streams.h); generators with CUDA's 16 bytes of state; backward on the thread that
-// torch's engine has for each device. Missing: cuDNN, attention kernels, NCCL.
+// torch's engine has for each device.
 //
 // Three traps:
 // - torch finds the hooks by the name of their class, which must be CUDAHooks.
@@ -24,6 +24,7 @@
 
 #include <atomic>
 
+#include "collectives.h"
 #include "memory.h"
 
 using at::Tensor;
@@ -40,7 +41,6 @@ REGISTER_ALLOCATOR(DeviceType::CUDA, &allocator)
 
 // ---- devices, streams, events
 
-constexpr c10::StreamId kStreams = 32;  // of a device; new ones share them, as on CUDA
 std::atomic<c10::StreamId> last_stream{0};
 
 using Lock = std::lock_guard<std::recursive_mutex>;
@@ -68,7 +68,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   Stream getDefaultStream(Device device) const override { return Stream(Stream::UNSAFE, with_index(device), 0); }
   Stream getNewStream(Device device, int) const override {
-    return Stream(Stream::UNSAFE, with_index(device), 1 + last_stream++ % kStreams);
+    return Stream(Stream::UNSAFE, with_index(device), 1 + last_stream++ % (kStreams - 1));
   }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream exchangeStream(Stream stream) const override {
@@ -442,6 +442,17 @@ Tensor& set_nothing(Tensor& self) {
   return at::cpu::set_(self, nothing, 0, {0}, {});
 }
 
+// Free the memory of a tensor's storage, or allocate it again.
+void resize_storage(const Tensor& tensor, size_t nbytes) {
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  TORCH_CHECK(!nbytes || !storage->nbytes(), "the stand-in resizes storages from nothing and to nothing only");
+  on_device(storage->device(), [&](auto) {
+    storage->set_data_ptr_noswap(allocator.allocate(nbytes));
+    storage->set_nbytes(nbytes);
+    return tensor;
+  });
+}
+
 // Unlike the CPU's, CUDA's histogram takes integers.
 void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& numbers = (*stack)[stack->size() - op.schema().arguments().size()];
@@ -570,6 +581,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Lock lock(device_mutex);
     memories[device].limit = nbytes;
   });
+  m.def("resize_storage", &resize_storage);
   m.def("set_cudnn", [](long version) { cudnn_version = version; });
   m.def("set_slack", [](int64_t nbytes) {
     Lock lock(device_mutex);
@@ -579,6 +591,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Lock lock(device_mutex);
     reports = on;
   });
+  m.def("host_memory_group", &host_memory_group);
   m.def("take_races", [] {
     Lock lock(device_mutex);
     return std::exchange(races, {});

@@ -10,7 +10,7 @@
 
 #include <c10/core/Allocator.h>
 
-#include <array>
+#include <map>
 #include <set>
 #include <unordered_map>
 
@@ -91,7 +91,7 @@ Block* block_at(const void* address) {
 }
 
 bool ordered(const Launch& earlier, const char* what, const Launch& later, const char* how) {
-  if (is_over(earlier, clocks[later.queue])) return true;
+  if (is_over(earlier, clocks[index_of(later.queue)])) return true;
   races.push_back(later.op + " on " + name(later.queue) + how + earlier.op + " on " + name(earlier.queue) + what);
   return false;
 }
@@ -228,7 +228,7 @@ Block* take_block(int64_t requested, Queue queue) {
   split(memory, block, nbytes);
   block->allocated = true;
   block->requested = requested;
-  block->writer = {queue, clock_of(queue)[queue], "an earlier op"};
+  block->writer = {queue, clock_of(queue)[index_of(queue)], "an earlier op"};
   block->readers.clear();
   blocks[block->address] = block;
   memory.count(*block, kAllocation, 1);
@@ -249,7 +249,7 @@ void give_back(Block* block) {
   memory.count(*block, kAllocatedBytes, -block->nbytes);
   memory.count(*block, kRequestedBytes, -block->requested);
   std::vector<Launch> uses;
-  for (const auto& queue : block->users) uses.push_back({queue, clock_of(queue)[queue], ""});
+  for (const auto& queue : block->users) uses.push_back({queue, clock_of(queue)[index_of(queue)], ""});
   if (uses.empty()) make_free(memory, block);
   else memory.in_use.emplace_back(block, std::move(uses));
 }

@@ -114,6 +114,13 @@ CALLS: dict[str, Case] = {
         lambda w: F.embedding(torch.zeros(3, dtype=torch.long, device=w.device), w),
         [of(5, 4)],
     ),
+    "embedding_bag": (
+        lambda w: F.embedding_bag(torch.zeros(3, 2, dtype=torch.long, device=w.device), w),
+        [of(5, 4)],
+    ),
+    "cdist": (torch.cdist, [of(4, 8), of(4, 8)]),
+    "index": (lambda x: x[torch.zeros(2, dtype=torch.long, device=x.device)], [of(4, 8)]),
+    "cumsum": (lambda x: x.cumsum(0), [of(4, 8)]),
     "logsumexp": (lambda x: torch.logsumexp(x, -1), [of(4, 8)]),
     "std": (lambda x: x.std(-1), [of(4, 8)]),
     "softmax of bf16 in f32": (
@@ -125,6 +132,14 @@ CALLS: dict[str, Case] = {
         [of(4, 8, dtype=BRAIN)],
     ),
 }
+
+
+def _ctc(x: Tensor) -> Tensor:
+    targets = torch.ones(2, 3, dtype=torch.long, device=x.device)
+    return F.ctc_loss(x.log_softmax(-1), targets, torch.tensor([10, 10]), torch.tensor([3, 3]))
+
+
+CTC_LOSS: Case = (_ctc, [of(10, 2, 5)])  # sizes depend on lengths
 
 
 def _qkv(

@@ -11,8 +11,9 @@
 
 #include <c10/core/Stream.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
-#include <map>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -24,9 +25,12 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 
 constexpr DeviceIndex kDevices = 2;
+constexpr c10::StreamId kStreams = 33;  // of a device: its own, and those that new ones share, as on CUDA
 
-using Queue = std::pair<DeviceIndex, c10::StreamId>;  // a stream of a device
-using Clock = std::map<Queue, int64_t>;               // by stream, how many pieces of work are over
+using Queue = std::pair<DeviceIndex, c10::StreamId>;       // a stream of a device
+using Clock = std::array<int64_t, kDevices * kStreams>;  // by stream, how many pieces of work are over
+
+size_t index_of(Queue queue) { return queue.first * kStreams + queue.second; }
 
 // One piece of work: a kernel or a copy.
 struct Launch {
@@ -41,8 +45,8 @@ struct Event {
 };
 
 std::recursive_mutex device_mutex;  // of what follows, and of what memory.h keeps
-Clock host_clock;
-std::map<Queue, Clock> clocks;
+Clock host_clock{};
+std::array<Clock, kDevices * kStreams> clocks{};  // by stream
 std::vector<std::string> races;
 
 thread_local DeviceIndex current_device = 0;
@@ -52,31 +56,28 @@ Queue current_queue(DeviceIndex device) { return {device, current_stream[device]
 Queue queue_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
 void join(Clock& clock, const Clock& other) {
-  for (const auto& [queue, number] : other) clock[queue] = std::max(clock[queue], number);
+  for (size_t i = 0; i < clock.size(); i++) clock[i] = std::max(clock[i], other[i]);
 }
 
 bool is_over(const Launch& launch, const Clock& clock) {
-  auto found = clock.find(launch.queue);
-  return launch.number <= (found == clock.end() ? 0 : found->second);
+  return launch.number <= clock[index_of(launch.queue)];
 }
 
 // The clock of the next work of a stream.
 Clock& clock_of(Queue queue) {
-  auto& clock = clocks[queue];
+  auto& clock = clocks[index_of(queue)];
   join(clock, host_clock);
   return clock;
 }
 
 Launch launch(Queue queue, std::string op) {
-  return {queue, ++clock_of(queue)[queue], std::move(op)};
+  return {queue, ++clock_of(queue)[index_of(queue)], std::move(op)};
 }
 
 void synchronize(Queue queue) { join(host_clock, clock_of(queue)); }
 
 void synchronize(DeviceIndex device) {
-  for (const auto& entry : std::map(clocks)) {
-    if (entry.first.first == device) synchronize(entry.first);
-  }
+  for (c10::StreamId stream = 0; stream < kStreams; stream++) synchronize(Queue{device, stream});
 }
 
 std::string name(Queue queue) {

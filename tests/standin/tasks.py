@@ -32,25 +32,17 @@ def ids() -> dict[str, Any]:
     return {"ids": torch.arange(4 * 32).remainder(61).reshape(4, 32)}
 
 
-def gpt2() -> Task:
-    """GPT-2 of transformers, with its dropout of 0.1."""
+def of_zoo(name: str) -> Task:
     from benchmarks.models.tiny import ZOO
 
-    entry = next(entry for entry in ZOO if entry.name == "GPT-2")
-    return Task(entry.make, entry.batch)
-
-
-def convnet() -> Task:
-    """Return a U-Net: convolutions, batch norms, in-place activations, long skips."""
-    from benchmarks.models.tiny import ZOO
-
-    entry = next(entry for entry in ZOO if entry.name == "U-Net")
+    entry = next(entry for entry in ZOO if entry.name == name)
     return Task(entry.make, entry.batch)
 
 
 TASKS = {
-    "GPT-2": gpt2,
-    "convnet": convnet,
+    "GPT-2": lambda: of_zoo("GPT-2"),  # with its dropout of 0.1
+    "convnet": lambda: of_zoo("U-Net"),  # batch norms, in-place activations, long skips
+    "LSTM": lambda: of_zoo("LSTM"),  # with dropout between its layers
     "cuda:1": lambda: Task(LanguageModel, ids, device="cuda:1"),
     "bf16 autocast": lambda: Task(
         LanguageModel, ids, context=lambda: torch.autocast("cuda", dtype=torch.bfloat16)

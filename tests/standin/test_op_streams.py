@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from autoac.profiler import CannotFake
 from autoac.profiler.capture.fake_allocations import FakeAllocations
 from autoac.profiler.steps.gpu_dispatch import gpu_kernels
 from autoac.profiler.steps.gpu_fake_kernels import GPU_FAKE_KERNELS
@@ -18,7 +19,7 @@ from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, H100, Device
 from autoac.profiler.torch_facts.op_facts import facts_of
 from autoac.profiler.torch_facts.op_signature import outputs_of
 from autoac.profiler.torch_facts.private import FakeTensorMode, TorchDispatchMode
-from standin.op_calls import ATTENTION, CALLS, Case
+from standin.op_calls import ATTENTION, CALLS, CTC_LOSS, Case
 
 Op = tuple[Any, ...]
 
@@ -88,8 +89,13 @@ def claim(gpu: ModuleType) -> Any:
 @pytest.mark.parametrize("cudnn", [CUDNN_OF_WHEELS, 0])
 def test_calls_run_the_same_ops(claim: Any, cudnn: int) -> None:
     device = claim((9, 0), cudnn)
-    assert len(CALLS) == 41
+    assert len(CALLS) == 45
     assert not differing(CALLS, device)
+
+
+def test_call_whose_sizes_depend_on_values_is_refused_in_a_fake_step() -> None:
+    with pytest.raises(CannotFake, match=r"aten\._ctc_loss.*profile the model on its own device"):
+        fake_ops_of(CTC_LOSS, H100)
 
 
 @pytest.mark.parametrize(

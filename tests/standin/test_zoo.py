@@ -17,6 +17,8 @@ from autoac.planner import bounds, build, find_minimum_peak
 from benchmarks.models.tiny import ZOO
 from standin.training import Task, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
+
 CASTINGS = {
     "fp32": contextlib.nullcontext,
     "bf16 autocast": functools.partial(torch.autocast, "cuda", dtype=torch.bfloat16),

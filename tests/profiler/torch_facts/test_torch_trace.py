@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +85,22 @@ def test_second_trace_on_a_thread_is_refused() -> None:
         pass
     with TorchTrace(CPU):
         pass
+
+
+class CDevice(ctypes.Structure):
+    """Hold a `c10::Device`."""
+
+    _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
+
+
+@pytest.mark.parametrize(("kind", "device"), [("cpu", CDevice(0, -1)), ("cuda", CDevice(1, 0))])
+def test_trace_has_what_the_allocator_of_a_device_reports(kind: str, device: CDevice) -> None:
+    """Torch drops such an event of another device than the CPU where no range is open around it."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    report = library._ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE
+    report.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t, CDevice]
+    with (recording := TorchTrace()):
+        report(0x1000, 4096, 0, 0, device)
+        report(0x1000, -4096, 0, 0, device)
+    found = [event for event in recording.events() if isinstance(event, AllocationEvent)]
+    assert [(e.device.type, e.nbytes) for e in found] == [(kind, 4096), (kind, -4096)]

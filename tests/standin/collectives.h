@@ -1,0 +1,6 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+// Return a group for the device's tensors that exchanges copies of them over `gloo`.
+c10::intrusive_ptr<c10d::Backend> host_memory_group(c10::intrusive_ptr<c10d::Backend> gloo);
