@@ -360,7 +360,7 @@ class Applied:
         if torch.compiler.is_compiling() or private.get_tracing_state() is not None:
             raise CannotProfile(
                 self._name,
-                "torch.export or torch.jit traces it, and would trace the plan as well",
+                "torch.export or torch.jit traces the model, and would trace the plan as well",
                 "call ac_client.applied(model).remove() first, or trace it in eval() under torch.no_grad()",
             )
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls

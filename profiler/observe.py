@@ -187,7 +187,7 @@ def _check_no_lazy_layers(model: nn.Module) -> None:
             raise CannotProfile(
                 type(model).__name__,
                 f"{name} is created in the first forward (a lazy layer)",
-                "run one batch through it first, under torch.no_grad() and before ac_client.apply",
+                "run one batch through the model first, under torch.no_grad() and before ac_client.apply",
             )
 
 

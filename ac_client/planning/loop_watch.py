@@ -82,7 +82,7 @@ class LoopWatch:
         self._in_flight.add(bucket, out, self, has_loss=self._has_loss)
 
     def backward_begins(self, event: BackwardEvent) -> None:
-        """Judge what a backward shows of the loop."""
+        """Compare what the loop holds as a backward begins with the plan, and warn of a difference."""
         bucket = event.bucket
         if self._planner.budget_bytes is None:
             return

@@ -149,7 +149,7 @@ class Config(Table):
     def _folder_is_inside(cls, value: str) -> str:
         path = Path(value)
         if not value or path.is_absolute() or ".." in path.parts or path == Path():
-            raise ValueError('must be a folder of its own below the file, such as "policies"')
+            raise ValueError('must be a folder of its own, in the folder of this file, such as "policies"')
         return value
 
     @field_validator("models")

@@ -73,7 +73,8 @@ class ModelSource:
         except CannotFake as error:
             if self.is_estimated:
                 raise CommandError(
-                    f'{error}: set device = "{LOCAL}" in [models.{self.name}], and plan where it trains'
+                    f'{error}: set device = "{LOCAL}" in [models.{self.name}], and plan on the machine '
+                    "that trains the model"
                 ) from error
             return self.profile
 

@@ -149,7 +149,8 @@ class Region(RecordingMode):
         if self._compiled_unseen and watch_compiled() and anything_compiled():
             raise RuntimeError(
                 "torch.compile was used inside this region for the first time in this process, so the region "
-                "did not see the writes of the compiled code: run the step again, or compile before it"
+                "did not see the writes of the compiled code: run the step again, or compile the model "
+                "before the region begins"
             )
 
     def push_policy(self, frame: PolicyFrame) -> None:

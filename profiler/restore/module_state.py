@@ -188,10 +188,11 @@ class ModuleState:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Refuse changes inside that `restore` cannot undo. Call `restore` afterwards.
+        """Raise an error for any change in the with-block that `restore` cannot undo. Then call `restore`.
 
         Raises:
-            CannotProfile: a forward inside reads an iterator; or, at the end, a large array has changed.
+            CannotProfile: a forward in the block reads from an iterator; or, when the block ends, a large
+                array has changed.
         """
         for holder, key, value in self._iterators:
             guard = _IteratorGuard(self._name, holder.path(key), type(value).__name__)

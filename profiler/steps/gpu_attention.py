@@ -66,11 +66,11 @@ class AttentionCall:
         )
 
     def _heads_match(self, *, grouped: bool, same: bool = True) -> bool:
-        """Return True if a kernel takes the numbers of heads.
+        """Return True if a kernel accepts these numbers of heads.
 
         Args:
-            grouped: the kernel lets several heads of the query share one of key and value.
-            same: then it needs as many heads of the key as of the value.
+            grouped: the kernel lets several query heads share one head of key and value.
+            same: if `grouped`, key and value must have equally many heads.
         """
         queries, keys, values = (tensor.shape[1] for tensor in (self.query, self.key, self.value))
         if self.grouped and grouped:

@@ -594,7 +594,7 @@ TABLE = "[models.net]\nentry = 'nets:make'\ndevice = 'h100'\nbudgets_gb = [1]\n"
         (TABLE + "[models.net.constraints]\nextra_static_gb = -1", "constraints] extra_static_gb: -1"),
         (TABLE.replace("models.net", "models.'../net'"), "'../net' becomes part of file names"),
         (TABLE + TABLE.replace("models.net", "models.NET"), "'net' and 'NET' are one file name"),
-        ("policies = '../out'\n" + TABLE, "policies: must be a folder of its own below the file"),
+        ("policies = '../out'\n" + TABLE, "policies: must be a folder of its own, in the folder"),
         ("policies = '/out'\n" + TABLE, "policies: must be a folder"),
     ],
 )  # fmt: skip

@@ -247,7 +247,7 @@ def test_modules_that_forward_registers_are_removed_after_a_profile() -> None:
 
 def test_model_with_lazy_layers_is_refused_with_advice() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
-    with pytest.raises(CannotProfile, match=r"1\.weight .* run one batch through it first"):
+    with pytest.raises(CannotProfile, match=r"1\.weight .* run one batch through the model first"):
         profile(model, X, loss=torch.sum)
 
 
