@@ -23,7 +23,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import Graph, Op, OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 
-MOST_VARIANTS = 4  # of one graph
+MOST_VARIANTS = 3  # the first block is often a graph of its own, since its input needs no gradient: in all 4
 _CANDIDATES = 4  # decisions of the plan that are tried, the most frequent first
 
 Call = tuple[OpId, ...]
