@@ -343,5 +343,7 @@ def is_fused_by_compilers(node: Any) -> bool:
 
 
 def size_hint(size: Any) -> int:
-    """Return a size, or of a symbolic one the value that it was traced with."""
-    return int(size) if isinstance(size, int) else int(size.node.hint)
+    """Return a size, of a symbolic one the value that it was traced with, and 0 if that is not known."""
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+    return optimization_hint(size, fallback=0)

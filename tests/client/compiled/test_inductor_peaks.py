@@ -55,8 +55,9 @@ def test_measured_steps_bring_peak_and_prediction_together() -> None:
     assert run.error <= 2 * run.unplanned_error
 
 
-def test_ops_inside_a_fused_kernel_cost_no_time() -> None:
-    found = profile(torch.compile(Chain()), **batch())  # type: ignore[arg-type]
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ops_inside_a_fused_kernel_cost_no_time(dynamic: bool) -> None:
+    found = profile(torch.compile(Chain(), dynamic=dynamic), **batch())  # type: ignore[arg-type]
     times = {
         name: sorted(us for key, us in zip(found.keys(), found.ops.runtime_us, strict=True) if name in key)
         for name in ("addmm", "sin", "exp", "cos")
