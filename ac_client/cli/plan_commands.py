@@ -55,6 +55,9 @@ def profile(
     autocast: Annotated[
         Literal["bfloat16", "float16"] | None, typer.Option(help="Run the step under autocast to this type.")
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Profile torch.compile(model). Not with --on.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Profile one training step of a model.
@@ -75,13 +78,17 @@ def profile(
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     if cudnn is not None and on is None:
         raise typer.BadParameter("must be left out without --on", param_hint="--cudnn")
+    if compiled and on is not None:
+        raise typer.BadParameter(
+            "must be left out with --on, which runs no compiled code", param_hint="--compiled"
+        )
     setup = load_setup(function)
     device = DATASHEETS[on] if on is not None else None
     if device is not None and cudnn is not None:
         device = replace(device, cudnn=cudnn)
     with show_progress(f"profiling {type(setup.model).__name__}"):
         observed = observe(
-            setup.model,
+            torch.compile(setup.model) if compiled else setup.model,  # type: ignore[arg-type]
             setup.args,
             setup.kwargs,
             loss=setup.loss,

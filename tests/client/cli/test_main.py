@@ -13,6 +13,7 @@ from ac_client.cli.exit_codes import ERROR, INTERRUPTED, OK, USAGE
 from ac_client.cli.main import main
 from autoac.planner import Policy, PolicySet, Profile
 from autoac.planner.formats.policy_set import Bucket
+from autoac.planner.formats.profile import OpFlag
 
 POLICY_FILE = str(Path(__file__).parents[3] / "examples/regenerate/policies/decoder-4gib.json")
 MODEL = """
@@ -313,6 +314,16 @@ def test_profile_is_estimated_for_an_absent_device(folder, capsys):
     assert code == USAGE
     assert "must be one of h100, " in err
     assert "got 'abacus'" in err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_model_is_profiled_on_its_own_device(folder, capsys):
+    code, _, _ = run(capsys, "profile", "small:make", "--compiled")
+    assert code == OK
+    found = Profile.from_json((folder / "profile.json").read_bytes())
+    assert any(flags & OpFlag.COMPILED for flags in found.ops.flags)
+    code, _, err = run(capsys, "profile", "small:make", "--compiled", "--on", "h100")
+    assert (code, "must be left out with --on" in err) == (USAGE, True)
 
 
 def test_json_option_prints_one_object(folder, capsys):

@@ -15,7 +15,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 import ac_client
 from autoac.planner import find_minimum_peak, plan
 from autoac.planner.solver.shared_code import MOST_VARIANTS
-from autoac.profiler import profile
+from autoac.profiler import DATASHEETS, CannotProfile, profile
 from autoac.profiler.capture.allocations import AllocationRecord
 
 pytestmark = [
@@ -166,3 +166,10 @@ def test_removed_plan_leaves_compiled_blocks_as_they_were() -> None:
     step(model)
     ac_client.applied(model).remove()
     assert [block._compiled_call_impl for block in model.blocks] == before
+
+
+def test_compiled_model_is_refused_by_a_profile_for_an_absent_device() -> None:
+    model = Net()
+    in_place(model)
+    with pytest.raises(CannotProfile, match="leave out `on`"):
+        profile(model, BATCH, on=DATASHEETS["h100"])
