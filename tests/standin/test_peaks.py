@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 
 import ac_client
-from autoac.planner import build, simulate
+from autoac.planner import bounds, build, simulate
 from autoac.planner.units import GIB
-from standin.tasks import TASKS, bounds_of, profile_of, task_of
-from standin.training import Training, step, train
+from standin.tasks import TASKS, LanguageModel, bounds_of, profile_of, task_of
+from standin.training import Task, Training, step, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")  # of an LSTM
 
@@ -128,3 +129,12 @@ def test_step_that_runs_out_of_memory_is_retried_under_a_tighter_plan(gpu: Modul
     done.buffers = [buffer.cpu().clone() for buffer in model.buffers()]
     done.generators = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     assert done.same_numbers(reference)
+
+
+def test_optimizer_that_steps_all_parameters_at_once_has_the_predicted_peak(gpu: ModuleType) -> None:
+    """Its temporary tensors are as large as the parameters."""
+    task = Task(LanguageModel, lambda: {"ids": torch.arange(4)[None]}, foreach=True)
+    found = task.observed()
+    assert found.optimizer_workspace_nbytes >= found.static.parameters
+    assert train(gpu, task).peaks[-1] == bounds(build(found)).ceiling
+    assert bounds(build(replace(task, foreach=False).observed())).ceiling < bounds(build(found)).ceiling

@@ -25,6 +25,7 @@ class Task:
     batch: Callable[[], Mapping[str, Any]]
     device: str = "cuda:0"
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # of forward
+    foreach: bool = False  # steps the optimizer on all parameters at once, torch's default on CUDA
 
     @property
     def index(self) -> int:
@@ -35,7 +36,7 @@ class Task:
         gc.collect()
         torch.manual_seed(0)
         model = self.make().train().to(self.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=self.foreach)
         batch = {
             name: value.detach().to(self.device) if isinstance(value, Tensor) else value
             for name, value in self.batch().items()
