@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 
@@ -173,3 +174,25 @@ def test_compiled_model_is_refused_by_a_profile_for_an_absent_device() -> None:
     in_place(model)
     with pytest.raises(CannotProfile, match="leave out `on`"):
         profile(model, BATCH, on=DATASHEETS["h100"])
+
+
+def test_compiled_autograd_gives_the_gradients_of_the_unplanned_model() -> None:
+    def gradients(planned: bool) -> list[Tensor | None]:
+        torch.compiler.reset()
+        model = Net(2)
+        in_place(model)
+        if planned:
+            ac_client.apply(model, 0.45 / 1024)
+        torch.manual_seed(2)
+        loss = model(BATCH)
+        with compiled_autograd._enable(torch.compile(backend=BACKEND)):
+            loss.backward()
+        if planned:
+            assert ac_client.applied(model).report().recomputed > 0
+        return [p.grad for p in model.parameters()]
+
+    want = gradients(False)
+    for got, wanted in zip(gradients(True), want, strict=True):
+        assert got is not None
+        assert wanted is not None
+        assert torch.equal(got, wanted)
