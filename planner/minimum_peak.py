@@ -21,7 +21,11 @@ ONCE_WORK = 5.0  # for a first peak without use groups, if ops have any
 
 @dataclass(frozen=True, slots=True)
 class MinimumPeak:
-    """The smallest peak, in bytes: no save set beats `proven`, and `save_set` reaches `found`."""
+    """The smallest peak, in bytes: no save set beats `proven`, and `save_set` reaches `found`.
+
+    `save_set` is meant for the `start` of a plan of the same profile. Its ids are those of the graph in which
+    every op that may have use groups has them, not those of `build(profile)`.
+    """
 
     proven: int
     found: int

@@ -10,6 +10,9 @@ from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import UseGroups
 
 GAP = 0.1  # of backward's steps: uses with a longer gap between them are in different groups
+LARGE = 0.005  # of what backward may hold: outputs that are freed between nearer uses, too, if that is cheap
+NEAR = 0.03  # of backward's steps: the gap between the uses of such outputs
+CHEAP, DEAR = 0.75, 2.0  # recompute times for each byte, in relation to all ops
 
 
 class _Use(NamedTuple):
@@ -18,12 +21,18 @@ class _Use(NamedTuple):
     position: int
     begin: int  # first step that needs it, if nothing is saved
     end: int  # last one
+    price: float = 0.0  # of the dearest op that runs again for it
 
 
 def distant_uses(graph: Graph, gap: float = GAP) -> UseGroups:
-    """Return the use groups of `graph`, as `with_use_groups` takes them."""
+    """Return the use groups of `graph`, as `with_use_groups` takes them.
+
+    The outputs of most ops are freed between uses that lie far apart. Large outputs that are cheap to
+    recompute are also freed before a use that is near, if an op runs again for the use before: one dear
+    enough that the planner rather keeps its output, and not so dear that it never runs again.
+    """
     n_steps = len(graph.steps)
-    price = _prices(graph)
+    price, small = _prices(graph), _small(graph)
     groups: dict[OpId, tuple[OpId, ...]] = {}
     runs: list[list[_Use]] = [[] for _ in graph.ops]  # by op: how its runs use what it reads
     always_saved = with_forced_saves(graph, frozenset())
@@ -36,21 +45,34 @@ def distant_uses(graph: Graph, gap: float = GAP) -> UseGroups:
         mine = [[uses[0]]]
         for use in uses[1:]:
             distance = use.begin - max(u.end for u in mine[-1])
-            apart = use.position < mine[-1][-1].position and distance > gap * n_steps
-            if apart and price[op.id] * n_steps < distance:
+            apart = distance > max(gap, price[op.id]) * n_steps
+            if not apart and price[op.id] < CHEAP and not small[op.id]:
+                least = [0 if u.price >= CHEAP else NEAR * n_steps for u in mine[-1] if u.price < DEAR]
+                apart = distance > min(least, default=n_steps)
+            if apart and use.position < mine[-1][-1].position:
                 mine.append([use])
             else:
                 mine[-1].append(use)
         if len(mine) > 1:
             groups[op.id] = tuple(OpId(group[0].position) for group in mine)
+            begins = [min(u.begin for u in group) for group in mine]
+            prices = [max(price[op.id], *(u.price for u in group)) for group in mine]
             runs[op.id] = [
-                _Use(g[0].position, min(u.begin for u in g), min(u.begin for u in g)) for g in mine
+                _Use(group[0].position, begin, begin, dearest)
+                for group, begin, dearest in zip(mine, begins, prices, strict=True)
             ]
         else:
             # Without use groups and saved tensors of its own, something near it is probably saved.
             begin = min(u.begin for u in packs) if packs else max(u.begin for u in uses)
-            runs[op.id] = [_Use(op.id, begin, begin)]
+            runs[op.id] = [_Use(op.id, begin, begin, price[op.id])]
     return groups
+
+
+def _small(graph: Graph) -> list[bool]:
+    """Return by op True if its outputs are a small part of what backward holds if everything is saved."""
+    held = {graph.versions[h.version].storage for h in graph.saved_tensors if h.dropped > len(graph.ops)}
+    least = LARGE * sum(graph.storages[storage].nbytes for storage in held)
+    return [sum(graph.nbytes(w) for w in op.writes) < least for op in graph.ops]
 
 
 def _prices(graph: Graph) -> list[float]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoac.planner.problem.graph import VersionId
+from autoac.planner.problem.graph import OpId, VersionId
 from autoac.planner.solver.arrays import Bools, Floats, Ints
 from autoac.planner.solver.moments import ConstrainedMoment, DuringBurst, DuringForward, DuringStep
 from autoac.planner.solver.recompute_windows import END
@@ -46,7 +46,9 @@ class MemoryConstraints:
         self.maxima: list[MaximumColumns] = []
         self._sequential = SequentialMaxima()  # of `_maximum`
         self._needed: dict[tuple[VersionId, int], int] = {}  # codes of (9)
-        self._saved_and_needed: dict[tuple[int, int], int] = {}  # codes of (10), by codes of s and (9)
+        self._both_of: dict[tuple[int, int], int] = {}  # codes of: both of two codes are 1
+        self._first_run = {run: row[0] for row in self.graph.runs for run in row}
+        self._kept_runs: dict[int, int] = {}  # codes of (17), by run
         self._waiting: LinearSum | None = None  # bytes of one waiting microbatch
 
     def add_row(self, moment: ConstrainedMoment, budget: int | None, scale: float, peak: Codes) -> None:
@@ -119,10 +121,7 @@ class MemoryConstraints:
         for v in np.flatnonzero(live & (fixed | free) & ~certain & ~dropped_later).tolist():
             code = self._is_needed_at(VersionId(v), moment)
             if free[v] and code != ZERO:
-                both = (int(s_of_op[arrays.op[v]]), code)
-                if both not in self._saved_and_needed:
-                    self._saved_and_needed[both] = self._maximum([[(both[0], 1.0), (code, 1.0)]], -1.0)
-                code = self._saved_and_needed[both]
+                code = self._both(int(s_of_op[arrays.op[v]]), code)
             codes.append(code)
             nbytes.append(int(arrays.nbytes[v]))
         total.add(np.array(codes, np.int64), np.array(nbytes))
@@ -201,8 +200,13 @@ class MemoryConstraints:
         other = reader_row != row[v]
         late = other & (variables.states[state] < arrays.latest[reader_row]) & (end != ZERO) & (end != read)
         pending = np.unique(np.stack([v[late], end[late], read[late]], axis=1), axis=0)
-        pending = np.insert(pending, 1, recomputed[pending[:, 0]], axis=1)
-        pending = np.concatenate([pending, self._add_kept_bytes(rest, recomputed, step, total)])
+        none = np.full((len(pending), 1), ZERO)
+        begun_now = recomputed[pending[:, :1]]
+        pending = np.hstack(
+            [pending[:, :1], begun_now, pending[:, 1:2], none, pending[:, 2:], none + ONE, none, none]
+        )
+        kept = self._add_kept_bytes(pending, step, total)
+        pending = np.concatenate([pending, kept, self._passed_on(rest, recomputed, pending, step)])
         waits = np.zeros(len(arrays.nbytes), bool)
         waits[pending[:, 0]] = True
 
@@ -219,34 +223,75 @@ class MemoryConstraints:
         total.add(ended[alone], -arrays.nbytes[alone])
         self._add_pending_bytes(pending, np.flatnonzero(within & waits), begun, ended, total)
 
-    def _add_kept_bytes(self, rest: Bools, recomputed: Codes, step: int, total: LinearSum) -> Ints:
+    def _add_kept_bytes(self, pending: Ints, step: int, total: LinearSum) -> Ints:
         """(17) Add the bytes of versions that are kept for their use group, up to its last unpack.
 
-        Return what is pending besides, as in `_add_pending_bytes`: the outputs of the run before, while they
-        do not count for the group yet, and kept outputs that a reader waits for.
+        Return those of `pending`, kept instead of recomputed.
         """
-        arrays, s_of_op, moment = self.arrays, self.variables.s_of_op, self.n_ops + step
-        kept = np.flatnonzero((arrays.kept_from >= 0) & (arrays.nbytes > 0) & (arrays.row[arrays.op] >= 0))
-        begun = arrays.extra_from[kept] <= moment
-        due = kept[begun & (arrays.last_use[kept] >= step)]
-        total.add(s_of_op[arrays.op[due]], arrays.nbytes[due])
-        early = kept[~begun & rest[arrays.kept_from[kept]]]
-        before = arrays.kept_from[early]
-        none = np.full(len(early), ZERO)
-        return np.stack([before, recomputed[before], s_of_op[arrays.op[early]], none], axis=1)
+        arrays = self.arrays
+        kept = (arrays.kept_from >= 0) & (arrays.nbytes > 0) & (arrays.row[arrays.op] >= 0)
+        kept &= arrays.extra_from <= self.n_ops + step
+        due = np.flatnonzero(kept & (arrays.last_use >= step)).tolist()
+        total.add(np.array([self._kept(v) for v in due], np.int64), arrays.nbytes[due])
+        waiting = pending[kept[pending[:, 0]]].copy()
+        waiting[:, 1] = [self._kept(v) for v in waiting[:, 0].tolist()]
+        return waiting
+
+    def _passed_on(self, rest: Bools, recomputed: Codes, pending: Ints, step: int) -> Ints:
+        """(17) Return what later use groups keep, while it does not count for them yet."""
+        arrays, s_of_op, x = self.arrays, self.variables.s_of_op, self.variables.x
+        begun = arrays.extra_from <= self.n_ops + step
+        early = (arrays.kept_from >= 0) & (arrays.nbytes > 0) & (arrays.row[arrays.op] >= 0) & ~begun
+        readers: dict[int, list[list[int]]] = {}  # by version: what says that a reader waits
+        for v, _, end, _, read, *_ in pending.tolist():
+            readers.setdefault(v, []).append([end, read, ONE])
+        rows = []
+        for v in np.flatnonzero(early).tolist():
+            needs = [[ZERO] * 3] if arrays.last_use[v] >= step else readers.get(v, [])
+            source, home, together = int(arrays.kept_from[v]), -1, self._kept(v)
+            while needs and source >= 0 and not (begun[source] and arrays.last_use[source] >= step):
+                # Kept by all runs after `source`, but not by `source`, which does not start later.
+                home = source if home < 0 and begun[source] else home  # counts with what waits there
+                saved = s_of_op[arrays.op[source]]
+                if rest[source]:
+                    end = x[arrays.row[arrays.op[source]], self.variables.end]
+                    start = [source if home < 0 else home, together, recomputed[source]]
+                    rows += [[*start, need, saved, end, *less] for need, *less in needs]
+                together = self._both(together, int(saved))
+                source = int(arrays.kept_from[source])
+        return np.array(rows, np.int64).reshape(-1, 8)
+
+    def _kept(self, version: int) -> int:
+        """(17) Return the code of: a run's outputs are kept and its op is not saved."""
+        run = OpId(int(self.arrays.op[version]))
+        if run not in self._kept_runs:
+            s = self.variables.s_of_op[[run, self._first_run[run]]].tolist()
+            self._kept_runs[run] = self._maximum([[(s[0], 1.0), (s[1], -1.0)]], 0.0)
+        return self._kept_runs[run]
+
+    def _both(self, code: int, other: int) -> int:
+        """Return the code of: both decisions are 1."""
+        if (code, other) not in self._both_of:
+            self._both_of[code, other] = self._maximum([[(code, 1.0), (other, 1.0)]], -1.0)
+        return self._both_of[code, other]
 
     def _add_pending_bytes(
         self, pending: Ints, both: Ints, begun: Codes, ended: Codes, total: LinearSum
     ) -> None:
-        """Add the bytes of (11) past the last unpack: maxima over waiting readers, and over the burst."""
+        """Add the bytes of (11) past the last unpack: maxima over waiting readers, and over the burst.
+
+        A row of `pending` is a version, and codes: three that are added and four that are subtracted.
+        """
         if not len(pending):
             return
         versions, group = np.unique(np.concatenate([pending[:, 0], both]), return_inverse=True)
         m, k = len(pending), len(both)
-        wait, burst, one = np.arange(m), np.arange(m, m + k), np.full(m, ONE)
-        expression = np.concatenate([wait, wait, wait, wait, burst, burst])
-        codes = np.concatenate([pending[:, 1], pending[:, 2], pending[:, 3], one, begun[both], ended[both]])
-        coefficients = np.repeat([1.0, 1.0, -1.0, -1.0, 1.0, -1.0], [m, m, m, m, k, k])
+        wait, burst = np.arange(m), np.arange(m, m + k)
+        expression = np.concatenate([np.tile(wait, 7), burst, burst])
+        codes = np.concatenate([*pending[:, 1:].T, begun[both], ended[both]])
+        coefficients = np.repeat([1.0, -1.0, 1.0, -1.0], [3 * m, 4 * m, k, k])
+        used = codes != ZERO
+        expression, codes, coefficients = expression[used], codes[used], coefficients[used]
         columns = self._maxima_of_groups(group, expression, codes, coefficients)
         total.add(columns, self.arrays.nbytes[versions])
 

@@ -213,17 +213,26 @@ def _add_in_place_rows(variables: Variables, table: RowTable) -> None:
 
 
 def _add_use_group_rows(variables: Variables, table: RowTable) -> None:
-    """(17) A saved op does not run again for any use group. Outputs are kept only once they exist."""
+    """(17) A saved op does not run again for any use group. Outputs are kept only once they exist.
+
+    A run without unpacks of its own runs for a reader, and not to be kept.
+    """
+    windows = variables.windows
     for first, *others in variables.graph.runs:
         saved, before = int(variables.s_of_op[first]), first
         for run in others:
             if variables.arrays.row[run] < 0:
                 continue
             table.add([0, 0], np.array([variables.x_end(run), saved]), 1.0, 1)
-            if variables.windows.role[run] is Role.FREE:
+            if windows.role[run] is Role.FREE:
                 kept = [int(variables.s_of_op[run]), int(variables.s_of_op[before]), variables.x_end(before)]
                 table.add([0] * 3, np.array(kept), [1.0, -1.0, -1.0], 0)
             before = run
+        for run in (first, *others):
+            is_for_readers = windows.first_needed[run] == NEVER and not windows.may_not_run[run]
+            if is_for_readers and windows.role[run] is Role.FREE:
+                codes = [variables.x_end(run), *map(variables.x_end, windows.readers[run])]
+                table.add([0] * len(codes), np.array(codes), [1.0, *[-1.0] * (len(codes) - 1)], 0)
 
 
 def _exclude_save_set(variables: Variables, table: RowTable, save_set: SaveSet) -> None:

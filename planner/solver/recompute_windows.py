@@ -132,6 +132,14 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
         for before, run in pairwise(row):
             for v, w in zip(ops[before].writes, ops[run].writes, strict=True):
                 extra_from[w] = max(extra_from[v], held_at_most[v])  # until then, `v` is counted
+    for row in graph.runs:  # what is saved in forward is held for all runs
+        for of_runs in zip(*(graph.ops[run].writes for run in row), strict=True):
+            first, alone = of_runs[0], len(graph.ops[row[0]].writes) == 1
+            dropped[first] = max(dropped[v] for v in of_runs)
+            held_at_most[first] = max(held_at_most[v] for v in of_runs)
+            held_at_least[first] = min(held_at_least[v] for v in of_runs) if alone else 0
+            if dropped[first] > n:
+                held_at_least[first] = max(held_at_least[first], dropped[first])
 
     leader = _leaders(graph, may_run, rereaders, extra_from) if merge_followers else [op.id for op in ops]
     role = tuple(
@@ -147,6 +155,7 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
     cost = [0.0] * n
     sources: list[dict[OpId, None]] = [{} for _ in ops]
     earliest, latest, may_not_run = [NEVER] * n, [-1] * n, [False] * n
+    run_before = _runs_before(graph)
     for op in ops:
         if may_run[op.id]:
             cost[leader[op.id]] += op.recompute_us
@@ -155,7 +164,9 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
     for op in reversed(ops):
         if may_run[op.id]:
             needed, again = first_needed[op.id], rereaders[op.id]
-            earliest[op.id] = min([needed, *(earliest[r] for r in again)])
+            earliest[op.id] = min([needed, earliest[op.id], *(earliest[r] for r in again)])
+            if op.id in run_before:  # it may be kept from there
+                earliest[run_before[op.id]] = earliest[op.id]
             latest[op.id] = needed if needed < NEVER else max((latest[r] for r in again), default=-1)
             packed = [saved_tensors[h] for w in op.writes for h in versions[w].saved_tensors]
             may_not_run[op.id] = any(s.dropped > n and not s.unpacked for s in packed) or any(
@@ -248,11 +259,20 @@ def first_runs(windows: Windows, save_set: SaveSet) -> list[int]:
     graph = windows.graph
     start = [NEVER] * len(graph.ops)
     save_set = with_forced_saves(graph, save_set)
+    run_before = _runs_before(graph)
+    passed_on = [NEVER] * len(graph.ops)  # first state in which a kept run needs what the run before makes
     for op in reversed(graph.ops):
+        readers = (start[r] for w in op.writes for r in graph.versions[w].readers)
+        needed = min([windows.first_needed[op.id], passed_on[op.id], *readers])
         if op.id not in save_set:
-            readers = (start[r] for w in op.writes for r in graph.versions[w].readers)
-            start[op.id] = min([windows.first_needed[op.id], *readers])
+            start[op.id] = needed
+        elif op.id in run_before:
+            passed_on[run_before[op.id]] = needed
     return start
+
+
+def _runs_before(graph: Graph) -> dict[OpId, OpId]:
+    return {run: before for row in graph.runs for before, run in pairwise(row)}
 
 
 def _last_use(graph: Graph, saved_tensor: SavedTensorId) -> int:

@@ -37,7 +37,7 @@ def test_tilted_costs_keep_every_row_and_change_by_at_most_the_tilt() -> None:
     built = build_program(
         problem.arrays, problem.bounds.ceiling, first_moments(problem.windows, [graph.everything])
     )
-    risen = tilted(built, len(graph.ops))
+    risen = tilted(built, len(problem.graph.ops))
     before, after = built.program.costs, risen.costs
     assert risen.rows is built.program.rows
     assert np.all(np.abs(after - before) <= TILT * np.abs(before))
