@@ -27,12 +27,18 @@ class _Use(NamedTuple):
 def distant_uses(graph: Graph, gap: float = GAP) -> UseGroups:
     """Return the use groups of `graph`, as `with_use_groups` takes them.
 
-    The outputs of most ops are freed between uses that lie far apart. Large outputs that are cheap to
-    recompute are also freed before a use that is near, if an op runs again for the use before: one dear
-    enough that the planner rather keeps its output, and not so dear that it never runs again.
+    The outputs of most ops are freed between uses that lie far apart. In a network with such uses, large
+    outputs that are cheap to recompute are also freed before a use that is near, if an op runs again for the
+    use before: one dear enough that the planner rather keeps its output, and not so dear that it never runs
+    again.
     """
+    far = _groups(graph, gap, [True] * len(graph.ops))
+    return _groups(graph, gap, _small(graph)) if far else far
+
+
+def _groups(graph: Graph, gap: float, small: list[bool]) -> UseGroups:
     n_steps = len(graph.steps)
-    price, small = _prices(graph), _small(graph)
+    price = _prices(graph)
     groups: dict[OpId, tuple[OpId, ...]] = {}
     runs: list[list[_Use]] = [[] for _ in graph.ops]  # by op: how its runs use what it reads
     always_saved = with_forced_saves(graph, frozenset())
