@@ -43,6 +43,7 @@ def train(layers: int, backend: str, budget_gb: float | None) -> dict[str, Any]:
     if budget_gb is not None:
         ac_client.apply(model, budget_gb)
     for _ in range(2):
+        model.zero_grad()
         out = call(batch)
         out["logits"].square().mean().backward()
     cpu_s = spent_s() - began
