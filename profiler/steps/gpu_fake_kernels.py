@@ -1,7 +1,7 @@
 """Return outputs without memory for ops of a GPU that torch has no fake kernel of, or not the GPU's.
 
 Sources of the sizes, of torch 2.13, in aten/src/ATen/native: cudnn/GridSampler.cpp; RNN.cu, Normalization.cu
-and layer_norm_kernel.cu in cuda; attention.cu in transformers/cuda.
+and layer_norm_kernel.cu in cuda; attention.cu in transformers/cuda; GroupedMMUtils.h.
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ def _statistics(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype is torch.float64 else torch.float32
 
 
+def _grouped_mm(
+    a: Tensor, b: Tensor, offsets: Tensor | None = None, _bias: Any = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Take every type; torch's own fake kernel takes bfloat16 only. Rows are padded to 16 bytes."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    groups = [] if a.dim() + b.dim() == 5 else [len(offsets) if offsets is not None else len(a)]
+    unit = 16 // a.element_size()
+    padded = a.new_empty(*groups, rows, columns + -columns % unit, dtype=dtype or a.dtype)
+    return padded[..., :columns]
+
+
 GPU_FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     _aten.cudnn_grid_sampler.default: _grid_sampler,
@@ -84,4 +95,5 @@ GPU_FAKE_KERNELS: Mapping[Any, Callable[..., Any]] = {
     _aten.native_batch_norm.default: _batch_norm,
     _aten.cudnn_batch_norm.default: _cudnn_batch_norm,
     _aten.miopen_batch_norm.default: _batch_norm,
+    _aten._grouped_mm.default: _grouped_mm,
 }
