@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+from blocks import Block
 from torch import Tensor, nn
 
 import ac_client
@@ -23,26 +24,6 @@ pytestmark = [
 ]
 
 BACKEND = "aot_eager"
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    torch.set_num_threads(before)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
 class Net(nn.Module):

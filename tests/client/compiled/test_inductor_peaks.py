@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -34,16 +32,6 @@ class Chain(nn.Module):
 
 def batch() -> Batch:
     return {"x": torch.linspace(-1, 1, 256 * 32).reshape(256, 32)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-    torch.set_num_threads(before)
 
 
 def test_measured_steps_bring_peak_and_prediction_together() -> None:
