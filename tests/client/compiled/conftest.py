@@ -1,4 +1,4 @@
-"""Compile each test's models anew, on one thread."""
+"""Compile the models of each test from scratch, on one thread."""
 
 from __future__ import annotations
 
