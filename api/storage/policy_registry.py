@@ -144,7 +144,7 @@ def _add_text(connection: Connection, text: str, who: str) -> str:
             return id
         except IntegrityError:  # another transaction took this version, or stored the same text
             continue
-    raise AssertionError("a hundred others stored a policy of the same model in the meantime")
+    raise AssertionError("the policy was not stored: in 100 attempts, another of its model came first")
 
 
 def read_policy(connection: Connection, id: str) -> PolicyText | None:

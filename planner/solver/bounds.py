@@ -21,9 +21,10 @@ class Bounds:
 def bounds(graph: Graph) -> Bounds:
     """Return the floor and the ceiling of `graph` without solving anything.
 
-    The floor is the most that is live at any one moment under every save set: in forward, what forward
-    itself holds and what must be saved; in a step of backward, what the step has anyway and every version
-    that an unpack has asked for and a later one will ask for again.
+    To find the floor, count at each moment the bytes that are live whatever is saved, and take the largest
+    sum. In forward these are what forward itself holds and what must be saved. In a step of backward they are
+    the step's own bytes, and each version that an unpack has asked for and a later unpack will ask for again.
+    The ceiling is the peak with nothing recomputed.
     """
     return bounds_of(find_windows(graph))
 

@@ -70,6 +70,18 @@ def random_groups(graph: Graph, chance: random.Random) -> UseGroups:
     return groups
 
 
+def measured(model: nn.Module, batch: torch.Tensor, policy: object, static: int) -> tuple[EventLog, int]:
+    """Return the runtime's log and the allocator's peak of a step under `policy`."""
+    log = EventLog()
+    with AllocatorTimeline(base=static) as timeline:
+        with save_recompute_policy(policy, log=log):
+            out = model(batch)
+            loss = scalar(out)
+        loss.backward()
+        del loss
+    return log, timeline.peak_bytes
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_peak_events_and_gradients_are_exact_with_random_use_groups(case: str) -> None:
     make, shape = CASES[case]
@@ -92,18 +104,13 @@ def test_peak_events_and_gradients_are_exact_with_random_use_groups(case: str) -
         fields = decided(found, graph, save_set)
         several += any("@" in decision for decision in fields["decisions"].values())
 
-        model, log = made(), EventLog()
+        model = made()
         cursor = Cursor(Route(fields["decisions"], fields["use_groups"]), strict=True)
         watch_modules(model, cursor.enter, cursor.leave)
         torch.manual_seed(1)
-        with AllocatorTimeline(base=found.static.total) as timeline:
-            with save_recompute_policy(cursor, log=log):
-                out = model(batch)
-                loss = scalar(out)
-            loss.backward()
-            del loss
+        log, peak = measured(model, batch, cursor, found.static.total)
         assert log.events == expected_log(graph, save_set)
-        assert timeline.peak_bytes == simulate(graph, save_set).peak.live_bytes
+        assert peak == simulate(graph, save_set).peak.live_bytes
         for expected, parameter in zip(plain.parameters(), model.parameters(), strict=True):
             assert expected.grad is not None
             assert parameter.grad is not None
@@ -146,16 +153,11 @@ def test_nested_checkpoints_have_the_events_and_the_peak_of_use_groups() -> None
     )
     save_set = with_forced_saves(graph, frozenset(outside))
 
-    model, log = made(), EventLog()
+    model = made()
     model.outer = model.inner = checkpoint
-    with AllocatorTimeline(base=found.static.total) as timeline:
-        with save_recompute_policy(CheckpointPolicy.PREFER_SAVE, log=log):
-            out = model(batch)
-            loss = scalar(out)
-        loss.backward()
-        del loss
+    log, peak = measured(model, batch, CheckpointPolicy.PREFER_SAVE, found.static.total)
     assert log.events == expected_log(graph, save_set)
-    assert timeline.peak_bytes == simulate(graph, save_set).peak.live_bytes
+    assert peak == simulate(graph, save_set).peak.live_bytes
     assert simulate(graph, save_set).peak.live_bytes < simulate(plain, frozenset()).peak.live_bytes
 
 
