@@ -32,6 +32,7 @@ class PlannedForward(threading.local):
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
         self._route: ForwardRoute | None = None
+        self._carries = False  # it decides what compiled graphs save
         self._unrecorded = 0  # ops that ran while the mode was off
         self._strict = False
         self._report: Callable[[OffPath], None] = lambda _off: None
@@ -71,6 +72,7 @@ class PlannedForward(threading.local):
         self._strict, self._report = strict, report
         self._paths = [ROOT]
         if compiled or has_compiled_parts:
+            self._carries = True
             set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
         if compiled:
             route.unrecorded = len(route.decisions)
@@ -99,7 +101,9 @@ class PlannedForward(threading.local):
         Raises:
             LeftThePath: `whole`, strict, and some ops of the policy did not run.
         """
-        set_carrier(None)
+        if self._carries:  # the profiler's forwards have a carrier of their own
+            self._carries = False
+            set_carrier(None)
         self._end_audit()
         if self._call is not None:  # interrupted
             self._call.end(None)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from blocks import Block
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 
 import ac_client
 from autoac.planner import find_minimum_peak, plan
@@ -205,3 +207,18 @@ def test_removed_plan_leaves_the_compiled_model_as_it_was() -> None:
     assert not model._forward_hooks
     model.load_state_dict(net().state_dict())
     assert all(map(torch.equal, outcome(model, compiled, batch), want))
+
+
+def test_planned_graph_is_compiled_once() -> None:
+    compiled = []
+
+    def forward(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return boxed_nop(module, inputs)
+
+    model = net()
+    call: Any = torch.compile(model, backend=aot_autograd(fw_compiler=forward, bw_compiler=boxed_nop))
+    ac_client.apply(model, 0.0006)
+    call(**rows()).backward()
+    assert ac_client.applied(model).report().recomputed > 0
+    assert len(compiled) == 1
