@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups clean
 
 setup: $(READY)
 
@@ -97,6 +97,10 @@ bench-streams: $(READY)
 # 1,000 random nestings of checkpoint, ours next to torch's: some minutes.
 bench-nested: $(READY)
 	$(BIN)/python -m benchmarks.fuzzers.nested_checkpoints
+
+# 1,000 random networks under random policies with recompute@2: ops, peak and gradients. Some minutes.
+bench-use-groups: $(READY)
+	$(BIN)/python -m benchmarks.fuzzers.use_groups
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

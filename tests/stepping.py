@@ -21,10 +21,7 @@ from ac_client.runtime import replay
 from ac_client.runtime.nodes import Node, live_versions
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
-from autoac.planner import Graph, Policy, schedule
-from autoac.planner.formats.op_key import OpKey
-from autoac.planner.memory.schedule import Compute, Recompute
-from autoac.planner.problem.graph import SaveSet
+from autoac.planner import Policy
 
 
 @dataclass
@@ -102,16 +99,6 @@ def step(
         log,
         timeline.peak_bytes if timeline is not None else None,
     )
-
-
-def expected_log(graph: Graph, save_set: SaveSet) -> list[tuple[str, str]]:
-    """Return the events that the runtime must log for a step under `save_set`."""
-    events: list[tuple[str, str]] = []
-    for event in schedule(graph, save_set):
-        if isinstance(event, Compute | Recompute):
-            op = OpKey.parse(graph.ops[event.op].name).op
-            events.append((type(event).__name__.lower(), op))
-    return events
 
 
 def assert_same(plain: Outcome, planned: Outcome) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import expected_log, scalar
+from stepping import scalar
 from torch import nn
 
 import ac_client
@@ -27,6 +27,7 @@ from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import observe, profile
 from autoac.profiler.torch_facts.module_paths import watch_modules
+from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.models.modules import ConvNet, Gates, InPlace, Transformer, Views
 
 Make = Callable[[], nn.Module]

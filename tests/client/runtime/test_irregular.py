@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from stepping import Outcome, assert_same, expected_log, step
+from stepping import Outcome, assert_same, step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +20,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
+from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.models.tiny import IRREGULAR, ZooModel
 
 
