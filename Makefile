@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing clean
 
 setup: $(READY)
 
@@ -101,6 +101,10 @@ bench-nested: $(READY)
 # 1,000 random networks under random policies with recompute@2: ops, peak and gradients. Some minutes.
 bench-use-groups: $(READY)
 	$(BIN)/python -m benchmarks.fuzzers.use_groups
+
+# GPT-2 and BERT with dropout masks as bits, and what other packing could buy: half an hour.
+bench-packing: $(READY)
+	$(BIN)/python -m benchmarks.packing
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
