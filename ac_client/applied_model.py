@@ -395,7 +395,7 @@ class Applied:
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         error = sys.exception()
-        bucket = self._forward.end(whole=error is None)
+        bucket = None if self.planning else self._forward.end(whole=error is None)
         self._read_counter()
         if bucket is not None and error is None:
             self._watch.forward_ended(bucket, out)

@@ -118,6 +118,25 @@ def test_predicted_peak_is_the_allocators_at_several_budgets(
     assert peaks == {0}
 
 
+def test_a_planned_step_compiles_forward_and_backward_once() -> None:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiled = []
+
+    def compile_half(module: Any, _inputs: Any) -> Any:
+        compiled.append(module)
+        return make_boxed_func(module.forward)
+
+    model, batch = net(), rows()
+    call = ac_client.apply(
+        torch.compile(model, backend=aot_autograd(fw_compiler=compile_half)), 0.6 * 1.1 / 1024
+    )
+    outcome(model, call, batch)
+    assert ac_client.applied(model).report().recomputed > 0
+    assert len(compiled) == 2
+
+
 def compiled_before(model: nn.Module, budget_gb: float) -> Any:
     return ac_client.apply(torch.compile(model, backend=BACKEND), budget_gb)
 
