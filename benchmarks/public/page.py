@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from autoac.planner.units import format_bytes
-from benchmarks.public.run import OURS, PUBLISHED, REFERENCES, STATED, Row
+from benchmarks.public.run import BOUND, OURS, PUBLISHED, REFERENCES, STATED, Row
 from benchmarks.results import markdown_table, write_result
 
 SAME = 1e-6  # of the step: smaller differences are rounding
@@ -31,12 +31,12 @@ class Case:
 
     @property
     def best_other(self) -> float | None:
-        return self._least(set(self.rows) - {OURS})
+        return self._least(set(self.rows) - {OURS, BOUND})
 
     @property
     def best_baseline(self) -> float | None:
         """Return the least of the baselines, programs with hours or full freedom left out."""
-        return self._least(set(self.rows) - {OURS, STATED, *REFERENCES})
+        return self._least(set(self.rows) - {OURS, BOUND, STATED, *REFERENCES})
 
     def _least(self, planners: Iterable[str]) -> float | None:
         return min((e for name in planners if (e := self.extra(name)) is not None), default=None)
@@ -58,12 +58,15 @@ def cases_of(rows: Iterable[Row]) -> list[Case]:
     return sorted((Case(group) for group in groups.values()), key=lambda case: -case.loss)
 
 
-def mean_ratio(cases: Iterable[Case], *, without: Sequence[str] = ()) -> float | None:
-    """Return the geometric mean of ours / best baseline; each graph counts once, whatever its budgets."""
+def mean_ratio(cases: Iterable[Case], *, planner: str = OURS, without: Sequence[str] = ()) -> float | None:
+    """Return the geometric mean of ours / best baseline; each graph counts once, whatever its budgets.
+
+    With BOUND as the planner, only cases count in which ours has a schedule, so that the means compare.
+    """
     graphs: dict[str, list[float]] = {}
     for case in cases:
-        mine, other = case.extra(OURS), case.best_baseline
-        if mine is not None and other and case.first.graph not in without:
+        mine, other = case.extra(planner), case.best_baseline
+        if mine is not None and case.extra(OURS) is not None and other and case.first.graph not in without:
             graphs.setdefault(case.first.graph, []).append(math.log(max(mine / other, LEAST_RATIO)))
     means = [statistics.fmean(logs) for logs in graphs.values()]
     return math.exp(statistics.fmean(means)) if means else None
@@ -75,7 +78,7 @@ def summary(rows: Sequence[Row]) -> str:
     losses = [case for case in cases if case.loss > SAME]
     ties = [case for case in cases if abs(case.loss) <= SAME]
     published = [case for case in cases if PUBLISHED in case.rows and _published(case) is not None]
-    judged = [row for row in rows if row.planner != STATED and row.again_us is not None]
+    judged = [row for row in rows if row.planner not in (BOUND, STATED) and row.again_us is not None]
     own = [case for case in cases if case.first.source.startswith("our profile")]
     broken = sum(row.violation for row in rows)
     lines = [
@@ -85,6 +88,9 @@ def summary(rows: Sequence[Row]) -> str:
         "- Our recompute time / the best baseline's within the same budget, geometric mean, each graph\n"
         f"  once: {_ratio(mean_ratio(cases))}; on our profiles alone {_ratio(mean_ratio(own))}, and "
         f"{_ratio(mean_ratio(own, without=STRONGEST))} without {' and '.join(STRONGEST)}.",
+        "- The same with *bound* in place of ours, which no schedule of whatever planner is below:\n"
+        f"  {_ratio(mean_ratio(cases, planner=BOUND))}, {_ratio(mean_ratio(own, planner=BOUND))} and "
+        f"{_ratio(mean_ratio(own, planner=BOUND, without=STRONGEST))}.",
     ]
     if published:
         worst = max(published, key=_against_published)
@@ -123,15 +129,17 @@ def _percent(share: float) -> str:
 
 def instances_table(cases: Sequence[Case]) -> str:
     """Return a row for each instance: ours, the best other, and every planner."""
-    names = list(dict.fromkeys(name for case in cases for name in case.rows if name not in (OURS, STATED)))
+    own = (OURS, BOUND, STATED)
+    names = list(dict.fromkeys(name for case in cases for name in case.rows if name not in own))
     rows = []
     for case in cases:
-        cells = [case.first.graph, format_bytes(case.first.budget), _outcome(case), _cell(case, OURS)]
+        cells = [case.first.graph, format_bytes(case.first.budget), _outcome(case)]
+        cells += [_cell(case, OURS), _cell(case, BOUND)]
         for name in names:
             stated = name == PUBLISHED and case.extra(name) is None and STATED in case.rows
             cells.append(f"{_cell(case, STATED)} *" if stated else _cell(case, name))
         rows.append(cells)
-    return markdown_table(["graph", "budget", "ours is", OURS, *names], rows)
+    return markdown_table(["graph", "budget", "ours is", OURS, BOUND, *names], rows)
 
 
 def _outcome(case: Case) -> str:
@@ -155,7 +163,7 @@ def planners_table(rows: Sequence[Row]) -> str:
     """Return a row for each planner: on how many instances it finds a schedule, and in what time."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if row.planner != STATED:
+        if row.planner not in (BOUND, STATED):
             groups.setdefault(row.planner, []).append(row)
     lines = []
     for name, group in groups.items():
@@ -192,9 +200,9 @@ def draw(cases: Sequence[Case], path: Path) -> None:
     from matplotlib import pyplot
 
     solvable = [case for case in cases if case.extra(OURS) is not None or case.best_other is not None]
-    best = [min(e for name in c.rows if (e := c.extra(name)) is not None) for c in solvable]
+    best = [min(e for name in c.rows if name != BOUND and (e := c.extra(name)) is not None) for c in solvable]
     figure, axes = pyplot.subplots(figsize=(8.5, 5))
-    names = list(dict.fromkeys(name for case in cases for name in case.rows if name != STATED))
+    names = list(dict.fromkeys(name for case in cases for name in case.rows if name not in (BOUND, STATED)))
     for i, name in enumerate(names):
         extras = [(case.extra(name), least) for case, least in zip(solvable, best, strict=True)]
         losses = sorted(extra - least for extra, least in extras if extra is not None)
@@ -217,8 +225,17 @@ def draw(cases: Sequence[Case], path: Path) -> None:
     pyplot.close(figure)
 
 
+def steps_of(text: str) -> str:
+    """Return the table of real steps in the text of a page; "" if it has none."""
+    before, after = TEXT.read_text().split("<!-- steps -->")
+    line_before, line_after = before.rstrip().rpartition("\n")[2], after.strip().partition("\n")[0]
+    return text.partition(line_before)[2].partition(line_after)[0].strip()
+
+
 def write(rows: Sequence[Row], target: Path, steps: str = "") -> None:
-    """Write the page, and its picture next to it."""
+    """Write the page, and its picture next to it. Without `steps`, the page keeps those that it has."""
     picture = target.with_suffix(".svg")
     draw(cases_of(rows), picture)
+    if not steps and target.exists():
+        steps = steps_of(target.read_text())
     write_result(page(rows, picture.name, steps), target)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 from graphs import gpt2, random_profile
@@ -14,13 +16,14 @@ from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.validate import broken_graph_rules
 from benchmarks.public.check import judge
 from benchmarks.public.instances import Instance, instance_of, least_bytes, save_all_peak
-from benchmarks.public.page import cases_of, page, summary
+from benchmarks.public.lower_bound import least_again_us
+from benchmarks.public.page import cases_of, page, steps_of, summary
 from benchmarks.public.planner_graph import events_of, graph_of, step_graph_of
 from benchmarks.public.planners import checkmate_program
 from benchmarks.public.planners.ours import ours
 from benchmarks.public.planners.published import events_of_stages
 from benchmarks.public.readers import random_graphs
-from benchmarks.public.run import CHECKMATE, ONLINE, OURS, planners, rows_of
+from benchmarks.public.run import BOUND, CHECKMATE, ONLINE, OURS, planners, rows_of
 from benchmarks.public.step_graph import NoSchedule, StepGraph, StepOp, StepValue
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*PuLP 4.0:DeprecationWarning")  # torch's own calls
@@ -73,7 +76,7 @@ def test_the_step_graph_of_a_profile_saves_everything_in_at_most_its_bytes(seed)
 
 
 @pytest.mark.parametrize("step", LAYERED, ids=lambda step: step.name)
-def test_checkmates_optimum_is_never_above_ours(step):
+def test_checkmates_optimum_is_never_above_ours_nor_below_the_bound(step):
     for budget in instance_of(step).budgets:
         try:
             mine = judge(step.to_json(), ours(step, budget), budget)["us"]
@@ -81,6 +84,7 @@ def test_checkmates_optimum_is_never_above_ours(step):
             continue  # only with an op of forward that runs three times, or in forward again
         best = judge(step.to_json(), checkmate_program.with_cap(20)(step, budget), budget)["us"]
         assert best <= mine * (1 + 1e-4)
+        assert least_again_us(step, budget) <= best - step.us + 1e-6
 
 
 def test_every_planner_is_judged_and_none_breaks_a_rule():
@@ -89,11 +93,31 @@ def test_every_planner_is_judged_and_none_breaks_a_rule():
     instance = Instance(transformer, (most, least + 4 * (most - least) // 5))
     rows = list(rows_of(instance, cap_s=0.2))
     assert not [row for row in rows if row.violation or row.note.startswith("failed")]
-    assert {row.planner for row in rows} == set(planners(instance, 1.0))
+    assert {row.planner for row in rows} == {*planners(instance, 1.0), BOUND}
+    for budget in instance.budgets:
+        times = {row.planner: row.again_us for row in rows if row.budget == budget}
+        assert times[BOUND] == min(us for us in times.values() if us is not None)
+        assert (times[BOUND] > 0) == (budget < most)
     solved = [row.planner for row in rows if row.again_us is not None and row.budget == most]
     assert set(planners(instance, 1.0)) - set(solved) <= {"published", CHECKMATE}
     assert all(row.again_us == 0 for row in rows if row.planner in (OURS, *ONLINE) and row.budget == most)
     assert all(row.again_us for row in rows if row.planner in (OURS, "DTR") and row.budget < most)
+
+
+def test_the_bound_counts_what_a_rerun_needs_and_what_is_held():
+    """The first op of backward reads the output of d, so a, b and c compete for the other bytes."""
+    ops = [StepOp("a", 1, ()), StepOp("b", 5, (0,)), StepOp("c", 7, (1,)), StepOp("d", 1, (2,))]
+    back = [StepOp("back", 1, (4 + j - 1, 3 - j) if j else (3,), repeatable=False) for j in range(4)]
+    values = [StepValue(op, nbytes) for op, nbytes in enumerate((10, 10, 10, 10, 0, 0, 0, 0))]
+    step = StepGraph("", "test", (*ops, *back), tuple(values), 4).checked()
+    assert least_again_us(step, 40) == 0
+    assert least_again_us(step, 30) == pytest.approx(1)  # a
+    assert least_again_us(step, 20) == pytest.approx(1 + 5)  # a and b, from nothing
+    assert least_again_us(step, 5) == math.inf
+    held = replace(step, values=(*values[:2], replace(values[2], held_until=8), *values[3:]))
+    assert least_again_us(held, 20) == pytest.approx(1 + 5)
+    once = replace(step, ops=(replace(ops[0], repeatable=False), *ops[1:], *back))
+    assert least_again_us(once, 30) == pytest.approx(5)  # b, from a
 
 
 def test_online_eviction_recomputes_only_below_the_save_all_peak():
@@ -135,6 +159,8 @@ def test_the_page_shows_all_rows_and_losses_first():
     text = page([*rows, *(_renamed(row, "other graph") for row in lost)], "picture.svg")
     assert text.index("| other graph |") < text.index(f"| {step.name} |")
     assert "<!--" not in text
+    assert steps_of(text) == "Not measured in this run."
+    assert steps_of(page(rows, "picture.svg", "| a row |\n| another |")) == "| a row |\n| another |"
     assert "worse than the best other on\n  1," in summary(
         [*rows, *(_renamed(row, "other graph") for row in lost)]
     )
