@@ -54,22 +54,22 @@ def least_again_us_after(graph: StepGraph, budget: int, k: int) -> float:
     upper = np.concatenate([np.ones(written), [float(op.repeatable) for op in graph.ops[:k]]])
     costs = np.concatenate([np.zeros(written), [op.us for op in graph.ops[:k]]])
 
-    pairs = [(v, None) for v in sorted(needed) if v < written]
+    # A row for each need: s[v] + r[op of v] >= 1, or >= r[reader].
+    pairs = [(v, -1) for v in sorted(needed) if v < written]
     pairs += [(v, o) for o in range(k) if graph.ops[o].repeatable for v in graph.ops[o].reads]
-    row = np.arange(len(pairs))
-    v = np.array([v for v, _ in pairs], int)
-    writer = written + np.array([values[v].op for v, _ in pairs], int)
-    reader = np.array([[i, written + o] for i, (_, o) in enumerate(pairs) if o is not None], int).reshape(
-        -1, 2
+    v, reader = np.array(pairs, int).reshape(-1, 2).T
+    row, again = np.arange(len(pairs)), reader >= 0
+    writer = np.array([value.op for value in values], int)[v]
+    unit = max([1, *(value.nbytes for value in values)])
+    rows = np.concatenate([row, row, row[again], np.full(written, len(pairs))])
+    columns = np.concatenate([v, written + writer, written + reader[again], np.arange(written)])
+    numbers = np.concatenate(
+        [np.full(2 * len(pairs), -1.0), np.ones(again.sum()), [value.nbytes / unit for value in values]]
     )
-    rows = np.concatenate([row, row, reader[:, 0], np.full(written, len(pairs))])
-    columns = np.concatenate([v, writer, reader[:, 1], np.arange(written)])
-    unit = max((value.nbytes for value in values), default=0) or 1
-    numbers = [np.full(2 * len(pairs), -1.0), np.ones(len(reader)), [x.nbytes / unit for x in values]]
+    matrix = coo_array((numbers, (rows, columns)), (len(pairs) + 1, written + k)).tocsr()
     used = graph.static_bytes + at.first_bytes + at.workspace_bytes
     used += sum(graph.values[w].nbytes for w in graph.writes[k] if graph.values[w].previous is None)
-    limits = [*(-1.0 if o is None else 0.0 for _, o in pairs), (budget - used) / unit]
-    matrix = coo_array((np.concatenate(numbers), (rows, columns)), (len(pairs) + 1, written + k)).tocsr()
+    limits = np.append(np.where(again, 0.0, -1.0), (budget - used) / unit)
     scale = max(costs.max(initial=0.0), 1e-9)
     found = linprog(
         costs / scale, A_ub=matrix, b_ub=limits, bounds=np.stack([lower, upper], 1), method="highs"
