@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -180,9 +181,13 @@ def recording_modes() -> list[RecordingMode]:
 
 
 class opaque_region:
-    """Hide the ops inside from the modes that record, except that they write `written`."""
+    """Hide the ops inside from the modes that record, except that they write `written`.
 
-    __slots__ = ("_modes", "_written")
+    Recording modes on top of the stack are taken off it. A mode that lets ops pass would still cost time, and
+    memory: torch makes a tensor of a number, such as that of `x * 2.0`, once more for each mode.
+    """
+
+    __slots__ = ("_modes", "_off", "_written")
 
     def __init__(self, written: Sequence[Tensor]) -> None:
         self._written = written
@@ -192,7 +197,13 @@ class opaque_region:
         for mode in self._modes:
             mode.enter_compiled(self._written)
         del self._written
+        stack = get_current_dispatch_mode_stack()
+        self._off = list(takewhile(lambda mode: isinstance(mode, RecordingMode), reversed(stack)))
+        for _ in self._off:
+            private.pop_dispatch_stack(None)
 
     def __exit__(self, *_: Any) -> None:
+        for mode in reversed(self._off):
+            private.push_on_dispatch_stack(mode)
         for mode in self._modes:
             mode.leave_compiled()

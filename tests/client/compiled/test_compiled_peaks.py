@@ -137,6 +137,19 @@ def test_a_planned_step_compiles_forward_and_backward_once() -> None:
     assert len(compiled) == 2
 
 
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2.0).tanh().sum()
+
+
+def test_number_takes_the_memory_that_it_takes_without_a_profile() -> None:
+    batch = {"x": torch.randn(64, requires_grad=True)}
+    want = profile(Scaled(), **batch).ops.workspace_nbytes
+    found = profile(torch.compile(Scaled(), backend=BACKEND), **batch).ops.workspace_nbytes
+    assert want[0] > 0
+    assert found == want
+
+
 def compiled_before(model: nn.Module, budget_gb: float) -> Any:
     return ac_client.apply(torch.compile(model, backend=BACKEND), budget_gb)
 
