@@ -27,7 +27,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import ac_client
 from autoac.planner import Policy, Profile, build, find_minimum_peak, plan
 from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
-from autoac.planner.formats.op_key import OpKey
 from autoac.profiler import profile
 from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.joint_graph.decided_part import ops_of
@@ -41,7 +40,6 @@ from benchmarks.results import add_out_argument, markdown_table, write_result
 MIB = 2**20
 BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.2, 0.05, 0.0)
 SOLVERS = ("dp", "ilp")
-MATMULS = ("mm", "bmm", "addmm", "baddbmm", "attention", "convolution")  # in names of ops
 LEAST_TIME = 0.001  # of forward: times below count as this, so that ratios mean something
 
 DROPOUTS = (nn.Dropout, nn.Dropout2d)
@@ -83,7 +81,7 @@ class Outcome:
 
     peak: int
     recompute_us: float
-    matmuls: int  # that ran again
+    matmuls: int  # that ran again: ops for which torch counts FLOPs; it counts none for a CPU's attention
     flops: int  # of the ops that ran again
 
 
@@ -202,7 +200,7 @@ class Trained:
 
     def planned_by_flops(self, peak: int) -> Outcome | None:
         """Return what our plan would recompute if an op cost its FLOPs, and at least one."""
-        flops = [max(1.0, flops) for flops in self.profile.ops.flops]
+        flops = tuple(max(1.0, float(flops)) for flops in self.profile.ops.flops)
         ops = self.profile.ops.model_copy(update={"runtime_us": flops})
         planned = self._planned(self.profile.model_copy(update={"ops": ops}), peak)
         return None if planned is None else planned[1]
@@ -216,14 +214,9 @@ class Trained:
         return policy, self._outcome(policy.predicted.peak_bytes - self.static_bytes, again)
 
     def _outcome(self, peak: int, again: Sequence[int]) -> Outcome:
-        keys = self.profile.keys()
-        names = [OpKey.parse(keys[i]).op for i in again]
-        return Outcome(
-            peak,
-            sum(self.profile.ops.runtime_us[i] for i in again),
-            sum(any(part in name for part in MATMULS) for name in names),
-            sum(self.profile.ops.flops[i] for i in again),
-        )
+        flops = [self.profile.ops.flops[i] for i in again]
+        recompute_us = sum(self.profile.ops.runtime_us[i] for i in again)
+        return Outcome(peak, recompute_us, sum(count > 0 for count in flops), sum(flops))
 
     def _peak(self, carried: Callable[[], AbstractContextManager[None]]) -> int:
         """Return the peak of a step beyond what was allocated before it, in bytes; check its gradients."""
