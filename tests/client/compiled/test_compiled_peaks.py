@@ -49,7 +49,7 @@ def net() -> nn.Module:
 
 def language_model() -> nn.Module:
     torch.manual_seed(0)
-    return gpt2(layers=2, width=32, heads=4, vocabulary=64, positions=32)
+    return gpt2(layers=1, width=32, heads=4, vocabulary=64, positions=32)
 
 
 def rows() -> dict[str, Tensor]:

@@ -119,11 +119,11 @@ def test_model_that_accelerate_compiles_is_planned(regional: bool) -> None:
     torch.compiler.reset()
     plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    model, optimizer, loader = prepared(accelerator)
+    model, optimizer, loader = prepared(accelerator, 12)
     plain_peak = train(accelerator, model, optimizer, loader)
     plain = state(accelerator, model)
     accelerator.free_memory()
-    model, optimizer, loader = prepared(accelerator)
+    model, optimizer, loader = prepared(accelerator, 12)
     with planned(accelerator, model, BUDGET_GB, optimizer=optimizer) as at:
         peak = train(accelerator, model, optimizer, loader)
         ours = state(accelerator, model)

@@ -333,7 +333,7 @@ class OutOnce(Trainer):
 
 def test_smaller_batch_after_running_out_of_memory_is_planned_again(tmp_path: Path) -> None:
     arguments = {"kind": OutOnce, "auto_find_batch_size": True, "max_steps": 3}
-    callback = AutoACCallback(0.0024)
+    callback = AutoACCallback(0.0023)
     plain = trained(tmp_path, [], **arguments)
     ours = trained(tmp_path, [callback], **arguments)
     assert ours._train_batch_size == plain._train_batch_size < 4

@@ -79,7 +79,7 @@ class Trapped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before = Transformer(layers=2, width=32)
+        self.before = Transformer(layers=1, width=32)
         self.norm = nn.BatchNorm1d(48)
         self.trap = Trap()
         self.after = Transformer(layers=1, width=32)
