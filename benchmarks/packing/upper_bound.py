@@ -109,7 +109,7 @@ def with_bits(profile: Profile) -> Profile:
 
 
 def bound_on_h100(name: str) -> list[list[str]]:
-    """Return lines with the smallest peak and recompute times at equal budgets, without bits and with."""
+    """Return lines with the smallest peaks and, at equal budgets, recompute times and their proven gaps."""
     model, batch = ON_H100[name]()
     taken = observe(model, (), batch, on=DATASHEETS["h100"])
     ways = (taken, with_bits(taken))
@@ -119,7 +119,7 @@ def bound_on_h100(name: str) -> list[list[str]]:
     for part in BUDGETS:
         budget = int(smallest + (largest - smallest) * part)
         without, packed = (plan(way, budget_bytes=budget, gap=GAP) for way in ways)
-        times = [f"{found.recompute_us / 1e3:.1f} ms" for found in (without, packed)]
+        times = [f"{found.recompute_us / 1e3:.1f} ms, {found.gap:.1%}" for found in (without, packed)]
         less = (without.recompute_us - packed.recompute_us) / without.step_us
         lines.append([name, format_bytes(budget), *times, f"{less:.2%}"])
     return lines
@@ -127,5 +127,5 @@ def bound_on_h100(name: str) -> list[list[str]]:
 
 def render_bound(lines: list[list[str]]) -> str:
     """Return the plans for an H100 as a Markdown table."""
-    head = ["model, H100", "budget", "peak or recompute, without", "with", "less, of the step"]
+    head = ["model, H100", "budget", "peak; or recompute, gap: without", "with", "less, of the step"]
     return markdown_table(head, lines)
