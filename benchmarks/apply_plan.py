@@ -10,7 +10,7 @@ from autoac.planner import Plan, Profile
 from autoac.planner.plan import plan_of
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import SaveSet
-from autoac.planner.solver.search import Problem
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.variables import Options
 
 

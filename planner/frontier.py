@@ -12,7 +12,8 @@ from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, 
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
-from autoac.planner.solver.search import Problem, Search
+from autoac.planner.solver.search import Search
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
 from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import format_bytes, format_us

@@ -10,7 +10,8 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.solver.highs import OnProgress, Stopped
-from autoac.planner.solver.search import Problem, Search
+from autoac.planner.solver.search import Search
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
 from autoac.planner.solver.variables import options_for
 
@@ -95,7 +96,16 @@ def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
         once.run()
         assert once.best.save_set is not None
         start = chain(start, [problem.with_use_groups(once.best.save_set)])
-    return Search(problem, None, gap=gap, allowance=allowance, start=start, bound=problem.bounds.floor)
+    search = Search(problem, None, gap=gap, allowance=allowance, start=start, bound=problem.bounds.floor)
+    if not search.is_good_enough and problem.blockwise_peak is not None:
+        best = search.best
+        for bound, save_set in problem.blockwise_peak.smallest_peak(int(best.bound), int(best.cost)):
+            if save_set is not None:
+                best.offer(save_set)
+            best.raise_bound(bound)
+            if search.is_good_enough:
+                break
+    return search
 
 
 def _result(search: Search, stopped: Stopped) -> MinimumPeak:

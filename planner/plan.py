@@ -31,8 +31,9 @@ from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced
 from autoac.planner.problem.use_groups import later_runs
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
-from autoac.planner.solver.search import Problem, Search
+from autoac.planner.solver.search import Search
 from autoac.planner.solver.shared_code import shared_calls, with_few_variants
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits, relative_gap
 from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import format_bytes

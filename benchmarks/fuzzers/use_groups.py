@@ -32,7 +32,7 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import UseGroups, later_runs, with_use_groups
-from autoac.planner.solver.search import Problem
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.profiler import profile
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer

@@ -28,7 +28,7 @@ from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.recompute_windows import Role, find_windows
-from autoac.planner.solver.search import Problem
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.variables import Options
 from autoac.planner.units import GIB, format_bytes, format_us
 

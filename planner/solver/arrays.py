@@ -123,6 +123,25 @@ def as_arrays(windows: Windows) -> GraphArrays:
     )
 
 
+def bytes_in_any_case(arrays: GraphArrays) -> Floats:
+    """Return by moment the bytes that every save set holds: static ones, forward's own, what must be saved.
+
+    Workspaces, gradients and temporaries are counted as well.
+    """
+    graph = arrays.windows.graph
+    always = arrays.saved[arrays.op] & ~arrays.unused[arrays.op]
+    begins = np.r_[arrays.base_from, np.maximum(arrays.op, arrays.extra_from)[always]]
+    ends = np.r_[arrays.base_until, arrays.dropped[always]]
+    change = np.zeros(graph.end + 2)
+    nbytes = np.where(begins < ends, np.r_[arrays.base_nbytes, arrays.nbytes[always]], 0)
+    np.add.at(change, np.minimum(begins, ends), nbytes)
+    np.add.at(change, np.minimum(ends, graph.end + 1), -nbytes)
+    own = [op.workspace_bytes + op.extra_bytes for op in graph.ops]
+    own += [step.extra_bytes_peak for step in graph.steps]
+    result: Floats = np.cumsum(change)[: len(own)] + graph.static_bytes + own
+    return result
+
+
 def _kept_from(graph: Graph) -> Ints:
     kept_from = np.full(len(graph.versions), -1, np.int64)
     for row in graph.runs:

@@ -16,30 +16,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 
 import numpy as np
 
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, simulate
-from autoac.planner.problem.distant_uses import distant_uses
-from autoac.planner.problem.graph import Graph, SaveSet
-from autoac.planner.problem.save_sets import chosen_use_groups, without_cost_free_recomputes
-from autoac.planner.problem.use_groups import later_runs, with_use_groups
-from autoac.planner.solver.arrays import GraphArrays, as_arrays
-from autoac.planner.solver.bounds import Bounds, bounds_of
+from autoac.planner.problem.graph import SaveSet
+from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
 from autoac.planner.solver.highs import Outcome, Program, Stopped
 from autoac.planner.solver.incumbent import Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import BuiltProgram, assignment, build_program
-from autoac.planner.solver.recompute_windows import Windows, find_windows
-from autoac.planner.solver.repeated_blocks import RepeatedBlocks
 from autoac.planner.solver.start.heuristics import filled, greedy, simple_save_sets
-from autoac.planner.solver.start.segments import Segments
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance
-from autoac.planner.solver.variables import Options
 
 # (share, reach) of the neighborhoods: see Search._neighborhood.
 TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
@@ -54,78 +47,6 @@ POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
 
 Effort = Callable[[BuiltProgram, Outcome], Outcome]
-
-
-class Problem:
-    """A graph, with everything that a search derives from it and that does not depend on a budget.
-
-    Each property is computed when it is first read, and kept.
-    """
-
-    def __init__(self, graph: Graph, options: Options | None = None) -> None:
-        self.options = options or Options()
-        self.step = graph  # as it was given
-        use_groups = distant_uses(graph) if self.options.use_groups and not graph.runs else {}
-        self.graph = with_use_groups(graph, use_groups)
-
-    @cached_property
-    def once(self) -> Problem | None:
-        """Return the problem without use groups, which is smaller; None if it has none."""
-        return (
-            None if self.graph is self.step else Problem(self.step, replace(self.options, use_groups=False))
-        )
-
-    def with_use_groups(self, save_set: SaveSet) -> SaveSet:
-        """Return the save set of `graph` that recomputes what `save_set` of `step` does, each op once."""
-        others = later_runs(self.graph)
-        ids = [op.id for op in self.graph.ops if op.id not in others]
-        return frozenset(ids[op] for op in save_set) | others
-
-    def chosen(self, save_set: SaveSet) -> tuple[Graph, SaveSet]:
-        """Return the graph of the step with only those use groups that `save_set` uses, and its save set."""
-        if self.graph is self.step:
-            return self.step, save_set
-        groups, saved = chosen_use_groups(self.graph, save_set)
-        graph = with_use_groups(self.step, groups)
-        others = later_runs(graph)
-        ids = [op.id for op in graph.ops if op.id not in others]
-        return graph, frozenset(ids[op] for op in saved)
-
-    @cached_property
-    def ceiling(self) -> int:
-        """Return the peak with nothing recomputed: within this budget everything fits."""
-        return peak_bytes(self.graph, self.graph.everything)
-
-    @cached_property
-    def windows(self) -> Windows:
-        """Return for each op the window of backward in which a recompute of it can lie."""
-        return find_windows(self.graph, merge_followers=self.options.merge_followers)
-
-    @cached_property
-    def arrays(self) -> GraphArrays:
-        """Return the graph and `windows` as NumPy arrays."""
-        return as_arrays(self.windows)
-
-    @cached_property
-    def bounds(self) -> Bounds:
-        """Return the range in which a budget is worth planning for."""
-        return bounds_of(self.windows)
-
-    @cached_property
-    def blocks(self) -> RepeatedBlocks | None:
-        """Return which ops and steps repeat in the graph; None if `options.repeat_in_blocks` is off."""
-        return RepeatedBlocks(self.windows) if self.options.repeat_in_blocks else None
-
-    @cached_property
-    def segments(self) -> Segments:
-        """Return the segments that forward can be cut into."""
-        return Segments(self.arrays)
-
-    @cached_property
-    def simple(self) -> tuple[tuple[float, SaveSet], ...]:
-        """Return the simple save sets with their recompute times, the fastest first."""
-        timed = [(recompute_us(self.graph, save_set), save_set) for save_set in simple_save_sets(self.graph)]
-        return tuple(sorted(timed, key=lambda item: item[0]))
 
 
 class Search:

@@ -23,7 +23,7 @@ from autoac.planner.plan import plan, plan_of
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.use_groups import later_runs, with_use_groups
-from autoac.planner.solver.search import Problem
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.variables import Options
 
 URL = "http://localhost"

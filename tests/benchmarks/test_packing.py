@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from autoac.planner import Plan, build
 from autoac.planner.plan import plan_of
-from autoac.planner.solver.search import Problem
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.variables import Options
 from benchmarks.models.batches import ModelAndBatch
 from benchmarks.packing.packed_dropout import pack_masks

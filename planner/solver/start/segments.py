@@ -28,7 +28,7 @@ import numpy as np
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
-from autoac.planner.solver.arrays import Bools, Floats, GraphArrays, Ints
+from autoac.planner.solver.arrays import Bools, Floats, GraphArrays, Ints, bytes_in_any_case
 
 MOST_CUTS = 400
 HALVINGS = 30  # of the range of limits
@@ -123,15 +123,7 @@ class Segments:
         """Return by (cut, later cut) the most bytes live in the segment between them, without cuts."""
         arrays, graph = self._arrays, self._graph
         n_steps = len(graph.steps)
-        base = np.array([float(graph.static_bytes + step.extra_bytes_peak) for step in graph.steps])
-        always = arrays.saved[arrays.op] & ~arrays.unused[arrays.op]
-        begins = np.r_[arrays.base_from, np.maximum(arrays.op, arrays.extra_from)[always]]
-        ends = np.r_[arrays.base_until, arrays.dropped[always]]
-        change = np.zeros(graph.end + 2)
-        nbytes = np.where(begins < ends, np.r_[arrays.base_nbytes, arrays.nbytes[always]], 0)
-        np.add.at(change, np.minimum(begins, ends), nbytes)
-        np.add.at(change, ends, -nbytes)
-        base += np.cumsum(change)[n : n + n_steps]
+        base = bytes_in_any_case(arrays)[n:]
 
         position = np.full(n_steps, -1)  # by step: the last op whose output it or a later step unpacks
         for step, version in arrays.windows.unpacks:

@@ -27,7 +27,7 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import later_runs, with_use_groups
-from autoac.planner.solver.search import Problem
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile

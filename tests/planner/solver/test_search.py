@@ -14,7 +14,8 @@ from autoac.planner.solver.highs import Outcome
 from autoac.planner.solver.moments import DuringStep
 from autoac.planner.solver.program import BuiltProgram, build_program
 from autoac.planner.solver.recompute_windows import find_windows
-from autoac.planner.solver.search import TILT, Problem, Search, tilted
+from autoac.planner.solver.search import TILT, Search, tilted
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 
 

@@ -1,0 +1,240 @@
+"""Cut a graph into a chain of blocks, and lay out each block by itself.
+
+NOTE [ A chain of blocks ]
+
+Few networks are a chain of ops, but many are a chain of blocks: after an addition to the residual stream,
+later ops read only its result. Such an op is an *exit*. A block ends with an exit and begins after the one
+before, its *entry*:
+
+    entry | conv - norm - relu - conv - norm - (+ entry) - relu | conv - ...
+                                                           exit
+
+The relaxation without integers is weak here. It saves a tenth of every exit, so that a tenth of every block
+is recomputed ahead of time; a plan has to save an exit or not. So this package relaxes elsewhere: it keeps
+decisions whole and counts fewer bytes. It counts a subset of the bytes of the program's rows
+(docs/formulation.md, section 5), so a bound that it proves holds for every plan:
+
+- in backward of a block: what the block itself saves and has recomputed, and of the blocks before it what
+  they save and, if the entry is recomputed, what that recomputes;
+- nothing of bursts, of the blocks after it, and of tensors of other blocks that skip the entry;
+- of forward, only the moments of the last block.
+
+Only the `MOST_DECISIONS` largest ops of a block are decided. The others take no bytes and no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from autoac.planner.solver.arrays import GraphArrays, Ints, bytes_in_any_case
+from autoac.planner.solver.recompute_windows import NEVER
+
+SMALL = 1e-4  # an op with outputs of less than this share of the largest peak does not keep a block together
+ALWAYS = -NEVER
+STEPS_AHEAD = 10  # a step belongs to the last block that it or one of so many later steps unpacks from
+
+
+@dataclass(frozen=True, slots=True)
+class BlockVersion:
+    """A version that an op of the block writes."""
+
+    nbytes: int
+    extra_from: int  # ALWAYS: saving it takes bytes from the first step of backward on, or before
+    dropped: int  # ALWAYS: before backward
+    last_use: int  # -2: before the step that comes before the first one
+    is_decided: bool  # the op itself writes it, and no follower: it is held if the op is saved
+    readers: tuple[int, ...]  # other ops of the block
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOp:
+    """A free op, with the versions that it and its followers write."""
+
+    cost_us: float
+    first_needed: int
+    is_pinned: bool
+    readers: tuple[int, ...]  # other ops of the block
+    reads_entry: bool
+    versions: tuple[BlockVersion, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that saving the op takes."""
+        return sum(version.nbytes for version in self.versions if version.is_decided)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMoment:
+    """A moment, with the bytes that are live in any case."""
+
+    at: int
+    state: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Describe all that costs and bytes of a block's save sets depend on: equal for blocks built alike.
+
+    Ops are numbered from 0; moments and states are counted from the first step of the block, and bytes from
+    those that are live there in any case.
+    """
+
+    ops: tuple[BlockOp, ...]
+    steps: tuple[BlockMoment, ...]
+    forward: tuple[BlockMoment, ...]  # none but in the last block
+    later: int  # the last step of the blocks after this one
+    demanded_by: int  # an op that has run by this state has, before backward of the blocks before, run them
+    entry: BlockVersion | None  # None: there is none, or it is held in any case if it is saved
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedBlock:
+    """A block, and where it is."""
+
+    block: Block
+    nbytes: int  # live in any case in its first step
+    rows: range  # of the free ops
+
+
+def chain_of_blocks(arrays: GraphArrays, ceiling: int, *, timed: bool) -> list[PlacedBlock]:
+    """Return the blocks of a graph without use groups, in forward order.
+
+    Args:
+        arrays: the graph.
+        ceiling: bytes of the save-all peak.
+        timed: False to look for the smallest peak. Then no op costs time, so that more blocks are alike.
+    """
+    return _Chain(arrays, ceiling, timed).blocks()
+
+
+class _Chain:
+    """The free ops and the steps of a graph by block."""
+
+    def __init__(self, arrays: GraphArrays, ceiling: int, timed: bool) -> None:
+        self.arrays, self.windows, self.timed = arrays, arrays.windows, timed
+        graph = self.windows.graph
+        self.n_ops, n_rows = len(graph.ops), len(arrays.free)
+        self.certain = bytes_in_any_case(arrays)
+        self.versions: list[list[int]] = [[] for _ in range(n_rows)]
+        for v, row in enumerate(arrays.row[arrays.op].tolist()):
+            if row >= 0:
+                self.versions[row].append(v)
+        is_free = arrays.row >= 0
+        self.readers = [{int(arrays.row[r]) for r in v.readers if is_free[r]} for v in graph.versions]
+        self.exits = self._exits(SMALL * ceiling)
+        self.ends = sorted({*self.exits, n_rows - 1} - {-1})
+        self.block_of_step = self._blocks_of_steps()
+
+    def _exits(self, small: float) -> dict[int, int]:
+        """Return the rows after which only they are read again, with the version that is read."""
+        exits: dict[int, int] = {}
+        crossing: dict[int, int] = {}  # version -> last reader
+        for row in range(len(self.arrays.free)):
+            crossing = {v: last for v, last in crossing.items() if last > row}
+            for v in self.versions[row]:
+                if self._is_decided(v) and self.arrays.nbytes[v] > small:
+                    last = max(self.readers[v], default=-1)
+                    if last > row:
+                        crossing[v] = last
+            if len(crossing) == 1 and (version := next(iter(crossing))) in self.versions[row]:
+                exits[row] = version
+        return exits
+
+    def _blocks_of_steps(self) -> Ints:
+        """Return by step the block that it belongs to. From step to step, the block is never a later one."""
+        graph, ends = self.windows.graph, self.arrays.free[self.ends]
+        block = np.full(len(graph.steps), -1)
+        for step, version in self.windows.unpacks:
+            op = graph.versions[version].op
+            if self.arrays.row[op] >= 0:
+                block[step] = max(block[step], min(int(np.searchsorted(ends, op)), len(ends) - 1))
+        unpacking = np.flatnonzero(block >= 0)
+        ahead = np.r_[block[unpacking], np.full(STEPS_AHEAD - 1, -1)]
+        current = np.full(len(block), len(ends) - 1)
+        if len(unpacking):
+            current[unpacking] = sliding_window_view(ahead, STEPS_AHEAD).max(axis=1)
+        return np.minimum.accumulate(current)
+
+    def blocks(self) -> list[PlacedBlock]:
+        """Return the blocks in forward order."""
+        return [self._block(k, range(a + 1, b + 1)) for k, (a, b) in enumerate(pairwise([-1, *self.ends]))]
+
+    def _block(self, k: int, rows: range) -> PlacedBlock:
+        arrays, state_after = self.arrays, self.windows.state_after
+        steps = np.flatnonzero(self.block_of_step == k).tolist()
+        before = np.flatnonzero(self.block_of_step < k)
+        later = int(np.flatnonzero(self.block_of_step > k).max(initial=-1))
+        first = steps[0] if steps else later + 1
+        state = state_after[first] if first < len(state_after) else self.windows.n_states
+        base = int(self.certain[min(self.n_ops + first, len(self.certain) - 1)])
+        entry = self.exits.get(rows.start - 1)
+        is_last = rows.stop - 1 == self.ends[-1]
+        is_certain = entry is not None and arrays.dropped[entry] > self.n_ops + max(steps, default=later)
+        block = Block(
+            ops=tuple(self._op(row, rows, first, state, entry) for row in rows),
+            steps=tuple(
+                BlockMoment(j - first, state_after[j] - state, int(self.certain[self.n_ops + j]) - base)
+                for j in steps
+            ),
+            forward=self._end_of_forward(rows, base) if is_last else (),
+            later=later - first,
+            demanded_by=state_after[int(before[0])] - state if len(before) else NEVER,
+            entry=None if entry is None or is_certain else self._version(entry, rows, first),
+            is_last=is_last,
+        )
+        return PlacedBlock(block, base, rows)
+
+    def _op(self, row: int, rows: range, first: int, state: int, entry: int | None) -> BlockOp:
+        arrays = self.arrays
+        needed = int(arrays.first_needed[row])
+        readers = (int(arrays.row[r]) for r in self.windows.readers[arrays.free[row]])
+        return BlockOp(
+            cost_us=float(arrays.cost_us[row]) if self.timed else 0.0,
+            first_needed=needed - state if needed < NEVER else NEVER,
+            is_pinned=bool(arrays.pinned[row]),
+            readers=_inside(readers, rows),
+            reads_entry=entry is not None and row in self.readers[entry],
+            versions=tuple(self._version(v, rows, first) for v in self.versions[row]),
+        )
+
+    def _version(self, v: int, rows: range, first: int) -> BlockVersion:
+        arrays, begin = self.arrays, self.n_ops + first
+        nbytes, extra_from, dropped = int(arrays.nbytes[v]), int(arrays.extra_from[v]), int(arrays.dropped[v])
+        own = int(arrays.row[arrays.op[v]])
+        return BlockVersion(
+            nbytes=nbytes,
+            extra_from=extra_from - begin if nbytes and extra_from > self.n_ops else ALWAYS,
+            dropped=dropped - begin if dropped > self.n_ops else ALWAYS,
+            last_use=max(int(arrays.last_use[v]) - first, -2),
+            is_decided=self._is_decided(v),
+            readers=_inside(self.readers[v] - {own}, rows),
+        )
+
+    def _is_decided(self, v: int) -> bool:
+        op = self.arrays.op[v]
+        return bool(self.arrays.free[self.arrays.row[op]] == op)
+
+    def _end_of_forward(self, rows: range, base: int) -> tuple[BlockMoment, ...]:
+        """Return the moments of forward from the first op of the last block on.
+
+        A version that forward itself still holds there counts as saved or not at all.
+        """
+        arrays = self.arrays
+        may_count = (arrays.row[arrays.op] >= 0) & (arrays.extra_from <= self.n_ops)
+        moments = []
+        for op in range(int(arrays.free[rows.start]), self.n_ops):
+            twice = may_count & (arrays.op <= op) & (op < arrays.extra_from)
+            nbytes = int(self.certain[op]) - int(arrays.nbytes[twice].sum())
+            moments.append(BlockMoment(op - self.n_ops, 0, nbytes - base))
+        return tuple(moments)
+
+
+def _inside(readers: Iterable[int], rows: range) -> tuple[int, ...]:
+    return tuple(sorted(row - rows.start for row in set(readers) if row in rows))

@@ -1,0 +1,190 @@
+"""Choose a save set for each block of a chain by dynamic programming.
+
+The blocks are decided in forward order. A *label* is what some decisions about the blocks so far come to:
+
+    held         bytes that they save, live in backward of all later blocks
+    recomputed   bytes live in addition once the exit of the last of them is recomputed
+    cost         run time of what is recomputed
+
+Nothing else matters to the blocks after them, except whether the last exit is saved, is recomputed ahead of
+its own block, or neither. So a label is dropped if another one is at most as large in every number, and the
+cheapest label after the last block is the optimum of what is counted (NOTE [ A chain of blocks ]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import pairwise
+
+import numpy as np
+
+from autoac.planner.problem.graph import OpId, SaveSet
+from autoac.planner.problem.save_sets import without_cost_free_recomputes
+from autoac.planner.solver.arrays import Floats, GraphArrays, Ints
+from autoac.planner.solver.chain.blocks import Block, chain_of_blocks
+from autoac.planner.solver.chain.menus import Menu, menu
+
+HALVINGS = 10  # of the range of the smallest peak
+
+
+class Exit(IntEnum):
+    """Says how later blocks get the exit of a block."""
+
+    UNUSED = 0  # not before the block's own backward
+    RECOMPUTED = 1
+    SAVED = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Labels:
+    """Labels after a block, with the label and the save set that each of them comes from."""
+
+    held: Floats
+    recomputed: Floats
+    cost_us: Floats
+    before: Ints  # label, in the list for `exit_before`
+    exit_before: Ints
+    choice: Ints  # in the menu
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, index: Ints) -> Labels:
+        return Labels(
+            self.held[index], self.recomputed[index], self.cost_us[index],
+            self.before[index], self.exit_before[index], self.choice[index],
+        )  # fmt: skip
+
+    def best(self) -> Labels:
+        """Return the labels that no other one is at most as large as in each number, each once."""
+        order = np.lexsort((self.cost_us, self.held, self.recomputed))
+        held, cost = self.held[order], self.cost_us[order]
+        kept: list[Ints] = []
+        least = np.zeros(0), np.zeros(0)  # of labels that recompute less: held, and the least cost up to it
+        begins = np.flatnonzero(np.diff(self.recomputed[order], prepend=-np.inf))
+        for begin, end in pairwise([*begins.tolist(), len(order)]):
+            of_all = np.r_[least[0], held[begin:end]], np.r_[least[1], cost[begin:end]]
+            by_held = np.lexsort((np.arange(len(of_all[0])), of_all[1], of_all[0]))
+            held_now, cost_now = of_all[0][by_held], of_all[1][by_held]
+            is_best = cost_now < np.minimum.accumulate(np.r_[np.inf, cost_now[:-1]])
+            least = held_now[is_best], cost_now[is_best]
+            new = by_held[is_best] - (len(of_all[0]) - (end - begin))
+            kept.append(begin + new[new >= 0])
+        return self[order[np.concatenate(kept)]]
+
+
+def _together(parts: Sequence[Labels]) -> Labels:
+    return Labels(
+        np.concatenate([part.held for part in parts]),
+        np.concatenate([part.recomputed for part in parts]),
+        np.concatenate([part.cost_us for part in parts]),
+        np.concatenate([part.before for part in parts]),
+        np.concatenate([part.exit_before for part in parts]),
+        np.concatenate([part.choice for part in parts]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockwisePlan:
+    """A save set, and the recompute time that is counted for it."""
+
+    cost_us: float
+    save_set: SaveSet
+
+
+class Blockwise:
+    """Save sets of a chain of blocks, and bounds for all save sets."""
+
+    def __init__(self, arrays: GraphArrays, ceiling: int, *, timed: bool) -> None:
+        self._graph, self._free = arrays.windows.graph, arrays.free
+        self._blocks = chain_of_blocks(arrays, ceiling, timed=timed)
+        menus: dict[Block, list[Menu]] = {}
+        for placed in self._blocks:
+            if placed.block not in menus:
+                menus[placed.block] = [menu(placed.block, is_demanded=d) for d in (False, True)]
+        self._menus = menus
+
+    def smallest_peak(self, floor: int, known: int) -> Iterator[tuple[int, SaveSet | None]]:
+        """Yield ever larger proven bounds of the peak, each with a save set whose peak may be small, or None.
+
+        Args:
+            floor: bytes that no save set is below.
+            known: the peak of some save set.
+        """
+        for _ in range(HALVINGS):
+            middle = (floor + known) // 2
+            if middle <= floor:
+                return
+            found = self.within(middle)
+            if found is None:
+                floor = middle + 1
+            else:
+                known = middle
+            yield floor, None if found is None else found.save_set
+
+    def within(self, limit: int) -> BlockwisePlan | None:
+        """Return the cheapest plan whose counted bytes are within `limit`.
+
+        No save set with a peak within `limit` costs less. None: no save set has such a peak.
+        """
+        empty: Ints = np.zeros(1, np.int64)
+        labels = {Exit.SAVED: Labels(np.zeros(1), np.zeros(1), np.zeros(1), empty, empty, empty)}
+        history: list[dict[Exit, Labels]] = []
+        for placed in self._blocks:
+            plain, demanded = self._menus[placed.block]
+            saves = plain.saves_exit
+            room = limit - placed.nbytes
+            of_exit = {
+                Exit.UNUSED: _next(labels, plain, np.flatnonzero(~saves), room),
+                Exit.RECOMPUTED: _next(labels, demanded, np.arange(len(demanded)), room),
+                Exit.SAVED: _next(labels, plain, np.flatnonzero(saves), room),
+            }
+            labels = {exit_: found for exit_, found in of_exit.items() if found is not None}
+            history.append(labels)
+        if not labels:
+            return None
+        exit_ = min(labels, key=lambda e: float(labels[e].cost_us.min()))
+        label = int(labels[exit_].cost_us.argmin())
+        return BlockwisePlan(float(labels[exit_].cost_us[label]), self._save_set(history, exit_, label))
+
+    def _save_set(self, history: list[dict[Exit, Labels]], exit_: Exit, label: int) -> SaveSet:
+        saved: list[OpId] = []
+        for placed, labels in zip(reversed(self._blocks), reversed(history), strict=True):
+            chosen = labels[exit_]
+            choices = self._menus[placed.block][exit_ is Exit.RECOMPUTED]
+            row = choices.saved[chosen.choice[label]]
+            saved += [OpId(op) for op in self._free[placed.rows][row].tolist()]
+            exit_, label = Exit(int(chosen.exit_before[label])), int(chosen.before[label])
+        return without_cost_free_recomputes(self._graph, saved)
+
+
+def _next(before: dict[Exit, Labels], menu_: Menu, choices: Ints, room: float) -> Labels | None:
+    """Return the labels after a block; None if no choice leaves the need of the block within `room`."""
+    parts = []
+    for exit_, labels in before.items():
+        held = labels.held[:, None]
+        if exit_ is Exit.SAVED:
+            fits = held + menu_.need_with_entry[choices] <= room
+        else:
+            ahead = held + labels.recomputed[:, None]
+            fits = held + menu_.need[choices] <= room
+            if exit_ is Exit.RECOMPUTED:
+                fits &= ahead + menu_.need_while_demanded[choices] <= room
+            else:
+                fits &= ~menu_.demands_entry[choices]
+        label, at = np.nonzero(fits)
+        choice = choices[at]
+        entry_held = menu_.entry_held[choice] if exit_ is Exit.SAVED else 0.0
+        parts.append(
+            Labels(
+                labels.held[label] + menu_.held[choice] + entry_held,
+                menu_.recomputed[choice] + labels.recomputed[label] * menu_.passes_on[choice],
+                labels.cost_us[label] + menu_.cost_us[choice],
+                label,
+                np.full(len(label), exit_),
+                choice,
+            )
+        )
+    return _together(parts).best() if any(map(len, parts)) else None

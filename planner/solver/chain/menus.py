@@ -1,0 +1,159 @@
+"""List what the save sets of one block cost and hold, without those that are worse in every way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoac.planner.solver.arrays import Bools, Floats, Ints
+from autoac.planner.solver.chain.blocks import ALWAYS, Block, BlockVersion
+from autoac.planner.solver.recompute_windows import NEVER
+
+MOST_DECISIONS = 12  # of a block: its other ops, the smallest, take no bytes and no time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Menu:
+    """The save sets of a block, by position. Bytes are those of `Block`.
+
+    The need of a block is the most bytes that are live in its steps, without the blocks before it.
+    """
+
+    saved: Bools  # by save set and op
+    cost_us: Floats
+    held: Floats  # by what it saves, in backward of later blocks
+    entry_held: Floats  # by a saved entry, in backward of later blocks, since this block still needs it
+    recomputed: Floats  # in backward of later blocks
+    need: Floats  # if the entry is not saved
+    need_while_demanded: Floats  # of the moments at which the entry has been recomputed; -inf if it never is
+    need_with_entry: Floats  # if the entry is saved
+    demands_entry: Bools  # before backward of the blocks before: the entry must be saved or recomputed
+    passes_on: Bools  # the entry is recomputed as soon as the exit is
+    saves_exit: Bools
+
+    def __len__(self) -> int:
+        return len(self.cost_us)
+
+
+def menu(block: Block, *, is_demanded: bool) -> Menu:
+    """Return the menu of `block`, with or without a later block that has the exit recomputed."""
+    return _Table(block, is_demanded).menu()
+
+
+class _Table:
+    """All save sets of a block, as columns of arrays."""
+
+    def __init__(self, block: Block, is_demanded: bool) -> None:
+        self.block, self.is_demanded = block, is_demanded and not block.is_last
+        n = len(block.ops)
+        free = [i for i in range(n) if block.ops[i].nbytes and not block.ops[i].is_pinned]
+        free.sort(key=lambda i: (i < n - 1, -block.ops[i].nbytes))  # the exit first
+        decided = free[:MOST_DECISIONS]
+        self.is_decided = np.isin(np.arange(n), decided)
+        masks = np.arange(1 << len(decided))
+        self.saved = np.array([[not op.is_pinned] for op in block.ops]) & np.ones(len(masks), bool)
+        for bit, op in enumerate(decided):
+            self.saved[op] = masks >> bit & 1 > 0
+        if self.is_demanded:  # an exit that is saved is not recomputed: the other menu has it
+            self.saved = self.saved[:, ~self.saved[-1]]
+        self.zero: Floats = np.zeros(self.saved.shape[1])
+        self.nothing: Ints = np.zeros(self.saved.shape[1], np.int64)
+        self.start, self.entry_start = self._starts()
+        self.until, self.entry_until = self._held_until()
+
+    def _starts(self) -> tuple[Ints, Ints]:
+        """Return the states in which the block has its ops, and the entry, run again. ALWAYS: before it."""
+        start = np.full(self.saved.shape, NEVER)
+        entry = self.nothing + NEVER
+        for i in reversed(range(len(start))):
+            op = self.block.ops[i]
+            first = ALWAYS if self.is_demanded and i == len(start) - 1 else op.first_needed
+            start[i] = np.min([self.nothing + first, *(start[r] for r in op.readers)], axis=0)
+            start[i][self.saved[i]] = NEVER
+            if op.reads_entry:
+                entry = np.minimum(entry, start[i])
+        return start, np.where(entry <= self.block.demanded_by, entry, NEVER)
+
+    def _held_until(self) -> tuple[list[list[Ints]], Ints]:
+        """(9) Return until when the versions of each op are held if saved, and the entry if it is saved."""
+        until: list[list[Ints]] = [[] for _ in self.block.ops]
+        by_unsaved = np.full(self.saved.shape, ALWAYS)
+        for i in reversed(range(len(until))):
+            op = self.block.ops[i]
+            until[i] = [self._last_need(version, by_unsaved, version.dropped) for version in op.versions]
+            is_unpacked = op.first_needed < NEVER
+            needs = (
+                self._last_need(v, by_unsaved, v.dropped if is_unpacked else ALWAYS) for v in op.versions
+            )
+            by_unsaved[i] = np.max([self.nothing + ALWAYS, *needs], axis=0)
+            by_unsaved[i][self.saved[i]] = ALWAYS
+        entry = self.block.entry
+        if entry is None:
+            return until, self.nothing + ALWAYS
+        return until, self._last_need(entry, by_unsaved, ALWAYS)
+
+    def _last_need(self, version: BlockVersion, by_unsaved: Ints, dropped: int) -> Ints:
+        result: Ints = np.max([self.nothing + dropped, *(by_unsaved[r] for r in version.readers)], axis=0)
+        return result
+
+    def menu(self) -> Menu:
+        block, start = self.block, self.start
+        is_used = self.start < NEVER
+        cost = np.array([op.cost_us for op in block.ops]) @ is_used
+        held = self._saved_bytes(ALWAYS, block.later)
+        entry_held = self._entry_bytes(ALWAYS, block.later)
+        recomputed = self.zero.copy()
+        if self.is_demanded:
+            for i, op in enumerate(block.ops):
+                nbytes = sum(v.nbytes for v in op.versions if v.last_use >= block.later)
+                recomputed += nbytes * (start[i] == ALWAYS)
+        need, demanded, with_entry = (np.full_like(self.zero, -np.inf) for _ in range(3))
+        for moment in block.steps:
+            live = moment.nbytes + self._saved_bytes(moment.at, moment.at)
+            for i, op in enumerate(block.ops):
+                nbytes = sum(v.nbytes for v in op.versions if v.last_use >= moment.at)
+                if nbytes:
+                    live += nbytes * (start[i] <= moment.state)
+            need = np.maximum(need, live)
+            demanded = np.where(self.entry_start <= moment.state, np.maximum(demanded, live), demanded)
+            with_entry = np.maximum(with_entry, live + self._entry_bytes(moment.at, moment.at))
+        for moment in block.forward:
+            need = np.maximum(need, moment.nbytes)
+            with_entry = np.maximum(with_entry, moment.nbytes + entry_held)
+        demands = self.entry_start < NEVER
+        passes_on = self.entry_start == ALWAYS
+        saves_exit = self.saved[-1] & self.is_decided[-1]
+        numbers = np.stack([cost, held, recomputed, need, demanded, with_entry, entry_held,
+                            demands, passes_on, ~saves_exit], axis=1)  # fmt: skip
+        best = _not_dominated(numbers)
+        return Menu(
+            self.saved.T[best], cost[best], held[best], entry_held[best], recomputed[best], need[best],
+            demanded[best], with_entry[best], demands[best], passes_on[best], saves_exit[best],
+        )  # fmt: skip
+
+    def _saved_bytes(self, begun: int, moment: int) -> Floats:
+        """(10) Return the saved bytes that are live at `moment`, of versions that count from `begun` on."""
+        nbytes = self.zero.copy()
+        for i in np.flatnonzero(self.is_decided).tolist():
+            for version, until in zip(self.block.ops[i].versions, self.until[i], strict=True):
+                if version.is_decided and version.extra_from <= begun:
+                    nbytes += version.nbytes * (self.saved[i] & (until > moment))
+        return nbytes
+
+    def _entry_bytes(self, begun: int, moment: int) -> Floats:
+        entry = self.block.entry
+        if entry is None or entry.extra_from > begun:
+            return self.zero
+        return np.where(self.entry_until > moment, float(entry.nbytes), self.zero)
+
+
+def _not_dominated(numbers: Floats) -> list[int]:
+    """Return the rows that no other row is at most as large as in each column, each once."""
+    best: list[int] = []
+    kept = np.empty_like(numbers)
+    for row in np.lexsort(numbers.T[::-1]).tolist():
+        if not (kept[: len(best)] <= numbers[row]).all(axis=1).any():
+            kept[len(best)] = numbers[row]
+            best.append(row)
+    return best

@@ -1,0 +1,103 @@
+"""Derive from a graph what its searches need, whatever their budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from autoac.planner.memory.schedule import recompute_us
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.problem.distant_uses import distant_uses
+from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.save_sets import chosen_use_groups
+from autoac.planner.problem.use_groups import later_runs, with_use_groups
+from autoac.planner.solver.arrays import GraphArrays, as_arrays
+from autoac.planner.solver.bounds import Bounds, bounds_of
+from autoac.planner.solver.chain.blockwise import Blockwise
+from autoac.planner.solver.recompute_windows import Windows, find_windows
+from autoac.planner.solver.repeated_blocks import RepeatedBlocks
+from autoac.planner.solver.start.heuristics import simple_save_sets
+from autoac.planner.solver.start.segments import Segments
+from autoac.planner.solver.variables import Options
+
+
+class Problem:
+    """A graph, with everything that a search derives from it and that does not depend on a budget.
+
+    Each property is computed when it is first read, and kept.
+    """
+
+    def __init__(self, graph: Graph, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.step = graph  # as it was given
+        use_groups = distant_uses(graph) if self.options.use_groups and not graph.runs else {}
+        self.graph = with_use_groups(graph, use_groups)
+
+    @cached_property
+    def once(self) -> Problem | None:
+        """Return the problem without use groups, which is smaller; None if it has none."""
+        return (
+            None if self.graph is self.step else Problem(self.step, replace(self.options, use_groups=False))
+        )
+
+    def with_use_groups(self, save_set: SaveSet) -> SaveSet:
+        """Return the save set of `graph` that recomputes what `save_set` of `step` does, each op once."""
+        others = later_runs(self.graph)
+        ids = [op.id for op in self.graph.ops if op.id not in others]
+        return frozenset(ids[op] for op in save_set) | others
+
+    def chosen(self, save_set: SaveSet) -> tuple[Graph, SaveSet]:
+        """Return the graph of the step with only those use groups that `save_set` uses, and its save set."""
+        if self.graph is self.step:
+            return self.step, save_set
+        groups, saved = chosen_use_groups(self.graph, save_set)
+        graph = with_use_groups(self.step, groups)
+        others = later_runs(graph)
+        ids = [op.id for op in graph.ops if op.id not in others]
+        return graph, frozenset(ids[op] for op in saved)
+
+    @cached_property
+    def ceiling(self) -> int:
+        """Return the peak with nothing recomputed: within this budget everything fits."""
+        return peak_bytes(self.graph, self.graph.everything)
+
+    @cached_property
+    def windows(self) -> Windows:
+        """Return for each op the window of backward in which a recompute of it can lie."""
+        return find_windows(self.graph, merge_followers=self.options.merge_followers)
+
+    @cached_property
+    def arrays(self) -> GraphArrays:
+        """Return the graph and `windows` as NumPy arrays."""
+        return as_arrays(self.windows)
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        """Return the range in which a budget is worth planning for."""
+        return bounds_of(self.windows)
+
+    @cached_property
+    def blocks(self) -> RepeatedBlocks | None:
+        """Return which ops and steps repeat in the graph; None if `options.repeat_in_blocks` is off."""
+        return RepeatedBlocks(self.windows) if self.options.repeat_in_blocks else None
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Return the segments that forward can be cut into."""
+        return Segments(self.arrays)
+
+    @cached_property
+    def blockwise(self) -> Blockwise | None:
+        """Return the dynamic program over blocks; None for a graph with use groups, which it cannot bound."""
+        return None if self.graph.runs else Blockwise(self.arrays, self.ceiling, timed=True)
+
+    @cached_property
+    def blockwise_peak(self) -> Blockwise | None:
+        """Return `blockwise` without run times, which is faster."""
+        return None if self.graph.runs else Blockwise(self.arrays, self.ceiling, timed=False)
+
+    @cached_property
+    def simple(self) -> tuple[tuple[float, SaveSet], ...]:
+        """Return the simple save sets with their recompute times, the fastest first."""
+        timed = [(recompute_us(self.graph, save_set), save_set) for save_set in simple_save_sets(self.graph)]
+        return tuple(sorted(timed, key=lambda item: item[0]))

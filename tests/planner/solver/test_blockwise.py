@@ -1,0 +1,71 @@
+"""Check the dynamic program over blocks: its bounds against brute force, and the save sets that it finds."""
+
+from __future__ import annotations
+
+import random
+
+import graphs
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.minimum_peak import find_minimum_peak
+from autoac.planner.problem.build import build
+from autoac.planner.problem.graph import Graph, chain
+from autoac.planner.solver.chain import blocks, menus
+from autoac.planner.solver.chain.blockwise import Blockwise
+from autoac.planner.solver.highs import Stopped
+from autoac.planner.solver.start.search_problem import Problem
+
+laws = settings(max_examples=40, derandomize=True, deadline=None)
+
+
+def blockwise(graph: Graph, *, timed: bool = True) -> Blockwise:
+    problem = Problem(graph)
+    return Blockwise(problem.arrays, problem.ceiling, timed=timed)
+
+
+@laws
+@given(st.integers(0, 2**32 - 1))
+def test_no_save_set_beats_the_bounds(seed: int) -> None:
+    graph = build(graphs.random_profile(random.Random(seed), 6))
+    table = oracles.peaks_and_times(graph)
+    of_blocks = blockwise(graph)
+    for peak, _ in table.values():
+        found = of_blocks.within(peak)
+        assert found is not None
+        assert found.cost_us <= oracles.least_time(table, peak) + 1e-6
+    smallest = oracles.smallest_peak(table)
+    assert all(bound <= smallest for bound, _ in of_blocks.smallest_peak(0, smallest))
+
+
+def test_few_decisions_in_a_block_leave_the_bounds_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(menus, "MOST_DECISIONS", 2)
+    monkeypatch.setattr(blocks, "SMALL", 0.2)
+    for seed in range(12):
+        graph = build(graphs.random_profile(random.Random(seed), 6))
+        table = oracles.peaks_and_times(graph)
+        for peak, _ in table.values():
+            found = blockwise(graph).within(peak)
+            assert found is not None
+            assert found.cost_us <= oracles.least_time(table, peak) + 1e-6
+
+
+def test_smallest_peak_of_a_chain_is_proven() -> None:
+    """The relaxation proves 21 bytes, since it recomputes a part of each segment ahead of time."""
+    graph = chain(*[1] * 30)
+    smallest = find_minimum_peak(graph)
+    assert smallest.proven == smallest.found == peak_bytes(graph, smallest.save_set)
+    assert smallest.stopped is Stopped.OPTIMAL
+
+
+def test_smallest_peak_of_residual_blocks_is_nearly_proven() -> None:
+    graph = build(graphs.gpt2(6))
+    problem = Problem(graph)
+    known = min(peak_bytes(graph, save_set) for save_set in problem.segments.smallest())
+    found = list(blockwise(graph, timed=False).smallest_peak(problem.bounds.floor, known))
+    best = min(known, *(peak_bytes(graph, save_set) for _, save_set in found if save_set is not None))
+    assert found[-1][0] > problem.bounds.floor
+    assert found[-1][0] >= 0.9 * best
