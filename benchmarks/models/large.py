@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from transformers.models.mamba import modeling_mamba
 
 from benchmarks.models.batches import Batch, ModelAndBatch
+from benchmarks.models.dense_net import DenseNet
 from benchmarks.models.gpt2 import gpt2
 from benchmarks.models.selective_scan import selective_scan
 
@@ -118,6 +119,14 @@ def resnet152(batch: int = 256) -> ModelAndBatch:
     )
     with weightless():
         return transformers.ResNetForImageClassification(config).train(), images(batch)
+
+
+def densenet161(batch: int = 128) -> ModelAndBatch:
+    """Build DenseNet-161 of the paper's authors: growth 48, 1,000 classes."""
+    with weightless():
+        model = DenseNet((6, 12, 36, 24), growth=48, stem=96).train()
+    batches = images(batch)
+    return model, {"images": batches["pixel_values"], "labels": batches["labels"]}
 
 
 class Denoiser(nn.Module):
@@ -293,6 +302,7 @@ MODELS: dict[str, Callable[[], ModelAndBatch]] = {
     "gpt2_xl": gpt2_xl,  # GPT-2 XL with dropout, 8 x 1024 tokens
     "vit_h14": vit_h14,  # ViT-H/14, 64 images of 224 x 224
     "resnet152": resnet152,  # ResNet-152, 256 images of 224 x 224
+    "densenet161": densenet161,  # DenseNet-161, 128 images of 224 x 224
     "unet_sd15": unet_sd15,  # Stable Diffusion 1.5's U-Net, 16 latents of 64 x 64
     "t5_3b": t5_3b,  # T5-3B, 8 x (512 + 512) tokens
     "mamba_2_8b": mamba_2_8b,  # Mamba 2.8B, 2 x 2048 tokens
