@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from autoac.planner import Plan, PlannerError, Profile, build, plan
 from autoac.planner.minimum_peak import WORK_LIMIT, MinimumPeak, search_minimum_peak
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S
-from autoac.planner.solver.search import Problem
+from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import GIB, format_bytes
