@@ -21,7 +21,8 @@ import ac_client
 from benchmarks.models.modules import Transformer
 from benchmarks.results import markdown_table
 
-HEAD = ("process", "CPU s", "graphs compiled", "graphs from the cache")
+HEAD = ("process", "CPU s without a plan", "with a plan", "added", "graphs compiled", "from the cache")
+TURNS = ("first", "second, with warm caches")
 
 
 def spent_s() -> float:
@@ -74,13 +75,19 @@ def main() -> None:
         return
     shared = ["--layers", str(options.layers), "--backend", options.backend]
     planned = ["--budget-gb", str(options.budget_gb or 0.012)]
-    rows = []
+    found = {}
     for name, extra in (("unplanned", []), ("planned", planned)):
         with tempfile.TemporaryDirectory() as caches:
-            for turn in ("first", "second, warm caches"):
-                row = in_process(caches, *shared, *extra)
-                rows.append((f"{name}, {turn}", f"{row['cpu_s']:.1f}", str(row["missed"]), str(row["hit"])))
-                print(rows[-1], flush=True)
+            for turn in TURNS:
+                found[name, turn] = in_process(caches, *shared, *extra)
+                print(name, turn, found[name, turn], flush=True)
+    rows = []
+    for turn in TURNS:
+        without, row = found["unplanned", turn], found["planned", turn]
+        added = row["cpu_s"] - without["cpu_s"]
+        share = f"{added:+.1f} s ({added / without['cpu_s']:+.0%})"
+        times = (f"{without['cpu_s']:.1f}", f"{row['cpu_s']:.1f}")
+        rows.append((turn, *times, share, str(row["missed"]), str(row["hit"])))
     print(f"\n{markdown_table(HEAD, rows)}")
 
 

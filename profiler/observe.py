@@ -17,6 +17,7 @@ from autoac.profiler.distributed.ddp import buckets_of
 from autoac.profiler.distributed.fsdp import check_sharded
 from autoac.profiler.environment import describe_leaf, environment_of_datasheet, environment_of_device
 from autoac.profiler.errors import CannotProfile
+from autoac.profiler.known_step import KnownStep, StepKnown
 from autoac.profiler.model_device import check_one_device, device_of
 from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspace_bytes
 from autoac.profiler.steps import fake, hollow
@@ -100,6 +101,7 @@ def observe(
     autocast: torch.dtype | None = None,
     accumulates: bool | None = None,
     loop: Loop = ONE_FORWARD,
+    recall: bool = False,
 ) -> Profile:
     """Profile one training step in a loop of any form, with the state and workspace of `optimizer`.
 
@@ -110,6 +112,8 @@ def observe(
             default as for `model` now.
         loop: how many forwards run before one backward, each on a batch like this one, and which outputs are
             held. With several forwards, `loss` gets a list of their outputs.
+        recall: return the profile that an earlier process stored for the same compiled step (known_step.py),
+            or store it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")
@@ -118,6 +122,7 @@ def observe(
     check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient is copied into its bucket, and freed
+    known: KnownStep | None = None
     leaves = tree_leaves((tuple(args), dict(kwargs)))
     _check_no_iterators(model, leaves)
     inputs = [describe_leaf(leaf) for leaf in leaves]
@@ -142,9 +147,33 @@ def observe(
             )
         with autocast_to(device.type, autocast):
             environment = environment_of_device(model, device)
-            step, notes = _real_step(
-                model, args, kwargs, loss, device, environment, accumulates, mode == "measured", times, loop
-            )
+            if (
+                recall
+                and is_called_compiled(model)
+                and times is None
+                and loss is None
+                and not _is_distributed()
+            ):
+                needs = optimizer_bytes(optimizer, device, datasheet)
+                known = KnownStep(
+                    model,
+                    (
+                        environment,
+                        machine(device, environment.device_name),
+                        inputs,
+                        accumulates,
+                        loop,
+                        needs,
+                        static_bytes(model, args, kwargs, needs.state, device, accumulates=accumulates),
+                    ),
+                )
+            try:
+                step, notes = _real_step(
+                    *(model, args, kwargs, loss, device, environment, accumulates, mode == "measured"),
+                    *(times, loop, known),
+                )
+            except StepKnown as found:
+                return found.profile
     else:
         device = fake.CPU
         datasheet = on if isinstance(on, Device) else datasheet_of(on)
@@ -184,7 +213,14 @@ def observe(
         )
     if on is None and times is not None:
         result = _with_cached_backward(result, times, machine(device, environment.device_name))
+    if known is not None:
+        known.keep(result)
     return result
+
+
+def _is_distributed() -> bool:
+    """Return True if there are other ranks, which would wait for a rank that recalls its profile."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _check_no_lazy_layers(model: nn.Module) -> None:
@@ -242,6 +278,7 @@ def _real_step(
     plain_too: bool,
     times: Times | None,
     loop: Loop,
+    known_step: KnownStep | None = None,
 ) -> tuple[HollowStep, list[str]]:
     """Run a hollow step, and with `plain_too` a plain one for its run times. Return it with notes."""
     here = machine(device, environment.device_name)
@@ -253,7 +290,8 @@ def _real_step(
         return dict(known)
 
     def run(**options: Any) -> HollowStep:
-        return hollow.run(model, args, kwargs, loss, device, accumulates=accumulates, loop=loop, **options)
+        options = {"accumulates": accumulates, "loop": loop, "watch": known_step, **options}
+        return hollow.run(model, args, kwargs, loss, device, **options)
 
     if plain_too:
         # The hollow step goes first: a plain one does not show what Python holds without autograd.

@@ -27,9 +27,9 @@ GROUP_OF_FILE = {
         "plans": ("plan", "minimum_peak", "frontier", "infeasibility"),
     },
     "profiler": {
-        "base": ("errors",),
+        "base": ("errors", "graph_notes"),
         "static": ("static_memory", "model_device"),
-        "entry": ("observe", "to_profile", "environment"),
+        "entry": ("observe", "to_profile", "environment", "known_step"),
     },
     "api": {
         "base": ("errors", "settings", "requests", "problems"),

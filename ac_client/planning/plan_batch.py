@@ -24,6 +24,7 @@ from ac_client.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile, as_planned, plan
+from autoac.planner.formats.profile import OpFlag
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, device_of, observe
@@ -216,7 +217,10 @@ class BatchProfiler:
                 optimizer=self.optimizers.all,
                 accumulates=True if loop.retains else None,  # the second backward finds the first's gradients
                 loop=loop,
+                recall=True,
             )
+            if all(flags & OpFlag.COMPILED for flags in profile.ops.flags):
+                return profile  # compiled code records and replays nothing
             us = replay_us_of_process()
             if profile.environment.device_type != "cpu" and not is_host_bound(profile, us):
                 return profile  # the device runs behind its host, whose time does not count

@@ -20,7 +20,7 @@ _OPS = "ops"  # key of `CompiledPart.notes`
 
 def note_ops(part: CompiledPart, joint: JointGraph) -> None:
     """Remember the ops of forward of `part`, as they are after the backend's passes over the joint graph."""
-    part.notes[_OPS] = tuple((module_path(node), facts_of(node.target).name_in_keys) for node in joint.ops)  # type: ignore[arg-type]
+    part.notes[_OPS] = [(module_path(node), facts_of(node.target).name_in_keys) for node in joint.ops]  # type: ignore[arg-type]
 
 
 def ops_of(part: CompiledPart) -> Sequence[OpName]:
@@ -36,7 +36,7 @@ def ops_of(part: CompiledPart) -> Sequence[OpName]:
             part.compile(_Listed, list_ops)
         except _Listed:
             pass
-    return part.notes[_OPS]  # type: ignore[no-any-return]
+    return [(module, op) for module, op in part.notes[_OPS]]
 
 
 class _Listed(Exception):
@@ -57,4 +57,4 @@ def compile_decided(part: CompiledPart, saved: tuple[bool, ...]) -> BoxedCall:
 
         return cut(module, num_fwd_outputs, is_saved)
 
-    return part.compile(saved, partition)
+    return part.decided(saved, partition)

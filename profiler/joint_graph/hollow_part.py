@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -38,13 +38,27 @@ _HOLLOW = "hollow"  # key of the compiled halves
 _RUN = "_autoac_run"  # attribute of the empty tensors by which backward finds its forward
 
 
+class PartWatch(Protocol):
+    """Follow the calls of compiled graphs in a step that is profiled."""
+
+    def ran(self, part: CompiledPart, *, recorded: bool) -> None:
+        """Note a call, before the graph runs."""
+
+
 class HollowParts:
     """Run the compiled graphs of a forward node by node. With a recorder, record them."""
 
-    def __init__(self, recorder: OpRecorder | None = None, saved: SavedTensorRecorder | None = None) -> None:
-        self.recorder, self.saved = recorder, saved
+    def __init__(
+        self,
+        recorder: OpRecorder | None = None,
+        saved: SavedTensorRecorder | None = None,
+        watch: PartWatch | None = None,
+    ) -> None:
+        self.recorder, self.saved, self.watch = recorder, saved, watch
 
     def callable_of(self, part: CompiledPart) -> BoxedCall:
+        if self.watch is not None:
+            self.watch.ran(part, recorded=self.recorder is not None)
         if (compiled := part.compiled.get(_HOLLOW)) is None:
             halves = _Halves(part)
             compilers = halves.compiled_forward, halves.compiled_backward

@@ -57,7 +57,7 @@ from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.distributed.fsdp import Shards, parameters_of, single_rank_fsdp, watch_sharding
 from autoac.profiler.errors import CannotProfile, NothingToProfile
-from autoac.profiler.joint_graph.hollow_part import HollowParts
+from autoac.profiler.joint_graph.hollow_part import HollowParts, PartWatch
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.first_backward import free_workspaces, is_first_backward_special
@@ -108,6 +108,7 @@ class ProfiledStep:
     device: torch.device
     loop: Loop
     backlog: Backlog | None = None  # of the device; None: nothing is timed
+    watch: PartWatch | None = None  # of compiled graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,7 @@ def run(
     known: KnownTimes = _no_known_times,
     time_ops: bool = True,
     loop: Loop = ONE_FORWARD,
+    watch: PartWatch | None = None,
 ) -> HollowStep:
     """Run one hollow step, or with `plain` one that saves everything, as training does.
 
@@ -160,6 +162,7 @@ def run(
         known: returns run times that need not be measured.
         time_ops: False to run no forward for run times alone.
         loop: the form of the training loop.
+        watch: follows the calls of compiled graphs, and may stop the step.
 
     Raises:
         NothingToProfile: no output of the model depends on anything that requires a gradient.
@@ -189,9 +192,9 @@ def run(
             excluded=shards.managed(),
             before=shards.reset,
         ) as (call, leaves),
-        carried_by(HollowParts()) if _runs_compiled(compiled) else nullcontext(),
+        carried_by(HollowParts(watch=watch)) if _runs_compiled(compiled) else nullcontext(),
     ):
-        step = ProfiledStep(model, call, leaves, loss, device, loop, backlog)
+        step = ProfiledStep(model, call, leaves, loss, device, loop, backlog, watch)
         saved.can_run = shards.is_gathered
         try:
             warm_up = _prepare(step, shards)
@@ -368,7 +371,9 @@ def _forward(
     try:
         with (
             torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
-            carried_by(HollowParts(recorder, saved)) if _runs_compiled(step.call.entry) else nullcontext(),
+            carried_by(HollowParts(recorder, saved, step.watch))
+            if _runs_compiled(step.call.entry)
+            else nullcontext(),
             recorder,
         ):
             outputs: list[Any] = []

@@ -25,7 +25,8 @@ import copy
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import _C, _guards, _ops, nn
@@ -289,27 +290,73 @@ def compile_context() -> Any:
     return _guards.CompileContext.try_get()
 
 
-def second_stage_contexts(state: Any, tracing: Any, compiling: Any) -> list[Any]:
-    """Return the contexts that `create_aot_state` and `compile_fx` enter around the second stage."""
-    from torch._decomp.decompositions_for_rng import PhiloxStateTracker
-    from torch._dispatch.python import enable_python_dispatcher
+def compile_contexts(tracing: Any, compiling: Any) -> list[Any]:
+    """Return the contexts that Dynamo and `compile_fx` enter around AOTAutograd."""
     from torch._dynamo import compiled_autograd
-    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing, preserve_rng_state
+    from torch._dynamo.utils import preserve_rng_state
 
     contexts = [
         _guards.tracing(tracing),
         _guards.compile_context(compiling),
         compiled_autograd._disable(),
-        torch.autograd.set_multithreading_enabled(False),
         preserve_rng_state(),
-        state.fake_mode,
+    ]
+    if tracing is not None and (virtualized := sys.modules.get("torch._inductor.virtualized")) is not None:
+        contexts.append(virtualized.V.set_fake_mode(tracing.fake_mode))
+    return contexts
+
+
+def second_stage_contexts(fake_mode: Any) -> list[Any]:
+    """Return the contexts that `create_aot_state` enters around the second stage."""
+    from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+
+    contexts = [
+        torch.autograd.set_multithreading_enabled(False),
+        fake_mode,
         enable_python_dispatcher(),
         PhiloxStateTracker(),
         _disable_saved_tensors_hooks_during_tracing(),
     ]
     if (virtualized := sys.modules.get("torch._inductor.virtualized")) is not None:
-        contexts.append(virtualized.V.set_fake_mode(state.fake_mode))
+        contexts.append(virtualized.V.set_fake_mode(fake_mode))
     return contexts
+
+
+def adds_guards(tracing: Any) -> bool:
+    """Return True if AOTAutograd's first stage has added guards, which its cache does not store."""
+    return tracing is None or bool(tracing.guards_context.aotautograd_guards)
+
+
+def wrap_cache_lookup(entry: Callable[[Any], Any], lookup: Callable[[Any], Any]) -> None:
+    """Wrap the function by which backends call AOTAutograd, and its lookup in the cache on disk."""
+    from torch._dynamo.backends import common
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+
+    backends, cache = cast("Any", common), cast("Any", AOTAutogradCache)
+    backends.aot_module_simplified = entry(backends.aot_module_simplified)
+    cache.try_load = staticmethod(lookup(cache.try_load))
+
+
+def code_on_disk(key: str, args: list[Any], config: Any, extra: Any) -> Any:
+    """Return the code that AOTAutograd's cache on disk has under `key`; None if it has none."""
+    from torch._functorch._aot_autograd import autograd_cache
+
+    found = autograd_cache.AOTAutogradCache._lookup(key, True, False, args, {}, config)
+    if found is None:
+        return None
+    try:
+        return found[0].wrap_post_compile(args, config, autograd_cache.create_fx_config(extra))
+    except autograd_cache.FXGraphCacheMiss:
+        return None
+
+
+def compiler_cache_dir() -> Path:
+    """Return the folder of torch's caches of compiled code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 def copied_graph_module(module: Any) -> Any:

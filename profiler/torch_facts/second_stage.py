@@ -11,11 +11,17 @@ So a graph is traced once, whatever is planned for it later: another budget, ano
 another layer that shares the code runs the second stage alone.
 
 NOTE [ Caches of compiled code ]
-AOTAutograd's cache on disk finds a graph before the first stage, and a hit never comes here. So while a
-carrier is active, `custom_partitioner_fn` of Inductor's configuration holds an object whose `uuid` makes the
-key of every graph another one. No entry is written under that key, since the key does not say what is saved.
-Inductor's cache of forward and backward graphs is keyed by their content, so a second process traces again
-and compiles nothing.
+AOTAutograd's cache on disk finds a graph before the first stage, by a key of all that its code depends on.
+But that key does not say what a plan saves. So we write two kinds of files, both in torch's folder of caches:
+
+1. While a carrier is active, `custom_partitioner_fn` of Inductor's configuration holds an object whose `uuid`
+   is a digest of our own source. So a graph has another key than without a plan, or under another version of
+   ours. No code is stored under this key, only the *notes* on the graph: its ops, and what carriers add.
+2. The code is stored under the key followed by a digest of the decisions. Other decisions have another key.
+
+A second process that finds notes makes a CompiledPart that is not traced. It loads the code for a decision,
+and runs the first stage only for a decision without code. Graphs with symbolic sizes have no notes, since
+their guards come from the first stage, and neither have graphs for which it adds guards on aliases.
 """
 
 from __future__ import annotations
@@ -23,14 +29,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
+import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from autoac.planner.formats.profile import ANOTHER_GRAPH
+from autoac.profiler.graph_notes import read_notes, source_digest, write_notes
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import opaque_region, recording_modes
 
@@ -51,6 +61,9 @@ class Carrier(Protocol):
 class _Current(threading.local):
     carrier: Carrier | None = None
     partitioner: Any = None  # of the user, while a carrier is active
+    simplify: Any = None  # runs AOTAutograd on the graph that is looked up in its cache
+    retraces: bool = False  # a graph with notes runs its first stage
+    first: Any = None  # the last result of a first stage
 
 
 _current = _Current()
@@ -76,38 +89,85 @@ def set_carrier(carrier: Carrier | None) -> Carrier | None:
     return before
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FirstStage:
+    """Hold what AOTAutograd hands to its second stage, and what surrounds it."""
+
+    state: Any
+    capture: Any
+    partition: Any  # of the user's backend
+    compilers: tuple[Any, Any]
+    context: _CompileContext
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Lookup:
+    """Hold a graph that was looked up in AOTAutograd's cache, to load code or to trace it later."""
+
+    args: list[Any]  # without memory
+    config: Any
+    extra: Any
+    simplify: Callable[[list[Any]], Any]
+    context: _CompileContext
+
+    def load(self, key: str) -> BoxedCall | None:
+        """Return the code that the cache has under `key`; None if it has none."""
+        with self.context.entered():
+            return private.code_on_disk(key, self.args, self.config, self.extra)  # type: ignore[no-any-return]
+
+    def trace(self) -> _FirstStage:
+        """Run the first stage."""
+        _current.retraces, _current.first = True, None
+        try:
+            with self.context.entered():
+                self.simplify(self.args)
+            assert _current.first is not None, "the graph was traced without gradients"
+            return _current.first  # type: ignore[no-any-return]
+        finally:
+            _current.retraces, _current.first = False, None
+
+
 class CompiledPart:
     """A graph that Dynamo captured, after the first stage. Calling it runs the second stage if need be.
 
     Attributes:
-        joint: the joint graph; the second stage works on copies.
-        metadata: AOTAutograd's facts about inputs and outputs.
+        key: of the graph in caches on disk; "" if it is not cached.
+        notes: what carriers remember of the graph, as JSON.
         compiled: the results of the second stage, by what a carrier chose as their key.
-        notes: what carriers remember of the graph.
     """
 
     _boxed_call = True
 
-    def __init__(self, state: Any, capture: Any, partition: Any, compilers: tuple[Any, Any]) -> None:
-        self._state, self._capture = state, capture
-        self._partition, self._compilers = partition, compilers
-        self._context = _CompileContext.now(state)
+    def __init__(
+        self, key: str, notes: dict[str, Any], first: _FirstStage | None, lookup: _Lookup | None = None
+    ) -> None:
+        self.key, self.notes = key, notes
         self.compiled: dict[Any, BoxedCall] = {}
-        self.notes: dict[str, Any] = {}
+        self._lookup = lookup
+        self._traced = first
+
+    @property
+    def _first(self) -> _FirstStage:
+        if self._traced is None:
+            assert self._lookup is not None
+            self._traced = self._lookup.trace()
+        return self._traced
 
     @property
     def joint(self) -> Any:
-        return self._capture.graph_module
+        """The joint graph; the second stage works on copies."""
+        return self._first.capture.graph_module
 
     @property
     def metadata(self) -> Any:
-        return self._state.fw_metadata
+        """AOTAutograd's facts about inputs and outputs."""
+        return self._first.state.fw_metadata
 
     @property
     def fuses(self) -> bool:
         """Return True if the backend is Inductor, which fuses ops."""
         inductor = sys.modules.get("torch._inductor.compile_fx")
-        return inductor is not None and self._partition is inductor.partition_fn
+        return inductor is not None and self._first.partition is inductor.partition_fn
 
     def __call__(self, args: list[Any]) -> Any:
         carrier = _current.carrier
@@ -127,39 +187,66 @@ class CompiledPart:
 
     def as_user_compiled(self) -> BoxedCall:
         """Return the code that the user's backend makes without a plan."""
-        return self.compile(None, self._partition)
+        return self.compile(None, self._first.partition)
 
-    def compile(self, key: Any, partition: Partition, compilers: tuple[Any, Any] | None = None) -> BoxedCall:
+    def decided(self, saved: tuple[bool, ...], partition: Partition) -> BoxedCall:
+        """Return the code for the decisions `saved`, which `partition` carries out, from disk if possible."""
+        digest = hashlib.sha256(bytes(saved)).hexdigest()[:32]
+        if saved not in self.compiled and self._lookup is not None:
+            code = self._lookup.load(self.key + digest)
+            if code is not None:
+                self.compiled[saved] = code
+        return self.compile(saved, partition, stored_as=digest)
+
+    def compile(
+        self,
+        key: Any,
+        partition: Partition,
+        compilers: tuple[Any, Any] | None = None,
+        stored_as: str = "",
+    ) -> BoxedCall:
         """Run the second stage with `partition`, unless it ran before for `key`.
 
         Args:
             key: names the result in `compiled`.
             partition: cuts the joint graph. Inductor's passes over the joint graph run before it.
             compilers: of the forward and the backward graph; by default those of the user's backend.
+            stored_as: names the result in AOTAutograd's cache, after the key of the graph.
         """
         if key not in self.compiled:
-            module = private.copied_graph_module(self._capture.graph_module)
-            metadata = copy.copy(self._state.fw_metadata)
+            first = self._first
+            module = private.copied_graph_module(first.capture.graph_module)
+            metadata = copy.copy(first.state.fw_metadata)
             metadata.dynamic_saved_tensors_idxs = dict(metadata.dynamic_saved_tensors_idxs)
-            config = self._state.aot_config
-            if partition is not self._partition:
-                config = dataclasses.replace(
-                    config, cache_info=None, force_non_lazy_backward_lowering=compilers is not None
-                )
-            state = dataclasses.replace(self._state, fw_metadata=metadata, aot_config=config)
-            capture = dataclasses.replace(self._capture, graph_module=module)
-            if partition is not self._partition:
+            config = dataclasses.replace(first.state.aot_config, cache_info=self._cache_info(stored_as))
+            if partition is not first.partition:
+                config = dataclasses.replace(config, force_non_lazy_backward_lowering=compilers is not None)
+            state = dataclasses.replace(first.state, fw_metadata=metadata, aot_config=config)
+            capture = dataclasses.replace(first.capture, graph_module=module)
+            if partition is not first.partition:
                 partition = self._after_joint_passes(partition, module)
-            with self._context.entered(metadata):
+            with first.context.entered(metadata, state.fake_mode):
                 second_stage = private.aot_graph_compile().aot_stage2_autograd.__wrapped__
                 self.compiled[key], _ = second_stage(
-                    state, capture, partition, *(compilers or self._compilers)
+                    state, capture, partition, *(compilers or first.compilers)
                 )
         return self.compiled[key]
 
+    def _cache_info(self, stored_as: str) -> Any:
+        """Return where AOTAutograd stores the code that it compiles; None if it does not."""
+        info = self._first.state.aot_config.cache_info
+        if not (self.key and stored_as) or info is None:
+            return None
+        return dataclasses.replace(info, cache_key=self.key + stored_as)
+
+    def keep_notes(self) -> None:
+        """Store the notes for later processes."""
+        if self.key:
+            write_notes(_notes_path(self.key), self.notes)
+
     def _after_joint_passes(self, partition: Partition, module: Any) -> Partition:
         """Return `partition` with what the user's backend runs before it, which also cuts nested graphs."""
-        users = self._partition
+        users = self._first.partition
         fuses = self.fuses
 
         def cut(graph: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
@@ -174,24 +261,27 @@ class CompiledPart:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CompileContext:
-    """Keep what surrounds the second stage from the moment at which a graph was held back."""
+    """Keep what surrounds AOTAutograd from the moment at which a graph was held back."""
 
-    state: Any
     tracing: Any
     compiling: Any
     configs: tuple[tuple[Any, dict[str, Any]], ...]  # modules of configuration, with what differs from now
 
     @classmethod
-    def now(cls, state: Any) -> _CompileContext:
+    def now(cls) -> _CompileContext:
         """Return what surrounds this call."""
         configs = [(module, private.config_values(module)) for module in private.compiler_configs()]
-        return cls(state, private.tracing_context(), private.compile_context(), tuple(configs))
+        return cls(private.tracing_context(), private.compile_context(), tuple(configs))
 
     @contextlib.contextmanager
-    def entered(self, metadata: Any) -> Iterator[None]:
-        """Run the second stage inside as if AOTAutograd had gone on after the first."""
+    def entered(self, metadata: Any = None, fake_mode: Any = None) -> Iterator[None]:
+        """Run what is inside as if AOTAutograd had gone on.
+
+        Args:
+            metadata, fake_mode: of the first stage, to run the second one.
+        """
         tracing = copy.copy(self.tracing)
-        if tracing is not None:
+        if tracing is not None and metadata is not None:
             tracing.fw_metadata = metadata
         with contextlib.ExitStack() as stack:
             stack.enter_context(private.disable_current_modes())
@@ -200,8 +290,11 @@ class _CompileContext:
                 stack.enter_context(
                     module.patch({name: value for name, value in values.items() if now[name] != value})
                 )
-            for context in private.second_stage_contexts(self.state, tracing, self.compiling):
+            for context in private.compile_contexts(tracing, self.compiling):
                 stack.enter_context(context)
+            if fake_mode is not None:
+                for context in private.second_stage_contexts(fake_mode):
+                    stack.enter_context(context)
             yield
 
 
@@ -210,8 +303,8 @@ def _keep_from_cache(begins: bool) -> None:
     config = private.compiler_configs()[-1]
     if begins:
         _current.partitioner = config.custom_partitioner_fn
-        config.custom_partitioner_fn = private.named_partitioner("autoac")
-    elif getattr(config.custom_partitioner_fn, "name", "") == "autoac":
+        config.custom_partitioner_fn = private.named_partitioner(f"autoac {source_digest()}")
+    elif getattr(config.custom_partitioner_fn, "name", "").startswith("autoac "):
         config.custom_partitioner_fn = _current.partitioner
 
 
@@ -230,15 +323,66 @@ def _hold_back_graphs() -> None:
     if not hasattr(second_stage, "__wrapped__"):
 
         def held_back(state: Any, capture: Any, partition: Any, forward: Any, backward: Any) -> Any:
-            part = CompiledPart(state, capture, partition, (forward, backward))
-            return part, state.fw_metadata
+            context = _CompileContext.now()
+            info = state.aot_config.cache_info
+            cached = (
+                _current.carrier is not None
+                and info is not None
+                and not info.forward_symints
+                and not private.adds_guards(context.tracing)
+            )
+            first = _FirstStage(state, capture, partition, (forward, backward), context)
+            _current.first = first if _current.retraces else None
+            return CompiledPart(info.cache_key if cached else "", {}, first), state.fw_metadata
 
         held_back.__wrapped__ = second_stage  # type: ignore[attr-defined]
         module.aot_stage2_autograd = held_back
+        private.wrap_cache_lookup(_remembering, _with_notes)
     elif loaded == _loaded_before:
         return
     _set_loaded_before(loaded)
     private.reset_code_caches()
+
+
+def _remembering(simplify: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap AOTAutograd's entry, so that a lookup in its cache knows how the graph can be traced."""
+
+    @functools.wraps(simplify)
+    def remembering(module: Any, args: Any, **options: Any) -> Any:
+        before = _current.simplify
+        _current.simplify = lambda fake_args: simplify(module, fake_args, **options)
+        try:
+            return simplify(module, args, **options)
+        finally:
+            _current.simplify = before
+
+    return remembering
+
+
+def _with_notes(look_up: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the lookup in AOTAutograd's cache, so that a graph with notes is not traced."""
+
+    @functools.wraps(look_up)
+    def with_notes(module: Any, args: list[Any], config: Any, extra: Any, *rest: Any, **named: Any) -> Any:
+        simplify = _current.simplify
+        code, config = look_up(module, args, config, extra, *rest, **named)
+        info = config.cache_info
+        if code is not None or info is None or _current.carrier is None or _current.retraces:
+            return code, config
+        if (
+            simplify is None
+            or info.forward_symints
+            or (notes := read_notes(_notes_path(info.cache_key))) is None
+        ):
+            return code, config
+        lookup = _Lookup(args, config, extra, simplify, _CompileContext.now())
+        return CompiledPart(info.cache_key, notes, None, lookup), config
+
+    return with_notes
+
+
+def _notes_path(key: str) -> Path:
+    return private.compiler_cache_dir() / "autoac" / f"{key}.json"
 
 
 _loaded_before = 0  # graphs that came from AOTAutograd's cache, whole, before the code was last forgotten
