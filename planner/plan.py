@@ -181,6 +181,9 @@ def plan(
         raise with_blame(error, profile, constraints, forward) from None
     if shares_code:
         save_set = with_few_variants(problem.graph, save_set, budget)
+        spent = recompute_us(problem.graph, save_set)
+        if search and stopped is Stopped.OPTIMAL and relative_gap(spent, search.best.bound) > gap:
+            stopped = Stopped.FEW_VARIANTS
     return plan_of(
         problem if problem.step is graph else Problem(graph, options),
         None if isinstance(profile, Graph) else profile,

@@ -91,6 +91,7 @@ class Search:
         self.excluded: list[SaveSet] = []
         self._dearest_us = float(problem.arrays.cost_us.sum())  # recompute time of everything
         self._slack = 0.0  # cost above the bound that the next cutoff allows
+        self._tried_blocks = False  # see _blockwise
         self._up_to_best = False  # the last cutoff was the best cost
         self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
         self._last: tuple[BuiltProgram, Outcome] | None = None  # relaxation
@@ -247,7 +248,7 @@ class Search:
             near = [partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS]
             return [self._rounded, *near, self._full_program]
         near = [partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS]
-        return [self._rounded, self._perturbed_relaxation, *near, self._full_program]
+        return [self._rounded, self._perturbed_relaxation, self._blockwise, *near, self._full_program]
 
     def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
@@ -270,6 +271,14 @@ class Search:
         outcome = self.allowance.solve(tilted(built, len(self.graph.ops)), built.cost_scale, relaxed=True)
         self._consider_rounded(built, outcome)
         return outcome
+
+    def _blockwise(self, _: BuiltProgram, relaxed: Outcome) -> Outcome:
+        """Offer the plans of the dynamic program over blocks, once: the relaxation does not change them."""
+        if not self._tried_blocks and self.budget is not None and self.problem.blockwise is not None:
+            self._tried_blocks = True
+            for save_set in self.problem.blockwise.fitting(self.budget):
+                self.best.offer(save_set)
+        return replace(relaxed, values=None)
 
     def _neighborhood(self, share: float, reach: float, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Look for a candidate without changes that are expensive by themselves.

@@ -20,6 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.arrays import Floats, GraphArrays, Ints
@@ -27,6 +28,10 @@ from autoac.planner.solver.chain.blocks import Block, chain_of_blocks
 from autoac.planner.solver.chain.menus import Menu, menu
 
 HALVINGS = 10  # of the range of the smallest peak
+LOWERED = 5  # times that a limit is lowered by what the simulator finds too much
+MOST_LABELS = 100  # for each way to get an exit, in a search for a plan
+FINER = 3  # times as many labels, once a plan is found
+LEVELS = 20  # of recomputed bytes, each with labels of its own
 
 
 class Exit(IntEnum):
@@ -56,6 +61,16 @@ class Labels:
             self.held[index], self.recomputed[index], self.cost_us[index],
             self.before[index], self.exit_before[index], self.choice[index],
         )  # fmt: skip
+
+    def thinned(self, most: int) -> Labels:
+        """Return about `most` labels that hold and recompute about as much as all of them."""
+        if len(self) <= most:
+            return self
+        level = np.floor(LEVELS * self.recomputed / max(float(self.recomputed.max()), 1.0))
+        order = np.lexsort((self.held, level))
+        ends = np.append(np.diff(level[order]) > 0, True)  # the cheapest of each level
+        ends[:: -(-len(self) // most)] = True
+        return self[order[ends]]
 
     def best(self) -> Labels:
         """Return the labels that no other one is at most as large as in each number, each once."""
@@ -124,10 +139,27 @@ class Blockwise:
                 known = middle
             yield floor, None if found is None else found.save_set
 
-    def within(self, limit: int) -> BlockwisePlan | None:
+    def fitting(self, budget: int) -> Iterator[SaveSet]:
+        """Yield cheap save sets whose peaks are about `budget`, until one is within it."""
+        limit, too_much = budget, budget  # the least that was followed by a peak above the budget
+        for _ in range(LOWERED):
+            found = self.within(limit, most_labels=MOST_LABELS)
+            if found is None:
+                limit = (limit + too_much) // 2
+                continue
+            yield found.save_set
+            excess = peak_bytes(self._graph, found.save_set) - budget
+            if excess <= 0:
+                if (finer := self.within(limit, most_labels=FINER * MOST_LABELS)) is not None:
+                    yield finer.save_set
+                return
+            limit, too_much = limit - excess, min(limit, too_much)
+
+    def within(self, limit: int, *, most_labels: int | None = None) -> BlockwisePlan | None:
         """Return the cheapest plan whose counted bytes are within `limit`.
 
-        No save set with a peak within `limit` costs less. None: no save set has such a peak.
+        No save set with a peak within `limit` costs less. None: no save set has such a peak. With
+        `most_labels`, so many labels are followed for each way to get an exit, and neither is proven.
         """
         empty: Ints = np.zeros(1, np.int64)
         labels = {Exit.SAVED: Labels(np.zeros(1), np.zeros(1), np.zeros(1), empty, empty, empty)}
@@ -141,7 +173,11 @@ class Blockwise:
                 Exit.RECOMPUTED: _next(labels, demanded, np.arange(len(demanded)), room),
                 Exit.SAVED: _next(labels, plain, np.flatnonzero(saves), room),
             }
-            labels = {exit_: found for exit_, found in of_exit.items() if found is not None}
+            labels = {
+                exit_: found if most_labels is None else found.thinned(most_labels)
+                for exit_, found in of_exit.items()
+                if found is not None
+            }
             history.append(labels)
         if not labels:
             return None

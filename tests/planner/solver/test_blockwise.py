@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.minimum_peak import find_minimum_peak
 from autoac.planner.problem.build import build
@@ -69,3 +70,16 @@ def test_smallest_peak_of_residual_blocks_is_nearly_proven() -> None:
     best = min(known, *(peak_bytes(graph, save_set) for _, save_set in found if save_set is not None))
     assert found[-1][0] > problem.bounds.floor
     assert found[-1][0] >= 0.9 * best
+
+
+def test_plans_of_blocks_fit_and_cost_no_less_than_the_bound() -> None:
+    graph = build(graphs.gpt2(4))
+    of_blocks = blockwise(graph)
+    ceiling = peak_bytes(graph, graph.everything)
+    smallest = min(peak_bytes(graph, save_set) for save_set in Problem(graph).segments.smallest())
+    for budget in range(smallest + (ceiling - smallest) // 10, ceiling, (ceiling - smallest) // 4):
+        bound = of_blocks.within(budget)
+        assert bound is not None
+        found = [s for s in of_blocks.fitting(budget) if peak_bytes(graph, s) <= budget]
+        assert found
+        assert all(recompute_us(graph, save_set) >= bound.cost_us - 1e-6 for save_set in found)

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.plan import DEFAULT_GAP
 from autoac.planner.problem.graph import Graph, OpId, chain
+from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.shared_code import MOST_VARIANTS, shared_calls, with_few_variants
 
 OPS = ("linear", "gelu", "drop", "add")
@@ -78,3 +80,4 @@ def test_plan_has_few_variants_and_keeps_the_budget() -> None:
         found = plan(graph, budget_bytes=budget)
         assert found.peak <= budget
         assert variants(found.graph, found.save_set) <= MOST_VARIANTS
+        assert found.stopped is (Stopped.OPTIMAL if found.gap <= DEFAULT_GAP else Stopped.FEW_VARIANTS)
