@@ -36,7 +36,7 @@ FRONTIER_HEAD = (
     "bound",
     "CPU s",
 )
-TIMES_HEAD = ("model", "ops with use groups", "CPU s, once", "with use groups", "ratio")
+TIMES_HEAD = ("model", "ops with use groups", "CPU s, once", "with use groups", "median ratio")
 
 
 def problem_of(profile: Profile, use_groups: bool) -> Problem:
@@ -89,16 +89,18 @@ def frontier_rows(name: str, profile: Profile, budgets: Sequence[int] = ()) -> l
 
 
 def times_row(name: str, profile: Profile) -> list[str]:
-    """Return the median time of plans with and without use groups, planned in turn."""
+    """Return the median times of plans with and without use groups, planned in turn, and of their ratios."""
     problem = problem_of(profile, True)
     low, high = problem.bounds.floor, problem.ceiling
     seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         for share in TIMED_SHARES:
-            for use_groups, spent in seconds.items():
-                spent.append(timed(profile, int(low + share * (high - low)), use_groups)[1])
-    once, grouped = (statistics.median(spent) for spent in seconds.values())
-    row = [name, str(len(problem.graph.runs)), f"{once:.2f}", f"{grouped:.2f}", f"{grouped / once:.2f}"]
+            for use_groups in (False, True) if number % 2 == 0 else (True, False):
+                budget = int(low + share * (high - low))
+                seconds[use_groups].append(timed(profile, budget, use_groups)[1])
+    ratio = statistics.median(g / once for once, g in zip(*seconds.values(), strict=True))
+    times = (f"{statistics.median(spent):.2f}" for spent in seconds.values())
+    row = [name, str(len(problem.graph.runs)), *times, f"{ratio:.2f}"]
     print("  ".join(row), flush=True)
     return row
 
