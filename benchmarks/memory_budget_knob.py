@@ -31,6 +31,7 @@ from autoac.profiler import profile
 from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.joint_graph.decided_part import ops_of
 from autoac.profiler.joint_graph.joint_graph import JointGraph
+from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.second_stage import BoxedCall, CompiledPart, carried_by
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
@@ -140,7 +141,7 @@ class TorchsKnob:
         note = f"ops again {self._setting}"
 
         def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-            joint.graph.eliminate_dead_code()
+            private.simplify_joint_graph(joint)
             names = [node.name for node in JointGraph.of(joint.graph, num_fwd_outputs).ops]
             budget, solver = self._setting
             with config.patch(activation_memory_budget=budget, activation_memory_budget_solver=solver):
@@ -233,7 +234,7 @@ class Trained:
     def _step(self) -> None:
         self.model.zero_grad()
         out = self._call(**self._batch)  # the loop holds it, as the plan expects
-        (out if isinstance(out, Tensor) else out.loss).backward()
+        (out if isinstance(out, Tensor) else out["loss"]).backward()
 
     def _copied_gradients(self) -> list[Tensor]:
         return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]

@@ -32,11 +32,11 @@ def cut(
     """Return the modules of forward and backward.
 
     Args:
-        module: the joint graph.
+        module: the joint graph, which is simplified.
         num_fwd_outputs: how many of its outputs forward returns.
         is_saved: returns for each op of forward whether its outputs are saved.
     """
-    module.graph.eliminate_dead_code()
+    private.simplify_joint_graph(module)
     joint = JointGraph.of(module.graph, num_fwd_outputs)
     saved, sizes = _saved_nodes(joint, is_saved(joint))
     names = {node.name for node in joint.backward}

@@ -368,6 +368,19 @@ def copied_graph_module(module: Any) -> Any:
     return torch.fx.GraphModule(module, graph)
 
 
+def simplify_joint_graph(module: Any) -> None:
+    """Remove dead nodes, and compute once what several nodes compute, as torch's own partitioner does.
+
+    Each layer of BERT makes the same attention mask, for example. Nodes are new objects of the same names.
+    """
+    from torch._functorch import config
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    module.graph.eliminate_dead_code()
+    if config.cse:
+        module.graph = fx_graph_cse(module.graph)
+
+
 def extract_forward_and_backward(
     module: Any, saved: list[Any], sizes: list[Any], num_fwd_outputs: int
 ) -> tuple[Any, Any]:

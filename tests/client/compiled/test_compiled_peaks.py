@@ -150,6 +150,25 @@ def test_number_takes_the_memory_that_it_takes_without_a_profile() -> None:
     assert found == want
 
 
+class Masked(nn.Module):
+    """Two layers that compute the same mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * torch.exp(mask)
+        return x.square().mean()
+
+
+def test_what_two_layers_compute_alike_is_computed_and_saved_once() -> None:
+    found = profile(torch.compile(Masked(), backend=BACKEND), **rows(), mask=torch.randn(256, 32))
+    keys = found.keys()
+    assert sum("aten.exp" in key for key in keys) == 1
+
+
 def compiled_before(model: nn.Module, budget_gb: float) -> Any:
     return ac_client.apply(torch.compile(model, backend=BACKEND), budget_gb)
 
