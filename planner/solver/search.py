@@ -273,11 +273,14 @@ class Search:
         return outcome
 
     def _blockwise(self, _: BuiltProgram, relaxed: Outcome) -> Outcome:
-        """Offer the plans of the dynamic program over blocks, once: the relaxation does not change them."""
+        """Take plans and bounds of the dynamic program over blocks, once: no relaxation changes them."""
         if not self._tried_blocks and self.budget is not None and self.problem.blockwise is not None:
             self._tried_blocks = True
             for save_set in self.problem.blockwise.fitting(self.budget):
                 self.best.offer(save_set)
+            if self.best.bound > 0 and not (self.is_good_enough or self.allowance.over):
+                for bound in self.problem.blockwise.least_costs(self.budget, self.best.bound):
+                    self.best.raise_bound(bound)
         return replace(relaxed, values=None)
 
     def _neighborhood(self, share: float, reach: float, built: BuiltProgram, relaxed: Outcome) -> Outcome:

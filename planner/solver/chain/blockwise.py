@@ -30,6 +30,7 @@ from autoac.planner.solver.chain.menus import Menu, menu
 HALVINGS = 10  # of the range of the smallest peak
 LOWERED = 5  # times that a limit is lowered by what the simulator finds too much
 MOST_LABELS = 100  # for each way to get an exit, in a search for a plan
+ROUNDED = (0.05, 0.01)  # shares of the cost that bounds may lose by rounding
 FINER = 3  # times as many labels, once a plan is found
 LEVELS = 20  # of recomputed bytes, each with labels of its own
 
@@ -139,6 +140,16 @@ class Blockwise:
                 known = middle
             yield floor, None if found is None else found.save_set
 
+    def least_costs(self, budget: int, known_us: float) -> Iterator[float]:
+        """Yield proven bounds of the recompute time within `budget`, while they may exceed `known_us`."""
+        for share in ROUNDED:
+            found = self.within(budget, cost_step_us=share * known_us / len(self._blocks))
+            if found is None:
+                return
+            yield found.cost_us
+            if found.cost_us + share * known_us <= known_us:
+                return
+
     def fitting(self, budget: int) -> Iterator[SaveSet]:
         """Yield cheap save sets whose peaks are about `budget`, until one is within it."""
         limit, too_much = budget, budget  # the least that was followed by a peak above the budget
@@ -155,11 +166,14 @@ class Blockwise:
                 return
             limit, too_much = limit - excess, min(limit, too_much)
 
-    def within(self, limit: int, *, most_labels: int | None = None) -> BlockwisePlan | None:
+    def within(
+        self, limit: int, *, most_labels: int | None = None, cost_step_us: float = 0.0
+    ) -> BlockwisePlan | None:
         """Return the cheapest plan whose counted bytes are within `limit`.
 
         No save set with a peak within `limit` costs less. None: no save set has such a peak. With
         `most_labels`, so many labels are followed for each way to get an exit, and neither is proven.
+        With `cost_step_us`, costs are rounded down to multiples of it, so that fewer labels differ.
         """
         empty: Ints = np.zeros(1, np.int64)
         labels = {Exit.SAVED: Labels(np.zeros(1), np.zeros(1), np.zeros(1), empty, empty, empty)}
@@ -169,9 +183,9 @@ class Blockwise:
             saves = plain.saves_exit
             room = limit - placed.nbytes
             of_exit = {
-                Exit.UNUSED: _next(labels, plain, np.flatnonzero(~saves), room),
-                Exit.RECOMPUTED: _next(labels, demanded, np.arange(len(demanded)), room),
-                Exit.SAVED: _next(labels, plain, np.flatnonzero(saves), room),
+                Exit.UNUSED: _next(labels, plain, np.flatnonzero(~saves), room, cost_step_us),
+                Exit.RECOMPUTED: _next(labels, demanded, np.arange(len(demanded)), room, cost_step_us),
+                Exit.SAVED: _next(labels, plain, np.flatnonzero(saves), room, cost_step_us),
             }
             labels = {
                 exit_: found if most_labels is None else found.thinned(most_labels)
@@ -196,7 +210,9 @@ class Blockwise:
         return without_cost_free_recomputes(self._graph, saved)
 
 
-def _next(before: dict[Exit, Labels], menu_: Menu, choices: Ints, room: float) -> Labels | None:
+def _next(
+    before: dict[Exit, Labels], menu_: Menu, choices: Ints, room: float, cost_step_us: float
+) -> Labels | None:
     """Return the labels after a block; None if no choice leaves the need of the block within `room`."""
     parts = []
     for exit_, labels in before.items():
@@ -213,11 +229,12 @@ def _next(before: dict[Exit, Labels], menu_: Menu, choices: Ints, room: float) -
         label, at = np.nonzero(fits)
         choice = choices[at]
         entry_held = menu_.entry_held[choice] if exit_ is Exit.SAVED else 0.0
+        cost = labels.cost_us[label] + menu_.cost_us[choice]
         parts.append(
             Labels(
                 labels.held[label] + menu_.held[choice] + entry_held,
                 menu_.recomputed[choice] + labels.recomputed[label] * menu_.passes_on[choice],
-                labels.cost_us[label] + menu_.cost_us[choice],
+                np.floor(cost / cost_step_us) * cost_step_us if cost_step_us else cost,
                 label,
                 np.full(len(label), exit_),
                 choice,

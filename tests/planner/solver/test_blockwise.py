@@ -82,4 +82,5 @@ def test_plans_of_blocks_fit_and_cost_no_less_than_the_bound() -> None:
         assert bound is not None
         found = [s for s in of_blocks.fitting(budget) if peak_bytes(graph, s) <= budget]
         assert found
+        assert all(cost <= bound.cost_us for cost in of_blocks.least_costs(budget, bound.cost_us))
         assert all(recompute_us(graph, save_set) >= bound.cost_us - 1e-6 for save_set in found)
