@@ -40,9 +40,9 @@ def write_notes(path: Path, notes: dict[str, Any]) -> None:
 
 
 @functools.cache
-def source_digest() -> str:
-    """Return a digest of the profiler's source, on which notes and compiled code depend."""
+def source_digest(folder: Path) -> str:
+    """Return a digest of all Python source in `folder`, on which what is stored depends."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from ac_client.compiled.stored_policy import StoredPolicy, is_compiled
 from ac_client.measure.recording_overhead import is_host_bound, replay_us_of_process
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, skipped_modules
@@ -24,7 +25,6 @@ from ac_client.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
 from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile, as_planned, plan
-from autoac.planner.formats.profile import OpFlag
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, device_of, observe
@@ -103,6 +103,9 @@ class BudgetPlanner:
                 log.warning("planning in-process, because %s", error)
             else:
                 return policy, as_planned(policy, profile)
+        stored = StoredPolicy(profile, (budget, self._headroom_bytes, constraints))
+        if (found := stored.read()) is not None:
+            return found, as_planned(found, profile)
         made = plan(
             profile,
             budget_bytes=budget,
@@ -111,6 +114,7 @@ class BudgetPlanner:
             clock=time.monotonic,
             start=() if start is None else (start,),
         )
+        stored.write(made.policy())
         return made.policy(), made
 
     def plan_or_tightest(
@@ -219,7 +223,7 @@ class BatchProfiler:
                 loop=loop,
                 recall=True,
             )
-            if all(flags & OpFlag.COMPILED for flags in profile.ops.flags):
+            if is_compiled(profile):
                 return profile  # compiled code records and replays nothing
             us = replay_us_of_process()
             if profile.environment.device_type != "cpu" and not is_host_bound(profile, us):

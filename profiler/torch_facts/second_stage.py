@@ -303,7 +303,9 @@ def _keep_from_cache(begins: bool) -> None:
     config = private.compiler_configs()[-1]
     if begins:
         _current.partitioner = config.custom_partitioner_fn
-        config.custom_partitioner_fn = private.named_partitioner(f"autoac {source_digest()}")
+        config.custom_partitioner_fn = private.named_partitioner(
+            f"autoac {source_digest(Path(__file__).parents[1])}"
+        )
     elif getattr(config.custom_partitioner_fn, "name", "").startswith("autoac "):
         config.custom_partitioner_fn = _current.partitioner
 

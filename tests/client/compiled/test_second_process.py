@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ac_client
+from ac_client.planning import plan_batch
 from autoac.profiler.capture.allocations import AllocationRecord
 from benchmarks.child_process import run_in_child
 
@@ -46,6 +48,7 @@ class Outcome:
 
     traced: int  # first stages
     compiled: int  # halves of a graph
+    planned: int
     decisions: list[str]
     gradients: list[bytes]
     peak: int
@@ -63,8 +66,9 @@ def train(cache: Path, budget_bytes: int, backward: bool = False) -> Outcome:
         traced += 1
         return capture(*args)
 
-    aot.aot_stage1_graph_capture = counted
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot, "aot_stage1_graph_capture", counted)
+        patch.setattr(plan_batch, "plan", planning := Mock(wraps=plan_batch.plan))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         model = Products(backward=backward)
         call = ac_client.apply(torch.compile(model), budget_bytes / 2**30)
@@ -80,6 +84,7 @@ def train(cache: Path, budget_bytes: int, backward: bool = False) -> Outcome:
     return Outcome(
         traced,
         counters["inductor"]["fxgraph_cache_miss"] - compiled,
+        planning.call_count,
         list(ac_client.applied(model).policy.decisions.values()),  # type: ignore[union-attr]
         [parameter.grad.numpy().tobytes() for parameter in model.parameters()],  # type: ignore[union-attr]
         max(accumulate(change.nbytes for change in record.changes)),
@@ -97,25 +102,25 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first(cache: Path) -> Outcome:
     found = run_in_child(train, cache, TIGHT)
     assert "recompute" in found.decisions
-    assert (found.traced, found.compiled) == (1, 2)
+    assert (found.traced, found.compiled, found.planned) == (1, 2, 1)
     return found
 
 
-def test_second_process_traces_and_compiles_nothing(cache: Path, first: Outcome) -> None:
+def test_second_process_traces_plans_and_compiles_nothing(cache: Path, first: Outcome) -> None:
     second = run_in_child(train, cache, TIGHT)
-    assert (second.traced, second.compiled) == (0, 0)
+    assert (second.traced, second.compiled, second.planned) == (0, 0, 0)
     assert (second.decisions, second.gradients, second.peak) == (first.decisions, first.gradients, first.peak)
 
 
 def test_other_decisions_have_other_code(cache: Path, first: Outcome) -> None:
     loose = run_in_child(train, cache, LOOSE)
     assert loose.decisions.count("recompute") < first.decisions.count("recompute")
-    assert (loose.traced, loose.compiled) == (1, 2)
+    assert (loose.traced, loose.compiled, loose.planned) == (1, 2, 1)
     assert loose.gradients == first.gradients
     assert loose.peak > first.peak
 
 
 def test_model_that_only_computes_something_else_has_other_code(cache: Path, first: Outcome) -> None:
     other = run_in_child(train, cache, TIGHT, True)
-    assert (other.traced, other.compiled) == (1, 2)
+    assert (other.traced, other.compiled, other.planned) == (1, 2, 1)
     assert other.gradients != first.gradients
