@@ -91,7 +91,7 @@ class Search:
         self.excluded: list[SaveSet] = []
         self._dearest_us = float(problem.arrays.cost_us.sum())  # recompute time of everything
         self._slack = 0.0  # cost above the bound that the next cutoff allows
-        self._tried_blocks = False  # see _blockwise
+        self._tried_blocks = self._bounded_blocks = False  # see _blockwise and _bounds_of_blocks
         self._up_to_best = False  # the last cutoff was the best cost
         self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
         self._last: tuple[BuiltProgram, Outcome] | None = None  # relaxation
@@ -245,10 +245,11 @@ class Search:
     def _efforts(self) -> list[Effort]:
         """Return the ways to look for a candidate, the cheapest first."""
         if self.budget is None:
-            near = [partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS]
-            return [self._rounded, *near, self._full_program]
-        near = [partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS]
-        return [self._rounded, self._perturbed_relaxation, self._blockwise, *near, self._full_program]
+            of_peak = (partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS)
+            return [self._rounded, *of_peak, self._full_program]
+        tried = (partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS)
+        near: list[Effort] = [self._blockwise, *tried, self._bounds_of_blocks]
+        return [self._rounded, self._perturbed_relaxation, *near, self._full_program]
 
     def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
@@ -273,12 +274,18 @@ class Search:
         return outcome
 
     def _blockwise(self, _: BuiltProgram, relaxed: Outcome) -> Outcome:
-        """Take plans and bounds of the dynamic program over blocks, once: no relaxation changes them."""
+        """Offer the plans of the dynamic program over blocks, once: no relaxation changes them."""
         if not self._tried_blocks and self.budget is not None and self.problem.blockwise is not None:
             self._tried_blocks = True
             for save_set in self.problem.blockwise.fitting(self.budget):
                 self.best.offer(save_set)
-            if self.best.bound > 0 and not (self.is_good_enough or self.allowance.over):
+        return replace(relaxed, values=None)
+
+    def _bounds_of_blocks(self, _: BuiltProgram, relaxed: Outcome) -> Outcome:
+        """Take the bounds of the dynamic program over blocks, once."""
+        if not self._bounded_blocks and self.budget is not None and self.problem.blockwise is not None:
+            self._bounded_blocks = True
+            if self.best.bound > 0:
                 for bound in self.problem.blockwise.least_costs(self.budget, self.best.bound):
                     self.best.raise_bound(bound)
         return replace(relaxed, values=None)
