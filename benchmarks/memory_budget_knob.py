@@ -30,8 +30,7 @@ from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
 from autoac.profiler import profile
 from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.joint_graph.decided_part import ops_of
-from autoac.profiler.joint_graph.joint_graph import JointGraph
-from autoac.profiler.torch_facts import private
+from autoac.profiler.joint_graph.joint_graph import JointGraph, simplify
 from autoac.profiler.torch_facts.second_stage import BoxedCall, CompiledPart, carried_by
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
@@ -141,7 +140,7 @@ class TorchsKnob:
         note = f"ops again {self._setting}"
 
         def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-            private.simplify_joint_graph(joint)
+            simplify(joint, num_fwd_outputs)
             names = [node.name for node in JointGraph.of(joint.graph, num_fwd_outputs).ops]
             budget, solver = self._setting
             with config.patch(activation_memory_budget=budget, activation_memory_budget_solver=solver):

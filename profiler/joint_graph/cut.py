@@ -21,6 +21,7 @@ from autoac.profiler.joint_graph.joint_graph import (
     is_op,
     is_view,
     op_of,
+    simplify,
     storages_read,
 )
 from autoac.profiler.torch_facts import private
@@ -36,7 +37,7 @@ def cut(
         num_fwd_outputs: how many of its outputs forward returns.
         is_saved: returns for each op of forward whether its outputs are saved.
     """
-    private.simplify_joint_graph(module)
+    simplify(module, num_fwd_outputs)
     joint = JointGraph.of(module.graph, num_fwd_outputs)
     saved, sizes = _saved_nodes(joint, is_saved(joint))
     names = {node.name for node in joint.backward}

@@ -8,8 +8,7 @@ from typing import Any
 from torch import fx
 
 from autoac.profiler.joint_graph.cut import cut
-from autoac.profiler.joint_graph.joint_graph import JointGraph, module_path, never_again
-from autoac.profiler.torch_facts import private
+from autoac.profiler.joint_graph.joint_graph import JointGraph, module_path, never_again, simplify
 from autoac.profiler.torch_facts.op_facts import facts_of
 from autoac.profiler.torch_facts.second_stage import BoxedCall, CompiledPart
 
@@ -29,7 +28,7 @@ def ops_of(part: CompiledPart) -> Sequence[OpName]:
     if _OPS not in part.notes:
 
         def list_ops(module: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_options: Any) -> Any:
-            private.simplify_joint_graph(module)
+            simplify(module, num_fwd_outputs)
             note_ops(part, JointGraph.of(module.graph, num_fwd_outputs))
             raise _Listed
 

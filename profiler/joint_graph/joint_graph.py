@@ -29,7 +29,12 @@ from torch import fx
 
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import facts_of
-from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload, is_size_node
+from autoac.profiler.torch_facts.private import (
+    HigherOrderOperator,
+    OpOverload,
+    is_size_node,
+    merge_equal_nodes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,17 @@ class JointGraph:
     def ops(self) -> list[fx.Node]:
         """Return the ops of forward for which a policy has a decision, in order."""
         return [node for node in self.forward if is_op(node)]
+
+
+def simplify(module: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Remove dead nodes from a joint graph, and merge nodes of forward that compute the same.
+
+    Backward stays as it is. It often computes a cheap value of forward again, such as the inner part of a
+    GELU. Merged, that value would be one more tensor to save, and plans would take far longer to find.
+    """
+    module.graph.eliminate_dead_code()
+    joint = JointGraph.of(module.graph, num_fwd_outputs)
+    merge_equal_nodes(module, apart=[node for node in joint.backward if node.op == "call_function"])
 
 
 def results_of(graph: fx.Graph) -> tuple[Any, ...]:

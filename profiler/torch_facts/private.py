@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -368,17 +368,28 @@ def copied_graph_module(module: Any) -> Any:
     return torch.fx.GraphModule(module, graph)
 
 
-def simplify_joint_graph(module: Any) -> None:
-    """Remove dead nodes, and compute once what several nodes compute, as torch's own partitioner does.
+_OWN = "_autoac_own"  # keyword argument that tells a node from equal ones
+
+
+def merge_equal_nodes(module: Any, *, apart: Iterable[Any]) -> None:
+    """Compute once what several nodes of a graph compute, as torch's own partitioner does.
 
     Each layer of BERT makes the same attention mask, for example. Nodes are new objects of the same names.
+
+    Args:
+        module: holds the graph.
+        apart: nodes that stay as they are.
     """
     from torch._functorch import config
     from torch._functorch.compile_utils import fx_graph_cse
 
-    module.graph.eliminate_dead_code()
-    if config.cse:
-        module.graph = fx_graph_cse(module.graph)
+    if not config.cse:
+        return
+    for number, node in enumerate(apart):
+        node.kwargs = {**node.kwargs, _OWN: number}  # equal to no other node
+    module.graph = fx_graph_cse(module.graph)
+    for node in module.graph.nodes:
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != _OWN}
 
 
 def extract_forward_and_backward(

@@ -12,11 +12,13 @@ from blocks import Block
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ac_client
 from autoac.planner import find_minimum_peak, plan
 from autoac.profiler import profile
 from autoac.profiler.capture.allocations import AllocationRecord
+from autoac.profiler.joint_graph.joint_graph import JointGraph, simplify
 from benchmarks.models.gpt2 import gpt2
 
 pytestmark = [
@@ -167,6 +169,16 @@ def test_what_two_layers_compute_alike_is_computed_and_saved_once() -> None:
     found = profile(torch.compile(Masked(), backend=BACKEND), **rows(), mask=torch.randn(256, 32))
     keys = found.keys()
     assert sum("aten.exp" in key for key in keys) == 1
+
+
+def test_what_backward_computes_by_itself_is_not_saved() -> None:
+    def joint(x: Tensor, tangent: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin().sin(), tangent * x.sin()
+
+    graph = make_fx(joint)(torch.randn(2), torch.randn(2))
+    simplify(graph, num_fwd_outputs=1)
+    assert [node.name for node in JointGraph.of(graph.graph, 1).backward] == ["sin_2", "mul"]
+    assert not any(node.kwargs for node in graph.graph.nodes)
 
 
 def compiled_before(model: nn.Module, budget_gb: float) -> Any:
