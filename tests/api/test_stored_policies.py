@@ -155,10 +155,10 @@ def test_one_that_does_not_fit_on_this_profile_is_not_taken(in_app: Transport, s
     transport = in_app(InProcess(plan))
     budget = tightest(step)
     made = ask(transport, step, budget)
-    hungry = hungrier(step, budget - made.predicted.peak_bytes + 1)
-    assert hungry.fingerprint == step.fingerprint
     assert fits(made, step, budget, 0)
-    assert not fits(made, hungry, budget, 0)
+    steps = (hungrier(step, nbytes) for nbytes in range(0, budget, budget // 100))
+    hungry = next(one for one in steps if not fits(made, one, budget, 0))
+    assert hungry.fingerprint == step.fingerprint
     assert ask(transport, hungry, budget) == plan(hungry, budget_bytes=budget).policy()
     assert transport.posts == 2
     assert ask(transport, hungry, budget) == plan(hungry, budget_bytes=budget).policy()

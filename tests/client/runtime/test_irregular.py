@@ -86,7 +86,7 @@ def test_plain_peak_is_predicted(subject: Subject) -> None:
 
 def test_smallest_peak_is_reached_and_at_most_that_of_checkpointed_blocks(subject: Subject) -> None:
     found = find_minimum_peak(subject.profile, gap=0.12, time_limit_s=20)
-    planned = plan(subject.profile, budget_bytes=found.found, start=[found.save_set])
+    planned = plan(subject.profile, budget_bytes=found.found, start=[found.save_set], gap=0.5)
     policy = planned.policy()
     standing = subject.graph.static_bytes
     ours = dense(step(subject.entry.make, policy=policy, standing=standing, **subject.entry.batch()))
