@@ -58,6 +58,7 @@ def train(cache: Path, budget_bytes: int, backward: bool = False) -> Outcome:
     import torch._functorch.aot_autograd as aot
     from torch._dynamo.utils import counters
 
+    torch.set_num_threads(1)  # part of the profile's circumstances
     traced, compiled = 0, counters["inductor"]["fxgraph_cache_miss"]
     capture = aot.aot_stage1_graph_capture
 
