@@ -52,6 +52,11 @@ def scalar(out: Any) -> Tensor:
     ).sum()
 
 
+def seed(number: int) -> None:
+    """Seed the CPU alone. `torch.manual_seed` formats the stack for each accelerator that is not in use."""
+    torch.default_generator.manual_seed(number)
+
+
 def step(
     make: Callable[[], nn.Module],
     *args: Any,
@@ -71,12 +76,12 @@ def step(
         backward: run backward from the loss.
         standing: bytes live before the step; if given, the peak is measured.
     """
-    torch.manual_seed(0)
+    seed(0)
     model = make()
     for t in tree_leaves((args, kwargs)):
         if isinstance(t, Tensor):
             t.grad = None
-    torch.manual_seed(1)
+    seed(1)
     log = EventLog()
     logging = functools.partial(save_recompute_policy, log=log)
     region: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -124,7 +129,10 @@ def assert_same(plain: Outcome, planned: Outcome) -> None:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """Assert that the body leaves no storage, version or node alive, without a garbage collection."""
+    """Assert that the body leaves no storage, version or node alive, without a garbage collection.
+
+    What exists before is frozen, and stays so: `gc.get_objects` then returns only what the body leaves.
+    """
 
     def alive() -> int:
         types = map(type, gc.get_objects())
@@ -136,11 +144,11 @@ def nothing_left() -> Iterator[None]:
         )
 
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
-        before = alive()
         yield
-        assert alive() == before, f"{alive() - before} storages, versions or nodes are left"
+        assert not alive(), f"{alive()} storages, versions or nodes are left"
     finally:
         gc.enable()
 

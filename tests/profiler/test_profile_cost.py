@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,14 @@ from autoac.profiler.steps import hollow
 from autoac.profiler.timing import op_timer as timing
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def heap_of_a_user() -> Iterator[None]:
+    """Unfreeze what tests/conftest.py has frozen."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def test_heap_is_frozen_while_a_step_is_profiled_and_unfrozen_afterwards(

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import seed
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -109,7 +110,7 @@ def results(
     Backward reads every tensor, also those without a derivative, for the gradient of a factor. So recomputed
     tensors are compared.
     """
-    torch.manual_seed(0)
+    seed(0)
     leaves = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), given)
     factor = torch.tensor(1.25, dtype=torch.float64, requires_grad=True)
     with save_recompute_policy(policy, log=log) if policy is not None else contextlib.nullcontext():
@@ -148,8 +149,14 @@ def all_same(a: list[Tensor | None], b: list[Tensor | None]) -> bool:
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.filterwarnings("ignore")
-def test_recomputed_op_gives_the_same_bits(name: str) -> None:
+def test_recomputed_op_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.testing._internal import common_utils
     from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core
+
+    # For each sample torch inspects the stack for a unittest.TestCase. That finds none, in 80 % of the time.
+    for module in (common_utils, core):
+        monkeypatch.setattr(module, "extract_test_fn", lambda: None)
 
     form, variant = FORMS[name]
     counts: Counter[str] = Counter()
