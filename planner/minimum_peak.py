@@ -99,7 +99,8 @@ def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
     search = Search(problem, None, gap=gap, allowance=allowance, start=start, bound=problem.bounds.floor)
     if not search.is_good_enough and problem.blockwise_peak is not None:
         best = search.best
-        for bound, save_set in problem.blockwise_peak.smallest_peak(int(best.bound), int(best.cost)):
+        low, high = int(best.bound), int(best.cost)
+        for bound, save_set in problem.blockwise_peak.smallest_peak(low, high, allowance.spend):
             if save_set is not None:
                 best.offer(save_set)
             best.raise_bound(bound)

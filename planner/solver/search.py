@@ -42,6 +42,7 @@ UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from bo
 POLISH_SHARES = (0.25, 0.5, 1.0)  # of what is left between bound and plan: what a change may cost
 MANY_UNDECIDED = 100  # so many open decisions say little, see Search._perturbed_relaxation
 TILT = 0.01  # see Search._perturbed_relaxation
+BLOCKS_AFTER = 1  # rounds
 FEW_UNDECIDED = 10  # decisions that the relaxation leaves open: with more, polishing does not pay
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
@@ -91,7 +92,7 @@ class Search:
         self.excluded: list[SaveSet] = []
         self._dearest_us = float(problem.arrays.cost_us.sum())  # recompute time of everything
         self._slack = 0.0  # cost above the bound that the next cutoff allows
-        self._tried_blocks = self._bounded_blocks = False  # see _blockwise and _bounds_of_blocks
+        self._tried_blocks = False
         self._up_to_best = False  # the last cutoff was the best cost
         self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
         self._last: tuple[BuiltProgram, Outcome] | None = None  # relaxation
@@ -142,6 +143,10 @@ class Search:
         efforts = self._efforts()
         last, level = len(efforts) - 1, 0
         while not self.is_good_enough:
+            if self.rounds == BLOCKS_AFTER:
+                self._try_blocks()
+                if self.is_good_enough:
+                    break
             if self.allowance.over:
                 return self.allowance.stopped
             built, relaxed = self._relaxation()
@@ -248,8 +253,7 @@ class Search:
             of_peak = (partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS)
             return [self._rounded, *of_peak, self._full_program]
         tried = (partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS)
-        near: list[Effort] = [self._blockwise, *tried, self._bounds_of_blocks]
-        return [self._rounded, self._perturbed_relaxation, *near, self._full_program]
+        return [self._rounded, self._perturbed_relaxation, *tried, self._full_program]
 
     def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
@@ -273,22 +277,17 @@ class Search:
         self._consider_rounded(built, outcome)
         return outcome
 
-    def _blockwise(self, _: BuiltProgram, relaxed: Outcome) -> Outcome:
-        """Offer the plans of the dynamic program over blocks, once: no relaxation changes them."""
-        if not self._tried_blocks and self.budget is not None and self.problem.blockwise is not None:
-            self._tried_blocks = True
-            for save_set in self.problem.blockwise.fitting(self.budget):
-                self.best.offer(save_set)
-        return replace(relaxed, values=None)
-
-    def _bounds_of_blocks(self, _: BuiltProgram, relaxed: Outcome) -> Outcome:
-        """Take the bounds of the dynamic program over blocks, once."""
-        if not self._bounded_blocks and self.budget is not None and self.problem.blockwise is not None:
-            self._bounded_blocks = True
-            if self.best.bound > 0:
-                for bound in self.problem.blockwise.least_costs(self.budget, self.best.bound):
-                    self.best.raise_bound(bound)
-        return replace(relaxed, values=None)
+    def _try_blocks(self) -> None:
+        """Take plans and bounds of the dynamic program over blocks, once: no relaxation changes them."""
+        if self._tried_blocks or self.budget is None or self.problem.blockwise is None:
+            return
+        self._tried_blocks = True
+        known = min(self.best.cost, self._dearest_us)
+        for bound, save_set in self.problem.blockwise.plans(self.budget, known, self.allowance.spend):
+            self.best.offer(save_set)
+            self.best.raise_bound(bound)
+            if self.is_good_enough:
+                return
 
     def _neighborhood(self, share: float, reach: float, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Look for a candidate without changes that are expensive by themselves.

@@ -119,6 +119,11 @@ class Allowance:
         self.out_of_time |= outcome.stopped is Stopped.TIME_LIMIT
         return outcome
 
+    def spend(self, work: float) -> bool:
+        """Count work that is not the solver's; return False if nothing more may be spent."""
+        self.work_left -= work
+        return not self.over
+
     def report(self, best: float | None, bound: float) -> None:
         """Call `progress` with the best cost so far and the proven bound."""
         if self._progress is not None:

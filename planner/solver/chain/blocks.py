@@ -14,17 +14,22 @@ is recomputed ahead of time; a plan has to save an exit or not. So this package 
 decisions whole and counts fewer bytes. It counts a subset of the bytes of the program's rows
 (docs/formulation.md, section 5), so a bound that it proves holds for every plan:
 
-- in backward of a block: what the block itself saves and has recomputed, and of the blocks before it what
-  they save and, if the entry is recomputed, what that recomputes;
-- nothing of bursts, of the blocks after it, and of tensors of other blocks that skip the entry;
-- of forward, only the moments of the last block.
+- in backward of a block, bursts of its own unpacks included: what the block itself saves and has
+  recomputed, and of the blocks before it what they save and, if the entry is recomputed, what that
+  recomputes;
+- in forward of a block: what it and the blocks before it save so far;
+- nothing of the blocks after it, of tensors of other blocks that skip the entry, and of blocks that run
+  again in the bursts of later ones;
+- no step between the last unpack from a block and the first from the block before. What the one before
+  saves to run again may go there, and so would not be held in all of backward of later blocks.
 
 Only the `MOST_DECISIONS` largest ops of a block are decided. The others take no bytes and no time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -35,6 +40,7 @@ from autoac.planner.solver.arrays import GraphArrays, Ints, bytes_in_any_case
 from autoac.planner.solver.recompute_windows import NEVER
 
 SMALL = 1e-4  # an op with outputs of less than this share of the largest peak does not keep a block together
+TINY = 1e-5  # a version of less than this share of it takes no bytes, so that fewer save sets differ
 ALWAYS = -NEVER
 STEPS_AHEAD = 10  # a step belongs to the last block that it or one of so many later steps unpacks from
 
@@ -45,10 +51,13 @@ class BlockVersion:
 
     nbytes: int
     extra_from: int  # ALWAYS: saving it takes bytes from the first step of backward on, or before
+    held_from: int  # the op of forward from which saving it takes bytes; NEVER: from a step on
     dropped: int  # ALWAYS: before backward
-    last_use: int  # -2: before the step that comes before the first one
+    last_use: int  # no less than the step before the last one of the blocks after this one
     is_decided: bool  # the op itself writes it, and no follower: it is held if the op is saved
     readers: tuple[int, ...]  # other ops of the block
+    run: int  # that writes it
+    reads: tuple[tuple[int, int], ...]  # (op, run up to which it needs the version), its own op as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +87,50 @@ class BlockMoment:
 
 
 @dataclass(frozen=True, slots=True)
+class ForwardMoment:
+    """An op of forward, with the bytes that are live in any case."""
+
+    at: int
+    nbytes: int
+    entry_nbytes: int  # of these, the entry's, which saving it takes as well
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """A free op as it runs again, or one that follows it, with the bytes of its kernel."""
+
+    op: int
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """Describe all that costs and bytes of a block's save sets depend on: equal for blocks built alike.
 
-    Ops are numbered from 0; moments and states are counted from the first step of the block, and bytes from
-    those that are live there in any case.
+    Ops are numbered from 0; steps and states are counted from the first step of the block, moments of forward
+    from its first op, and bytes from those that are live there in any case.
     """
 
     ops: tuple[BlockOp, ...]
+    runs: tuple[BlockRun, ...]  # in forward order
     steps: tuple[BlockMoment, ...]
-    forward: tuple[BlockMoment, ...]  # none but in the last block
+    bursts: tuple[BlockMoment, ...]  # of the unpacks in these steps
+    forward: tuple[ForwardMoment, ...]
     later: int  # the last step of the blocks after this one
     demanded_by: int  # an op that has run by this state has, before backward of the blocks before, run them
     entry: BlockVersion | None  # None: there is none, or it is held in any case if it is saved
     is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a block is."""
+
+    rows: range  # of the free ops
+    runs: list[int]  # these ops and those that follow them
+    op: int  # the first of forward
+    step: int  # the first of backward
+    later: int  # the last step of the blocks after this one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +139,7 @@ class PlacedBlock:
 
     block: Block
     nbytes: int  # live in any case in its first step
+    nbytes_in_forward: int  # and in forward at its first op
     rows: range  # of the free ops
 
 
@@ -128,9 +168,16 @@ class _Chain:
                 self.versions[row].append(v)
         is_free = arrays.row >= 0
         self.readers = [{int(arrays.row[r]) for r in v.readers if is_free[r]} for v in graph.versions]
-        self.exits = self._exits(SMALL * ceiling)
+        self.exits, self.tiny = self._exits(SMALL * ceiling), TINY * ceiling
         self.ends = sorted({*self.exits, n_rows - 1} - {-1})
         self.block_of_step = self._blocks_of_steps()
+        self.may_count = np.isin(arrays.op, arrays.free)
+        self.overwrites = set(
+            zip(
+                *(x[arrays.pair_overwrites].tolist() for x in (arrays.pair_version, arrays.pair_reader)),
+                strict=True,
+            )
+        )
 
     def _exits(self, small: float) -> dict[int, int]:
         """Return the rows after which only they are read again, with the version that is read."""
@@ -148,7 +195,10 @@ class _Chain:
         return exits
 
     def _blocks_of_steps(self) -> Ints:
-        """Return by step the block that it belongs to. From step to step, the block is never a later one."""
+        """Return by step the block that it belongs to, or -1 if it comes after all unpacks from that block.
+
+        From step to step, the block is never a later one.
+        """
         graph, ends = self.windows.graph, self.arrays.free[self.ends]
         block = np.full(len(graph.steps), -1)
         for step, version in self.windows.unpacks:
@@ -160,7 +210,10 @@ class _Chain:
         current = np.full(len(block), len(ends) - 1)
         if len(unpacking):
             current[unpacking] = sliding_window_view(ahead, STEPS_AHEAD).max(axis=1)
-        return np.minimum.accumulate(current)
+        current = np.minimum.accumulate(current)
+        last = np.full(len(ends) + 1, -1)
+        last[current[unpacking]] = unpacking
+        return np.where(np.arange(len(current)) <= last[current], current, -1)
 
     def blocks(self) -> list[PlacedBlock]:
         """Return the blocks in forward order."""
@@ -169,29 +222,53 @@ class _Chain:
     def _block(self, k: int, rows: range) -> PlacedBlock:
         arrays, state_after = self.arrays, self.windows.state_after
         steps = np.flatnonzero(self.block_of_step == k).tolist()
-        before = np.flatnonzero(self.block_of_step < k)
+        before = np.flatnonzero((self.block_of_step < k) & (self.block_of_step >= 0))
         later = int(np.flatnonzero(self.block_of_step > k).max(initial=-1))
         first = steps[0] if steps else later + 1
         state = state_after[first] if first < len(state_after) else self.windows.n_states
         base = int(self.certain[min(self.n_ops + first, len(self.certain) - 1)])
+        base_in_forward = int(self.certain[self._first_op(rows)])
         entry = self.exits.get(rows.start - 1)
+        place = _Place(rows, self._runs(rows), self._first_op(rows), first, later)
         is_last = rows.stop - 1 == self.ends[-1]
         is_certain = entry is not None and arrays.dropped[entry] > self.n_ops + max(steps, default=later)
         block = Block(
-            ops=tuple(self._op(row, rows, first, state, entry) for row in rows),
+            ops=tuple(self._op(row, place, state, entry) for row in rows),
+            runs=tuple(
+                BlockRun(int(arrays.row[op]) - rows.start, self.windows.graph.ops[op].workspace_bytes)
+                for op in place.runs
+            ),
             steps=tuple(
                 BlockMoment(j - first, state_after[j] - state, int(self.certain[self.n_ops + j]) - base)
                 for j in steps
             ),
-            forward=self._end_of_forward(rows, base) if is_last else (),
+            bursts=tuple(
+                BlockMoment(j - first, t - state, nbytes - base)
+                for j in steps
+                for t, nbytes in self._bursts(j)
+            ),
+            forward=self._forward(place, base_in_forward, entry, is_last),
             later=later - first,
             demanded_by=state_after[int(before[0])] - state if len(before) else NEVER,
-            entry=None if entry is None or is_certain else self._version(entry, rows, first),
+            entry=None if entry is None or is_certain else self._version(entry, place),
             is_last=is_last,
         )
-        return PlacedBlock(block, base, rows)
+        return PlacedBlock(block, base, base_in_forward, rows)
 
-    def _op(self, row: int, rows: range, first: int, state: int, entry: int | None) -> BlockOp:
+    def _runs(self, rows: range) -> list[int]:
+        return np.flatnonzero((self.arrays.row >= rows.start) & (self.arrays.row < rows.stop)).tolist()
+
+    def _first_op(self, rows: range) -> int:
+        return int(self.arrays.free[rows.start - 1]) + 1 if rows.start else 0
+
+    def _bursts(self, j: int) -> Iterator[tuple[int, int]]:
+        """Yield the states that unpacks of step `j` lead to, and the bytes live in any case meanwhile."""
+        step, state_after = self.windows.graph.steps[j], self.windows.state_after
+        unpacking = min(step.extra_bytes_while_unpacking, step.extra_bytes_peak)
+        for t in range(state_after[j - 1] if j else 0, state_after[j]):
+            yield t + 1, int(self.certain[self.n_ops + j]) - step.extra_bytes_peak + unpacking
+
+    def _op(self, row: int, place: _Place, state: int, entry: int | None) -> BlockOp:
         arrays = self.arrays
         needed = int(arrays.first_needed[row])
         readers = (int(arrays.row[r]) for r in self.windows.readers[arrays.free[row]])
@@ -199,40 +276,54 @@ class _Chain:
             cost_us=float(arrays.cost_us[row]) if self.timed else 0.0,
             first_needed=needed - state if needed < NEVER else NEVER,
             is_pinned=bool(arrays.pinned[row]),
-            readers=_inside(readers, rows),
+            readers=_inside(readers, place.rows),
             reads_entry=entry is not None and row in self.readers[entry],
-            versions=tuple(self._version(v, rows, first) for v in self.versions[row]),
+            versions=tuple(self._version(v, place) for v in self.versions[row]),
         )
 
-    def _version(self, v: int, rows: range, first: int) -> BlockVersion:
-        arrays, begin = self.arrays, self.n_ops + first
+    def _version(self, v: int, place: _Place) -> BlockVersion:
+        arrays, begin, op = self.arrays, self.n_ops + place.step, int(self.arrays.op[v])
         nbytes, extra_from, dropped = int(arrays.nbytes[v]), int(arrays.extra_from[v]), int(arrays.dropped[v])
-        own = int(arrays.row[arrays.op[v]])
+        if nbytes < self.tiny:
+            nbytes = 0
         return BlockVersion(
             nbytes=nbytes,
             extra_from=extra_from - begin if nbytes and extra_from > self.n_ops else ALWAYS,
+            held_from=max(op, extra_from) - place.op if extra_from < self.n_ops else NEVER,
             dropped=dropped - begin if dropped > self.n_ops else ALWAYS,
-            last_use=max(int(arrays.last_use[v]) - first, -2),
+            last_use=max(int(arrays.last_use[v]), place.later - 1) - place.step,
             is_decided=self._is_decided(v),
-            readers=_inside(self.readers[v] - {own}, rows),
+            readers=_inside(self.readers[v] - {int(arrays.row[op])}, place.rows),
+            run=bisect_left(place.runs, op),
+            reads=tuple(
+                (int(arrays.row[r]) - place.rows.start, place.runs.index(r) - ((v, r) in self.overwrites))
+                for r in self.windows.graph.versions[v].readers
+                if int(arrays.row[r]) in place.rows
+            ),
         )
 
     def _is_decided(self, v: int) -> bool:
         op = self.arrays.op[v]
         return bool(self.arrays.free[self.arrays.row[op]] == op)
 
-    def _end_of_forward(self, rows: range, base: int) -> tuple[BlockMoment, ...]:
-        """Return the moments of forward from the first op of the last block on.
+    def _forward(
+        self, place: _Place, base: int, entry: int | None, is_last: bool
+    ) -> tuple[ForwardMoment, ...]:
+        """Return the moments of forward from the first op of the block to the last.
 
-        A version that forward itself still holds there counts as saved or not at all.
+        A version of an earlier block that forward itself still holds counts as saved or not at all, except
+        for the entry.
         """
         arrays = self.arrays
-        may_count = (arrays.row[arrays.op] >= 0) & (arrays.extra_from <= self.n_ops)
+        earlier = self.may_count & (arrays.op < place.op) & (arrays.extra_from <= self.n_ops)
+        if entry is not None:
+            earlier[entry] = False
         moments = []
-        for op in range(int(arrays.free[rows.start]), self.n_ops):
-            twice = may_count & (arrays.op <= op) & (op < arrays.extra_from)
-            nbytes = int(self.certain[op]) - int(arrays.nbytes[twice].sum())
-            moments.append(BlockMoment(op - self.n_ops, 0, nbytes - base))
+        for op in range(place.op, self.n_ops if is_last else int(arrays.free[place.rows.stop - 1]) + 1):
+            twice = int(arrays.nbytes[earlier & (op < arrays.extra_from)].sum())
+            is_twice = entry is not None and op < arrays.extra_from[entry]
+            nbytes = int(arrays.nbytes[entry]) if is_twice else 0
+            moments.append(ForwardMoment(op - place.op, int(self.certain[op]) - twice - base, nbytes))
         return tuple(moments)
 
 

@@ -13,7 +13,7 @@ cheapest label after the last block is the optimum of what is counted (NOTE [ A 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -29,10 +29,16 @@ from autoac.planner.solver.chain.menus import Menu, menu
 
 HALVINGS = 10  # of the range of the smallest peak
 LOWERED = 5  # times that a limit is lowered by what the simulator finds too much
-MOST_LABELS = 100  # for each way to get an exit, in a search for a plan
-ROUNDED = (0.05, 0.01)  # shares of the cost that bounds may lose by rounding
-FINER = 3  # times as many labels, once a plan is found
-LEVELS = 20  # of recomputed bytes, each with labels of its own
+ROUNDED = (0.01, 0.0025)  # shares of the cost that bounds may lose by rounding
+MOST_BELOW = 4.0  # a plan that costs so many times the bound says little about the cost to round
+WORK_OF_PAIR = 1.5e-7  # of a label and a save set that may follow; see NOTE [ Work ] in highs.py
+
+MayGoOn = Callable[[float], bool]
+"""A function that takes the units of work since its last call, and returns False to end the program."""
+
+
+class OutOfWork(Exception):
+    """The dynamic program may not go on."""
 
 
 class Exit(IntEnum):
@@ -62,16 +68,6 @@ class Labels:
             self.held[index], self.recomputed[index], self.cost_us[index],
             self.before[index], self.exit_before[index], self.choice[index],
         )  # fmt: skip
-
-    def thinned(self, most: int) -> Labels:
-        """Return about `most` labels that hold and recompute about as much as all of them."""
-        if len(self) <= most:
-            return self
-        level = np.floor(LEVELS * self.recomputed / max(float(self.recomputed.max()), 1.0))
-        order = np.lexsort((self.held, level))
-        ends = np.append(np.diff(level[order]) > 0, True)  # the cheapest of each level
-        ends[:: -(-len(self) // most)] = True
-        return self[order[ends]]
 
     def best(self) -> Labels:
         """Return the labels that no other one is at most as large as in each number, each once."""
@@ -122,102 +118,134 @@ class Blockwise:
                 menus[placed.block] = [menu(placed.block, is_demanded=d) for d in (False, True)]
         self._menus = menus
 
-    def smallest_peak(self, floor: int, known: int) -> Iterator[tuple[int, SaveSet | None]]:
+    def smallest_peak(
+        self, floor: int, known: int, may_go_on: MayGoOn
+    ) -> Iterator[tuple[int, SaveSet | None]]:
         """Yield ever larger proven bounds of the peak, each with a save set whose peak may be small, or None.
 
         Args:
             floor: bytes that no save set is below.
             known: the peak of some save set.
+            may_go_on: called after each block.
         """
         for _ in range(HALVINGS):
             middle = (floor + known) // 2
             if middle <= floor:
                 return
-            found = self.within(middle)
+            try:
+                found = self.within(middle, may_go_on=may_go_on)
+            except OutOfWork:
+                return
             if found is None:
                 floor = middle + 1
             else:
                 known = middle
             yield floor, None if found is None else found.save_set
 
-    def least_costs(self, budget: int, known_us: float) -> Iterator[float]:
-        """Yield proven bounds of the recompute time within `budget`, while they may exceed `known_us`."""
-        for share in ROUNDED:
-            found = self.within(budget, cost_step_us=share * known_us / len(self._blocks))
-            if found is None:
-                return
-            yield found.cost_us
-            if found.cost_us + share * known_us <= known_us:
-                return
+    def plans(self, budget: int, known_us: float, may_go_on: MayGoOn) -> Iterator[tuple[float, SaveSet]]:
+        """Yield cheap save sets with peaks of about `budget`, each with a proven bound of the recompute time.
 
-    def fitting(self, budget: int) -> Iterator[SaveSet]:
-        """Yield cheap save sets whose peaks are about `budget`, until one is within it."""
-        limit, too_much = budget, budget  # the least that was followed by a peak above the budget
-        for _ in range(LOWERED):
-            found = self.within(limit, most_labels=MOST_LABELS)
-            if found is None:
-                limit = (limit + too_much) // 2
-                continue
-            yield found.save_set
-            excess = peak_bytes(self._graph, found.save_set) - budget
-            if excess <= 0:
-                if (finer := self.within(limit, most_labels=FINER * MOST_LABELS)) is not None:
-                    yield finer.save_set
-                return
-            limit, too_much = limit - excess, min(limit, too_much)
+        The first peak is mostly a little too large, since not all bytes are counted. Then the limit is
+        lowered by what the simulator finds too much, until a plan fits.
+
+        Args:
+            budget: bytes.
+            known_us: the recompute time of a plan, or of everything.
+            may_go_on: called after each block.
+        """
+        bound_us, limit = 0.0, budget
+        try:
+            for share in ROUNDED:
+                found = self._rounded_within(budget, share, known_us, may_go_on)
+                if found is None:
+                    return
+                if found.cost_us * MOST_BELOW < known_us:  # too coarse
+                    known_us = max(found.cost_us, known_us / MOST_BELOW**2)
+                    found = self._rounded_within(budget, share, known_us, may_go_on) or found
+                bound_us, known_us = max(bound_us, found.cost_us), found.cost_us
+                yield bound_us, found.save_set
+                excess, too_much = peak_bytes(self._graph, found.save_set) - budget, budget
+                for _ in range(LOWERED):
+                    if excess <= 0:
+                        break
+                    limit = min(limit, too_much - excess)
+                    found = self._rounded_within(limit, share, known_us, may_go_on)
+                    if found is None:
+                        limit, excess = (limit + too_much) // 2, 1
+                        continue
+                    yield bound_us, found.save_set
+                    excess, too_much = peak_bytes(self._graph, found.save_set) - budget, limit
+        except OutOfWork:
+            return
+
+    def _rounded_within(
+        self, limit: int, share: float, known_us: float, may_go_on: MayGoOn
+    ) -> BlockwisePlan | None:
+        step = share * known_us / len(self._blocks)
+        return self.within(limit, cost_step_us=step, may_go_on=may_go_on)
 
     def within(
-        self, limit: int, *, most_labels: int | None = None, cost_step_us: float = 0.0
+        self, limit: int, *, cost_step_us: float = 0.0, may_go_on: MayGoOn = lambda work: True
     ) -> BlockwisePlan | None:
         """Return the cheapest plan whose counted bytes are within `limit`.
 
         No save set with a peak within `limit` costs less. None: no save set has such a peak. With
-        `most_labels`, so many labels are followed for each way to get an exit, and neither is proven.
-        With `cost_step_us`, costs are rounded down to multiples of it, so that fewer labels differ.
+        `cost_step_us`, the cost of each block is rounded down to a multiple of it, so that fewer labels
+        differ.
+
+        Raises:
+            OutOfWork: `may_go_on` returned False.
         """
+        menus = self._menus
+        if cost_step_us:
+            menus = {block: [m.rounded(cost_step_us) for m in pair] for block, pair in menus.items()}
         empty: Ints = np.zeros(1, np.int64)
         labels = {Exit.SAVED: Labels(np.zeros(1), np.zeros(1), np.zeros(1), empty, empty, empty)}
         history: list[dict[Exit, Labels]] = []
         for placed in self._blocks:
-            plain, demanded = self._menus[placed.block]
+            plain, demanded = menus[placed.block]
             saves = plain.saves_exit
-            room = limit - placed.nbytes
+            rooms = limit - placed.nbytes, limit - placed.nbytes_in_forward
+            pairs = sum(map(len, labels.values())) * (len(plain) + len(demanded))
+            if not may_go_on(WORK_OF_PAIR * pairs):
+                raise OutOfWork
             of_exit = {
-                Exit.UNUSED: _next(labels, plain, np.flatnonzero(~saves), room, cost_step_us),
-                Exit.RECOMPUTED: _next(labels, demanded, np.arange(len(demanded)), room, cost_step_us),
-                Exit.SAVED: _next(labels, plain, np.flatnonzero(saves), room, cost_step_us),
+                Exit.UNUSED: _next(labels, plain, np.flatnonzero(~saves), rooms),
+                Exit.RECOMPUTED: _next(labels, demanded, np.arange(len(demanded)), rooms),
+                Exit.SAVED: _next(labels, plain, np.flatnonzero(saves), rooms),
             }
-            labels = {
-                exit_: found if most_labels is None else found.thinned(most_labels)
-                for exit_, found in of_exit.items()
-                if found is not None
-            }
+            labels = {exit_: found for exit_, found in of_exit.items() if found is not None}
             history.append(labels)
         if not labels:
             return None
         exit_ = min(labels, key=lambda e: float(labels[e].cost_us.min()))
         label = int(labels[exit_].cost_us.argmin())
-        return BlockwisePlan(float(labels[exit_].cost_us[label]), self._save_set(history, exit_, label))
+        return BlockwisePlan(
+            float(labels[exit_].cost_us[label]), self._save_set(menus, history, exit_, label)
+        )
 
-    def _save_set(self, history: list[dict[Exit, Labels]], exit_: Exit, label: int) -> SaveSet:
+    def _save_set(
+        self, menus: dict[Block, list[Menu]], history: list[dict[Exit, Labels]], exit_: Exit, label: int
+    ) -> SaveSet:
         saved: list[OpId] = []
         for placed, labels in zip(reversed(self._blocks), reversed(history), strict=True):
             chosen = labels[exit_]
-            choices = self._menus[placed.block][exit_ is Exit.RECOMPUTED]
+            choices = menus[placed.block][exit_ is Exit.RECOMPUTED]
             row = choices.saved[chosen.choice[label]]
             saved += [OpId(op) for op in self._free[placed.rows][row].tolist()]
             exit_, label = Exit(int(chosen.exit_before[label])), int(chosen.before[label])
         return without_cost_free_recomputes(self._graph, saved)
 
 
-def _next(
-    before: dict[Exit, Labels], menu_: Menu, choices: Ints, room: float, cost_step_us: float
-) -> Labels | None:
-    """Return the labels after a block; None if no choice leaves the need of the block within `room`."""
+def _next(before: dict[Exit, Labels], menu_: Menu, choices: Ints, rooms: tuple[int, int]) -> Labels | None:
+    """Return the labels after a block; None if no choice leaves its needs within `rooms`."""
+    room, room_in_forward = rooms
     parts = []
     for exit_, labels in before.items():
         held = labels.held[:, None]
-        if exit_ is Exit.SAVED:
+        is_saved = exit_ is Exit.SAVED
+        in_forward = menu_.need_in_forward_with_entry if is_saved else menu_.need_in_forward
+        if is_saved:
             fits = held + menu_.need_with_entry[choices] <= room
         else:
             ahead = held + labels.recomputed[:, None]
@@ -226,15 +254,13 @@ def _next(
                 fits &= ahead + menu_.need_while_demanded[choices] <= room
             else:
                 fits &= ~menu_.demands_entry[choices]
-        label, at = np.nonzero(fits)
+        label, at = np.nonzero(fits & (held + in_forward[choices] <= room_in_forward))
         choice = choices[at]
-        entry_held = menu_.entry_held[choice] if exit_ is Exit.SAVED else 0.0
-        cost = labels.cost_us[label] + menu_.cost_us[choice]
         parts.append(
             Labels(
-                labels.held[label] + menu_.held[choice] + entry_held,
+                labels.held[label] + menu_.held[choice] + (menu_.entry_held[choice] if is_saved else 0.0),
                 menu_.recomputed[choice] + labels.recomputed[label] * menu_.passes_on[choice],
-                np.floor(cost / cost_step_us) * cost_step_us if cost_step_us else cost,
+                labels.cost_us[label] + menu_.cost_us[choice],
                 label,
                 np.full(len(label), exit_),
                 choice,

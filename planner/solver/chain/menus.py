@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -28,12 +28,29 @@ class Menu:
     need: Floats  # if the entry is not saved
     need_while_demanded: Floats  # of the moments at which the entry has been recomputed; -inf if it never is
     need_with_entry: Floats  # if the entry is saved
+    need_in_forward: Floats
+    need_in_forward_with_entry: Floats
     demands_entry: Bools  # before backward of the blocks before: the entry must be saved or recomputed
     passes_on: Bools  # the entry is recomputed as soon as the exit is
     saves_exit: Bools
 
     def __len__(self) -> int:
         return len(self.cost_us)
+
+    def rounded(self, cost_step_us: float) -> Menu:
+        """Return the menu with costs rounded down to multiples, so that more save sets are not worth it."""
+        cost_us = np.floor(self.cost_us / cost_step_us) * cost_step_us
+        return replace(self, cost_us=cost_us).undominated()
+
+    def undominated(self) -> Menu:
+        """Return the menu without save sets that another one is at most as large as in each number."""
+        numbers = [
+            self.cost_us, self.held, self.recomputed, self.need, self.need_while_demanded,
+            self.need_with_entry, self.need_in_forward, self.need_in_forward_with_entry, self.entry_held,
+            self.demands_entry, self.passes_on, ~self.saves_exit,
+        ]  # fmt: skip
+        best = _not_dominated(np.stack(numbers, axis=1).astype(float))
+        return Menu(*(getattr(self, f.name)[best] for f in fields(self)))
 
 
 def menu(block: Block, *, is_demanded: bool) -> Menu:
@@ -103,34 +120,96 @@ class _Table:
         cost = np.array([op.cost_us for op in block.ops]) @ is_used
         held = self._saved_bytes(ALWAYS, block.later)
         entry_held = self._entry_bytes(ALWAYS, block.later)
-        recomputed = self.zero.copy()
-        if self.is_demanded:
-            for i, op in enumerate(block.ops):
-                nbytes = sum(v.nbytes for v in op.versions if v.last_use >= block.later)
-                recomputed += nbytes * (start[i] == ALWAYS)
+        recomputed = self._recomputed_bytes(ALWAYS, block.later) if self.is_demanded else self.zero
         need, demanded, with_entry = (np.full_like(self.zero, -np.inf) for _ in range(3))
         for moment in block.steps:
             live = moment.nbytes + self._saved_bytes(moment.at, moment.at)
-            for i, op in enumerate(block.ops):
-                nbytes = sum(v.nbytes for v in op.versions if v.last_use >= moment.at)
-                if nbytes:
-                    live += nbytes * (start[i] <= moment.state)
+            live += self._recomputed_bytes(moment.state, moment.at)
             need = np.maximum(need, live)
             demanded = np.where(self.entry_start <= moment.state, np.maximum(demanded, live), demanded)
             with_entry = np.maximum(with_entry, live + self._entry_bytes(moment.at, moment.at))
-        for moment in block.forward:
-            need = np.maximum(need, moment.nbytes)
-            with_entry = np.maximum(with_entry, moment.nbytes + entry_held)
+        for moment in block.bursts:
+            mine = np.flatnonzero((start == moment.state).any(axis=0))
+            if len(mine):
+                live = moment.nbytes + self._saved_bytes(moment.at, moment.at)[mine]
+                live += self._burst_bytes(moment.state, moment.at, mine)
+                need[mine] = np.maximum(need[mine], live)
+                is_demanded = self.entry_start[mine] <= moment.state
+                demanded[mine] = np.where(is_demanded, np.maximum(demanded[mine], live), demanded[mine])
+                live += self._entry_bytes(moment.at, moment.at)[mine]
+                with_entry[mine] = np.maximum(with_entry[mine], live)
+        in_forward, with_entry_in_forward = (np.full_like(self.zero, -np.inf) for _ in range(2))
+        for op in block.forward:
+            live = op.nbytes + self._saved_bytes_in_forward(op.at)
+            in_forward = np.maximum(in_forward, live)
+            with_entry_in_forward = np.maximum(with_entry_in_forward, live + entry_held - op.entry_nbytes)
         demands = self.entry_start < NEVER
         passes_on = self.entry_start == ALWAYS
         saves_exit = self.saved[-1] & self.is_decided[-1]
-        numbers = np.stack([cost, held, recomputed, need, demanded, with_entry, entry_held,
-                            demands, passes_on, ~saves_exit], axis=1)  # fmt: skip
-        best = _not_dominated(numbers)
         return Menu(
-            self.saved.T[best], cost[best], held[best], entry_held[best], recomputed[best], need[best],
-            demanded[best], with_entry[best], demands[best], passes_on[best], saves_exit[best],
-        )  # fmt: skip
+            self.saved.T, cost, held, entry_held, recomputed, need, demanded, with_entry, in_forward,
+            with_entry_in_forward, demands, passes_on, saves_exit,
+        ).undominated()  # fmt: skip
+
+    def _recomputed_bytes(self, state: int, moment: int) -> Floats:
+        """(11) Return the recomputed bytes that are live in a step, after its unpacks have led to `state`."""
+        nbytes = self.zero.copy()
+        for i, op in enumerate(self.block.ops):
+            is_live = self.start[i] <= state
+            for version in op.versions:
+                if version.last_use >= moment:
+                    nbytes += version.nbytes * is_live
+                elif version.nbytes:
+                    nbytes += version.nbytes * (is_live & self._waits(version, state, slice(None)))
+        return nbytes
+
+    def _waits(self, version: BlockVersion, state: int, which: slice | Ints) -> Bools:
+        """Return by save set whether an op will run after `state` that reads the version."""
+        starts = [self.start[r, which] for r, _ in version.reads]
+        waits: Bools = np.any(
+            [(state < s) & (s < NEVER) for s in starts] or [self.nothing[which] > 0], axis=0
+        )
+        return waits
+
+    def _burst_bytes(self, state: int, moment: int, which: Ints) -> Floats:
+        """(11) Return the most recomputed bytes that are live in the burst that leads to `state`.
+
+        For each version, that is from the run that writes it to the last that reads it; to the end if it is
+        unpacked or read later; and from the beginning if it was made before.
+        """
+        runs = self.block.runs
+        change = np.zeros((len(runs) + 1, len(which)))
+        column = np.arange(len(which))
+        for at, run in enumerate(runs):
+            if run.workspace:
+                now = run.workspace * (self.start[run.op, which] == state)
+                change[at] += now
+                change[at + 1] -= now
+        for i, op in enumerate(self.block.ops):
+            start = self.start[i, which]
+            is_new = start == state
+            for version in op.versions:
+                if not version.nbytes:
+                    continue
+                end = np.where(is_new, version.run, -1)
+                for r, until in version.reads:
+                    end = np.maximum(end, np.where(self.start[r, which] == state, until, -1))
+                lasts = self._waits(version, state, which) | (version.last_use >= moment)
+                end = np.where(lasts, len(runs) - 1, end)
+                begin = np.where(is_new, version.run, 0)
+                nbytes = np.where((start <= state) & (begin <= end), version.nbytes, 0)
+                change[begin, column] += nbytes
+                change[end + 1, column] -= nbytes
+        most: Floats = np.cumsum(change, axis=0).max(axis=0)
+        return most
+
+    def _saved_bytes_in_forward(self, moment: int) -> Floats:
+        nbytes = self.zero.copy()
+        for i in np.flatnonzero(self.is_decided).tolist():
+            for version, until in zip(self.block.ops[i].versions, self.until[i], strict=True):
+                if version.is_decided and version.held_from <= moment:
+                    nbytes += version.nbytes * (self.saved[i] & (until > ALWAYS))
+        return nbytes
 
     def _saved_bytes(self, begun: int, moment: int) -> Floats:
         """(10) Return the saved bytes that are live at `moment`, of versions that count from `begun` on."""

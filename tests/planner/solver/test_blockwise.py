@@ -28,6 +28,10 @@ def blockwise(graph: Graph, *, timed: bool = True) -> Blockwise:
     return Blockwise(problem.arrays, problem.ceiling, timed=timed)
 
 
+def without_limit(_: float) -> bool:
+    return True
+
+
 @laws
 @given(st.integers(0, 2**32 - 1))
 def test_no_save_set_beats_the_bounds(seed: int) -> None:
@@ -39,7 +43,7 @@ def test_no_save_set_beats_the_bounds(seed: int) -> None:
         assert found is not None
         assert found.cost_us <= oracles.least_time(table, peak) + 1e-6
     smallest = oracles.smallest_peak(table)
-    assert all(bound <= smallest for bound, _ in of_blocks.smallest_peak(0, smallest))
+    assert all(bound <= smallest for bound, _ in of_blocks.smallest_peak(0, smallest, without_limit))
 
 
 def test_few_decisions_in_a_block_leave_the_bounds_valid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +70,7 @@ def test_smallest_peak_of_residual_blocks_is_nearly_proven() -> None:
     graph = build(graphs.gpt2(6))
     problem = Problem(graph)
     known = min(peak_bytes(graph, save_set) for save_set in problem.segments.smallest())
-    found = list(blockwise(graph, timed=False).smallest_peak(problem.bounds.floor, known))
+    found = list(blockwise(graph, timed=False).smallest_peak(problem.bounds.floor, known, without_limit))
     best = min(known, *(peak_bytes(graph, save_set) for _, save_set in found if save_set is not None))
     assert found[-1][0] > problem.bounds.floor
     assert found[-1][0] >= 0.9 * best
@@ -77,10 +81,26 @@ def test_plans_of_blocks_fit_and_cost_no_less_than_the_bound() -> None:
     of_blocks = blockwise(graph)
     ceiling = peak_bytes(graph, graph.everything)
     smallest = min(peak_bytes(graph, save_set) for save_set in Problem(graph).segments.smallest())
+    everything_us = sum(op.recompute_us for op in graph.ops)
     for budget in range(smallest + (ceiling - smallest) // 10, ceiling, (ceiling - smallest) // 4):
-        bound = of_blocks.within(budget)
-        assert bound is not None
-        found = [s for s in of_blocks.fitting(budget) if peak_bytes(graph, s) <= budget]
-        assert found
-        assert all(cost <= bound.cost_us for cost in of_blocks.least_costs(budget, bound.cost_us))
-        assert all(recompute_us(graph, save_set) >= bound.cost_us - 1e-6 for save_set in found)
+        least = of_blocks.within(budget)
+        assert least is not None
+        found = list(of_blocks.plans(budget, everything_us, without_limit))
+        assert max(bound for bound, _ in found) <= least.cost_us
+        plans = [save_set for _, save_set in found if peak_bytes(graph, save_set) <= budget]
+        best = min(recompute_us(graph, save_set) for save_set in plans)
+        assert least.cost_us <= best <= 1.02 * least.cost_us
+
+
+def test_program_over_blocks_ends_when_it_may_not_go_on() -> None:
+    graph = build(graphs.gpt2(4))
+    spent: list[float] = []
+
+    def twice(work: float) -> bool:
+        spent.append(work)
+        return len(spent) <= 2
+
+    assert not list(blockwise(graph).plans(peak_bytes(graph, graph.everything), 1e6, twice))
+    assert not list(blockwise(graph).smallest_peak(0, peak_bytes(graph, graph.everything), twice))
+    assert len(spent) == 4
+    assert all(work > 0 for work in spent)
