@@ -11,6 +11,7 @@ A share applies to the run time that the op has alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,20 +24,21 @@ from autoac.profiler.torch_facts import private
 def shares_of_time(joint: JointGraph) -> dict[str, float]:
     """Return by the name of each fused op of forward the share of its run time that remains."""
     outputs = {node for node in joint.outputs if isinstance(node, fx.Node)}
-    return {node.name: _share(node, outputs) for node in joint.ops if private.is_fused_by_compilers(node)}
+    is_fused = private.fusible_by_compilers()
+    return {node.name: _share(node, outputs, is_fused) for node in joint.ops if is_fused(node)}
 
 
-def _share(node: fx.Node, outputs: set[fx.Node]) -> float:
+def _share(node: fx.Node, outputs: set[fx.Node], is_fused: Callable[[fx.Node], bool]) -> float:
     reads = storages_read(node)
-    crossing = sum(_nbytes(read) for read in reads if not private.is_fused_by_compilers(op_of(read)))
+    crossing = sum(_nbytes(read) for read in reads if not is_fused(op_of(read)))
     written = _nbytes(node)
-    if _leaves_kernel(node, outputs):
+    if _leaves_kernel(node, outputs, is_fused):
         crossing += written
     total = sum(map(_nbytes, reads)) + written
     return crossing / total if total else 1.0
 
 
-def _leaves_kernel(node: fx.Node, outputs: set[fx.Node]) -> bool:
+def _leaves_kernel(node: fx.Node, outputs: set[fx.Node], is_fused: Callable[[fx.Node], bool]) -> bool:
     """Return True if forward returns what `node` writes, or an op that is not fused reads it."""
     stack, seen = [node], {node}
     while stack:
@@ -44,7 +46,7 @@ def _leaves_kernel(node: fx.Node, outputs: set[fx.Node]) -> bool:
         if value in outputs:
             return True
         for user in value.users:
-            if is_op(user) and not private.is_fused_by_compilers(user):
+            if is_op(user) and not is_fused(user):
                 return True
             if is_view(user) and user not in seen:
                 seen.add(user)

@@ -293,9 +293,12 @@ def compile_context() -> Any:
 def compile_contexts(tracing: Any, compiling: Any) -> list[Any]:
     """Return the contexts that Dynamo and `compile_fx` enter around AOTAutograd."""
     from torch._dynamo import compiled_autograd
+    from torch._dynamo import config as dynamo_config
     from torch._dynamo.utils import preserve_rng_state
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     contexts = [
+        _use_lazy_graph_module(cast("Any", dynamo_config).use_lazy_graph_module),
         _guards.tracing(tracing),
         _guards.compile_context(compiling),
         compiled_autograd._disable(),
@@ -361,11 +364,22 @@ def compiler_cache_dir() -> Path:
 
 def copied_graph_module(module: Any) -> Any:
     """Return a module with a copy of the graph, and the same constants."""
+    from torch.fx._lazy_graph_module import _make_graph_module
+
     graph = torch.fx.Graph()
     copied: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
     output, old = copied
     graph.output(output).meta = copy.copy(old.meta)
-    return torch.fx.GraphModule(module, graph)
+    return _make_graph_module(module, graph)
+
+
+def has_passes_before_cut(module: Any) -> bool:
+    """Return True if AOTAutograd itself would change a joint graph before its cut."""
+    from torch._functorch import config
+
+    if callable(cast("Any", config).joint_custom_pass):
+        return True
+    return any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes)
 
 
 _OWN = "_autoac_own"  # keyword argument that tells a node from equal ones
@@ -406,11 +420,11 @@ def is_size_node(node: Any) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def is_fused_by_compilers(node: Any) -> bool:
-    """Return True if torch's partitioner expects a compiler to fuse a node with its neighbors."""
+def fusible_by_compilers() -> Callable[[Any], bool]:
+    """Return a function that is True for nodes that torch's partitioner expects a compiler to fuse."""
     from torch._functorch.partitioners import get_default_op_list
 
-    return get_default_op_list().is_fusible(node)
+    return get_default_op_list().is_fusible
 
 
 def size_hint(size: Any) -> int:

@@ -145,6 +145,7 @@ class CompiledPart:
         self.compiled: dict[Any, BoxedCall] = {}
         self._lookup = lookup
         self._traced = first
+        self._after_passes: Any = None  # the joint graph that Inductor's passes have left
 
     @property
     def _first(self) -> _FirstStage:
@@ -215,7 +216,8 @@ class CompiledPart:
         """
         if key not in self.compiled:
             first = self._first
-            module = private.copied_graph_module(first.capture.graph_module)
+            joint = self._after_passes if partition is not first.partition else None
+            module = private.copied_graph_module(joint or first.capture.graph_module)
             metadata = copy.copy(first.state.fw_metadata)
             metadata.dynamic_saved_tensors_idxs = dict(metadata.dynamic_saved_tensors_idxs)
             config = dataclasses.replace(first.state.aot_config, cache_info=self._cache_info(stored_as))
@@ -245,15 +247,23 @@ class CompiledPart:
             write_notes(_notes_path(self.key), self.notes)
 
     def _after_joint_passes(self, partition: Partition, module: Any) -> Partition:
-        """Return `partition` with what the user's backend runs before it, which also cuts nested graphs."""
+        """Return `partition` with what the user's backend runs before it, which also cuts nested graphs.
+
+        Inductor's passes run once, unless nested graphs or a pass of the user could notice a second cut.
+        """
         users = self._first.partition
-        fuses = self.fuses
+        runs_passes = self.fuses and self._after_passes is None
+
+        def keeping(graph: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
+            if not private.has_passes_before_cut(graph):
+                self._after_passes = private.copied_graph_module(graph)
+            return partition(graph, inputs, **options)
 
         def cut(graph: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
             if graph is not module:
                 return users(graph, inputs, **options)  # type: ignore[no-any-return]
-            if fuses:
-                return users(graph, inputs, partitioner_fn_override=partition, **options)  # type: ignore[no-any-return]
+            if runs_passes:
+                return users(graph, inputs, partitioner_fn_override=keeping, **options)  # type: ignore[no-any-return]
             return partition(graph, inputs, **options)
 
         return cut

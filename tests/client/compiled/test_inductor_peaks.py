@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,10 @@ def batch() -> Batch:
 
 
 def test_measured_steps_bring_peak_and_prediction_together() -> None:
-    run = train(ZooModel("chain", Chain, batch), share=0.5)
+    passes: list[Any] = []
+    with torch._inductor.config.patch(joint_custom_post_pass=passes.append):
+        run = train(ZooModel("chain", Chain, batch), share=0.5)
+    assert len(passes) == 3  # without a plan, for the profile, and once for all plans
     assert run.recomputed > 0
     assert run.corrections <= 2
     assert run.measured <= run.budget
