@@ -217,8 +217,8 @@ IRREGULAR = (
         "packed LSTM",
         Recognizer,
         lambda: {
-            "x": wave(12, 8, 16),
-            "lengths": 8 - torch.arange(12) // 6,
+            "x": wave(12, 6, 16),
+            "lengths": 6 - torch.arange(12) // 6,
             "labels": 1 + torch.arange(24).remainder(5).reshape(12, 2),
         },
     ),

@@ -55,7 +55,9 @@ class Counter(TorchDispatchMode):
 
 def test_the_xformers_style_policy_saves_memory_and_recomputes_less_than_checkpoint():
     model, batch = make()
-    other_ways = ways(CASE, profile(model, **batch))
+    found = profile(model, **batch)
+    equal = found.ops.model_copy(update={"runtime_us": (1.0,) * len(found.ops.runtime_us)})
+    other_ways = ways(CASE, found.model_copy(update={"ops": equal}))  # measured times choose other ops each time
     ran = {}
     for way in ("checkpoint", "xformers-style"):
         trainee = Trainee(CASE, torch.device("cpu"), other_ways[way])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from stepping import Outcome, assert_same, step
+from stepping import Outcome, assert_same, step, timed_by_flops
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,7 +58,7 @@ class Subject:
 def subject(one_thread: None, request: pytest.FixtureRequest) -> Subject:
     entry: ZooModel = request.param
     torch.manual_seed(0)
-    found = profile(entry.make(), **entry.batch())
+    found = timed_by_flops(profile(entry.make(), **entry.batch()))
     graph = build(found)
     plain = step(entry.make, standing=graph.static_bytes, **entry.batch())
     return Subject(entry, found, graph, dense(plain))
@@ -85,8 +85,8 @@ def test_plain_peak_is_predicted(subject: Subject) -> None:
 
 
 def test_smallest_peak_is_reached_and_at_most_that_of_checkpointed_blocks(subject: Subject) -> None:
-    found = find_minimum_peak(subject.profile, gap=0.12, time_limit_s=20)
-    planned = plan(subject.profile, budget_bytes=found.found, start=[found.save_set], gap=0.5)
+    found = find_minimum_peak(subject.profile, gap=0.12, work_limit=2)
+    planned = plan(subject.profile, budget_bytes=found.found, start=[found.save_set], gap=0.5, work_limit=1)
     policy = planned.policy()
     standing = subject.graph.static_bytes
     ours = dense(step(subject.entry.make, policy=policy, standing=standing, **subject.entry.batch()))
