@@ -57,7 +57,9 @@ def test_the_xformers_style_policy_saves_memory_and_recomputes_less_than_checkpo
     model, batch = make()
     found = profile(model, **batch)
     equal = found.ops.model_copy(update={"runtime_us": (1.0,) * len(found.ops.runtime_us)})
-    other_ways = ways(CASE, found.model_copy(update={"ops": equal}))  # measured times choose other ops each time
+    other_ways = ways(
+        CASE, found.model_copy(update={"ops": equal})
+    )  # measured times choose other ops each time
     ran = {}
     for way in ("checkpoint", "xformers-style"):
         trainee = Trainee(CASE, torch.device("cpu"), other_ways[way])
