@@ -1,6 +1,7 @@
-"""Measure what planning adds to the compile time of a model, in a first process and in one with warm caches.
+"""Measure what planning adds to the compile time of a model, in a first process and with warm caches.
 
-Times are seconds of CPU up to the end of the second step, child processes included.
+Times are seconds of CPU up to the end of the second step, child processes included. First processes are
+measured once. Those with warm caches take turns, with a plan and without, and their median counts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
+from autoac.planner import find_minimum_peak, plan
+from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
 from benchmarks.results import markdown_table
 
 HEAD = ("process", "CPU s without a plan", "with a plan", "added", "graphs compiled", "from the cache")
-TURNS = ("first", "second, with warm caches")
+TURNS = ("first", "later, with warm caches")
 
 
 def spent_s() -> float:
@@ -31,24 +35,37 @@ def spent_s() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def train(layers: int, backend: str, budget_gb: float | None) -> dict[str, Any]:
+def model_and_batch(layers: int) -> tuple[nn.Module, Tensor]:
+    """Return the model whose compilation is measured; one thread, for this process and its results."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return Transformer(layers=layers, width=64), torch.randn(4, 64, 64)
+
+
+def budget_at(share: float, layers: int, backend: str) -> int:
+    """Return a budget in bytes, at `share` of the way from the smallest peak to the one that saves all."""
+    model, batch = model_and_batch(layers)
+    compiled: Any = torch.compile(model, backend=backend)
+    found = profile(compiled, batch)
+    lowest, highest = find_minimum_peak(found, time_limit_s=10).found, plan(found, budget_gb=1024).peak
+    return int(lowest + share * (highest - lowest))
+
+
+def train(layers: int, backend: str, budget: int | None) -> dict[str, Any]:
     """Run two steps, planned if there is a budget, and return the row of this process."""
     from torch._dynamo.utils import counters
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model: nn.Module = Transformer(layers=layers, width=64)
-    batch: Tensor = torch.randn(4, 64, 64)
+    model, batch = model_and_batch(layers)
     began = spent_s()
     call = torch.compile(model, backend=backend)
-    if budget_gb is not None:
-        ac_client.apply(model, budget_gb)
+    if budget is not None:
+        ac_client.apply(model, budget / 2**30)
     for _ in range(2):
         model.zero_grad()
         out = call(batch)
         out["logits"].square().mean().backward()
     cpu_s = spent_s() - began
-    if budget_gb is not None:
+    if budget is not None:
         assert ac_client.applied(model).report().recomputed > 0
     found = counters["inductor"]
     return {"cpu_s": cpu_s, "missed": found["fxgraph_cache_miss"], "hit": found["fxgraph_cache_hit"]}
@@ -67,27 +84,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--budget-gb", type=float)
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="of the way from the smallest to the largest peak"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="processes with warm caches")
     parser.add_argument("--child", action="store_true")
+    parser.add_argument("--budget", type=int, help="in bytes, of a child")
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(train(options.layers, options.backend, options.budget_gb)))
+        print(json.dumps(train(options.layers, options.backend, options.budget)))
         return
     shared = ["--layers", str(options.layers), "--backend", options.backend]
-    planned = ["--budget-gb", str(options.budget_gb or 0.012)]
-    found = {}
-    for name, extra in (("unplanned", []), ("planned", planned)):
-        with tempfile.TemporaryDirectory() as caches:
-            for turn in TURNS:
-                found[name, turn] = in_process(caches, *shared, *extra)
-                print(name, turn, found[name, turn], flush=True)
+    budget = budget_at(options.share, options.layers, options.backend)
+    extra = {"without": [], "with": ["--budget", str(budget)]}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in extra}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(1 + options.repeats):
+            for name, more in extra.items():
+                found[name].append(in_process(f"{folder}/{name}", *shared, *more))
+                print(name, found[name][-1], flush=True)
     rows = []
-    for turn in TURNS:
-        without, row = found["unplanned", turn], found["planned", turn]
-        added = row["cpu_s"] - without["cpu_s"]
-        share = f"{added:+.1f} s ({added / without['cpu_s']:+.0%})"
-        times = (f"{without['cpu_s']:.1f}", f"{row['cpu_s']:.1f}")
-        rows.append((turn, *times, share, str(row["missed"]), str(row["hit"])))
+    for turn, taken in zip(TURNS, (slice(0, 1), slice(1, None)), strict=True):
+        without, planned = (found[name][taken] for name in extra)
+        base, cpu_s = (statistics.median(row["cpu_s"] for row in part) for part in (without, planned))
+        share = f"{cpu_s - base:+.1f} s ({cpu_s / base - 1:+.0%})"
+        rows.append(
+            (turn, f"{base:.1f}", f"{cpu_s:.1f}", share, str(planned[0]["missed"]), str(planned[0]["hit"]))
+        )
     print(f"\n{markdown_table(HEAD, rows)}")
 
 
