@@ -39,13 +39,13 @@ from ac_client.runtime.policy_context import active
 from ac_client.runtime.replay import recording_off
 from autoac.planner import Constraints, Plan, Policy, PolicySet
 from autoac.profiler import Loss, device_of
+from autoac.profiler.compiler.second_stage import forget_compiled_code
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_calls
-from autoac.profiler.torch_facts.second_stage import forget_compiled_code
 
 log = logging.getLogger("ac_client")
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from autoac.planner.formats.profile import Profile
-from autoac.profiler.torch_facts.second_stage import CompiledPart
+from autoac.profiler.compiler.second_stage import CompiledPart
 
 log = logging.getLogger("autoac.profiler")
 

@@ -27,7 +27,7 @@ GROUP_OF_FILE = {
         "plans": ("plan", "minimum_peak", "frontier", "infeasibility"),
     },
     "profiler": {
-        "base": ("errors", "graph_notes"),
+        "base": ("errors",),
         "static": ("static_memory", "model_device"),
         "entry": ("observe", "to_profile", "environment", "known_step"),
     },
@@ -58,27 +58,33 @@ planner/report:         base formats problem memory solver plans
 planner:                plans pipeline report
 profiler/base:
 profiler/torch_facts:   base planner/formats
+profiler/compiler:      torch_facts planner/formats
 profiler/distributed:   base torch_facts
 profiler/restore:       base torch_facts
 profiler/timing:        torch_facts restore
 profiler/capture:       base torch_facts restore timing planner/base planner/formats
 profiler/static:        base torch_facts distributed timing planner/base planner/formats
-profiler/joint_graph:   torch_facts capture
-profiler/steps:         base torch_facts distributed restore timing capture joint_graph planner/formats
-profiler/entry:         base torch_facts distributed timing capture static steps planner/base planner/formats
+profiler/joint_graph:   torch_facts compiler capture
+profiler/steps:         base torch_facts compiler distributed restore timing capture joint_graph
+                        planner/formats
+profiler/entry:         base torch_facts compiler distributed timing capture static steps planner/base
+                        planner/formats
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats profiler/base
 ac_client/runtime:      base planner/formats profiler/torch_facts profiler/distributed
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans
-ac_client/compiled:     base planner planner/formats profiler/base profiler/torch_facts profiler/joint_graph
+ac_client/compiled:     base planner planner/formats profiler/base profiler/torch_facts profiler/compiler
+                        profiler/joint_graph
 ac_client/rerun:        runtime profiler/torch_facts profiler/restore
 ac_client/planning:     base service_client runtime compiled rerun measure planner planner/base
                         planner/formats planner/problem planner/memory profiler profiler/base
-                        profiler/torch_facts profiler/distributed profiler/restore profiler/static
+                        profiler/torch_facts profiler/compiler profiler/distributed profiler/restore
+                        profiler/static
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
-                        profiler profiler/base profiler/torch_facts profiler/distributed profiler/static
+                        profiler profiler/base profiler/torch_facts profiler/compiler profiler/distributed
+                        profiler/static
 ac_client:              base entry
 ac_client/integrations: base planning entry planner ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler ac_client

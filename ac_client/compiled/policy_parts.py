@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.formats.policy import Decision
+from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.decided_part import OpName, compile_decided, ops_of
 from autoac.profiler.joint_graph.joint_graph import joined
-from autoac.profiler.torch_facts.second_stage import BoxedCall, CompiledPart
 
 
 class PartCall(NamedTuple):

@@ -19,8 +19,8 @@ from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath
 from ac_client.runtime.nodes import UnsupportedTensor
 from ac_client.runtime.policy_context import active, save_recompute_policy
 from ac_client.runtime.replay import recording_off
+from autoac.profiler.compiler.second_stage import set_carrier
 from autoac.profiler.torch_facts.module_paths import ROOT
-from autoac.profiler.torch_facts.second_stage import set_carrier
 from autoac.profiler.torch_facts.streams import streams_seen
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from autoac.profiler.compiler import private_compiler
 from autoac.profiler.joint_graph.joint_graph import (
     JointGraph,
     is_gradient,
@@ -24,7 +25,6 @@ from autoac.profiler.joint_graph.joint_graph import (
     simplify,
     storages_read,
 )
-from autoac.profiler.torch_facts import private
 
 
 def cut(
@@ -41,7 +41,7 @@ def cut(
     joint = JointGraph.of(module.graph, num_fwd_outputs)
     saved, sizes = _saved_nodes(joint, is_saved(joint))
     names = {node.name for node in joint.backward}
-    forward, backward = private.extract_forward_and_backward(module, saved, sizes, num_fwd_outputs)
+    forward, backward = private_compiler.extract_forward_and_backward(module, saved, sizes, num_fwd_outputs)
     _order(forward, {node.name for node in joint.forward})
     _order(backward, names)
     return forward, backward
@@ -61,7 +61,7 @@ def _saved_nodes(joint: JointGraph, is_saved: dict[fx.Node, bool]) -> tuple[list
         if node in seen or node in in_backward:
             continue
         seen.add(node)
-        if private.is_size_node(node):
+        if private_compiler.is_size_node(node):
             sizes[node] = None
         elif node.op == "placeholder":
             if not is_gradient(node):

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoac.profiler.compiler import private_compiler
 from autoac.profiler.joint_graph.joint_graph import JointGraph, is_op, is_view, op_of, storages_read
-from autoac.profiler.torch_facts import private
 
 
 def shares_of_time(joint: JointGraph) -> dict[str, float]:
     """Return by the name of each fused op of forward the share of its run time that remains."""
     outputs = {node for node in joint.outputs if isinstance(node, fx.Node)}
-    is_fused = private.fusible_by_compilers()
+    is_fused = private_compiler.fusible_by_compilers()
     return {node.name: _share(node, outputs, is_fused) for node in joint.ops if is_fused(node)}
 
 
@@ -58,7 +58,7 @@ def _nbytes(node: fx.Node) -> int:
     value: Any = node.meta.get("val")
     tensors = value if isinstance(value, (list, tuple)) else [value]
     return sum(
-        private.size_hint(tensor.numel()) * tensor.element_size()
+        private_compiler.size_hint(tensor.numel()) * tensor.element_size()
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
     )

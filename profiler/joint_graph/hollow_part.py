@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from autoac.profiler.capture.op_recorder import OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.cut import cut
 from autoac.profiler.joint_graph.decided_part import note_ops
 from autoac.profiler.joint_graph.fused_time import shares_of_time
@@ -32,7 +33,6 @@ from autoac.profiler.joint_graph.joint_graph import (
     results_of,
     storages_read,
 )
-from autoac.profiler.torch_facts.second_stage import BoxedCall, CompiledPart
 
 _HOLLOW = "hollow"  # key of the compiled halves
 _RUN = "_autoac_run"  # attribute of the empty tensors by which backward finds its forward

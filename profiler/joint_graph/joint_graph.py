@@ -27,14 +27,10 @@ from typing import Any
 
 from torch import fx
 
+from autoac.profiler.compiler.private_compiler import is_size_node, merge_equal_nodes
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import facts_of
-from autoac.profiler.torch_facts.private import (
-    HigherOrderOperator,
-    OpOverload,
-    is_size_node,
-    merge_equal_nodes,
-)
+from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload
 
 
 @dataclass(frozen=True, slots=True)

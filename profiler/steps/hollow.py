@@ -54,6 +54,7 @@ from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.allocations import AllocationRecord, Allocations, Block
 from autoac.profiler.capture.op_recorder import ForwardRecord, OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.distributed.fsdp import Shards, parameters_of, single_rank_fsdp, watch_sharding
 from autoac.profiler.errors import CannotProfile, NothingToProfile
@@ -85,7 +86,6 @@ from autoac.profiler.torch_facts.inductor import (
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
 from autoac.profiler.torch_facts.rng import generators_restored
-from autoac.profiler.torch_facts.second_stage import carried_by
 
 FREED = "its FSDP unit is freed when backward asks for it"
 

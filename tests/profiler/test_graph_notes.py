@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from autoac.profiler.graph_notes import read_notes, write_notes
+from autoac.profiler.compiler.graph_notes import read_notes, write_notes
 
 
 def test_notes_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -40,8 +40,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from autoac.planner.formats.profile import ANOTHER_GRAPH
-from autoac.profiler.graph_notes import read_notes, source_digest, write_notes
-from autoac.profiler.torch_facts import private
+from autoac.profiler.compiler import private_compiler
+from autoac.profiler.compiler.compile_context import CompileContext
+from autoac.profiler.compiler.graph_notes import read_notes, source_digest, write_notes
 from autoac.profiler.torch_facts.inductor import opaque_region, recording_modes
 
 BoxedCall = Callable[[list[Any]], Any]
@@ -97,7 +98,7 @@ class _FirstStage:
     capture: Any
     partition: Any  # of the user's backend
     compilers: tuple[Any, Any]
-    context: _CompileContext
+    context: CompileContext
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,12 +109,12 @@ class _Lookup:
     config: Any
     extra: Any
     simplify: Callable[[list[Any]], Any]
-    context: _CompileContext
+    context: CompileContext
 
     def load(self, key: str) -> BoxedCall | None:
         """Return the code that the cache has under `key`; None if it has none."""
         with self.context.entered():
-            return private.code_on_disk(key, self.args, self.config, self.extra)  # type: ignore[no-any-return]
+            return private_compiler.code_on_disk(key, self.args, self.config, self.extra)  # type: ignore[no-any-return]
 
     def trace(self) -> _FirstStage:
         """Run the first stage."""
@@ -217,7 +218,7 @@ class CompiledPart:
         if key not in self.compiled:
             first = self._first
             joint = self._after_passes if partition is not first.partition else None
-            module = private.copied_graph_module(joint or first.capture.graph_module)
+            module = private_compiler.copied_graph_module(joint or first.capture.graph_module)
             metadata = copy.copy(first.state.fw_metadata)
             metadata.dynamic_saved_tensors_idxs = dict(metadata.dynamic_saved_tensors_idxs)
             config = dataclasses.replace(first.state.aot_config, cache_info=self._cache_info(stored_as))
@@ -228,7 +229,7 @@ class CompiledPart:
             if partition is not first.partition:
                 partition = self._after_joint_passes(partition, module)
             with first.context.entered(metadata, state.fake_mode):
-                second_stage = private.aot_graph_compile().aot_stage2_autograd.__wrapped__
+                second_stage = private_compiler.aot_graph_compile().aot_stage2_autograd.__wrapped__
                 self.compiled[key], _ = second_stage(
                     state, capture, partition, *(compilers or first.compilers)
                 )
@@ -255,8 +256,8 @@ class CompiledPart:
         runs_passes = self.fuses and self._after_passes is None
 
         def keeping(graph: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
-            if not private.has_passes_before_cut(graph):
-                self._after_passes = private.copied_graph_module(graph)
+            if not private_compiler.has_passes_before_cut(graph):
+                self._after_passes = private_compiler.copied_graph_module(graph)
             return partition(graph, inputs, **options)
 
         def cut(graph: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
@@ -269,51 +270,12 @@ class CompiledPart:
         return cut
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _CompileContext:
-    """Keep what surrounds AOTAutograd from the moment at which a graph was held back."""
-
-    tracing: Any
-    compiling: Any
-    configs: tuple[tuple[Any, dict[str, Any]], ...]  # modules of configuration, with what differs from now
-
-    @classmethod
-    def now(cls) -> _CompileContext:
-        """Return what surrounds this call."""
-        configs = [(module, private.config_values(module)) for module in private.compiler_configs()]
-        return cls(private.tracing_context(), private.compile_context(), tuple(configs))
-
-    @contextlib.contextmanager
-    def entered(self, metadata: Any = None, fake_mode: Any = None) -> Iterator[None]:
-        """Run what is inside as if AOTAutograd had gone on.
-
-        Args:
-            metadata, fake_mode: of the first stage, to run the second one.
-        """
-        tracing = copy.copy(self.tracing)
-        if tracing is not None and metadata is not None:
-            tracing.fw_metadata = metadata
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(private.disable_current_modes())
-            for module, values in self.configs:
-                now = private.config_values(module)
-                stack.enter_context(
-                    module.patch({name: value for name, value in values.items() if now[name] != value})
-                )
-            for context in private.compile_contexts(tracing, self.compiling):
-                stack.enter_context(context)
-            if fake_mode is not None:
-                for context in private.second_stage_contexts(fake_mode):
-                    stack.enter_context(context)
-            yield
-
-
 def _keep_from_cache(begins: bool) -> None:
     """Change the keys of AOTAutograd's cache while a carrier is active."""
-    config = private.compiler_configs()[-1]
+    config = private_compiler.compiler_configs()[-1]
     if begins:
         _current.partitioner = config.custom_partitioner_fn
-        config.custom_partitioner_fn = private.named_partitioner(
+        config.custom_partitioner_fn = private_compiler.named_partitioner(
             f"autoac {source_digest(Path(__file__).parents[1])}"
         )
     elif getattr(config.custom_partitioner_fn, "name", "").startswith("autoac "):
@@ -322,26 +284,26 @@ def _keep_from_cache(begins: bool) -> None:
 
 def forget_compiled_code() -> None:
     """Have all compiled code compiled again: Dynamo does not guard on the hooks that a plan has added."""
-    if private.anything_traced():
+    if private_compiler.anything_traced():
         _hold_back_graphs()
-        private.reset_code_caches()
+        private_compiler.reset_code_caches()
 
 
 def _hold_back_graphs() -> None:
     """Make AOTAutograd stop after its first stage, and discard the code that was compiled earlier."""
-    module = private.aot_graph_compile()
+    module = private_compiler.aot_graph_compile()
     second_stage = module.aot_stage2_autograd
-    loaded = private.graphs_loaded_from_cache()
+    loaded = private_compiler.graphs_loaded_from_cache()
     if not hasattr(second_stage, "__wrapped__"):
 
         def held_back(state: Any, capture: Any, partition: Any, forward: Any, backward: Any) -> Any:
-            context = _CompileContext.now()
+            context = CompileContext.now()
             info = state.aot_config.cache_info
             cached = (
                 _current.carrier is not None
                 and info is not None
                 and not info.forward_symints
-                and not private.adds_guards(context.tracing)
+                and not private_compiler.adds_guards(context.tracing)
             )
             first = _FirstStage(state, capture, partition, (forward, backward), context)
             _current.first = first if _current.retraces else None
@@ -349,11 +311,11 @@ def _hold_back_graphs() -> None:
 
         held_back.__wrapped__ = second_stage  # type: ignore[attr-defined]
         module.aot_stage2_autograd = held_back
-        private.wrap_cache_lookup(_remembering, _with_notes)
+        private_compiler.wrap_cache_lookup(_remembering, _with_notes)
     elif loaded == _loaded_before:
         return
     _set_loaded_before(loaded)
-    private.reset_code_caches()
+    private_compiler.reset_code_caches()
 
 
 def _remembering(simplify: Callable[..., Any]) -> Callable[..., Any]:
@@ -387,14 +349,14 @@ def _with_notes(look_up: Callable[..., Any]) -> Callable[..., Any]:
             or (notes := read_notes(_notes_path(info.cache_key))) is None
         ):
             return code, config
-        lookup = _Lookup(args, config, extra, simplify, _CompileContext.now())
+        lookup = _Lookup(args, config, extra, simplify, CompileContext.now())
         return CompiledPart(info.cache_key, notes, None, lookup), config
 
     return with_notes
 
 
 def _notes_path(key: str) -> Path:
-    return private.compiler_cache_dir() / "autoac" / f"{key}.json"
+    return private_compiler.compiler_cache_dir() / "autoac" / f"{key}.json"
 
 
 _loaded_before = 0  # graphs that came from AOTAutograd's cache, whole, before the code was last forgotten

@@ -1,0 +1,235 @@
+"""List the private names of torch.compile's parts that a plan for compiled models needs, as private.py does.
+
+A compiled step is planned between the two stages of AOTAutograd, for which torch has no hook. All of this is
+looked up when it is called, since importing Dynamo takes seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import _guards
+
+from autoac.profiler.torch_facts.private import HigherOrderOperator
+
+
+def aot_graph_compile() -> Any:
+    """Return the module in which AOTAutograd's second stage is looked up."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    return graph_compile
+
+
+def reset_code_caches() -> None:
+    """Have Dynamo forget all code that it compiled in this process."""
+    import torch._dynamo
+
+    torch._dynamo.reset_code_caches()
+
+
+def anything_traced() -> bool:
+    """Return True if Dynamo has compiled code in this process."""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    return convert_frame is not None and bool(convert_frame.input_codes.seen)
+
+
+def graphs_loaded_from_cache() -> int:
+    """Return how many graphs AOTAutograd has found compiled on disk."""
+    from torch._dynamo.utils import counters
+
+    return counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@functools.cache
+def named_partitioner(name: str) -> Any:
+    """Return a value of Inductor's `custom_partitioner_fn` that makes its caches depend on `name`."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Named(CustomPartitionerFn):
+        def __init__(self) -> None:
+            self.name = name
+
+        def __call__(self, gm: Any, joint_inputs: Any, **options: Any) -> Any:
+            from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+            return min_cut_rematerialization_partition(gm, joint_inputs, **options)
+
+        def uuid(self) -> Any:
+            return name
+
+        def __reduce__(self) -> Any:  # Inductor pickles its configuration into its keys
+            return named_partitioner, (name,)
+
+    return Named()
+
+
+def compiler_configs() -> list[Any]:
+    """Return the modules of configuration that surround the second stage, as far as they are loaded."""
+    names = ("torch._functorch.config", "torch._inductor.config")
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def config_values(module: Any) -> dict[str, Any]:
+    """Return the values of a module of configuration, by name. Only read."""
+    values: dict[str, Any] = module.get_config_copy()
+    return values
+
+
+def tracing_context() -> Any:
+    """Return what Dynamo and AOTAutograd note about the frame that is compiled."""
+    return _guards.TracingContext.try_get()
+
+
+def compile_context() -> Any:
+    """Return the identity of the compilation that is running."""
+    return _guards.CompileContext.try_get()
+
+
+def compile_contexts(tracing: Any, compiling: Any) -> list[Any]:
+    """Return the contexts that Dynamo and `compile_fx` enter around AOTAutograd."""
+    from torch._dynamo import compiled_autograd
+    from torch._dynamo import config as dynamo_config
+    from torch._dynamo.utils import preserve_rng_state
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    contexts = [
+        _use_lazy_graph_module(cast("Any", dynamo_config).use_lazy_graph_module),
+        _guards.tracing(tracing),
+        _guards.compile_context(compiling),
+        compiled_autograd._disable(),
+        preserve_rng_state(),
+    ]
+    if tracing is not None and (virtualized := sys.modules.get("torch._inductor.virtualized")) is not None:
+        contexts.append(virtualized.V.set_fake_mode(tracing.fake_mode))
+    return contexts
+
+
+def second_stage_contexts(fake_mode: Any) -> list[Any]:
+    """Return the contexts that `create_aot_state` enters around the second stage."""
+    from torch._decomp.decompositions_for_rng import PhiloxStateTracker
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+
+    contexts = [
+        torch.autograd.set_multithreading_enabled(False),
+        fake_mode,
+        enable_python_dispatcher(),
+        PhiloxStateTracker(),
+        _disable_saved_tensors_hooks_during_tracing(),
+    ]
+    if (virtualized := sys.modules.get("torch._inductor.virtualized")) is not None:
+        contexts.append(virtualized.V.set_fake_mode(fake_mode))
+    return contexts
+
+
+def adds_guards(tracing: Any) -> bool:
+    """Return True if AOTAutograd's first stage has added guards, which its cache does not store."""
+    return tracing is None or bool(tracing.guards_context.aotautograd_guards)
+
+
+def wrap_cache_lookup(entry: Callable[[Any], Any], lookup: Callable[[Any], Any]) -> None:
+    """Wrap the function by which backends call AOTAutograd, and its lookup in the cache on disk."""
+    from torch._dynamo.backends import common
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+
+    backends, cache = cast("Any", common), cast("Any", AOTAutogradCache)
+    backends.aot_module_simplified = entry(backends.aot_module_simplified)
+    cache.try_load = staticmethod(lookup(cache.try_load))
+
+
+def code_on_disk(key: str, args: list[Any], config: Any, extra: Any) -> Any:
+    """Return the code that AOTAutograd's cache on disk has under `key`; None if it has none."""
+    from torch._functorch._aot_autograd import autograd_cache
+
+    found = autograd_cache.AOTAutogradCache._lookup(key, True, False, args, {}, config)
+    if found is None:
+        return None
+    try:
+        return found[0].wrap_post_compile(args, config, autograd_cache.create_fx_config(extra))
+    except autograd_cache.FXGraphCacheMiss:
+        return None
+
+
+def compiler_cache_dir() -> Path:
+    """Return the folder of torch's caches of compiled code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+def copied_graph_module(module: Any) -> Any:
+    """Return a module with a copy of the graph, and the same constants."""
+    from torch.fx._lazy_graph_module import _make_graph_module
+
+    graph = torch.fx.Graph()
+    copied: Any = graph.graph_copy(module.graph, {}, return_output_node=True)
+    output, old = copied
+    graph.output(output).meta = copy.copy(old.meta)
+    return _make_graph_module(module, graph)
+
+
+def has_passes_before_cut(module: Any) -> bool:
+    """Return True if AOTAutograd itself would change a joint graph before its cut."""
+    from torch._functorch import config
+
+    if callable(cast("Any", config).joint_custom_pass):
+        return True
+    return any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes)
+
+
+_OWN = "_autoac_own"  # keyword argument that tells a node from equal ones
+
+
+def merge_equal_nodes(module: Any, *, apart: Iterable[Any]) -> None:
+    """Compute once what several nodes of a graph compute, as torch's own partitioner does.
+
+    Each layer of BERT makes the same attention mask, for example. Nodes are new objects of the same names.
+
+    Args:
+        module: holds the graph.
+        apart: nodes that stay as they are.
+    """
+    from torch._functorch import config
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    if not config.cse:
+        return
+    for number, node in enumerate(apart):
+        node.kwargs = {**node.kwargs, _OWN: number}  # equal to no other node
+    module.graph = fx_graph_cse(module.graph)
+    for node in module.graph.nodes:
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name != _OWN}
+
+
+def extract_forward_and_backward(
+    module: Any, saved: list[Any], sizes: list[Any], num_fwd_outputs: int
+) -> tuple[Any, Any]:
+    """Cut a joint graph at the nodes `saved` and `sizes`, in the calling convention of AOTAutograd."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    return _extract_fwd_bwd_modules(module, saved, saved_sym_nodes=sizes, num_fwd_outputs=num_fwd_outputs)
+
+
+def is_size_node(node: Any) -> bool:
+    """Return True if a node of a graph is arithmetic on sizes."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def fusible_by_compilers() -> Callable[[Any], bool]:
+    """Return a function that is True for nodes that torch's partitioner expects a compiler to fuse."""
+    from torch._functorch.partitioners import get_default_op_list
+
+    return get_default_op_list().is_fusible
+
+
+def size_hint(size: Any) -> int:
+    """Return a size, of a symbolic one the value that it was traced with, and 0 if that is not known."""
+    from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+    return optimization_hint(size, fallback=0)
