@@ -141,6 +141,9 @@ class PlacedBlock:
     nbytes: int  # live in any case in its first step
     nbytes_in_forward: int  # and in forward at its first op
     rows: range  # of the free ops
+    end_op: int  # the op of forward after it
+    exit_nbytes: int
+    exit_until: int  # the op of forward until which forward itself holds the exit
 
 
 def chain_of_blocks(arrays: GraphArrays, ceiling: int, *, timed: bool) -> list[PlacedBlock]:
@@ -253,7 +256,17 @@ class _Chain:
             entry=None if entry is None or is_certain else self._version(entry, place),
             is_last=is_last,
         )
-        return PlacedBlock(block, base, base_in_forward, rows)
+        exit_ = self.exits.get(rows.stop - 1)
+        nbytes, until = (0, 0) if exit_ is None else (arrays.nbytes[exit_], arrays.extra_from[exit_])
+        return PlacedBlock(
+            block,
+            base,
+            base_in_forward,
+            rows,
+            self._first_op(range(rows.stop, rows.stop)),
+            int(nbytes),
+            int(until),
+        )
 
     def _runs(self, rows: range) -> list[int]:
         return np.flatnonzero((self.arrays.row >= rows.start) & (self.arrays.row < rows.stop)).tolist()
@@ -312,12 +325,11 @@ class _Chain:
         """Return the moments of forward from the first op of the block to the last.
 
         A version of an earlier block that forward itself still holds counts as saved or not at all, except
-        for the entry.
+        for exits.
         """
         arrays = self.arrays
         earlier = self.may_count & (arrays.op < place.op) & (arrays.extra_from <= self.n_ops)
-        if entry is not None:
-            earlier[entry] = False
+        earlier[list(self.exits.values())] = False
         moments = []
         for op in range(place.op, self.n_ops if is_last else int(arrays.free[place.rows.stop - 1]) + 1):
             twice = int(arrays.nbytes[earlier & (op < arrays.extra_from)].sum())

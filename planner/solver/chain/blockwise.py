@@ -6,14 +6,14 @@ The blocks are decided in forward order. A *label* is what some decisions about 
     recomputed   bytes live in addition once the exit of the last of them is recomputed
     cost         run time of what is recomputed
 
-Nothing else matters to the blocks after them, except whether the last exit is saved, is recomputed ahead of
-its own block, or neither. So a label is dropped if another one is at most as large in every number, and the
-cheapest label after the last block is the optimum of what is counted (NOTE [ A chain of blocks ]).
+Nothing else matters to the blocks after them, except the `Way` in which they get the exits. So a label is
+dropped if another one is at most as large in every number, and the cheapest label after the last block is the
+optimum of what is counted (NOTE [ A chain of blocks ]).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -24,7 +24,7 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.arrays import Floats, GraphArrays, Ints
-from autoac.planner.solver.chain.blocks import Block, chain_of_blocks
+from autoac.planner.solver.chain.blocks import Block, PlacedBlock, chain_of_blocks
 from autoac.planner.solver.chain.menus import Menu, menu
 
 HALVINGS = 10  # of the range of the smallest peak
@@ -49,6 +49,14 @@ class Exit(IntEnum):
     SAVED = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Say how later blocks get the exit of a block, and which earlier exits are saved."""
+
+    exit_: Exit
+    saved: frozenset[PlacedBlock] = frozenset()  # their exits are held by forward in the next block, too
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Labels:
     """Labels after a block, with the label and the save set that each of them comes from."""
@@ -56,8 +64,8 @@ class Labels:
     held: Floats
     recomputed: Floats
     cost_us: Floats
-    before: Ints  # label, in the list for `exit_before`
-    exit_before: Ints
+    before: Ints  # label, in the list for `way_before`
+    way_before: Ints  # position of the way
     choice: Ints  # in the menu
 
     def __len__(self) -> int:
@@ -66,7 +74,7 @@ class Labels:
     def __getitem__(self, index: Ints) -> Labels:
         return Labels(
             self.held[index], self.recomputed[index], self.cost_us[index],
-            self.before[index], self.exit_before[index], self.choice[index],
+            self.before[index], self.way_before[index], self.choice[index],
         )  # fmt: skip
 
     def best(self) -> Labels:
@@ -93,7 +101,7 @@ def _together(parts: Sequence[Labels]) -> Labels:
         np.concatenate([part.recomputed for part in parts]),
         np.concatenate([part.cost_us for part in parts]),
         np.concatenate([part.before for part in parts]),
-        np.concatenate([part.exit_before for part in parts]),
+        np.concatenate([part.way_before for part in parts]),
         np.concatenate([part.choice for part in parts]),
     )
 
@@ -200,61 +208,81 @@ class Blockwise:
         if cost_step_us:
             menus = {block: [m.rounded(cost_step_us) for m in pair] for block, pair in menus.items()}
         empty: Ints = np.zeros(1, np.int64)
-        labels = {Exit.SAVED: Labels(np.zeros(1), np.zeros(1), np.zeros(1), empty, empty, empty)}
-        history: list[dict[Exit, Labels]] = []
+        start = Labels(np.zeros(1), np.zeros(1), np.zeros(1), empty, empty, empty)
+        labels = {Way(Exit.SAVED): start}
+        history: list[dict[Way, Labels]] = []
+        last: PlacedBlock | None = None
         for placed in self._blocks:
             plain, demanded = menus[placed.block]
-            saves = plain.saves_exit
-            rooms = limit - placed.nbytes, limit - placed.nbytes_in_forward
             pairs = sum(map(len, labels.values())) * (len(plain) + len(demanded))
             if not may_go_on(WORK_OF_PAIR * pairs):
                 raise OutOfWork
-            of_exit = {
-                Exit.UNUSED: _next(labels, plain, np.flatnonzero(~saves), rooms),
-                Exit.RECOMPUTED: _next(labels, demanded, np.arange(len(demanded)), rooms),
-                Exit.SAVED: _next(labels, plain, np.flatnonzero(saves), rooms),
-            }
-            labels = {exit_: found for exit_, found in of_exit.items() if found is not None}
+            entries: dict[frozenset[PlacedBlock], list[Entry]] = {}  # by saved exits that matter later
+            for position, (way, found) in enumerate(labels.items()):
+                earlier = way.saved | ({last} if last and way.exit_ is Exit.SAVED else set())
+                later = frozenset(b for b in earlier if b.exit_until > placed.end_op)
+                twice = sum(b.exit_nbytes for b in way.saved)
+                rooms = limit - placed.nbytes, limit - placed.nbytes_in_forward + twice
+                entries.setdefault(later, []).append(Entry(way.exit_, position, found, *rooms))
+            labels = {}
+            for saved, of_ways in entries.items():
+                for exit_, choice, choices in (
+                    (Exit.UNUSED, plain, ~plain.saves_exit),
+                    (Exit.RECOMPUTED, demanded, np.ones(len(demanded), bool)),
+                    (Exit.SAVED, plain, plain.saves_exit),
+                ):
+                    if (after := _next(of_ways, choice, np.flatnonzero(choices))) is not None:
+                        labels[Way(exit_, saved)] = after
             history.append(labels)
+            last = placed
         if not labels:
             return None
-        exit_ = min(labels, key=lambda e: float(labels[e].cost_us.min()))
-        label = int(labels[exit_].cost_us.argmin())
-        return BlockwisePlan(
-            float(labels[exit_].cost_us[label]), self._save_set(menus, history, exit_, label)
-        )
+        way = min(labels, key=lambda way: float(labels[way].cost_us.min()))
+        label = int(labels[way].cost_us.argmin())
+        return BlockwisePlan(float(labels[way].cost_us[label]), self._save_set(menus, history, way, label))
 
     def _save_set(
-        self, menus: dict[Block, list[Menu]], history: list[dict[Exit, Labels]], exit_: Exit, label: int
+        self, menus: dict[Block, list[Menu]], history: list[dict[Way, Labels]], way: Way, label: int
     ) -> SaveSet:
         saved: list[OpId] = []
-        for placed, labels in zip(reversed(self._blocks), reversed(history), strict=True):
-            chosen = labels[exit_]
-            choices = menus[placed.block][exit_ is Exit.RECOMPUTED]
-            row = choices.saved[chosen.choice[label]]
+        before = [[Way(Exit.SAVED)], *map(list, history)]
+        for k in reversed(range(len(self._blocks))):
+            placed, chosen = self._blocks[k], history[k][way]
+            row = menus[placed.block][way.exit_ is Exit.RECOMPUTED].saved[chosen.choice[label]]
             saved += [OpId(op) for op in self._free[placed.rows][row].tolist()]
-            exit_, label = Exit(int(chosen.exit_before[label])), int(chosen.before[label])
+            way, label = before[k][chosen.way_before[label]], int(chosen.before[label])
         return without_cost_free_recomputes(self._graph, saved)
 
 
-def _next(before: dict[Exit, Labels], menu_: Menu, choices: Ints, rooms: tuple[int, int]) -> Labels | None:
-    """Return the labels after a block; None if no choice leaves its needs within `rooms`."""
-    room, room_in_forward = rooms
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Labels before a block that get its entry in the same way, and the bytes that they leave room for."""
+
+    exit_: Exit
+    way: int  # position
+    labels: Labels
+    room: int
+    room_in_forward: int
+
+
+def _next(before: Iterable[Entry], menu_: Menu, choices: Ints) -> Labels | None:
+    """Return the labels after a block; None if no choice leaves its needs within the rooms."""
     parts = []
-    for exit_, labels in before.items():
+    for entry in before:
+        labels, is_saved = entry.labels, entry.exit_ is Exit.SAVED
         held = labels.held[:, None]
-        is_saved = exit_ is Exit.SAVED
         in_forward = menu_.need_in_forward_with_entry if is_saved else menu_.need_in_forward
+        fits = held + in_forward[choices] <= entry.room_in_forward
         if is_saved:
-            fits = held + menu_.need_with_entry[choices] <= room
+            fits &= held + menu_.need_with_entry[choices] <= entry.room
         else:
-            ahead = held + labels.recomputed[:, None]
-            fits = held + menu_.need[choices] <= room
-            if exit_ is Exit.RECOMPUTED:
-                fits &= ahead + menu_.need_while_demanded[choices] <= room
+            fits &= held + menu_.need[choices] <= entry.room
+            if entry.exit_ is Exit.RECOMPUTED:
+                ahead = held + labels.recomputed[:, None]
+                fits &= ahead + menu_.need_while_demanded[choices] <= entry.room
             else:
                 fits &= ~menu_.demands_entry[choices]
-        label, at = np.nonzero(fits & (held + in_forward[choices] <= room_in_forward))
+        label, at = np.nonzero(fits)
         choice = choices[at]
         parts.append(
             Labels(
@@ -262,7 +290,7 @@ def _next(before: dict[Exit, Labels], menu_: Menu, choices: Ints, rooms: tuple[i
                 menu_.recomputed[choice] + labels.recomputed[label] * menu_.passes_on[choice],
                 labels.cost_us[label] + menu_.cost_us[choice],
                 label,
-                np.full(len(label), exit_),
+                np.full(len(label), entry.way),
                 choice,
             )
         )
