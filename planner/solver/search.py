@@ -42,7 +42,8 @@ UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from bo
 POLISH_SHARES = (0.25, 0.5, 1.0)  # of what is left between bound and plan: what a change may cost
 MANY_UNDECIDED = 100  # so many open decisions say little, see Search._perturbed_relaxation
 TILT = 0.01  # see Search._perturbed_relaxation
-BLOCKS_AFTER = 1  # rounds
+TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
+BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
 FEW_UNDECIDED = 10  # decisions that the relaxation leaves open: with more, polishing does not pay
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
@@ -143,7 +144,7 @@ class Search:
         efforts = self._efforts()
         last, level = len(efforts) - 1, 0
         while not self.is_good_enough:
-            if self.rounds == BLOCKS_AFTER:
+            if self.rounds and self.best.bound > TIGHT * self._dearest_us:
                 self._try_blocks()
                 if self.is_good_enough:
                     break
@@ -253,7 +254,7 @@ class Search:
             of_peak = (partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS)
             return [self._rounded, *of_peak, self._full_program]
         tried = (partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS)
-        return [self._rounded, self._perturbed_relaxation, *tried, self._full_program]
+        return [self._rounded, self._perturbed_relaxation, *tried, self._blockwise, self._full_program]
 
     def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
@@ -277,13 +278,21 @@ class Search:
         self._consider_rounded(built, outcome)
         return outcome
 
+    def _blockwise(self, _: BuiltProgram, relaxed: Outcome) -> Outcome:
+        self._try_blocks()
+        return replace(relaxed, values=None)
+
     def _try_blocks(self) -> None:
         """Take plans and bounds of the dynamic program over blocks, once: no relaxation changes them."""
         if self._tried_blocks or self.budget is None or self.problem.blockwise is None:
             return
         self._tried_blocks = True
-        known = min(self.best.cost, self._dearest_us)
-        for bound, save_set in self.problem.blockwise.plans(self.budget, known, self.allowance.spend):
+        known, least = min(self.best.cost, self._dearest_us), BLOCKS_SHARE * self.allowance.work_left
+
+        def may_go_on(work: float) -> bool:
+            return self.allowance.spend(work) and self.allowance.work_left > least
+
+        for bound, save_set in self.problem.blockwise.plans(self.budget, known, may_go_on):
             self.best.offer(save_set)
             self.best.raise_bound(bound)
             if self.is_good_enough:

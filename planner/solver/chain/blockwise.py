@@ -29,7 +29,8 @@ from autoac.planner.solver.chain.menus import Menu, menu
 
 HALVINGS = 10  # of the range of the smallest peak
 LOWERED = 5  # times that a limit is lowered by what the simulator finds too much
-ROUNDED = (0.01, 0.0025)  # shares of the cost that bounds may lose by rounding
+ROUNDED = (0.1, 0.01, 0.0025)  # shares of the cost that bounds may lose by rounding
+FAR = 0.1  # share of the budget: with a peak so far above it, too few bytes are counted to find a plan
 MOST_BELOW = 4.0  # a plan that costs so many times the bound says little about the cost to round
 WORK_OF_PAIR = 1.5e-7  # of a label and a save set that may follow; see NOTE [ Work ] in highs.py
 
@@ -173,6 +174,8 @@ class Blockwise:
                 bound_us, known_us = max(bound_us, found.cost_us), found.cost_us
                 yield bound_us, found.save_set
                 excess, too_much = peak_bytes(self._graph, found.save_set) - budget, budget
+                if excess > FAR * budget:
+                    return
                 for _ in range(LOWERED):
                     if excess <= 0:
                         break
