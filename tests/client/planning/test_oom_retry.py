@@ -244,7 +244,7 @@ def test_each_retry_tightens_the_plan_until_none_is_tighter(
     budget_gb: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The last plans before the floor take long, and how good they are is not the question.
-    monkeypatch.setattr(plan_batch, "plan", partial(plan, time_limit_s=3))
+    monkeypatch.setattr(plan_batch, "plan", partial(plan, gap=1.0, work_limit=0.2))
     model, step = planned(budget_gb)
     at = ac_client.applied(model)
     peaks = [at.policy.predicted.peak_bytes]

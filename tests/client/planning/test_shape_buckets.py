@@ -170,7 +170,7 @@ def test_shape_that_does_not_fit_leaves_the_others_planned(budget_gb: float) -> 
     plain, planned = made(), ac_client.apply(made(), budget_gb)
     assert_as_plain(planned, plain, SMALL)
     with pytest.raises(ac_client.InfeasibleBudget):
-        planned(batch((60, 480)))
+        planned(batch((30, 240)))
     assert ac_client.applied(planned).report().buckets == 1
     assert_as_plain(planned, plain, SMALL)
 

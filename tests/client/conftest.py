@@ -1,0 +1,16 @@
+"""Let `apply` search little: tests of the client prove gradients and peaks, not the last percent of time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from ac_client.planning import plan_batch
+from autoac.planner import plan
+
+
+@pytest.fixture(autouse=True)
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound the search by work, not by the clock, because measured run times make some plans take long."""
+    monkeypatch.setattr(plan_batch, "plan", partial(plan, gap=0.5, work_limit=1))
