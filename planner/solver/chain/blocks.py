@@ -69,6 +69,7 @@ class BlockOp:
     is_pinned: bool
     readers: tuple[int, ...]  # other ops of the block
     reads_entry: bool
+    is_read_later: bool  # by other blocks, though it is not the exit: they may have it run earlier
     versions: tuple[BlockVersion, ...]
 
     @property
@@ -284,13 +285,14 @@ class _Chain:
     def _op(self, row: int, place: _Place, state: int, entry: int | None) -> BlockOp:
         arrays = self.arrays
         needed = int(arrays.first_needed[row])
-        readers = (int(arrays.row[r]) for r in self.windows.readers[arrays.free[row]])
+        readers = [int(arrays.row[r]) for r in self.windows.readers[arrays.free[row]]]
         return BlockOp(
             cost_us=float(arrays.cost_us[row]) if self.timed else 0.0,
             first_needed=needed - state if needed < NEVER else NEVER,
             is_pinned=bool(arrays.pinned[row]),
             readers=_inside(readers, place.rows),
             reads_entry=entry is not None and row in self.readers[entry],
+            is_read_later=row not in self.exits and any(r not in place.rows for r in readers),
             versions=tuple(self._version(v, place) for v in self.versions[row]),
         )
 

@@ -192,7 +192,7 @@ class Blockwise:
     def _rounded_within(
         self, limit: int, share: float, known_us: float, may_go_on: MayGoOn
     ) -> BlockwisePlan | None:
-        step = share * known_us / len(self._blocks)
+        step = share * known_us / max(len(self._blocks), 1)
         return self.within(limit, cost_step_us=step, may_go_on=may_go_on)
 
     def within(

@@ -77,6 +77,7 @@ class _Table:
         self.zero: Floats = np.zeros(self.saved.shape[1])
         self.nothing: Ints = np.zeros(self.saved.shape[1], np.int64)
         self.start, self.entry_start = self._starts()
+        self.is_certain = self.start == self._earliest_starts()
         self.until, self.entry_until = self._held_until()
 
     def _starts(self) -> tuple[Ints, Ints]:
@@ -91,6 +92,22 @@ class _Table:
             if op.reads_entry:
                 entry = np.minimum(entry, start[i])
         return start, np.where(entry <= self.block.demanded_by, entry, NEVER)
+
+    def _earliest_starts(self) -> Ints:
+        """Return the states in which ops run again if all that is not decided has them run early.
+
+        An op that is not decided counts as saved, so what it reads may in truth run earlier. What runs
+        earlier may be over earlier: bytes within a burst count only if this state is the one of `_starts`.
+        """
+        early = np.full(self.saved.shape, NEVER)
+        for i in reversed(range(len(early))):
+            op = self.block.ops[i]
+            is_asked = op.is_read_later or (self.is_demanded and i == len(early) - 1)
+            first = ALWAYS if is_asked else op.first_needed
+            early[i] = np.min([self.nothing + first, *(early[r] for r in op.readers)], axis=0)
+            if self.is_decided[i]:
+                early[i][self.saved[i]] = NEVER
+        return early
 
     def _held_until(self) -> tuple[list[list[Ints]], Ints]:
         """(9) Return until when the versions of each op are held if saved, and the entry if it is saved."""
@@ -129,7 +146,7 @@ class _Table:
             demanded = np.where(self.entry_start <= moment.state, np.maximum(demanded, live), demanded)
             with_entry = np.maximum(with_entry, live + self._entry_bytes(moment.at, moment.at))
         for moment in block.bursts:
-            mine = np.flatnonzero((start == moment.state).any(axis=0))
+            mine = np.flatnonzero(((start == moment.state) & self.is_certain).any(axis=0))
             if len(mine):
                 live = moment.nbytes + self._saved_bytes(moment.at, moment.at)[mine]
                 live += self._burst_bytes(moment.state, moment.at, mine)
@@ -165,10 +182,10 @@ class _Table:
 
     def _waits(self, version: BlockVersion, state: int, which: slice | Ints) -> Bools:
         """Return by save set whether an op will run after `state` that reads the version."""
-        starts = [self.start[r, which] for r, _ in version.reads]
-        waits: Bools = np.any(
-            [(state < s) & (s < NEVER) for s in starts] or [self.nothing[which] > 0], axis=0
-        )
+        waits: Bools = self.nothing[which] > 0
+        for r, _ in version.reads:
+            start = self.start[r, which]
+            waits = waits | ((state < start) & (start < NEVER) & self.is_certain[r, which])
         return waits
 
     def _burst_bytes(self, state: int, moment: int, which: Ints) -> Floats:
@@ -182,7 +199,7 @@ class _Table:
         column = np.arange(len(which))
         for at, run in enumerate(runs):
             if run.workspace:
-                now = run.workspace * (self.start[run.op, which] == state)
+                now = run.workspace * self._starts_at(state, run.op, which)
                 change[at] += now
                 change[at + 1] -= now
         for i, op in enumerate(self.block.ops):
@@ -191,9 +208,9 @@ class _Table:
             for version in op.versions:
                 if not version.nbytes:
                     continue
-                end = np.where(is_new, version.run, -1)
+                end = np.where(self._starts_at(state, i, which), version.run, -1)
                 for r, until in version.reads:
-                    end = np.maximum(end, np.where(self.start[r, which] == state, until, -1))
+                    end = np.maximum(end, np.where(self._starts_at(state, r, which), until, -1))
                 lasts = self._waits(version, state, which) | (version.last_use >= moment)
                 end = np.where(lasts, len(runs) - 1, end)
                 begin = np.where(is_new, version.run, 0)
@@ -202,6 +219,10 @@ class _Table:
                 change[end + 1, column] -= nbytes
         most: Floats = np.cumsum(change, axis=0).max(axis=0)
         return most
+
+    def _starts_at(self, state: int, op: int, which: Ints) -> Bools:
+        starts: Bools = (self.start[op, which] == state) & self.is_certain[op, which]
+        return starts
 
     def _saved_bytes_in_forward(self, moment: int) -> Floats:
         nbytes = self.zero.copy()

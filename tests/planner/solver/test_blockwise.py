@@ -58,6 +58,19 @@ def test_few_decisions_in_a_block_leave_the_bounds_valid(monkeypatch: pytest.Mon
             assert found.cost_us <= oracles.least_time(table, peak) + 1e-6
 
 
+@pytest.mark.parametrize(("seed", "n_ops"), [(1565, 7), (2664, 8)])
+def test_an_op_that_may_run_earlier_than_a_block_knows_counts_nothing_within_bursts(
+    seed: int, n_ops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "SMALL", 0.35)
+    graph = build(graphs.random_profile(random.Random(seed), n_ops))
+    table = oracles.peaks_and_times(graph)
+    for peak, _ in table.values():
+        found = blockwise(graph).within(peak)
+        assert found is not None
+        assert found.cost_us <= oracles.least_time(table, peak) + 1e-6
+
+
 def test_smallest_peak_of_a_chain_is_proven() -> None:
     """The relaxation proves 21 bytes, since it recomputes a part of each segment ahead of time."""
     graph = chain(*[1] * 30)
