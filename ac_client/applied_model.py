@@ -231,7 +231,7 @@ class Applied:
             recording_us=recording_us,
             gap=predicted.gap if predicted else None,
             ops=len(policy.decisions) if policy else 0,
-            recomputed=sum(d != "save" for d in policy.decisions.values()) if policy else 0,
+            recomputed=policy.recomputed if policy else 0,
             recorded=bucket.loaded.n_recorded if bucket is not None else 0,
             steps=self._steps,
             off_path=self._off_path,

@@ -17,7 +17,7 @@ from autoac.planner.solver.variables import options_for
 
 WORK_LIMIT = 15.0  # see NOTE [ Work ] in highs.py
 GAP = 0.01
-ONCE_WORK = 5.0  # for a first peak without use groups, if ops have any
+ONCE_WORK = 5.0  # for a first peak without use groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,12 @@ def search_peak_within(problem: Problem, allowance: Allowance, budget: int) -> M
 def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
     start = chain(problem.segments.smallest(), (save_set for _, save_set in problem.simple))
     if problem.once is not None:
-        once = _peak_search(problem.once, allowance.with_work(ONCE_WORK), gap)
+        # Packing hardly changes the smallest peak, since backward unpacks what was packed. Use groups do.
+        share = allowance.with_work(ONCE_WORK) if problem.graph.runs else allowance
+        once = _peak_search(problem.once, share, gap)
         once.run()
         assert once.best.save_set is not None
-        start = chain(start, [problem.with_use_groups(once.best.save_set)])
+        start = chain(start, [problem.from_step(once.best.save_set)])
     search = Search(problem, None, gap=gap, allowance=allowance, start=start, bound=problem.bounds.floor)
     if not search.is_good_enough and problem.blockwise_peak is not None:
         best = search.best

@@ -11,13 +11,13 @@ from autoac.planner.budget import budget_in_bytes
 from autoac.planner.errors import InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import (
-    VERSION,
-    VERSION_WITH_USE_GROUPS,
+    PACK,
     Policy,
     Predicted,
     decisions,
     planned_for,
     tool_versions,
+    version_for,
 )
 from autoac.planner.formats.profile import Profile
 from autoac.planner.infeasibility import infeasible, with_blame
@@ -27,8 +27,8 @@ from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.minimum_peak import search_minimum_peak, search_peak_within
 from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
+from autoac.planner.problem.packing import added_ops, is_packed
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
-from autoac.planner.problem.use_groups import later_runs
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.search import Search
@@ -211,11 +211,11 @@ def _find_save_set(
     if problem.bounds.floor > budget:
         raise infeasible(graph, budget, search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK)))
     allowance.reserved_s = allowance.time_limit_s * FLOOR_SHARE
-    if problem.once is not None:
+    if problem.graph.runs and problem.once is not None:
         first = Search(problem.once, budget, gap=gap, allowance=allowance.with_work(ONCE_WORK))
         first.run()
         if first.best.save_set is not None:
-            start = (*start, problem.with_use_groups(first.best.save_set))
+            start = (*start, problem.from_step(first.best.save_set))
     search = Search(problem, budget, gap=gap, allowance=allowance, start=start)
     stopped = search.run(polish=True)
     if stopped is Stopped.INFEASIBLE:
@@ -309,9 +309,9 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet) -> dict[str, Any]
     """Return the fields of a policy that hold decisions: `decisions`, and `use_groups` if there are any.
 
     Args:
-        graph: built from `profile`, perhaps with use groups.
+        graph: built from `profile`, perhaps with use groups or packing.
     """
-    others = later_runs(graph)
+    others = added_ops(graph)
     ops = (op.id for op in graph.ops if op.id not in others)
     key_of = dict(zip(ops, profile.keys(), strict=True))
     fates = decisions(profile, frozenset(i for i, op in enumerate(key_of) if op in save_set))
@@ -321,5 +321,11 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet) -> dict[str, Any]
             use_groups[key_of[row[0]]] = tuple(key_of[OpId(graph.ops[run].latest_use)] for run in row)
             if len(row) > 1:
                 fates[key_of[row[0]]] = f"recompute@{len(row)}"
-    version = VERSION_WITH_USE_GROUPS if use_groups else VERSION
+    for pack in graph.packs:
+        if is_packed(pack, save_set):
+            *before, writer = (
+                graph.versions[v].op for v in graph.storages[graph.versions[pack.version].storage].versions
+            )
+            fates |= {key_of[op]: "save" for op in before} | {key_of[writer]: PACK}
+    version = version_for(fates, use_groups)
     return {"version": version, "decisions": fates, "use_groups": use_groups}

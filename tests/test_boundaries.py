@@ -61,8 +61,9 @@ profiler/torch_facts:   base planner/formats
 profiler/compiler:      torch_facts planner/formats
 profiler/distributed:   base torch_facts
 profiler/restore:       base torch_facts
-profiler/timing:        torch_facts restore
-profiler/capture:       base torch_facts restore timing planner/base planner/formats
+profiler/packing:       torch_facts
+profiler/timing:        torch_facts restore packing
+profiler/capture:       base torch_facts restore packing timing planner/base planner/formats
 profiler/static:        base torch_facts distributed timing planner/base planner/formats
 profiler/joint_graph:   torch_facts compiler capture
 profiler/steps:         base torch_facts compiler distributed restore timing capture joint_graph
@@ -71,7 +72,7 @@ profiler/entry:         base torch_facts compiler distributed timing capture sta
                         planner/formats
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats profiler/base
-ac_client/runtime:      base planner/formats profiler/torch_facts profiler/distributed
+ac_client/runtime:      base planner/formats profiler/torch_facts profiler/packing profiler/distributed
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans

@@ -95,7 +95,7 @@ def as_json_types(value: Any) -> Any:
 
 def policy_header(policy: Policy) -> dict[str, Any]:
     """Return the fields of a policy as JSON types, with counts in place of its decisions."""
-    recomputed = sum(decision != "save" for decision in policy.decisions.values())
+    recomputed = policy.recomputed
     header: dict[str, Any] = policy.model_dump(mode="json", exclude={"decisions"})
     return header | {"ops": len(policy.decisions), "recomputed": recomputed}
 

@@ -367,7 +367,7 @@ class PolicyStore:
             format_bytes(predicted.peak_bytes),
             format_bytes(policy.budget_bytes),
             100 * predicted.recompute_us / predicted.step_us if predicted.step_us else 0.0,
-            sum(decision != "save" for decision in policy.decisions.values()),
+            policy.recomputed,
             len(policy.decisions),
         )
 

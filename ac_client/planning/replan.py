@@ -299,7 +299,7 @@ class Replanner:
             format_bytes(predicted),
             format_bytes(self._planner.budget_bytes or 0),
             format_bytes(change),
-            sum(decision != "save" for decision in bucket.policy.decisions.values()),
+            bucket.policy.recomputed,
             len(bucket.policy.decisions),
             format_bytes(bucket.policy.predicted.peak_bytes),
         )

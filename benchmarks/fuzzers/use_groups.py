@@ -29,15 +29,17 @@ from autoac.planner.memory.schedule import Recompute
 from autoac.planner.memory.simulate import simulate
 from autoac.planner.plan import plan_of
 from autoac.planner.problem.build import build
-from autoac.planner.problem.graph import Graph, OpId
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import UseGroups, later_runs, with_use_groups
 from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer
 
 STEPS = 2  # the second runs modules without the mode of which everything is saved
+AS_IT_IS = Options(use_groups=False, packing=False)  # the graph has what it needs
 CHANCES_TO_SAVE = (0.05, 0.2, 0.5)
 
 
@@ -134,21 +136,31 @@ def tried(make: Callable[[], nn.Module], batch: Tensor, seed: int) -> Tried:
     probability, others = chance.choice(CHANCES_TO_SAVE), later_runs(graph)
     drawn = (op.id for op in graph.ops if op.id not in others and chance.random() < probability)
     save_set = with_forced_saves(graph, frozenset(drawn))
-    policy = Policy.from_json(plan_of(Problem(graph), found, 1 << 40, save_set).policy().to_json())
+    policy = Policy.from_json(plan_of(Problem(graph, AS_IT_IS), found, 1 << 40, save_set).policy().to_json())
     again = sum(isinstance(event, Recompute) and event.op in others for event in schedule(graph, save_set))
+    return Tried(seed, again, difference(make, batch, policy, graph, save_set))
 
+
+def difference(
+    make: Callable[[], nn.Module], batch: Tensor, policy: Policy, graph: Graph, save_set: SaveSet
+) -> str:
+    """Train a model plainly and under `policy`; return "", or what the steps have else than predicted.
+
+    Args:
+        graph, save_set: what `policy` was made from.
+    """
     model = make()
     ac_client.apply(model, policy=policy, strict=True)
     both = steps(make(), batch, graph.static_bytes), steps(model, batch, graph.static_bytes)
     log, peak = expected_log(graph, save_set), simulate(graph, save_set).peak.live_bytes
     for number, (plain, ours) in enumerate(zip(*both, strict=True)):
         if not all(map(same, plain.tensors, ours.tensors)):
-            return Tried(seed, again, f"step {number}: gradients, buffers or the generator's state")
+            return f"step {number}: gradients, buffers or the generator's state"
         if ours.log != log:
-            return Tried(seed, again, f"step {number}: the ops that ran")
+            return f"step {number}: the ops that ran"
         if ours.peak != peak:
-            return Tried(seed, again, f"step {number}: peak predicted {peak}, measured {ours.peak}")
-    return Tried(seed, again, "")
+            return f"step {number}: peak predicted {peak}, measured {ours.peak}"
+    return ""
 
 
 def tried_network(seed: int) -> Tried:

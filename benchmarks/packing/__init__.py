@@ -1,1 +1,1 @@
-"""Measure what it would buy to pack saved tensors without loss, such as a dropout mask into bits."""
+"""Measure what it buys to pack saved tensors without loss, such as a dropout mask into bits."""

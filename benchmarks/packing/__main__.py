@@ -1,7 +1,6 @@
-"""Measure what packing saved tensors would buy: `python -m benchmarks.packing [--only GPT-2] [--out FILE]`.
+"""Measure what packing saved tensors buys: `python -m benchmarks.packing [--only GPT-2] [--out FILE]`.
 
-packed_dropout.py  dropout that saves its mask as bits
-steps.py           GPT-2 and BERT with it, next to torch's dropout: real steps under plans on this CPU
+steps.py           GPT-2 and BERT planned with and without dropout masks as bits: real steps on this CPU
 upper_bound.py     the share of saved bytes that could be packed, and plans for an H100 with free packing
 
 Peaks are those that the allocator reports over a planned step, in a process of its own. Times are CPU times

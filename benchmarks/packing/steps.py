@@ -1,16 +1,14 @@
-"""Train with dropout masks of one bit per element: peaks, recompute times and step times of planned models.
+"""Train with and without dropout masks as bits: peaks, recompute times and step times of planned models.
 
-For each model the smallest peak is searched with masks of floating-point numbers, as torch has them on a CPU,
-and with all masks as bits. Then both are planned at budgets between the smallest and the save-all peak. Here
-only those masks are bits that the plan without would draw again: packing takes time, and where a mask can be
-saved as it is, packing does not pay.
+For each model the smallest peak is searched, without packing and with it. Then both ways are planned at
+budgets between the smallest peak without packing and the save-all peak.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,14 +17,18 @@ from torch import Tensor, nn
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import replay_us
-from autoac.planner import Plan, Policy, Profile, bounds, build, find_minimum_peak, plan
+from autoac.planner import Plan, Policy, Profile, bounds, build, plan
+from autoac.planner.minimum_peak import WORK_LIMIT, search_minimum_peak
 from autoac.planner.problem.graph import SaveSet
+from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.time_limit import Allowance, Stopwatch
+from autoac.planner.solver.variables import Options
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
+from autoac.profiler.packing.dropout_masks import PackedMask
 from benchmarks.child_process import run_in_child
 from benchmarks.models import medium
 from benchmarks.models.batches import ModelAndBatch
-from benchmarks.packing.packed_dropout import mask_bits, pack_masks, times_mask
 from benchmarks.results import markdown_table
 from benchmarks.step_timing import forward_backward_s, keep_freed_memory, rotated, standard_error
 
@@ -34,10 +36,8 @@ MODELS = ("GPT-2", "BERT")
 SAMPLES = 4  # of the batch
 BUDGETS = (0.02, 0.1, 0.25, 0.5)  # positions between the minimum peak and the save-all peak
 GAP = 0.02
-ELEMENTS = 3 * 4 * 256 * 256  # of the masks that are packed one at a time
-
-NONE: frozenset[int] = frozenset()
-DRAW = "/aten.bernoulli_.float#"  # in the key of the op that draws a mask
+ELEMENTS = 3 * 4 * 256 * 256  # of the mask whose packing is timed by itself
+TIME_LIMIT_S = 60.0
 
 Builder = Callable[[], ModelAndBatch]
 
@@ -46,7 +46,7 @@ Builder = Callable[[], ModelAndBatch]
 class Planned:
     """A model under a plan. Sizes in bytes, times in seconds."""
 
-    masks: frozenset[int] | None  # positions of the masks that are packed; None: all
+    masks: int  # that are packed
     predicted: int  # peak
     recompute_us: float
     policy: str
@@ -61,7 +61,7 @@ class Planned:
 
 @dataclass(slots=True)
 class Row:
-    """A model at a budget, with masks as torch has them and with some of them as bits."""
+    """A model at a budget, planned without packing and with it."""
 
     model: str
     budget: int  # bytes; 0: each at its smallest peak
@@ -71,66 +71,47 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Return the step time with bits as a fraction of the one without, by round."""
+        """Return the step time with packing as a fraction of the one without, by round."""
         pairs = zip(self.packed.steps_s, self.without.steps_s, strict=True)
         return [packed / without for packed, without in pairs]
 
 
 def build_model(name: str, samples: int = SAMPLES) -> ModelAndBatch:
-    """Return a model of models/medium.py with attention as separate ops, whose dropout can be replaced."""
+    """Return a model of models/medium.py with attention as separate ops, so that its masks are tensors."""
     model, batch = medium.build(name)
     model.config._attn_implementation = "eager"  # type: ignore[union-attr]
     return model, {key: value[:samples] for key, value in batch.items()}
 
 
-def with_masks(builder: Builder, masks: frozenset[int] | None) -> ModelAndBatch:
-    """Return the model with these masks as bits."""
-    model, batch = builder()
-    if masks is None or masks:
-        pack_masks(model, masks)
-    return model, batch
+def planned(found: Plan) -> Planned:
+    return Planned(len(found.graph.packs), found.peak, found.recompute_us, found.policy().to_json())
 
 
-def profiled(builder: Builder, masks: frozenset[int] | None) -> Profile:
-    model, batch = with_masks(builder, masks)
-    return profile(model, **batch).model_copy(update={"replay_us": replay_us()})
+def smallest(taken: Profile, options: Options) -> Plan:
+    """Return the plan at the smallest peak that is found."""
+    allowance = Allowance(WORK_LIMIT, Stopwatch(TIME_LIMIT_S), None)
+    least = search_minimum_peak(Problem(build(taken), options), allowance, GAP)
+    return plan_within(taken, options, least.found, [least.save_set])
 
 
-def drawn_again(found: Plan) -> frozenset[int]:
-    """Return the positions of the masks that backward draws again under the plan."""
-    draws = [op.id for op in found.graph.ops if DRAW in op.name and "@" not in op.name]
-    return frozenset(i for i, op in enumerate(draws) if op in found.recompute_set)
-
-
-def planned(found: Plan, masks: frozenset[int] | None) -> Planned:
-    return Planned(masks, found.peak, found.recompute_us, found.policy().to_json())
+def plan_within(taken: Profile, options: Options, budget: int, start: Iterable[SaveSet] = ()) -> Plan:
+    return plan(taken, budget_bytes=budget, gap=GAP, start=start, options=options)
 
 
 def plan_model(name: str, builder: Builder) -> list[Row]:
     """Plan the model at its smallest peaks and at each of `BUDGETS`. Runs in a process of its own."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    taken: dict[frozenset[int] | None, Profile] = {}
-
-    def at(budget: int, masks: frozenset[int] | None, start: Collection[SaveSet] = ()) -> Plan:
-        if masks not in taken:
-            taken[masks] = profiled(builder, masks)
-        return plan(taken[masks], budget_bytes=budget, gap=GAP, start=start)
-
-    ends = []
-    for masks in (NONE, None):
-        taken[masks] = profiled(builder, masks)
-        least = find_minimum_peak(taken[masks], gap=GAP, time_limit_s=60)
-        ends.append(planned(at(least.found, masks, [least.save_set]), masks))
-    keys = taken[NONE].keys()
-    count = sum(DRAW in key for key in keys)
-    rows = [Row(name, 0, count, *ends)]
-    smallest, largest = ends[0].predicted, bounds(build(taken[NONE])).ceiling
+    model, batch = builder()
+    taken = profile(model, **batch).model_copy(update={"replay_us": replay_us()})
+    both = Options(packing=False), Options()
+    without, packed = (planned(smallest(taken, options)) for options in both)
+    rows = [Row(name, 0, len(taken.packable), without, packed)]
+    largest = bounds(build(taken)).ceiling
     for part in BUDGETS:
-        budget = int(smallest + (largest - smallest) * part)
-        without = at(budget, NONE)
-        masks = drawn_again(without)
-        rows.append(Row(name, budget, count, planned(without, NONE), planned(at(budget, masks), masks)))
+        budget = int(without.predicted + (largest - without.predicted) * part)
+        ways = (planned(plan_within(taken, options, budget)) for options in both)
+        rows.append(Row(name, budget, len(taken.packable), *ways))
     return rows
 
 
@@ -138,7 +119,7 @@ def peak_of(builder: Builder, subject: Planned) -> int:
     """Return the peak of the second planned step in bytes. Runs in a process of its own."""
     torch.set_num_threads(1)
     with AllocatorTimeline() as timeline:
-        model, batch = with_masks(builder, subject.masks)
+        model, batch = builder()
         ac_client.apply(model, policy=Policy.from_json(subject.policy), strict=True)
         forward_backward_s(model, batch)
         model.zero_grad()
@@ -159,7 +140,7 @@ def time_steps(builder: Builder, row: Row, rounds: int) -> Row:
     forward_backward_s(plain, batch)
     models = []
     for subject in (row.without, row.packed):
-        model, _ = with_masks(builder, subject.masks)
+        model, _ = builder()
         ac_client.apply(model, policy=Policy.from_json(subject.policy), strict=True)
         forward_backward_s(model, batch)
         subject.equal = all(map(torch.equal, gradients(model), gradients(plain)))
@@ -182,16 +163,14 @@ def measure_model(name: str, builder: Builder, rounds: int) -> list[Row]:
 
 
 def price_of_packing(rounds: int) -> str:
-    """Return a line with the times to draw a mask, to pack it, and to multiply by it."""
+    """Return a line with the times to draw a mask, to pack it, and to unpack it."""
     torch.set_num_threads(1)
-    x = torch.randn(ELEMENTS)
-    mask = torch.empty_like(x).bernoulli_(0.9).div_(0.9)
-    bits = mask_bits(mask)
-    ways: dict[str, Callable[[], Tensor]] = {
-        "draw": lambda: torch.empty_like(x).bernoulli_(0.9).div_(0.9),
-        "pack": lambda: mask_bits(mask),
-        "multiply by the mask": lambda: x * mask,
-        "multiply by bits": lambda: times_mask(x, bits, 0.9),
+    mask = torch.empty(ELEMENTS).bernoulli_(0.9).div_(0.9)
+    packed = PackedMask(mask)
+    ways: dict[str, Callable[[], object]] = {
+        "draw": lambda: torch.empty(ELEMENTS).bernoulli_(0.9).div_(0.9),
+        "pack": lambda: PackedMask(mask),
+        "unpack": packed.unpack,
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for i in range(rounds):
@@ -222,7 +201,7 @@ def render_steps(rows: list[Row], price: str) -> str:
         [
             row.model,
             format_bytes(row.budget) if row.budget else "smallest",
-            f"{row.masks if row.packed.masks is None else len(row.packed.masks)} of {row.masks}",
+            f"{row.packed.masks} of {row.masks}",
             *(f"{subject.predicted:,}, {subject.measured:,}" for subject in (row.without, row.packed)),
             *(f"{subject.recompute_us / 1e3:.0f}" for subject in (row.without, row.packed)),
             f"{statistics.median(row.ratios):.3f} ± {standard_error(row.ratios):.3f}",

@@ -20,7 +20,6 @@ from autoac.planner.formats.policy import Policy
 
 SET_FORMAT: Final = "autoac.policy-set"
 SET_VERSION: Final = 1
-SET_VERSION_WITH_USE_GROUPS: Final = 2
 
 Shape = Mapping[str, str]
 """The shape of a batch, by leaf: `float32[4, 64]` for a tensor, else a type's name, True, False or None."""
@@ -43,7 +42,7 @@ class PolicySet(FrozenModel):
     """The policies of one model by the shape of its batch, in the form that is stored and carried out."""
 
     format: Literal["autoac.policy-set"] = SET_FORMAT
-    version: Literal[1, 2] = SET_VERSION  # 2 if a policy has use groups
+    version: Literal[1, 2, 3] = SET_VERSION  # that of its newest policy
     buckets: tuple[Bucket, ...]
 
     def bucket(self, shape: Shape) -> Bucket | None:
@@ -55,8 +54,7 @@ class PolicySet(FrozenModel):
     def to_json(self) -> str:
         """Return the published form: the same text for the same set."""
         buckets = [{"shape": bucket.shape, "policy": bucket.policy.data()} for bucket in self.buckets]
-        grouped = any(bucket.policy.use_groups for bucket in self.buckets)
-        version = SET_VERSION_WITH_USE_GROUPS if grouped else SET_VERSION
+        version = max((bucket.policy.version for bucket in self.buckets), default=SET_VERSION)
         return json.dumps({"format": self.format, "version": version, "buckets": buckets}, indent=1) + "\n"
 
     @classmethod

@@ -191,6 +191,15 @@ class SavedTensors(Table):
     dropped: tuple[Index, ...]  # first moment at which autograd no longer holds the tensor
 
 
+class PackableValues(Table):
+    """Values that can be held without loss in fewer bytes, such as a dropout mask as bits."""
+
+    value: tuple[Index, ...] = ()  # row of Values
+    nbytes: tuple[Count, ...] = ()  # packed, rounded by the allocator
+    pack_us: tuple[Microseconds, ...] = ()
+    unpack_us: tuple[Microseconds, ...] = ()
+
+
 class BackwardSteps(Table):
     """Backward, divided into steps. A step unpacks saved tensors, then works, then releases memory."""
 
@@ -223,6 +232,7 @@ class Profile(FrozenModel):
     ops: Ops
     saved: SavedTensors
     backward: BackwardSteps
+    packable: Annotated[PackableValues, Field(exclude_if=lambda table: len(table) == 0)] = PackableValues()
     notes: tuple[Name, ...] = ()  # which numbers are estimates, and what the profiler could not record
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
@@ -243,6 +253,7 @@ class Profile(FrozenModel):
         within("values.storage", self.values.storage, len(self.storages))
         within("saved.value", self.saved.value, len(self.values))
         within("saved.packed", self.saved.packed, n + 1)
+        within("packable.value", self.packable.value, len(self.values))
         within("saved.dropped", self.saved.dropped, end + 1)
         within("storages.released", self.storages.released, end + 1)
         within("backward.name", self.backward.name, len(self.nodes))
@@ -316,13 +327,15 @@ class Profile(FrozenModel):
         """Return a hash that is equal for the same model, at the same shapes, on the same kind of device.
 
         The hash leaves out the numbers that vary between measurements: run times and replay times,
-        workspaces, the allocator's slack, and the bytes of temporaries and gradients.
+        workspaces, the allocator's slack, and the bytes of temporaries and gradients. It also leaves out
+        what can be packed, which follows from the ops.
         """
         content = self.model_dump(
             mode="json",
             exclude={
                 "notes": True,
                 "replay_us": True,
+                "packable": True,
                 "gradient_nbytes": True,
                 "storages": {"slack_nbytes"},
                 "ops": {"runtime_us", "spread_us", "workspace_nbytes", "other_nbytes"},

@@ -185,7 +185,7 @@ class MemoryConstraints:
         x = variables.x
         row = arrays.row[arrays.op]
         recomputed = x[row, np.where(arrays.op <= at, after, before)]
-        live = (arrays.nbytes > 0) & (row >= 0) & (recomputed != ZERO)
+        live = (arrays.nbytes > 0) & ~arrays.packed & (row >= 0) & (recomputed != ZERO)
         due = live & (arrays.last_use >= step)
         total.add(recomputed[due], arrays.nbytes[due])
 
@@ -215,7 +215,7 @@ class MemoryConstraints:
         begun, ended = x[row, after], x[row, before]
         within = np.zeros(len(arrays.nbytes), bool)
         if before != after:
-            within[v[~other & ~over]] = True
+            within[v[~other & ~over & (arrays.op[v] <= at)]] = True
             within |= rest & (arrays.op == at)
             within &= variables.states_differ(row, before, after) & (begun != ended)
         alone = within & ~waits

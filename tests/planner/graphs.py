@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoac.planner.formats.profile import (
     BackwardSteps,
@@ -17,6 +17,8 @@ from autoac.planner.formats.profile import (
     Storages,
     Values,
 )
+from autoac.planner.problem.graph import Graph, Packable
+from autoac.planner.problem.packing import worth_packing
 
 
 @dataclass
@@ -396,6 +398,18 @@ def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool =
             tape.handles[h] = (tape.handles[h][0], tape.value_op[v])
             v = tape.value_previous[v]
     return tape.profile()
+
+
+def with_packable(graph: Graph, rng: random.Random, most: int = 2) -> Graph:
+    """Return `graph` with up to `most` versions that can be packed, if it has any that may be."""
+    packable = [
+        Packable(
+            v.id, rng.randrange(1 + graph.nbytes(v.id) // 2), rng.choice((0, 0.1, 1)), rng.choice((0, 0.2))
+        )
+        for v in graph.versions
+        if graph.nbytes(v.id) > 1
+    ]
+    return replace(graph, packable=worth_packing(replace(graph, packable=tuple(packable)))[:most])
 
 
 def greedy_trap() -> Profile:

@@ -77,7 +77,7 @@ def test_second_training_gets_the_stored_policy_also_by_alias(url: str, budget_g
     plain = gradients(made())
     first = ac_client.apply(made(), budget_gb, service=url, require_service=True)
     assert all(map(torch.equal, gradients(first), plain))
-    assert (profiles(url), "recompute" in policy_of(first).decisions.values()) == (1, True)
+    assert (profiles(url), set(policy_of(first).decisions.values()) > {"save"}) == (1, True)
 
     # Its run times are others, so that its profile, were it sent, would be a second one.
     second = ac_client.apply(made(), budget_gb, service=url)

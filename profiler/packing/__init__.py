@@ -1,0 +1,1 @@
+"""Hold saved tensors without loss in fewer bytes."""
