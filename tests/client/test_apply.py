@@ -76,7 +76,7 @@ def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
     for seed in range(3):
         assert_equal(gradients(planned, seed=seed), gradients(plain, seed=seed))
     report = ac_client.applied(planned).report()
-    assert report.recomputed > 0
+    assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.steps == 3
     assert report.predicted_peak_bytes <= report.budget_bytes
 

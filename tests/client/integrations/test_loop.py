@@ -39,7 +39,7 @@ def test_block_is_planned_and_nothing_after_it() -> None:
         train(ours, own)
     assert all(map(torch.equal, plain.state_dict().values(), ours.state_dict().values()))
     report = at.report()
-    assert report.recomputed > 0
+    assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.steps == 3
     assert report.metrics()["autoac/predicted_peak_gb"] <= BUDGET_GB
     assert not ours._forward_pre_hooks
