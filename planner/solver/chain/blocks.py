@@ -36,7 +36,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from autoac.planner.solver.arrays import Floats, GraphArrays, Ints, bytes_in_any_case
+from autoac.planner.solver.arrays import GraphArrays, Ints, bytes_in_any_case
 from autoac.planner.solver.recompute_windows import NEVER
 
 SMALL = 1e-4  # an op with outputs of less than this share of the largest peak does not keep a block together
@@ -175,7 +175,6 @@ class _Chain:
         self.exits, self.tiny = self._exits(SMALL * ceiling), TINY * ceiling
         self.ends = sorted({*self.exits, n_rows - 1} - {-1})
         self.block_of_step = self._blocks_of_steps()
-        self.cost_us = _cost_of_either(arrays)
         self.may_count = np.isin(arrays.op, arrays.free)
         self.overwrites = set(
             zip(
@@ -288,7 +287,7 @@ class _Chain:
         needed = int(arrays.first_needed[row])
         readers = [int(arrays.row[r]) for r in self.windows.readers[arrays.free[row]]]
         return BlockOp(
-            cost_us=float(self.cost_us[row]) if self.timed else 0.0,
+            cost_us=float(arrays.cost_us[row]) if self.timed else 0.0,
             first_needed=needed - state if needed < NEVER else NEVER,
             is_pinned=bool(arrays.pinned[row]),
             readers=_inside(readers, place.rows),
@@ -300,7 +299,7 @@ class _Chain:
     def _version(self, v: int, place: _Place) -> BlockVersion:
         arrays, begin, op = self.arrays, self.n_ops + place.step, int(self.arrays.op[v])
         nbytes, extra_from, dropped = int(arrays.nbytes[v]), int(arrays.extra_from[v]), int(arrays.dropped[v])
-        if nbytes < self.tiny or arrays.packed[v]:
+        if nbytes < self.tiny:
             nbytes = 0
         return BlockVersion(
             nbytes=nbytes,
@@ -340,20 +339,6 @@ class _Chain:
             nbytes = int(arrays.nbytes[entry]) if is_twice else 0
             moments.append(ForwardMoment(op - place.op, int(self.certain[op]) - twice - base, nbytes))
         return tuple(moments)
-
-
-def _cost_of_either(arrays: GraphArrays) -> Floats:
-    """Return by free op its cost; of an op that unpacks, the lesser one of packing and of recomputing.
-
-    So no block decides which of the two it is, and the ops that pack cost nothing.
-    """
-    cost_us = arrays.cost_us.copy()
-    for pack in arrays.windows.graph.packs:
-        bits, unpack = arrays.row[[pack.bits, pack.unpack]]
-        if bits >= 0 and unpack >= 0:
-            cost_us[unpack] = min(arrays.save_us[bits], arrays.cost_us[bits])
-            cost_us[bits] = 0.0
-    return cost_us
 
 
 def _inside(readers: Iterable[int], rows: range) -> tuple[int, ...]:
