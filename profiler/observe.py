@@ -30,7 +30,7 @@ from autoac.profiler.timing.op_timer import BETWEEN_OPS
 from autoac.profiler.timing.roofline import DATASHEETS, Device
 from autoac.profiler.to_profile import assemble
 from autoac.profiler.torch_facts.autocast import autocast_to, may_be_switched_off
-from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
+from autoac.profiler.torch_facts.inductor import is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.private import tree_leaves
 
 Mode = Literal["hollow", "measured", "fake"]
@@ -130,12 +130,6 @@ def observe(
         times = Times.of_environment()
     elif not isinstance(times, Times):
         times = Times(times)
-    if on is not None and (is_called_compiled(model) or compiled_parts(model)):
-        raise CannotProfile(
-            type(uncompiled(model)).__name__,
-            "torch.compile compiles it or parts of it, and tensors without memory run no compiled code",
-            "leave out `on` to profile it on its own device, or profile the model without torch.compile",
-        )
     if on is None:
         device, datasheet = device_of(model, args, kwargs), None
         check_one_device(model, args, kwargs)

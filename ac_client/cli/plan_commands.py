@@ -78,10 +78,6 @@ def profile(
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     if cudnn is not None and on is None:
         raise typer.BadParameter("must be left out without --on", param_hint="--cudnn")
-    if compiled and on is not None:
-        raise typer.BadParameter(
-            "must be left out with --on, which runs no compiled code", param_hint="--compiled"
-        )
     setup = load_setup(function)
     device = DATASHEETS[on] if on is not None else None
     if device is not None and cudnn is not None:

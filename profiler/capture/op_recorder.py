@@ -146,6 +146,11 @@ class OpRecorder(RecordingMode):
         self._mark = mark
         self._has_streams = has_streams()
 
+    @property
+    def is_idle(self) -> bool:
+        """Return True while the profiler runs ops of its own, in no compiled graph."""
+        return self.paused and not self._compiled_depth
+
     @classmethod
     def is_infra_mode(cls) -> bool:
         return True

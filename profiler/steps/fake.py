@@ -23,19 +23,22 @@ from torch import nn
 from autoac.profiler.capture.fake_allocations import FakeAllocations, copy_if_known, fake_like
 from autoac.profiler.capture.op_recorder import OpRecorder, masks_of
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
+from autoac.profiler.joint_graph.hollow_part import HollowParts
 from autoac.profiler.restore.isolated_call import isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.gpu_autocast import gpu_autocast
 from autoac.profiler.steps.gpu_dispatch import gpu_kernels
 from autoac.profiler.steps.gpu_fake_kernels import GPU_FAKE_KERNELS
-from autoac.profiler.steps.hollow import HollowStep, ProfiledStep, take_step
+from autoac.profiler.steps.hollow import HollowStep, ProfiledStep, runs_compiled, take_step
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
 from autoac.profiler.timing.mask_timer import mask_moves, mask_times
 from autoac.profiler.timing.on_device import OpTimesOnDevice
 from autoac.profiler.timing.op_timer import median_and_spread
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts.gradients import gradient_of
+from autoac.profiler.torch_facts.inductor import uncompiled
 from autoac.profiler.torch_facts.private import FakeTensorMode
 from autoac.profiler.torch_facts.rng import generators_restored
 from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
@@ -44,7 +47,7 @@ CPU = torch.device("cpu")  # see NOTE [ One device ]
 
 
 def run(
-    model: nn.Module,
+    compiled: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     loss: Loss | None,
@@ -56,7 +59,7 @@ def run(
     """Run one fake step. Nothing of the model's size is allocated.
 
     Args:
-        model, args, kwargs, loss: as for `autoac.profiler.profile`; real, fake, or on the meta device.
+        compiled, args, kwargs, loss: as for `autoac.profiler.profile`; real, fake, or on the meta device.
         device: the datasheet.
         accumulates: True if gradients are added to existing ones; by default, if there are gradients now.
         measured: measures each kind of op by itself; by default run times are those of the datasheet.
@@ -69,6 +72,7 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         CannotFake: an op needs values that are not known, or a kernel that torch has no fake of.
     """
+    model = uncompiled(compiled)
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
     is_gpu = device.device_type != "cpu"
@@ -78,7 +82,7 @@ def run(
     recorder = OpRecorder(allocations.mark, allocations.locate, has_storage_or_fake)
     recorder.packs_masks = not is_gpu
     saved = SavedTensorRecorder(recorder, allocations.mark)
-    allocations.idle = lambda: recorder.paused
+    allocations.idle = lambda: recorder.is_idle
     with (
         generators_restored(CPU if measured is None else measured.device),
         modules_restored(model),
@@ -87,10 +91,20 @@ def run(
         gpu_autocast() if is_gpu else contextlib.nullcontext(),
         FakeTensorMode(allow_non_fake_inputs=True),
         isolated_call(
-            model, args, kwargs, fake_like, copy_if_known, copy_if_known, accumulates=accumulates
+            model,
+            args,
+            kwargs,
+            fake_like,
+            copy_if_known,
+            copy_if_known,
+            accumulates=accumulates,
+            entry=compiled,
         ) as (call, leaves),
+        carried_by(HollowParts()) if runs_compiled(compiled) else contextlib.nullcontext(),
     ):
         step = ProfiledStep(model, call, leaves, loss, CPU, loop)
+        if runs_compiled(compiled):
+            call()  # compiles, so that tracing and compiling take no memory of the step
         try:
             with allocations, torch.enable_grad():
                 backward = take_step(step, recorder, saved, allocations.mark)

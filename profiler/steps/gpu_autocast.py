@@ -134,11 +134,11 @@ def _op(name: str) -> Any:
 
 
 def _if_enabled(op: Any, run: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
-    keys = keys.remove(_KEY)
-    if not torch.is_autocast_enabled("cuda"):
-        return op.redispatch(keys, *args, **kwargs)
+    # Dynamo's dispatcher in Python would come back here from `redispatch`, so the key is excluded.
     with private.ExcludeDispatchKey(private.DispatchKeySet(_KEY)):
-        return run(op, keys, args, kwargs)
+        if not torch.is_autocast_enabled("cuda"):
+            return op(*args, **kwargs)
+        return run(op, keys.remove(_KEY), args, kwargs)
 
 
 def _as_on_cpu(op: Any, keys: Any, args: Any, kwargs: Any) -> Any:

@@ -193,7 +193,7 @@ def run(
             excluded=shards.managed(),
             before=shards.reset,
         ) as (call, leaves),
-        carried_by(HollowParts(watch=watch)) if _runs_compiled(compiled) else nullcontext(),
+        carried_by(HollowParts(watch=watch)) if runs_compiled(compiled) else nullcontext(),
     ):
         step = ProfiledStep(model, call, leaves, loss, device, loop, backlog, watch)
         saved.can_run = shards.is_gathered
@@ -374,7 +374,7 @@ def _forward(
         with (
             torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
             carried_by(HollowParts(recorder, saved, step.watch))
-            if _runs_compiled(step.call.entry)
+            if runs_compiled(step.call.entry)
             else nullcontext(),
             recorder,
         ):
@@ -398,7 +398,7 @@ def _forward(
     return outputs, [root for root in roots if root.requires_grad]
 
 
-def _runs_compiled(entry: Any) -> bool:
+def runs_compiled(entry: Any) -> bool:
     """Return True if torch.compile runs the model, or parts of it."""
     return is_called_compiled(entry) or bool(compiled_parts(entry))
 

@@ -19,6 +19,7 @@ from autoac.profiler.restore.isolated_call import Call
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.timing.backlog import Backlog, record_event
 from autoac.profiler.timing.cache import OpTime
+from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.op_facts import facts_of
 from autoac.profiler.torch_facts.op_signature import signature_of
 from autoac.profiler.torch_facts.private import TorchDispatchMode
@@ -259,6 +260,10 @@ def _ones(packed: Any) -> Tensor:
         return packed
     size, stride, dtype, device = packed
     return torch.empty_strided(size, stride, dtype=dtype, device=device).fill_(1)
+
+
+for _function in (_describe, _ones):
+    keep_dynamo_out(_function, "it times a forward", recursively=True)
 
 
 def median_and_spread(

@@ -13,6 +13,7 @@ Private attributes are read where they are used, since a call would cost time fo
 - `Tensor._is_zerotensor()`: forward-mode AD makes such tensors without any memory.
 - `UntypedStorage._cdata`: the identity of a storage, also where it has no address.
 - `OpOverload._schema`, `_op`, `_op_dk`, `_overloadpacket`: what an op writes; how to call it without Python.
+- `OpOverload._uncache_dispatch`: torch.compile remembers the kernels that it has looked up.
 - `Module._parameters`, `_modules`, `_backward_hooks`, `_backward_pre_hooks`: read without a user's overrides.
 - `Module._compiled_call_impl`: set by `module.compile()`.
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: a copy of an optimizer must call none.
@@ -31,6 +32,7 @@ import torch
 from torch import _C, _guards, _ops, nn
 from torch._C import _autograd, _profiler
 from torch._subclasses import fake_tensor as _fake
+from torch._subclasses import functional_tensor as _functional
 from torch.autograd import function as _function
 from torch.autograd import grad_mode as _grad_mode
 from torch.nn.modules import module as _modules
@@ -76,6 +78,7 @@ scoped_library = torch.library._scoped_library  # kernels that last as long as a
 
 # Tensors without memory, and whether torch is tracing.
 FakeTensor = _fake.FakeTensor
+FunctionalTensor = _functional.FunctionalTensor  # wraps a fake tensor while torch.compile traces
 FakeTensorMode = _fake.FakeTensorMode
 unset_fake_temporarily = _fake.unset_fake_temporarily  # runs one op for real
 DataDependentOutputException = _fake.DataDependentOutputException  # an op asks for an unknown value

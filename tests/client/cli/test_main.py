@@ -317,13 +317,14 @@ def test_profile_is_estimated_for_an_absent_device(folder, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_model_is_profiled_on_its_own_device(folder, capsys):
+def test_compiled_model_is_profiled_on_its_own_device_and_for_an_absent_one(folder, capsys):
     code, _, _ = run(capsys, "profile", "small:make", "--compiled")
     assert code == OK
     found = Profile.from_json((folder / "profile.json").read_bytes())
     assert any(flags & OpFlag.COMPILED for flags in found.ops.flags)
-    code, _, err = run(capsys, "profile", "small:make", "--compiled", "--on", "h100")
-    assert (code, "must be left out with --on" in err) == (USAGE, True)
+    code, out, _ = run(capsys, "profile", "small:make", "--compiled", "--on", "h100")
+    assert (code, "estimated from the datasheet of NVIDIA H100" in out) == (OK, True)
+    assert Profile.from_json((folder / "profile.json").read_bytes()).keys() == found.keys()
 
 
 def test_json_option_prints_one_object(folder, capsys):

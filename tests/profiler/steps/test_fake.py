@@ -122,6 +122,28 @@ def test_peak_equals_the_hollow_one_if_kernels_allocate_little(name: str) -> Non
     assert peaks[1] == pytest.approx(peaks[0], rel=0.001)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute"
+)
+@pytest.mark.parametrize(("name", "backend"), [("GPT-2", "aot_eager"), ("ViT", "inductor")])
+def test_compiled_model_has_the_ops_and_storages_of_a_hollow_step(name: str, backend: str) -> None:
+    entry = next(entry for entry in ZOO if entry.name == name)
+    model = entry.make().train()
+    found = []
+    for on in (None, PLAIN):
+        torch.compiler.reset()
+        compiled: Any = torch.compile(model, backend=backend)
+        found.append(profile(compiled, **entry.batch(), on=on))
+    hollow, fake = found
+    assert fake.keys() == hollow.keys()
+    assert (fake.ops.reads, fake.ops.flags) == (hollow.ops.reads, hollow.ops.flags)
+    assert fake.ops.must_save == hollow.ops.must_save
+    assert (fake.storages, fake.values, fake.saved) == (hollow.storages, hollow.values, hollow.saved)
+    assert (fake.backward.name, fake.backward.unpacks) == (hollow.backward.name, hollow.backward.unpacks)
+    assert (fake.static, fake.gradient_nbytes) == (hollow.static, hollow.gradient_nbytes)
+    assert max(fake.ops.runtime_us) > 0
+
+
 class Attention(nn.Module):
     """Attention with 4 heads of 8, and one product each for queries, keys and values."""
 
@@ -173,6 +195,19 @@ def test_kernel_of_attention_depends_on_device_type_and_mask(
     mask = torch.ones(64, 64, dtype=torch.bool).tril() if masked else None
     found = profile(Attention().to(dtype), torch.empty(2, 64, 32, dtype=dtype), mask, on=DATASHEETS[device])
     assert f"aten._scaled_dot_product_{kernel}_attention.default" in found.overloads
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_model_runs_the_kernels_of_the_gpu() -> None:
+    model, x = Attention(dropout=0.1), torch.randn(2, 16, 32)
+    of_cpu: Any = torch.compile(model, backend="aot_eager")
+    assert "aten.scaled_dot_product_attention" not in kinds(profile(of_cpu, x))
+    torch.compiler.reset()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    assert kinds(on_h100(compiled, x)) == kinds(on_h100(model, x))
+    torch.compiler.reset()
+    of_cpu = torch.compile(model, backend="aot_eager")
+    assert "aten.scaled_dot_product_attention" not in kinds(profile(of_cpu, x))
 
 
 def test_fake_step_leaves_the_dispatcher_unchanged() -> None:
