@@ -25,8 +25,9 @@ from autoac.profiler.capture.op_recorder import OpRecorder, masks_of
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
+from autoac.profiler.errors import CannotFake
 from autoac.profiler.joint_graph.hollow_part import HollowParts
-from autoac.profiler.restore.isolated_call import isolated_call
+from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.gpu_autocast import gpu_autocast
 from autoac.profiler.steps.gpu_dispatch import gpu_kernels
@@ -39,7 +40,11 @@ from autoac.profiler.timing.op_timer import median_and_spread
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts.gradients import gradient_of
 from autoac.profiler.torch_facts.inductor import uncompiled
-from autoac.profiler.torch_facts.private import FakeTensorMode
+from autoac.profiler.torch_facts.private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from autoac.profiler.torch_facts.rng import generators_restored
 from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
 
@@ -103,9 +108,9 @@ def run(
         carried_by(HollowParts()) if runs_compiled(compiled) else contextlib.nullcontext(),
     ):
         step = ProfiledStep(model, call, leaves, loss, CPU, loop)
-        if runs_compiled(compiled):
-            call()  # compiles, so that tracing and compiling take no memory of the step
         try:
+            if runs_compiled(compiled):
+                _compile(call)
             with allocations, torch.enable_grad():
                 backward = take_step(step, recorder, saved, allocations.mark)
         finally:
@@ -122,3 +127,11 @@ def run(
         op_times |= mask_times(masks)
     traced = HollowStep(recorder.record, saved, allocations, at, *backward, op_times=op_times)
     return traced, [*allocations.notes, *(measured.notes if measured is not None else ())]
+
+
+def _compile(call: Call) -> None:
+    """Run forward once, so that tracing and compiling take no memory of the step."""
+    try:
+        call()
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CannotFake(str(error), "it depends on values that are not known") from error

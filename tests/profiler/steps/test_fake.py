@@ -92,6 +92,7 @@ def test_backward_equals_that_of_the_hollow_step_except_inside_kernels(entry: Zo
         assert of_hollow - SCALARS <= of_fake <= of_hollow
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_known_limits_of_fake_steps_still_hold() -> None:
     """If this fails, torch has lifted a limit: remove it from `ELSEWHERE` and docs/profiling.md."""
     entries = {entry.name: entry for entry in ZOO if entry.name in ELSEWHERE}
@@ -99,6 +100,9 @@ def test_known_limits_of_fake_steps_still_hold() -> None:
         both(entries["Mixtral"])
     with pytest.raises(CannotFake, match=r"aten\.nonzero"):
         both(entries["mixture of experts"])
+    compiled: Any = torch.compile(entries["mixture of experts"].make().train(), backend="aot_eager")
+    with pytest.raises(CannotFake, match=r"aten\.nonzero"):
+        profile(compiled, **entries["mixture of experts"].batch(), on=PLAIN)
     hollow, fake = both(entries["LSTM"])
     assert fake.keys() == hollow.keys()
     sizes = zip(hollow.storages.nbytes, fake.storages.nbytes, strict=True)

@@ -108,6 +108,11 @@ def test_ops_that_do_not_fit_or_fail_are_estimated_and_named_in_notes() -> None:
     assert here.kinds == 0
 
 
+def test_op_that_would_crash_by_itself_is_estimated_and_named_in_notes() -> None:
+    found = profile(nn.LSTM(4, 4), torch.randn(3, 2, 4), on=CPU)
+    assert "aten.mkldnn_rnn_layer_backward.default was not run, and its time is estimated" in found.notes
+
+
 def test_profile_on_a_device_leaves_generators_and_model_unchanged() -> None:
     model, x = Transformer(), torch.randn(2, 8, 32)
     before: list[Tensor] = [p.detach().clone() for p in model.parameters()]
