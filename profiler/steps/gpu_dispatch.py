@@ -27,7 +27,13 @@ from autoac.profiler.errors import CannotFake
 from autoac.profiler.steps.gpu_attention import AttentionCall
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.private import DispatchKey, FakeTensor, FunctionalTensor, tree_leaves
+from autoac.profiler.torch_facts.private import (
+    DispatchKey,
+    FakeTensor,
+    FunctionalTensor,
+    from_functional_tensor,
+    tree_leaves,
+)
 
 _aten = torch.ops.aten
 
@@ -76,7 +82,7 @@ def _forget_kernels(names: Iterable[str]) -> None:
 def is_fake(value: Any) -> bool:
     """Return True if `value` is a fake tensor, or wraps one while torch.compile traces ops of a fake step."""
     if type(value) is FunctionalTensor:
-        value = torch._from_functional_tensor(value.elem)
+        value = from_functional_tensor(value.elem)
     return type(value) is FakeTensor
 
 

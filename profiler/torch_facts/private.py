@@ -79,6 +79,7 @@ scoped_library = torch.library._scoped_library  # kernels that last as long as a
 # Tensors without memory, and whether torch is tracing.
 FakeTensor = _fake.FakeTensor
 FunctionalTensor = _functional.FunctionalTensor  # wraps a fake tensor while torch.compile traces
+from_functional_tensor = torch._from_functional_tensor  # the fake tensor
 FakeTensorMode = _fake.FakeTensorMode
 unset_fake_temporarily = _fake.unset_fake_temporarily  # runs one op for real
 DataDependentOutputException = _fake.DataDependentOutputException  # an op asks for an unknown value

@@ -1,4 +1,4 @@
-"""Test that private names of torch are used only through private.py."""
+"""Test that private names of torch are used only through private.py and private_compiler.py."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import pytest
 
 import ac_client
 import autoac.profiler
+from autoac.profiler.compiler import private_compiler
 from autoac.profiler.torch_facts import private
 
 _PRIVATE_PART = re.compile(r"\._(?!_)")
 
-PRIVATE = Path(inspect.getfile(private))
+PRIVATE = [Path(inspect.getfile(module)) for module in (private, private_compiler)]
 SOURCES = [
     path
     for package in (autoac.profiler, ac_client)
     for path in sorted(Path(inspect.getfile(package)).parent.rglob("*.py"))
-    if path != PRIVATE
+    if path not in PRIVATE
 ]
 
 
