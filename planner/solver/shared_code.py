@@ -19,7 +19,7 @@ from itertools import permutations
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.memory.schedule import recompute_us
-from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.memory.simulate import fits
 from autoac.planner.problem.graph import Graph, Op, OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 
@@ -55,7 +55,7 @@ def with_few_variants(graph: Graph, save_set: SaveSet, budget: int) -> SaveSet:
     """
     for calls in shared_calls(graph):
         same = with_forced_saves(graph, without_cost_free_recomputes(graph, save_set))
-        if _count(calls, same) <= MOST_VARIANTS and peak_bytes(graph, same) <= budget:
+        if _count(calls, same) <= MOST_VARIANTS and fits(graph, same, budget):
             save_set = same
         else:
             save_set = _best_pair(graph, same, budget, calls) or save_set
@@ -78,16 +78,15 @@ def _best_pair(graph: Graph, save_set: SaveSet, budget: int, calls: Sequence[Cal
             rows = zip(calls, [early] * n + [late] * (len(calls) - n), strict=True)
             return outside.union(*(_saved(call, variant) for call, variant in rows))
 
+        if min(recompute_us(graph, with_first(n)) for n in (0, len(calls))) >= least:
+            continue
         low, high = 0, len(calls)  # the fewest calls with `early` whose peak fits
         while low < high:
             middle = (low + high) // 2
-            low, high = (
-                (low, middle) if peak_bytes(graph, with_first(middle)) <= budget else (middle + 1, high)
-            )
+            low, high = (low, middle) if fits(graph, with_first(middle), budget) else (middle + 1, high)
         found = with_forced_saves(graph, without_cost_free_recomputes(graph, with_first(low)))
-        if _count(calls, found) > MOST_VARIANTS:
-            continue
-        if peak_bytes(graph, found) <= budget and (spent := recompute_us(graph, found)) < least:
+        spent = recompute_us(graph, found)
+        if spent < least and _count(calls, found) <= MOST_VARIANTS and fits(graph, found, budget):
             best, least = found, spent
     return best
 
