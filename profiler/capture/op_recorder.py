@@ -20,7 +20,14 @@ from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import RecordingMode, keep_dynamo_out
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE
-from autoac.profiler.torch_facts.op_facts import OpFacts, decides, facts_of, tensor_versions, written_tensors
+from autoac.profiler.torch_facts.op_facts import (
+    OpFacts,
+    decides,
+    facts_of,
+    old_statistics,
+    tensor_versions,
+    written_tensors,
+)
 from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, signature_of, tensors_in
 from autoac.profiler.torch_facts.rng import UsedGenerators
 from autoac.profiler.torch_facts.storage_table import (
@@ -173,6 +180,7 @@ class OpRecorder(RecordingMode):
         if self._in_loss:
             must_save = must_save or OUTSIDE_OF_MODEL
         written = list(written_tensors(facts, args, kwargs))
+        unread = old_statistics(facts.name, args)
         reads: list[int] = []
         for tensor in tensors_in(args, kwargs):
             if not self.has_storage(tensor):
@@ -183,7 +191,7 @@ class OpRecorder(RecordingMode):
                 if not self._compiled_depth and self.record.ops[self.record.versions[version].op].compiled:
                     self.force_save(version, ANOTHER_GRAPH)
                 self.note_stream(version)
-            elif not any(tensor is w for w in written):
+            elif not any(tensor is other for other in (*written, *unread)):
                 self._note_reader(tensor, index)
         draws = facts.draws(args, kwargs)
         if draws:

@@ -29,7 +29,7 @@ from torch import fx
 
 from autoac.profiler.compiler.private_compiler import is_size_node, merge_equal_nodes
 from autoac.profiler.torch_facts.module_paths import ROOT
-from autoac.profiler.torch_facts.op_facts import facts_of
+from autoac.profiler.torch_facts.op_facts import facts_of, old_statistics
 from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload
 
 
@@ -136,11 +136,12 @@ def never_again(graph: fx.Graph, joint: JointGraph, mutated: Sequence[bool]) -> 
     reasons: dict[str, str] = {}
     for node in joint.ops:
         facts = facts_of(node.target)  # type: ignore[arg-type]
+        unread = old_statistics(facts.name, node.args)
         if facts.never_recomputed or facts.collective or facts.mutates or _has_effect(node):
             reasons[node.name] = facts.must_save or "it has an effect"
         elif facts.draws(node.args, node.kwargs):
             reasons[node.name] = "it draws random numbers inside compiled code"
-        elif any(read in written for read in storages_read(node)):
+        elif any(read in written for read in storages_read(node) if read not in unread):
             reasons[node.name] = "it reads an input that forward writes"
     return reasons
 

@@ -45,6 +45,9 @@ _HIDDEN_WRITES = {
     "aten::miopen_batch_norm": _STATISTICS,
 }
 
+# Return new running statistics in place of writing them; no other result of training depends on the old ones.
+_NEW_STATISTICS = _aten("_native_batch_norm_legit_functional _batch_norm_with_update_functional")
+
 # Higher-order ops that write some of their arguments.
 _WRITING_HIGHER_ORDER = {"triton_kernel_wrapper_mutation", "inductor_compiled_code", "auto_functionalized"}
 
@@ -252,6 +255,18 @@ def tensor_versions(operands: Any) -> list[tuple[Tensor, int]]:
 def updates_statistics(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return True if a call updates `facts.statistics`: batch norm in training."""
     return bool(facts.statistics) and _trains(args, kwargs)
+
+
+def old_statistics(name: str, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments that change only the running statistics that a call returns, in compiled code.
+
+    Args:
+        name: of the op, such as "aten.mm.default".
+        args: tensors, or the nodes of a graph in their place.
+    """
+    packet = "::".join(name.split(".")[:2])
+    trains = packet.endswith("_with_update_functional") or (len(args) > 5 and args[5] is True)
+    return [args[i] for i in _STATISTICS] if packet in _NEW_STATISTICS and trains else ()
 
 
 def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
