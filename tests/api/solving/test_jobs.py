@@ -176,6 +176,7 @@ def test_waiter_with_another_key_gets_its_own_job_when_the_owner_cancels(
     for count, headers in enumerate((owner, other), start=1):
         waiting.append(threads.submit(post, http, profile, JSON | headers))
         until(lambda count=count: waiters(http) == count)
+    until(lambda: gate.log.count("began") == 1)
     job = http.get("/v1/jobs", headers=owner).json()["items"][0]
     assert http.delete(job["url"], headers=owner).json()["state"] == "cancelled"
     until(lambda: gate.log.count("began") == 2)
