@@ -10,9 +10,9 @@ byte, and the plain gradients, buffers and generator state bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ from autoac.planner.problem.packing import added_ops, is_packed, with_packing, w
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.profiler import profile
+from benchmarks.fuzzers.random_programs import run_programs
 from benchmarks.fuzzers.use_groups import AS_IT_IS, difference
 
 BATCH, LENGTH, WIDTH = 3, 29, 19  # 1,653 elements
@@ -117,19 +118,11 @@ def tried_masks(seed: int) -> TriedMasks:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first network")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = [tried_masks(seed) for seed in range(options.first, options.first + options.programs)]
-    print(f"{sum(bool(one.packed) for one in found)} of {len(found)} networks save masks packed:")
-    print(f"{sum(one.packed for one in found)} masks")
-    failures = [one for one in found if one.differs]
-    print(f"{len(failures)} failures", *failures, sep="\n")
-    raise SystemExit(bool(failures))
+    def summary(found: Sequence[TriedMasks]) -> str:
+        packing, masks = sum(bool(one.packed) for one in found), sum(one.packed for one in found)
+        return f"{packing} of {len(found)} networks save masks packed: {masks} masks"
+
+    run_programs(__doc__, tried_masks, summary)
 
 
 if __name__ == "__main__":

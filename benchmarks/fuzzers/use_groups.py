@@ -10,10 +10,9 @@ gradients, buffers and generator state bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -37,6 +36,7 @@ from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer
+from benchmarks.fuzzers.random_programs import run_programs
 
 STEPS = 2  # the second runs modules without the mode of which everything is saved
 AS_IT_IS = Options(use_groups=False, packing=False)  # the graph has what it needs
@@ -176,19 +176,14 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0, help="seed of the first network")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    found = [tried_network(seed) for seed in range(options.first, options.first + options.programs)]
-    print(f"{sum(bool(one.again) for one in found)} of {len(found)} networks run an op again more than once:")
-    print(f"{sum(one.again for one in found)} second and third runs, {STEPS} steps each")
-    failures = [one for one in found if one.differs]
-    print(f"{len(failures)} failures", *failures, sep="\n")
-    raise SystemExit(bool(failures))
+    def summary(found: Sequence[Tried]) -> str:
+        running, runs = sum(bool(one.again) for one in found), sum(one.again for one in found)
+        return (
+            f"{running} of {len(found)} networks run an op again more than once: "
+            f"{runs} second and third runs, {STEPS} steps each"
+        )
+
+    run_programs(__doc__, tried_network, summary)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from autoac.planner.problem.graph import (
     StorageVersion,
     VersionId,
 )
+from autoac.planner.problem.inserted_ops import with_room
 from autoac.planner.problem.use_groups import later_runs
 
 
@@ -79,19 +80,9 @@ def with_packing(graph: Graph, packable: Sequence[Packable]) -> Graph:
     if not packable:
         return graph
     by_op = {graph.versions[p.version].op: p for p in packable}
-    n, new_id, count = len(graph.ops), [], 0
-    for op in graph.ops:
-        new_id.append(OpId(count))
-        count += 3 if op.id in by_op else 1
-
-    def moment(m: int) -> Moment:
-        return Moment(new_id[m] if m < n else m - n + count)
-
+    new_id, moved = with_room(graph, (3 if op.id in by_op else 1 for op in graph.ops))
     ops: list[Op] = []
-    versions = [
-        replace(v, op=new_id[v.op], readers=tuple(new_id[r] for r in v.readers)) for v in graph.versions
-    ]
-    storages = [replace(s, released=moment(s.released)) for s in graph.storages]
+    versions, storages = list(moved.versions), list(moved.storages)
     packs = []
     for op in graph.ops:
         ops.append(replace(op, id=new_id[op.id]))
@@ -122,14 +113,10 @@ def with_packing(graph: Graph, packable: Sequence[Packable]) -> Graph:
         )
         packs.append(PackedVersion(found.version, bits_op, unpack_op))
     inserted = replace(
-        graph,
+        moved,
         ops=tuple(ops),
         versions=tuple(versions),
         storages=tuple(storages),
-        saved_tensors=tuple(
-            replace(h, packed=new_id[h.packed - 1] + 1 if h.packed else 0, dropped=moment(h.dropped))
-            for h in graph.saved_tensors
-        ),
         packable=(),
     )
     return replace(_moved(inserted, packs, forth=True), packs=tuple(packs))

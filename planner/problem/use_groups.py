@@ -45,6 +45,7 @@ from autoac.planner.problem.graph import (
     StorageVersion,
     VersionId,
 )
+from autoac.planner.problem.inserted_ops import with_room
 
 UseGroups = Mapping[OpId, tuple[OpId, ...]]
 """By op with use groups: the position of the latest use in each group, the latest first, as in backward."""
@@ -58,19 +59,9 @@ def with_use_groups(graph: Graph, groups: UseGroups) -> Graph:
     """
     if not groups:
         return graph
-    n, new_id, count = len(graph.ops), [], 0
-    for op in graph.ops:
-        new_id.append(OpId(count))
-        count += len(groups.get(op.id, (op.id,)))
-
-    def moment(m: int) -> Moment:
-        return Moment(new_id[m] if m < n else m - n + count)
-
+    new_id, moved = with_room(graph, (len(groups.get(op.id, (op.id,))) for op in graph.ops))
     ops: list[Op] = []
-    versions = [
-        replace(v, op=new_id[v.op], readers=tuple(new_id[r] for r in v.readers)) for v in graph.versions
-    ]
-    storages = [replace(s, released=moment(s.released)) for s in graph.storages]
+    versions, storages = list(moved.versions), list(moved.storages)
     for op in graph.ops:
         latest = groups.get(op.id)
         ops.append(replace(op, id=new_id[op.id], latest_use=-1 if latest is None else new_id[latest[0]]))
@@ -95,14 +86,10 @@ def with_use_groups(graph: Graph, groups: UseGroups) -> Graph:
                 )
             )
     inserted = replace(
-        graph,
+        moved,
         ops=tuple(ops),
         versions=tuple(versions),
         storages=tuple(storages),
-        saved_tensors=tuple(
-            replace(h, packed=new_id[h.packed - 1] + 1 if h.packed else 0, dropped=moment(h.dropped))
-            for h in graph.saved_tensors
-        ),
         runs=tuple(
             tuple(OpId(new_id[op] + k) for k in range(len(latest))) for op, latest in sorted(groups.items())
         ),

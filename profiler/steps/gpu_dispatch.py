@@ -79,7 +79,7 @@ def _forget_kernels(names: Iterable[str]) -> None:
         op._uncache_dispatch(DispatchKey.AutogradCPU)
 
 
-def is_fake(value: Any) -> bool:
+def _is_fake(value: Any) -> bool:
     """Return True if `value` is a fake tensor, or wraps one while torch.compile traces ops of a fake step."""
     if type(value) is FunctionalTensor:
         value = from_functional_tensor(value.elem)
@@ -97,7 +97,7 @@ def _refusal(name: str) -> Callable[..., Any]:
     op = getattr(getattr(_aten, overload), kind)
 
     def kernel(*args: Any) -> Any:
-        if any(is_fake(leaf) for leaf in tree_leaves(args)):
+        if any(_is_fake(leaf) for leaf in tree_leaves(args)):
             raise CannotFake(f"aten.{name}", "on a GPU it is one op of cuDNN: unroll it, as with nn.LSTMCell")
         return _composite(op, *args)
 
@@ -112,7 +112,7 @@ def _lstm_cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Any:
-    if not is_fake(x):
+    if not _is_fake(x):
         return _composite(_aten.lstm_cell.default, x, hx, w_ih, w_hh, b_ih, b_hh)
     hidden, cell = hx
     gates = F.linear(x, w_ih), F.linear(hidden, w_hh)
@@ -122,13 +122,13 @@ def _lstm_cell(
 def _gru_cell(
     x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Any:
-    if not is_fake(x):
+    if not _is_fake(x):
         return _composite(_aten.gru_cell.default, x, h, w_ih, w_hh, b_ih, b_hh)
     return _aten._thnn_fused_gru_cell(x @ w_ih.t(), h @ w_hh.t(), h, b_ih, b_hh)[0]
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    if is_fake(x) and train and 0 < p < 1 and x.numel():
+    if _is_fake(x) and train and 0 < p < 1 and x.numel():
         out: Tensor = _aten.native_dropout(x, p, train)[0]
         return out
     plain: Tensor = _composite(_aten.dropout.default, x, p, train)
@@ -147,7 +147,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if is_fake(query):
+    if _is_fake(query):
         return AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).run(
             device
         )
@@ -178,7 +178,7 @@ def _batch_norm(
     cudnn_enabled: bool,
 ) -> Tensor:
     if not (
-        is_fake(x)
+        _is_fake(x)
         and cudnn_enabled
         and x.numel()
         and weight is not None
@@ -215,7 +215,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    fused = is_fake(x) and not x.is_complex() and (weight is None or weight.dtype is x.dtype)
+    fused = _is_fake(x) and not x.is_complex() and (weight is None or weight.dtype is x.dtype)
     if not fused or (_dense(x) is x and not x.is_contiguous()):  # with channels last it is composed
         plain: Tensor = _composite(_aten.rms_norm.default, x, shape, weight, eps)
         return plain
@@ -225,7 +225,7 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
 
 
 def _softmax(op: Any, kernel: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    if is_fake(x) and x.dtype is torch.half and dtype is torch.float32:
+    if _is_fake(x) and x.dtype is torch.half and dtype is torch.float32:
         out: Tensor = kernel(x, dim, True)  # casts on the way
         return out
     plain: Tensor = _composite(op, x, dim, dtype)
@@ -236,7 +236,7 @@ def _grid_sampler(
     device: Device, x: Tensor, grid: Tensor, interpolation: int, padding: int, align_corners: bool
 ) -> Tensor:
     if (
-        is_fake(x)
+        _is_fake(x)
         and device.cudnn
         and private.get_cudnn_enabled()
         and all(t.dtype in _GRID_TYPES and t.numel() for t in (x, grid))

@@ -200,8 +200,10 @@ def run(
         try:
             warm_up = _prepare(step, shards)
             traced = _trace(step, shards, recorder, saved, allocations)
-            op_times = {**_time(step, traced, warm_up, known, time_ops)}
-            op_times |= mask_times(masks_of(traced.forward), known)
+            op_times = {
+                **_time(step, traced, warm_up, known, time_ops),
+                **mask_times(masks_of(traced.forward), known),
+            }
             return replace(traced, op_times=op_times, timing_note=backlog.note())
         finally:
             saved.closed = True

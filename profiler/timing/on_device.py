@@ -187,9 +187,6 @@ class OpTimesOnDevice:
         estimate = self.datasheet.runtime_us(facts, func, args, kwargs, out)
         if facts.view or facts.collective or facts.opaque:
             return estimate
-        if facts.name in _CRASHES_ALONE:
-            self.notes[f"{facts.name} was not run, and its time is estimated"] = None
-            return estimate
         signature = signature_of(facts.name, args, kwargs)
         measured = self._known.get(signature)
         if measured is None:
@@ -212,7 +209,8 @@ class OpTimesOnDevice:
         kwargs: Mapping[str, Any],
         out: Any,
     ) -> OpTime | None:
-        if bytes_moved(args, kwargs, out) > self.datasheet.memory_bytes * PART_OF_MEMORY:
+        is_too_large = bytes_moved(args, kwargs, out) > self.datasheet.memory_bytes * PART_OF_MEMORY
+        if is_too_large or facts.name in _CRASHES_ALONE:
             return None
         if not all(has_storage_or_fake(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
             return None
