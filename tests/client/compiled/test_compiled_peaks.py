@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import ac_client
 from autoac.planner import find_minimum_peak, plan
@@ -285,3 +286,30 @@ def test_planned_graph_is_compiled_once() -> None:
     call(**rows()).backward()
     assert ac_client.applied(model).report().recomputed > 0
     assert len(compiled) == 1
+
+
+class Checkpointed(Net):
+    """The same blocks, each in torch's checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.statistics(x).square().mean()
+
+
+def checkpointed() -> nn.Module:
+    torch.manual_seed(0)
+    return Checkpointed()
+
+
+def test_plan_decides_for_torchs_checkpoints_in_compiled_code() -> None:
+    batch = rows()
+    want = unplanned_outcome(net, batch)
+    plain = profile(torch.compile(net(), backend=BACKEND), **batch)
+    lowest, highest = find_minimum_peak(plain, time_limit_s=20).found, plan(plain, budget_gb=1).peak
+    model = checkpointed()
+    compiled = ac_client.apply(torch.compile(model, backend=BACKEND), (lowest + highest) / 2 / 2**30)
+    assert all(map(torch.equal, outcome(model, compiled, batch), want))
+    predicted = ac_client.applied(model).policy.predicted  # type: ignore[union-attr]
+    assert (predicted.save_all_peak_bytes, predicted.peak_bytes < highest) == (highest, True)
+    assert measured_peak(model, compiled, batch) + predicted.static_bytes == predicted.peak_bytes
