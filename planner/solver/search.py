@@ -292,7 +292,9 @@ class Search:
         def may_go_on(work: float) -> bool:
             return self.allowance.spend(work) and self.allowance.work_left > least
 
-        for bound, save_set in self.problem.blockwise.plans(self.budget, known, may_go_on):
+        proven = 0.0 if self.best.save_set is None else self.best.bound
+        plans = self.problem.blockwise.plans(self.budget, known, may_go_on, proven_us=proven)
+        for bound, save_set in plans:
             self.best.offer(save_set)
             self.best.raise_bound(bound)
             if self.is_good_enough:

@@ -23,7 +23,9 @@ decisions whole and counts fewer bytes. It counts a subset of the bytes of the p
 - no step between the last unpack from a block and the first from the block before. What the one before
   saves to run again may go there, and so would not be held in all of backward of later blocks.
 
-Only the `MOST_DECISIONS` largest ops of a block are decided. The others take no bytes and no time.
+Only the `MOST_DECISIONS` largest ops of a block are decided. The others take no bytes and no time. Ops that
+pack are not decided (NOTE [ Packing ] in problem/packing.py): bits take no bytes, and what is unpacked costs
+the lesser of the times to pack and to recompute it.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from autoac.planner.solver.arrays import GraphArrays, Ints, bytes_in_any_case
+from autoac.planner.solver.arrays import Floats, GraphArrays, Ints, bytes_in_any_case
 from autoac.planner.solver.recompute_windows import NEVER
 
 SMALL = 1e-4  # an op with outputs of less than this share of the largest peak does not keep a block together
+LONG = 0.25  # of all decisions: so far apart are an op and its last reader if they span many blocks
+SMALL_IF_LONG = 1e-2  # and SMALL for such an op, which may be an attention mask that all layers read
 TINY = 1e-5  # a version of less than this share of it takes no bytes, so that fewer save sets differ
 ALWAYS = -NEVER
 STEPS_AHEAD = 10  # a step belongs to the last block that it or one of so many later steps unpacks from
@@ -172,9 +176,10 @@ class _Chain:
                 self.versions[row].append(v)
         is_free = arrays.row >= 0
         self.readers = [{int(arrays.row[r]) for r in v.readers if is_free[r]} for v in graph.versions]
-        self.exits, self.tiny = self._exits(SMALL * ceiling), TINY * ceiling
+        self.exits, self.tiny = self._exits(ceiling), TINY * ceiling
         self.ends = sorted({*self.exits, n_rows - 1} - {-1})
         self.block_of_step = self._blocks_of_steps()
+        self.cost_us = _cost_of_either(arrays)
         self.may_count = np.isin(arrays.op, arrays.free)
         self.overwrites = set(
             zip(
@@ -183,17 +188,18 @@ class _Chain:
             )
         )
 
-    def _exits(self, small: float) -> dict[int, int]:
+    def _exits(self, ceiling: int) -> dict[int, int]:
         """Return the rows after which only they are read again, with the version that is read."""
         exits: dict[int, int] = {}
         crossing: dict[int, int] = {}  # version -> last reader
-        for row in range(len(self.arrays.free)):
+        n_rows = len(self.arrays.free)
+        for row in range(n_rows):
             crossing = {v: last for v, last in crossing.items() if last > row}
             for v in self.versions[row]:
-                if self._is_decided(v) and self.arrays.nbytes[v] > small:
-                    last = max(self.readers[v], default=-1)
-                    if last > row:
-                        crossing[v] = last
+                last = max(self.readers[v], default=-1)
+                least = (SMALL_IF_LONG if last - row > LONG * n_rows else SMALL) * ceiling
+                if last > row and self._is_decided(v) and self.arrays.nbytes[v] > least:
+                    crossing[v] = last
             if len(crossing) == 1 and (version := next(iter(crossing))) in self.versions[row]:
                 exits[row] = version
         return exits
@@ -287,7 +293,7 @@ class _Chain:
         needed = int(arrays.first_needed[row])
         readers = [int(arrays.row[r]) for r in self.windows.readers[arrays.free[row]]]
         return BlockOp(
-            cost_us=float(arrays.cost_us[row]) if self.timed else 0.0,
+            cost_us=float(self.cost_us[row]) if self.timed else 0.0,
             first_needed=needed - state if needed < NEVER else NEVER,
             is_pinned=bool(arrays.pinned[row]),
             readers=_inside(readers, place.rows),
@@ -318,8 +324,9 @@ class _Chain:
         )
 
     def _is_decided(self, v: int) -> bool:
+        """Return True if an op that a block may decide writes `v`, and no follower of one."""
         op = self.arrays.op[v]
-        return bool(self.arrays.free[self.arrays.row[op]] == op)
+        return bool(self.arrays.free[self.arrays.row[op]] == op) and not self.arrays.packed[v]
 
     def _forward(
         self, place: _Place, base: int, entry: int | None, is_last: bool
@@ -339,6 +346,17 @@ class _Chain:
             nbytes = int(arrays.nbytes[entry]) if is_twice else 0
             moments.append(ForwardMoment(op - place.op, int(self.certain[op]) - twice - base, nbytes))
         return tuple(moments)
+
+
+def _cost_of_either(arrays: GraphArrays) -> Floats:
+    """Return by free op its cost; of an op that unpacks, the lesser of the times to pack and to recompute."""
+    cost_us = arrays.cost_us.copy()
+    for pack in arrays.windows.graph.packs:
+        bits, unpack = arrays.row[[pack.bits, pack.unpack]]
+        if bits >= 0 and unpack >= 0:
+            cost_us[unpack] = min(arrays.save_us[bits], arrays.cost_us[bits])
+            cost_us[bits] = 0.0
+    return cost_us
 
 
 def _inside(readers: Iterable[int], rows: range) -> tuple[int, ...]:

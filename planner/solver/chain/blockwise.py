@@ -151,7 +151,9 @@ class Blockwise:
                 known = middle
             yield floor, None if found is None else found.save_set
 
-    def plans(self, budget: int, known_us: float, may_go_on: MayGoOn) -> Iterator[tuple[float, SaveSet]]:
+    def plans(
+        self, budget: int, known_us: float, may_go_on: MayGoOn, *, proven_us: float = 0.0
+    ) -> Iterator[tuple[float, SaveSet]]:
         """Yield cheap save sets with peaks of about `budget`, each with a proven bound of the recompute time.
 
         The first peak is mostly a little too large, since not all bytes are counted. Then the limit is
@@ -161,6 +163,7 @@ class Blockwise:
             budget: bytes.
             known_us: the recompute time of a plan, or of everything.
             may_go_on: called after each block.
+            proven_us: a bound of the recompute time. End once no bound from here can be larger.
         """
         bound_us, limit = 0.0, budget
         try:
@@ -171,10 +174,11 @@ class Blockwise:
                 if found.cost_us * MOST_BELOW < known_us:  # too coarse
                     known_us = max(found.cost_us, known_us / MOST_BELOW**2)
                     found = self._rounded_within(budget, share, known_us, may_go_on) or found
+                most_us = found.cost_us + share * known_us  # at most this without rounding
                 bound_us, known_us = max(bound_us, found.cost_us), found.cost_us
                 yield bound_us, found.save_set
                 excess, too_much = peak_bytes(self._graph, found.save_set) - budget, budget
-                if excess > FAR * budget:
+                if excess > FAR * budget or most_us <= proven_us:
                     return
                 for _ in range(LOWERED):
                     if excess <= 0:

@@ -96,17 +96,13 @@ class Problem:
 
     @cached_property
     def blockwise(self) -> Blockwise | None:
-        """Return the dynamic program over blocks; None with use groups or packing, which it cannot bound."""
-        return (
-            None if self.graph.runs or self.graph.packs else Blockwise(self.arrays, self.ceiling, timed=True)
-        )
+        """Return the dynamic program over blocks; None for a graph with use groups, which it cannot bound."""
+        return None if self.graph.runs else Blockwise(self.arrays, self.ceiling, timed=True)
 
     @cached_property
     def blockwise_peak(self) -> Blockwise | None:
         """Return `blockwise` without run times, which is faster."""
-        return (
-            None if self.graph.runs or self.graph.packs else Blockwise(self.arrays, self.ceiling, timed=False)
-        )
+        return None if self.graph.runs else Blockwise(self.arrays, self.ceiling, timed=False)
 
     @cached_property
     def simple(self) -> tuple[tuple[float, SaveSet], ...]:
