@@ -43,6 +43,7 @@ POLISH_SHARES = (0.25, 0.5, 1.0)  # of what is left between bound and plan: what
 MANY_UNDECIDED = 100  # so many open decisions say little, see Search._perturbed_relaxation
 TILT = 0.01  # see Search._perturbed_relaxation
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
+LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
 FEW_UNDECIDED = 10  # decisions that the relaxation leaves open: with more, polishing does not pay
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
@@ -278,8 +279,10 @@ class Search:
         self._consider_rounded(built, outcome)
         return outcome
 
-    def _blockwise(self, _: BuiltProgram, relaxed: Outcome) -> Outcome:
-        self._try_blocks()
+    def _blockwise(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        is_loose = self.best.bound < LOOSE * self._dearest_us
+        if not (is_loose and _undecided(built, relaxed) <= FEW_UNDECIDED):  # else the full program is faster
+            self._try_blocks()
         return replace(relaxed, values=None)
 
     def _try_blocks(self) -> None:
