@@ -93,7 +93,7 @@ def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
     start = chain(problem.segments.smallest(), (save_set for _, save_set in problem.simple))
     if problem.once is not None:
         # Packing hardly changes the smallest peak, since backward unpacks what was packed. Use groups do.
-        share = allowance.with_work(ONCE_WORK) if problem.graph.runs else allowance
+        share = allowance.with_work_up_to(ONCE_WORK) if problem.graph.runs else allowance
         once = _peak_search(problem.once, share, gap)
         once.run()
         assert once.best.save_set is not None

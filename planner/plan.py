@@ -212,7 +212,7 @@ def _find_save_set(
         raise infeasible(graph, budget, search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK)))
     allowance.reserved_s = allowance.time_limit_s * FLOOR_SHARE
     if problem.graph.runs and problem.once is not None:
-        first = Search(problem.once, budget, gap=gap, allowance=allowance.with_work(ONCE_WORK))
+        first = Search(problem.once, budget, gap=gap, allowance=allowance.with_work_up_to(ONCE_WORK))
         first.run()
         if first.best.save_set is not None:
             start = (*start, problem.from_step(first.best.save_set))

@@ -62,6 +62,10 @@ class Allowance:
         """Return an allowance of `work_limit` for another search, which shares the time that is left."""
         return Allowance(work_limit, self._stopwatch, self._progress)
 
+    def with_work_up_to(self, most: float) -> Allowance:
+        """Return an allowance for another search of `most` units of work, or of what is left if less."""
+        return self.with_work(min(most, max(self.work_left, 0.0)))
+
     @property
     def time_limit_s(self) -> float:
         """Return the seconds that all searches on this stopwatch have together."""

@@ -10,6 +10,7 @@ import pytest
 from autoac.planner.errors import InfeasibleBudget
 from autoac.planner.memory.schedule import Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.minimum_peak import find_minimum_peak
 from autoac.planner.plan import plan
 from autoac.planner.problem.distant_uses import distant_uses
 from autoac.planner.problem.graph import (
@@ -98,3 +99,12 @@ def test_plan_with_use_groups_is_never_slower(n: int) -> None:
     for budget in range(2 * n, 2 * n + 10, 3):
         once = plan(graph, budget_bytes=budget, options=Options(use_groups=False), gap=0.0)
         assert plan(graph, budget_bytes=budget, gap=0.0).recompute_us <= once.recompute_us
+
+
+def test_plan_without_work_solves_nothing_for_use_groups_either() -> None:
+    graph = skip(20)
+    assert distant_uses(graph)
+    start = find_minimum_peak(graph)
+    made = plan(graph, budget_bytes=start.found + 2, work_limit=0, start=[start.save_set])
+    assert made.peak <= start.found + 2
+    assert made.solver_s == 0
