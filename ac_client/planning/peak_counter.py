@@ -24,6 +24,7 @@ from autoac.planner.units import rounded_bytes
 
 WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
 MOST_CORRECTIONS = 2  # of one policy
+LAST_MARGIN = 0.02  # of the budget: the error differed from plan to plan, and no correction follows
 FAR_UNDER = 0.03  # of the budget: less is not worth planning again
 MISPREDICTED = 0.01  # of the budget: less is not worth another prediction
 

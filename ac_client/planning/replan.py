@@ -16,6 +16,7 @@ from ac_client.planning.loaded_policy import Correction, PlannedBucket, correcte
 from ac_client.planning.models_on_device import of_others
 from ac_client.planning.optimizer_steps import ModelOptimizers
 from ac_client.planning.peak_counter import (
+    LAST_MARGIN,
     MOST_CORRECTIONS,
     WATCHED_STEPS,
     AllocatorPeak,
@@ -238,7 +239,8 @@ class Replanner:
         predicted = bucket.policy.predicted.peak_bytes
         excess = excess_bytes(peak, predicted, limit)
         if profile is not None and excess and correction.times < MOST_CORRECTIONS:
-            self._correct(bucket, excess, measured=peak.at_least)
+            last = correction.times == MOST_CORRECTIONS - 1
+            self._correct(bucket, excess + last * round(LAST_MARGIN * limit), measured=peak.at_least)
             return
         if excess and not bucket.warned_over_budget:
             bucket.warned_over_budget = True

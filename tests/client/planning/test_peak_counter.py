@@ -13,6 +13,7 @@ from torch import nn
 import ac_client
 from ac_client.planning import policy_store
 from ac_client.planning.peak_counter import (
+    LAST_MARGIN,
     MOST_CORRECTIONS,
     WATCHED_STEPS,
     PeakBounds,
@@ -194,6 +195,20 @@ def test_corrections_are_bounded_and_then_warned_of_once(
     assert at.report().corrections <= MOST_CORRECTIONS
     assert at.plan.peak <= bounds[0] * 1.05, "no plan is tight enough, so the tightest is taken"
     assert len(caplog.messages) <= MOST_CORRECTIONS + 1
+
+
+def test_last_correction_leaves_room_for_errors_that_differ_from_plan_to_plan(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake(extra=20_000)
+    model, sgd = planned(budget, fake, monkeypatch)
+    at = ac_client.applied(model)
+    for corrections in range(MOST_CORRECTIONS):
+        fake.extra += max(0, budget + 1 - at.plan.peak - fake.extra) if at.plan is not None else 0
+        for _ in range(4):
+            if at.report().corrections == corrections:
+                step(model, sgd, fake, reset=True)
+    assert at.plan.peak + fake.extra <= (1 - LAST_MARGIN) * budget
 
 
 def test_evaluation_is_not_part_of_a_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
