@@ -43,7 +43,8 @@ def assemble(
     blocks = [_block_of(record, storage) for storage in forward.storages]
     of_forward = [block for block in blocks if block is not None]
     copies = [block for copy in saved.copies if (block := _block_of(record, copy)) is not None]
-    other = _LiveBytes.of(record, hidden=of_forward + copies, permanent=step.workspaces)
+    registers = [block for begin, end in saved.kernels for block in _temporaries(record, at[begin], at[end])]
+    other = _LiveBytes.of(record, hidden=of_forward + copies + registers, permanent=step.workspaces)
     requested = _requested_nbytes(blocks, forward.storages, environment.allocator_rounding)
     n = len(forward.ops)
     outputs: list[list[Block]] = [[] for _ in forward.ops]
@@ -163,6 +164,12 @@ def _packable(step: HollowStep, blocks: Sequence[Block | None], rounding: int) -
 def _block_of(record: Allocations, storage: RecordedStorage) -> Block | None:
     """Return the block of a storage; None if the device's allocator did not allocate it."""
     return record.block_at(storage.address, storage.mark) if storage.address else None
+
+
+def _temporaries(record: Allocations, begin: int, end: int) -> list[Block]:
+    """Return the blocks that are allocated and freed between two positions."""
+    allocated = (change.block for change in record.changes[begin:end] if change.nbytes > 0)
+    return [block for block in allocated if block.freed_at is not None and block.freed_at < end]
 
 
 def _requested_nbytes(

@@ -50,6 +50,7 @@ class SavedTensorRecorder:
         packed: by saved tensor, how many ops had started.
         events: unpacks and drops, in order.
         copies: storages that only the profiler allocates.
+        kernels: pairs of marks. What is allocated and freed in between takes no memory in compiled code.
         closed: True once the step is over: drops no longer count.
         forward_over: False while an unpack belongs to a backward that the model runs inside forward.
         can_run: returns True if an op of a module could run now.
@@ -65,6 +66,7 @@ class SavedTensorRecorder:
         self.packed: list[int] = []
         self.events: list[SavedEvent] = []
         self.copies: list[RecordedStorage] = []
+        self.kernels: list[tuple[int, int]] = []
         self.closed = False
         self.forward_over = False
         self.can_run: Callable[[str], bool] = lambda _module: True
@@ -103,6 +105,22 @@ class SavedTensorRecorder:
             content = tensor.detach().clone()
         self.copies.append(RecordedStorage(self._recorder.locate(content.untyped_storage()), self._mark()))
         return content
+
+    def compiled_copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a channels-last copy of a tensor. Compiled code makes this copy in each step."""
+        with _paused(self._recorder):
+            return tensor.detach().clone(memory_format=torch.channels_last)
+
+    def hide(self, tensor: Tensor) -> None:
+        """Leave out the memory of a value that compiled code has in registers."""
+        self.copies.append(RecordedStorage(self._recorder.locate(tensor.untyped_storage()), self._mark()))
+
+    @contextmanager
+    def one_kernel(self) -> Iterator[None]:
+        """Leave out temporaries of the node inside, which compiled code has in registers."""
+        begin = self._mark()
+        yield
+        self.kernels.append((begin, self._mark()))
 
     def unpack_as(self, saved: int, make: Callable[[], Tensor], node: str, *, made: bool) -> Tensor:
         """Record that `node` of compiled code reads a saved tensor, and return its stand-in.

@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -226,6 +227,30 @@ def fusible_by_compilers() -> Callable[[Any], bool]:
     from torch._functorch.partitioners import get_default_op_list
 
     return get_default_op_list().is_fusible
+
+
+def generated_by_inductor() -> Callable[[Any], bool]:
+    """Return a function that is True for nodes for which Inductor generates code, and calls no kernel."""
+    from torch._functorch.partitioners import get_default_op_list
+    from torch._inductor.lowering import fallbacks, lowerings
+
+    runs_alone = get_default_op_list().is_compute_intensive
+    return lambda node: node.target in lowerings and node.target not in fallbacks and not runs_alone(node)
+
+
+def is_elementwise(node: Any) -> bool:
+    """Return True if a node computes each number by itself, from the numbers at the same place."""
+    return torch.Tag.pointwise in node.target.tags or node.target is torch.ops.aten.full.default
+
+
+def nodes_laid_out_channels_last(module: Any) -> Iterable[Any]:
+    """Return the nodes of a forward graph that Inductor lays out for 2d convolutions, if it does so."""
+    from torch._inductor.graph import GraphLowering
+
+    if not GraphLowering.decide_layout_opt(module, is_inference=False):
+        return ()
+    unbound: Any = GraphLowering.find_nodes_prefer_channels_last
+    return cast("Iterable[Any]", unbound(SimpleNamespace(module=module)))
 
 
 def size_hint(size: Any) -> int:

@@ -11,6 +11,7 @@ them after it: each such node is a step of the profile, which unpacks what the n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.cut import cut
 from autoac.profiler.joint_graph.decided_part import note_ops
 from autoac.profiler.joint_graph.fused_time import shares_of_time
+from autoac.profiler.joint_graph.inductor_memory import InductorNodes, call_node, has_layout
 from autoac.profiler.joint_graph.joint_graph import (
     JointGraph,
     is_op,
@@ -102,6 +104,20 @@ class _Run:
     hollow: dict[str, _Hollow] = field(default_factory=dict)  # by name of the node
     handles: dict[tuple[str, str], int] = field(default_factory=dict)  # saved tensor, by reader and storage
 
+    def copies_of(self, inputs: Mapping[fx.Node, Any], inductor: InductorNodes) -> dict[fx.Node, Tensor]:
+        """Return channels-last copies of the inputs that Inductor copies."""
+        return {
+            node: self.saved.compiled_copy_of(tensor)
+            for node, tensor in inputs.items()
+            if self.saved is not None and node.name in inductor.channels_last and not has_layout(tensor)
+        }
+
+    def kernel_of(self, node: fx.Node, inductor: InductorNodes) -> AbstractContextManager[None]:
+        """Surround a run of `node`, whose temporaries may be in registers."""
+        if self.saved is None or node.name not in inductor.generated:
+            return nullcontext()
+        return self.saved.one_kernel()
+
 
 _runs: list[_Run] = []  # those that are in forward
 
@@ -144,6 +160,7 @@ class _Halves:
         needed = {storage for _, storage in self._reads}
         outputs = results_of(module.graph)
         names = [getattr(node, "name", "") for node in outputs]
+        inductor = InductorNodes.of_forward(module) if self._part.fuses else InductorNodes()
         saved_from = self._first_saved(module)
         steps = _Frees.of(module.graph, saved_from)
 
@@ -151,15 +168,19 @@ class _Halves:
             call = _runs[-1] if _runs else _Run(None, None)
             env = _placed(module, args)
             args.clear()
+            copies = call.copies_of(env, inductor)
             for node, arg in env.items():
-                if node.name in needed and isinstance(arg, Tensor):
+                if node.name in needed and node not in copies and isinstance(arg, Tensor):
                     described = _described(arg, call)
                     if described.version is not None:  # the model made it, in an op or another graph
                         call.hollow[node.name] = described
             for node, frees in steps.order:
-                env[node] = self._run_op(module, node, env, call)
+                with call.kernel_of(node, inductor):
+                    env[node] = self._run_op(module, node, env, call)
                 if node.name in needed and isinstance(env[node], Tensor):
-                    call.hollow[node.name] = _described(env[node], call)
+                    call.hollow[node.name] = _described(
+                        env[node], call, channels_last=node.name in inductor.channels_last
+                    )
                 for dead in frees:
                     del env[dead]
             self._pack(call)
@@ -168,6 +189,8 @@ class _Halves:
                 if i >= saved_from and name in call.hollow:
                     results.append(torch.empty(0, device=call.hollow[name].device))
                     setattr(results[-1], _RUN, call)
+                elif i >= saved_from and node in copies:
+                    results.append(copies[node])
                 else:
                     results.append(env[node] if isinstance(node, fx.Node) else node)
             return tuple(results)
@@ -205,6 +228,7 @@ class _Halves:
 
     def compiled_backward(self, module: fx.GraphModule, _inputs: Any) -> BoxedCall:
         """Return the function that runs backward."""
+        inductor = InductorNodes.of_backward(module) if self._part.fuses else InductorNodes()
         steps = _Frees.of(module.graph)
 
         def run(args: list[Any]) -> tuple[Any, ...]:
@@ -220,8 +244,8 @@ class _Halves:
                 if is_view(node) and any(arg in lazy for arg in node.all_input_nodes):
                     lazy[node] = None
                 else:
-                    _run_step(module, node, env, lazy, call, frees)
-            gradients = tuple(_run_step(module, module.graph.output_node(), env, lazy, call, ()))
+                    _run_step(module, node, env, lazy, call, frees, inductor)
+            gradients = tuple(_run_step(module, module.graph.output_node(), env, lazy, call, (), inductor))
             env.clear()  # a function that calls itself refers to it until the next garbage collection
             return gradients
 
@@ -240,6 +264,7 @@ def _run_step(
     lazy: Mapping[fx.Node, None],
     call: _Run,
     frees: Sequence[fx.Node],
+    inductor: InductorNodes,
 ) -> Any:
     """Run a node of backward on stand-ins of what forward saved."""
     reads = [arg for arg in storages_read(node) if arg in lazy]
@@ -259,12 +284,15 @@ def _run_step(
             return env[arg]
         if arg in stand_ins:
             return stand_ins[arg]
-        return arg.target(*fx.node.map_arg(arg.args, value), **fx.node.map_arg(arg.kwargs, value))
+        return call_node(arg, fx.node.map_arg(arg.args, value), fx.node.map_arg(arg.kwargs, value))
 
     if node.op == "output":
         out = fx.node.map_arg(results_of(module.graph), value)
     else:
-        out = env[node] = _run(module, node, env, value)
+        with call.kernel_of(node, inductor):
+            out = env[node] = _run(module, node, env, value)
+        if call.saved is not None and node.name in inductor.in_registers:
+            call.saved.hide(out)
     for dead in frees:
         env.pop(dead, None)
     stand_ins.clear()
@@ -281,15 +309,18 @@ def _run(module: fx.GraphModule, node: Any, env: dict[fx.Node, Any], value: Any 
             found = getattr(found, name)
         return found
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value or env.__getitem__)
-    return node.target(*args, **kwargs)
+    return call_node(node, args, kwargs)
 
 
 def _placed(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:
     return dict(zip(module.graph.find_nodes(op="placeholder"), args, strict=True))
 
 
-def _described(tensor: Tensor, call: _Run) -> _Hollow:
-    hollow = _Hollow(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+def _described(tensor: Tensor, call: _Run, *, channels_last: bool = False) -> _Hollow:
+    like = tensor
+    if channels_last:
+        like = torch.empty_like(tensor, device="meta", memory_format=torch.channels_last)
+    hollow = _Hollow(tensor.size(), like.stride(), tensor.dtype, tensor.device)
     recorder, saved = call.recorder, call.saved
     if recorder is not None:
         hollow.version = recorder.newest.get(tensor)

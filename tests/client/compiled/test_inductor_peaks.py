@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
-from autoac.planner import find_minimum_peak
+from autoac.planner import Profile, find_minimum_peak
 from autoac.profiler import profile
 from autoac.profiler.capture.allocations import AllocationRecord
 from benchmarks.inductor_peaks import train
@@ -64,6 +64,39 @@ def test_ops_inside_a_fused_kernel_cost_no_time(dynamic: bool) -> None:
     assert times["cos"][0] == 0.0 < times["cos"][1]  # the last one is fused with the mean
     assert times["sin"][0] > 0
     assert times["addmm"][0] > 0
+
+
+class Pooled(nn.Module):
+    """Elementwise ops between a convolution and a pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(16, 32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.max_pool2d(self.convolution(x).sin().exp().cos(), 2).mean()
+
+
+def test_profile_counts_memory_as_inductor_lays_it_out() -> None:
+    model, x = Pooled(), torch.randn(4, 16, 8, 8)
+
+    def found(backend: str) -> Profile:
+        torch.compiler.reset()
+        return profile(torch.compile(model, backend=backend), x)  # type: ignore[arg-type]
+
+    inductor, aot_eager = found("inductor"), found("aot_eager")
+    pool = next(i for i, key in enumerate(inductor.keys()) if "max_pool" in key)
+    assert inductor.ops.workspace_nbytes[pool] == 0  # in registers
+    copies = x.nbytes + model.convolution.weight.nbytes  # channels-last
+    assert inductor.backward.other_nbytes[0] == aot_eager.backward.other_nbytes[0] + copies
+    activation = 4 * 32 * 6 * 6 * 4
+    assert held_at_cosine(inductor) == held_at_cosine(aot_eager) + copies - activation  # in registers
+
+
+def held_at_cosine(found: Profile) -> int:
+    """Return the most bytes of gradients and temporaries where backward computes the cosine."""
+    names = [found.nodes[name].rpartition("/")[2] for name in found.backward.name]
+    return found.backward.peak_nbytes[names.index("aten.cos.default")]
 
 
 class Layer(nn.Module):
