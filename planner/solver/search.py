@@ -45,6 +45,7 @@ TILT = 0.01  # see Search._perturbed_relaxation
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
 LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
+DEAR = 10.0  # units of work for a relaxation: what is solved near it to polish takes as long or longer
 FEW_UNDECIDED = 10  # decisions that the relaxation leaves open: with more, polishing does not pay
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
@@ -199,7 +200,7 @@ class Search:
         if self._last is None:
             return
         built, relaxed = self._last
-        if relaxed.values is None or _undecided(built, relaxed) > FEW_UNDECIDED:
+        if relaxed.values is None or relaxed.work > DEAR or _undecided(built, relaxed) > FEW_UNDECIDED:
             return
         before = self.best.cost
         for share in POLISH_SHARES:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from autoac.planner import build
+from autoac.planner.memory.simulate import peak_bytes
+from autoac.planner.plan import plan
 from autoac.planner.problem.graph import chain
 from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
@@ -70,3 +72,13 @@ def test_relaxation_is_perturbed_only_if_many_decisions_are_open(
     rounding = 1 + 1e-9
     assert second.bound <= first.cost * rounding  # tilted costs do not give a bound
     assert first.bound <= second.cost * rounding
+
+
+def test_a_good_plan_is_not_polished_if_the_relaxation_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = build(graphs.gpt2(4))
+    budget = int(0.8 * peak_bytes(graph, graph.everything))
+    polished = plan(graph, budget_bytes=budget, gap=0.1)
+    monkeypatch.setattr(search, "DEAR", 0.0)
+    good = plan(graph, budget_bytes=budget, gap=0.1)
+    assert polished.recompute_us < good.recompute_us
+    assert good.gap <= 0.1
