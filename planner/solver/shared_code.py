@@ -78,12 +78,18 @@ def _best_pair(graph: Graph, save_set: SaveSet, budget: int, calls: Sequence[Cal
             rows = zip(calls, [early] * n + [late] * (len(calls) - n), strict=True)
             return outside.union(*(_saved(call, variant) for call, variant in rows))
 
-        if min(recompute_us(graph, with_first(n)) for n in (0, len(calls))) >= least:
+        low, high = 0, len(calls)  # between these is the fewest calls with `early` whose peak fits
+        lowest_us, highest_us = (recompute_us(graph, with_first(n)) for n in (low, high))
+        if min(lowest_us, highest_us) >= least or not fits(graph, with_first(high), budget):
             continue
-        low, high = 0, len(calls)  # the fewest calls with `early` whose peak fits
-        while low < high:
+        while low < high and min(lowest_us, highest_us) < least:
             middle = (low + high) // 2
-            low, high = (low, middle) if fits(graph, with_first(middle), budget) else (middle + 1, high)
+            if fits(graph, with_first(middle), budget):
+                high, highest_us = middle, recompute_us(graph, with_first(middle))
+            else:
+                low, lowest_us = middle + 1, recompute_us(graph, with_first(middle + 1))
+        if min(lowest_us, highest_us) >= least:
+            continue
         found = with_forced_saves(graph, without_cost_free_recomputes(graph, with_first(low)))
         spent = recompute_us(graph, found)
         if spent < least and _count(calls, found) <= MOST_VARIANTS and fits(graph, found, budget):
