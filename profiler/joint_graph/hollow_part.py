@@ -24,7 +24,7 @@ from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.cut import cut
 from autoac.profiler.joint_graph.decided_part import note_ops
 from autoac.profiler.joint_graph.fused_time import shares_of_time
-from autoac.profiler.joint_graph.inductor_memory import InductorNodes, call_node, has_layout
+from autoac.profiler.joint_graph.inductor_memory import InductorNodes, call_node, is_channels_last
 from autoac.profiler.joint_graph.joint_graph import (
     JointGraph,
     is_op,
@@ -109,7 +109,7 @@ class _Run:
         return {
             node: self.saved.compiled_copy_of(tensor)
             for node, tensor in inputs.items()
-            if self.saved is not None and node.name in inductor.channels_last and not has_layout(tensor)
+            if self.saved is not None and node.name in inductor.channels_last and not is_channels_last(tensor)
         }
 
     def kernel_of(self, node: fx.Node, inductor: InductorNodes) -> AbstractContextManager[None]:

@@ -75,7 +75,7 @@ def _behind_views(node: fx.Node) -> fx.Node:
     return node
 
 
-def has_layout(tensor: Tensor) -> bool:
+def is_channels_last(tensor: Tensor) -> bool:
     """Return True if `tensor` needs no copy to be channels-last."""
     return tensor.is_contiguous(memory_format=torch.channels_last)
 
