@@ -82,7 +82,7 @@ class AlignedStep:
     time_us: tuple[float, ...]  # for each of MeasuredStep.time_us
     end_us: float
     matched: int  # events of the simulated step that were found in the measured one
-    of: int
+    of: int  # all of them, less what packs and unpacks: the profiler has no name for it
 
 
 def align(graph: Graph, timeline: Timeline, clock: KernelTimes, step: MeasuredStep) -> AlignedStep:
@@ -110,7 +110,9 @@ def align(graph: Graph, timeline: Timeline, clock: KernelTimes, step: MeasuredSt
     measured.append(measured[-1] + max(tail, 1.0))
     simulated.append(simulated[-1] + max(tail, 1.0) * scale)
     drawn = np.interp(np.asarray((*step.time_us, step.end_us)), measured, simulated)
-    return AlignedStep(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(kernels))
+    unseen = {op for pack in graph.packs for op in (pack.bits, pack.unpack)}
+    named = [e for e in kernels if not (isinstance(e, Compute | Recompute) and e.op in unseen)]
+    return AlignedStep(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(named))
 
 
 def op_names(keys: Sequence[str]) -> frozenset[str]:
@@ -175,8 +177,10 @@ def _backward(
             yield first + k, inside[at].begin_us
             began = inside[at].end_us
         yield works[j], began
-        if j + 1 < len(steps) and not steps[j + 1].unpacks:
-            yield works[j + 1], node.end_us  # what autograd does with the node's gradients
+        for work, step in zip(works[j + 1 :], steps[j + 1 :], strict=True):
+            if step.unpacks:
+                break
+            yield work, node.end_us  # what autograd does with the node's gradients
 
 
 def longest_common_subsequence(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
