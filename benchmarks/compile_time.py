@@ -1,7 +1,7 @@
 """Measure what planning adds to the compile time of a model, in a first process and with warm caches.
 
-Times are seconds of CPU up to the end of the second step, child processes included. First processes are
-measured once. Those with warm caches take turns, with a plan and without, and their median counts.
+Times are seconds of CPU up to the end of the second step, child processes included. Processes with a plan
+and without take turns, and the median counts. Each first process has new caches.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def main() -> None:
     parser.add_argument(
         "--share", type=float, default=0.5, help="of the way from the smallest to the largest peak"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="processes with warm caches")
+    parser.add_argument("--first", type=int, default=3, help="first processes")
+    parser.add_argument("--later", type=int, default=5, help="processes with warm caches")
     parser.add_argument("--child", action="store_true")
     parser.add_argument("--budget", type=int, help="in bytes, of a child")
     options = parser.parse_args()
@@ -99,17 +100,18 @@ def main() -> None:
     extra = {"without": [], "with": ["--budget", str(budget)]}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in extra}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(1 + options.repeats):
+        for turn in range(options.first + options.later):
+            caches = min(turn, options.first - 1)  # those of the last first process stay
             for name, more in extra.items():
-                found[name].append(in_process(f"{folder}/{name}", *shared, *more))
+                found[name].append(in_process(f"{folder}/{name}{caches}", *shared, *more))
                 print(name, found[name][-1], flush=True)
     rows = []
-    for turn, taken in zip(TURNS, (slice(0, 1), slice(1, None)), strict=True):
+    for label, taken in zip(TURNS, (slice(options.first), slice(options.first, None)), strict=True):
         without, planned = (found[name][taken] for name in extra)
         base, cpu_s = (statistics.median(row["cpu_s"] for row in part) for part in (without, planned))
         share = f"{cpu_s - base:+.1f} s ({cpu_s / base - 1:+.0%})"
         rows.append(
-            (turn, f"{base:.1f}", f"{cpu_s:.1f}", share, str(planned[0]["missed"]), str(planned[0]["hit"]))
+            (label, f"{base:.1f}", f"{cpu_s:.1f}", share, str(planned[0]["missed"]), str(planned[0]["hit"]))
         )
     print(f"\n{markdown_table(HEAD, rows)}")
 

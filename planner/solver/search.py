@@ -47,6 +47,8 @@ LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks 
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
 DEAR = 10.0  # units of work for a relaxation: what is solved near it to polish takes as long or longer
 FEW_UNDECIDED = 10  # decisions that the relaxation leaves open: with more, polishing does not pay
+POLISH_WORK = 0.25  # of the work so far: no program that is solved to polish takes more,
+LEAST_POLISH_WORK = 0.5  # or so many units
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
 SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
 
@@ -90,6 +92,7 @@ class Search:
         self.problem, self.graph, self.windows = problem, problem.graph, problem.windows
         self.budget, self.gap, self.options = budget, gap, problem.options
         self.allowance, self.rounds = allowance, 0
+        self._work_limit = allowance.work_left
         self.best = Incumbent(self.graph, budget, bound, allowance)
         self.enough: int | None = None  # a best cost of no more than this, or a bound above it, is an answer
         self.excluded: list[SaveSet] = []
@@ -203,13 +206,14 @@ class Search:
         if relaxed.values is None or relaxed.work > DEAR or _undecided(built, relaxed) > FEW_UNDECIDED:
             return
         before = self.best.cost
+        most = max(POLISH_WORK * (self._work_limit - self.allowance.work_left), LEAST_POLISH_WORK)
         for share in POLISH_SHARES:
             cutoff = before * (1 - POLISHED / 2) / built.cost_scale
             slack = cutoff - relaxed.bound
             if slack <= 0:
                 return
             target = self.best.bound / (1 - POLISHED) / built.cost_scale
-            outcome = self._solve_few_nodes(built, relaxed, cutoff, share * slack, target)
+            outcome = self._solve_few_nodes(built, relaxed, cutoff, share * slack, target, work_limit=most)
             if share == 1:
                 self.best.raise_bound(min(outcome.bound, cutoff) * built.cost_scale)
             if self.best.cost < before:
@@ -349,12 +353,22 @@ class Search:
         return outcome
 
     def _solve_few_nodes(
-        self, built: BuiltProgram, relaxed: Outcome, cutoff: float, slack: float, target: float
+        self,
+        built: BuiltProgram,
+        relaxed: Outcome,
+        cutoff: float,
+        slack: float,
+        target: float,
+        work_limit: float = math.inf,
     ) -> Outcome:
         """Solve up to `cutoff` with columns fixed that cost more than `slack` to change."""
         program = priced_out(built.program.costing_at_most(cutoff), relaxed, slack)
         outcome = self.allowance.solve(
-            program, built.cost_scale, target=target, options={"mip_max_nodes": FEW_NODES}
+            program,
+            built.cost_scale,
+            target=target,
+            work_limit=work_limit,
+            options={"mip_max_nodes": FEW_NODES},
         )
         self._consider(built, outcome)
         return outcome

@@ -26,6 +26,7 @@ SIZES = {
     (blocks, "LONG"): (0.0, 0.25),
     (blocks, "SMALL_IF_LONG"): (1e-2, 0.3),
     (menus, "MOST_DECISIONS"): (2, 4, 12),
+    (menus, "MOST_NUMBERS"): (2**4, 2**26),
 }
 
 

@@ -25,7 +25,7 @@ from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.arrays import Floats, GraphArrays, Ints
 from autoac.planner.solver.chain.blocks import Block, PlacedBlock, chain_of_blocks
-from autoac.planner.solver.chain.menus import Menu, menu
+from autoac.planner.solver.chain.menus import Menu, unpriced_menu
 
 HALVINGS = 10  # of the range of the smallest peak
 LOWERED = 5  # times that a limit is lowered by what the simulator finds too much
@@ -121,11 +121,13 @@ class Blockwise:
     def __init__(self, arrays: GraphArrays, ceiling: int, *, timed: bool) -> None:
         self._graph, self._free = arrays.windows.graph, arrays.free
         self._blocks = chain_of_blocks(arrays, ceiling, timed=timed)
-        menus: dict[Block, list[Menu]] = {}
-        for placed in self._blocks:
-            if placed.block not in menus:
-                menus[placed.block] = [menu(placed.block, is_demanded=d) for d in (False, True)]
-        self._menus = menus
+        unpriced: dict[Block, list[Menu]] = {}
+        self._menus: dict[Block, list[Menu]] = {}
+        for block in dict.fromkeys(placed.block for placed in self._blocks):
+            alike = block.without_costs()
+            if alike not in unpriced:
+                unpriced[alike] = [unpriced_menu(alike, is_demanded=d) for d in (False, True)]
+            self._menus[block] = [menu.priced(block) for menu in unpriced[alike]]
 
     def smallest_peak(
         self, floor: int, known: int, may_go_on: MayGoOn

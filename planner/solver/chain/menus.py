@@ -11,6 +11,7 @@ from autoac.planner.solver.chain.blocks import ALWAYS, Block, BlockVersion
 from autoac.planner.solver.recompute_windows import NEVER
 
 MOST_DECISIONS = 12  # of a block: its other ops, the smallest, take no bytes and no time
+MOST_NUMBERS = 2**26  # of save sets, versions and steps: in a block with many, fewer ops are decided
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +22,7 @@ class Menu:
     """
 
     saved: Bools  # by save set and op
+    runs_again: Bools  # as well
     cost_us: Floats
     held: Floats  # by what it saves, in backward of later blocks
     entry_held: Floats  # by a saved entry, in backward of later blocks, since this block still needs it
@@ -36,6 +38,11 @@ class Menu:
 
     def __len__(self) -> int:
         return len(self.cost_us)
+
+    def priced(self, block: Block) -> Menu:
+        """Return the menu of `block`, which is this one's but for its costs, without worse save sets."""
+        cost_us = self.runs_again @ np.array([op.cost_us for op in block.ops])
+        return replace(self, cost_us=cost_us).undominated()
 
     def rounded(self, cost_step_us: float) -> Menu:
         """Return the menu with costs rounded down to multiples, so that more save sets are not worth it."""
@@ -53,8 +60,11 @@ class Menu:
         return Menu(*(getattr(self, f.name)[best] for f in fields(self)))
 
 
-def menu(block: Block, *, is_demanded: bool) -> Menu:
-    """Return the menu of `block`, with or without a later block that has the exit recomputed."""
+def unpriced_menu(block: Block, *, is_demanded: bool) -> Menu:
+    """Return all save sets of `block`, without costs.
+
+    With `is_demanded`, a later block has the exit recomputed.
+    """
     return _Table(block, is_demanded).menu()
 
 
@@ -66,7 +76,8 @@ class _Table:
         n = len(block.ops)
         free = [i for i in range(n) if block.ops[i].nbytes and not block.ops[i].is_pinned]
         free.sort(key=lambda i: (i < n - 1, -block.ops[i].nbytes))  # the exit first
-        decided = free[:MOST_DECISIONS]
+        numbers = max(1, sum(len(op.versions) for op in block.ops) * (len(block.steps) + len(block.bursts)))
+        decided = free[: min(MOST_DECISIONS, max(1, (MOST_NUMBERS // numbers).bit_length() - 1))]
         self.is_decided = np.isin(np.arange(n), decided)
         masks = np.arange(1 << len(decided))
         self.saved = np.array([[not op.is_pinned] for op in block.ops]) & np.ones(len(masks), bool)
@@ -79,6 +90,11 @@ class _Table:
         self.start, self.entry_start = self._starts()
         self.is_certain = self.start == self._earliest_starts()
         self.until, self.entry_until = self._held_until()
+        self.versions = [(i, v) for i, op in enumerate(block.ops) for v in op.versions if v.nbytes]
+        self.nbytes = np.array([version.nbytes for _, version in self.versions], float)
+        self.last_use = np.array([version.last_use for _, version in self.versions], np.int64)
+        self.begin = self.start[[i for i, _ in self.versions]]
+        self.last_read = np.reshape([self._last_read(v) for _, v in self.versions], self.begin.shape)
 
     def _starts(self) -> tuple[Ints, Ints]:
         """Return the states in which the block has its ops, and the entry, run again. ALWAYS: before it."""
@@ -133,8 +149,6 @@ class _Table:
 
     def menu(self) -> Menu:
         block, start = self.block, self.start
-        is_used = self.start < NEVER
-        cost = np.array([op.cost_us for op in block.ops]) @ is_used
         held = self._saved_bytes(ALWAYS, block.later)
         entry_held = self._entry_bytes(ALWAYS, block.later)
         recomputed = self._recomputed_bytes(ALWAYS, block.later) if self.is_demanded else self.zero
@@ -164,29 +178,22 @@ class _Table:
         passes_on = self.entry_start == ALWAYS
         saves_exit = self.saved[-1] & self.is_decided[-1]
         return Menu(
-            self.saved.T, cost, held, entry_held, recomputed, need, demanded, with_entry, in_forward,
-            with_entry_in_forward, demands, passes_on, saves_exit,
-        ).undominated()  # fmt: skip
+            self.saved.T, (start < NEVER).T, self.zero, held, entry_held, recomputed, need, demanded,
+            with_entry, in_forward, with_entry_in_forward, demands, passes_on, saves_exit,
+        )  # fmt: skip
 
     def _recomputed_bytes(self, state: int, moment: int) -> Floats:
         """(11) Return the recomputed bytes that are live in a step, after its unpacks have led to `state`."""
-        nbytes = self.zero.copy()
-        for i, op in enumerate(self.block.ops):
-            is_live = self.start[i] <= state
-            for version in op.versions:
-                if version.last_use >= moment:
-                    nbytes += version.nbytes * is_live
-                elif version.nbytes:
-                    nbytes += version.nbytes * (is_live & self._waits(version, state, slice(None)))
+        is_kept = (self.last_use >= moment)[:, None] | (self.last_read > state)
+        nbytes: Floats = self.nbytes @ ((self.begin <= state) & is_kept)
         return nbytes
 
-    def _waits(self, version: BlockVersion, state: int, which: slice | Ints) -> Bools:
-        """Return by save set whether an op will run after `state` that reads the version."""
-        waits: Bools = self.nothing[which] > 0
-        for r, _ in version.reads:
-            start = self.start[r, which]
-            waits = waits | ((state < start) & (start < NEVER) & self.is_certain[r, which])
-        return waits
+    def _last_read(self, version: BlockVersion) -> Ints:
+        """Return by save set the last state in which an op certainly runs that reads the version."""
+        reads = self.start[[r for r, _ in version.reads]]
+        runs = self.is_certain[[r for r, _ in version.reads]] & (reads < NEVER)
+        last: Ints = np.where(runs, reads, ALWAYS).max(axis=0, initial=ALWAYS)
+        return last
 
     def _burst_bytes(self, state: int, moment: int, which: Ints) -> Floats:
         """(11) Return the most recomputed bytes that are live in the burst that leads to `state`.
@@ -202,21 +209,17 @@ class _Table:
                 now = run.workspace * self._starts_at(state, run.op, which)
                 change[at] += now
                 change[at + 1] -= now
-        for i, op in enumerate(self.block.ops):
-            start = self.start[i, which]
-            is_new = start == state
-            for version in op.versions:
-                if not version.nbytes:
-                    continue
-                end = np.where(self._starts_at(state, i, which), version.run, -1)
-                for r, until in version.reads:
-                    end = np.maximum(end, np.where(self._starts_at(state, r, which), until, -1))
-                lasts = self._waits(version, state, which) | (version.last_use >= moment)
-                end = np.where(lasts, len(runs) - 1, end)
-                begin = np.where(is_new, version.run, 0)
-                nbytes = np.where((start <= state) & (begin <= end), version.nbytes, 0)
-                change[begin, column] += nbytes
-                change[end + 1, column] -= nbytes
+        for at, (i, version) in enumerate(self.versions):
+            start = self.begin[at, which]
+            end = np.where(self._starts_at(state, i, which), version.run, -1)
+            for r, until in version.reads:
+                end = np.maximum(end, np.where(self._starts_at(state, r, which), until, -1))
+            lasts = (self.last_read[at, which] > state) | (version.last_use >= moment)
+            end = np.where(lasts, len(runs) - 1, end)
+            begin = np.where(start == state, version.run, 0)
+            nbytes = np.where((start <= state) & (begin <= end), version.nbytes, 0)
+            change[begin, column] += nbytes
+            change[end + 1, column] -= nbytes
         most: Floats = np.cumsum(change, axis=0).max(axis=0)
         return most
 

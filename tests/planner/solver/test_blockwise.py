@@ -14,7 +14,9 @@ from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.minimum_peak import find_minimum_peak
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, chain
-from autoac.planner.solver.chain import blocks
+from autoac.planner.solver.chain import blocks, menus
+from autoac.planner.solver.chain import blockwise as blockwise_file
+from autoac.planner.solver.chain.blocks import chain_of_blocks
 from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.start.search_problem import Problem
@@ -57,6 +59,23 @@ def test_an_op_that_may_run_earlier_than_a_block_knows_counts_nothing_within_bur
         found = blockwise(graph).within(peak)
         assert found is not None
         assert found.cost_us <= oracles.least_time(table, peak) + 1e-6
+
+
+def test_blocks_that_differ_in_run_times_share_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = []
+
+    def noted(block: blocks.Block, *, is_demanded: bool) -> menus.Menu:
+        listed.append(block)
+        return menus.unpriced_menu(block, is_demanded=is_demanded)
+
+    monkeypatch.setattr(blockwise_file, "unpriced_menu", noted)
+    rng = random.Random(0)
+    graph = chain(*[1] * 8, runtime_us=[rng.uniform(1, 9) for _ in range(8)])
+    problem = Problem(graph)
+    assert problem.blockwise is not None
+    of_chain = chain_of_blocks(problem.arrays, problem.ceiling, timed=True)
+    assert len(listed) < 2 * len({placed.block for placed in of_chain})
+    assert not block_bounds.wrong_bounds(graph)
 
 
 def test_smallest_peak_of_a_chain_is_proven() -> None:
