@@ -331,8 +331,10 @@ class Search:
         peak, it is the best from the start.
         """
         known, cutoff_cost = self.best.save_set, self.best.cost
-        if self.budget is not None and self.best.bound + self._slack < self._dearest_us:
-            cutoff_cost = min(self.best.bound + self._slack, cutoff_cost)
+        if self.budget is not None:
+            cutoff_cost *= 1 - self.gap * SHARE  # if nothing is better than this, the best is good enough
+            if self.best.bound + self._slack < self._dearest_us:
+                cutoff_cost = min(self.best.bound + self._slack, cutoff_cost)
         self._slack *= 2
         self._up_to_best = cutoff_cost >= self.best.cost
         cutoff = cutoff_cost / built.cost_scale
