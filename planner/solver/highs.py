@@ -145,6 +145,20 @@ class Program:
         lower[columns] = upper[columns] = values
         return replace(self, lower=lower, upper=upper)
 
+    def priced_out(self, relaxed: Outcome, slack: float) -> Program:
+        """Return the program with the columns fixed that cost more than `slack` to move from the relaxation.
+
+        (15) A solution that costs at most `slack` more than the relaxation has none of them moved (reduced
+        cost fixing; L. Wolsey, "Integer Programming", section 7.3).
+        """
+        assert relaxed.values is not None
+        assert relaxed.reduced_costs is not None
+        dear = slack * (1 + 1e-6) + 1e-9
+        low = (relaxed.reduced_costs > dear) & (relaxed.values <= self.lower + 1e-9)
+        high = (relaxed.reduced_costs < -dear) & (relaxed.values >= self.upper - 1e-9)
+        columns = np.flatnonzero(low | high)
+        return self.fixed(columns, np.where(low, self.lower, self.upper)[columns])
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

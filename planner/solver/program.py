@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import carried_over
 from autoac.planner.solver.arrays import GraphArrays, Ints
-from autoac.planner.solver.highs import Floats, Program
+from autoac.planner.solver.highs import Floats, Outcome, Program
 from autoac.planner.solver.memory_constraints import MemoryConstraints
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.recompute_windows import END, NEVER, Role, Windows, canonical, first_runs
@@ -32,6 +32,8 @@ from autoac.planner.solver.sparse_rows import ONE, ZERO, Codes, MaximumColumns, 
 from autoac.planner.solver.variables import Options, Variables
 
 EDGES_AT_A_TIME = 4096  # so that the tables of (5) stay small
+UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from both
+TILT = 0.01  # of a cost: what `tilted` adds to that of the last op
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +53,19 @@ class BuiltProgram:
     def save_set(self, values: Floats) -> SaveSet:
         """Return the ops that `values` saves, without those that every save set saves."""
         return frozenset(op for op, s in zip(self.ops, values[self.s_columns], strict=True) if s > 0.5)
+
+    def undecided(self, relaxed: Outcome) -> int:
+        """Return the number of decisions that the relaxation leaves open."""
+        assert relaxed.values is not None
+        saved = relaxed.values[self.s_columns]
+        return int(((saved > UNDECIDED) & (saved < 1 - UNDECIDED)).sum())
+
+    def tilted(self, n_ops: int) -> Program:
+        """Return the program with costs that rise by `TILT` from the first op to the last."""
+        costs = self.program.costs.copy()
+        costs[self.s_columns] *= 1 + TILT * np.array(self.ops) / n_ops
+        costs[self.x_columns] *= 1 + TILT * self.x_ops / n_ops
+        return replace(self.program, costs=costs)
 
 
 def build_program(

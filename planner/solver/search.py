@@ -26,10 +26,10 @@ from autoac.planner.memory.simulate import fits, peak_bytes, simulate
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
-from autoac.planner.solver.highs import Outcome, Program, Stopped
+from autoac.planner.solver.highs import Outcome, Stopped
 from autoac.planner.solver.incumbent import Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
-from autoac.planner.solver.program import BuiltProgram, assignment, build_program
+from autoac.planner.solver.program import UNDECIDED, BuiltProgram, assignment, build_program
 from autoac.planner.solver.start.heuristics import filled, greedy, simple_save_sets
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance
@@ -38,10 +38,8 @@ from autoac.planner.solver.time_limit import Allowance
 TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
 PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
 FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
-UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from both
 POLISH_SHARES = (0.25, 0.5, 1.0)  # of what is left between bound and plan: what a change may cost
 MANY_UNDECIDED = 100  # so many open decisions say little, see Search._perturbed_relaxation
-TILT = 0.01  # see Search._perturbed_relaxation
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
 LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
@@ -203,7 +201,7 @@ class Search:
         if self._last is None:
             return
         built, relaxed = self._last
-        if relaxed.values is None or relaxed.work > DEAR or _undecided(built, relaxed) > FEW_UNDECIDED:
+        if relaxed.values is None or relaxed.work > DEAR or built.undecided(relaxed) > FEW_UNDECIDED:
             return
         before = self.best.cost
         most = max(POLISH_WORK * (self._work_limit - self.allowance.work_left), LEAST_POLISH_WORK)
@@ -265,7 +263,7 @@ class Search:
     def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
         self._consider_rounded(built, relaxed)
-        if self.budget is not None and _undecided(built, relaxed) >= MANY_UNDECIDED:
+        if self.budget is not None and built.undecided(relaxed) >= MANY_UNDECIDED:
             self._missing = None  # moments of such a candidate are not useful
         return relaxed
 
@@ -278,15 +276,15 @@ class Search:
         decides the blocks one after the other, and only a handful of decisions stays open. Solvers perturb
         costs in the same way, by less, against degenerate bases. The bound does not use this relaxation.
         """
-        if _undecided(built, relaxed) < MANY_UNDECIDED:
+        if built.undecided(relaxed) < MANY_UNDECIDED:
             return replace(relaxed, values=None)
-        outcome = self.allowance.solve(tilted(built, len(self.graph.ops)), built.cost_scale, relaxed=True)
+        outcome = self.allowance.solve(built.tilted(len(self.graph.ops)), built.cost_scale, relaxed=True)
         self._consider_rounded(built, outcome)
         return outcome
 
     def _blockwise(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         is_loose = self.best.bound < LOOSE * self._dearest_us
-        if not (is_loose and _undecided(built, relaxed) <= FEW_UNDECIDED):  # else the full program is faster
+        if not (is_loose and built.undecided(relaxed) <= FEW_UNDECIDED):  # else the full program is faster
             self._try_blocks()
         return replace(relaxed, values=None)
 
@@ -342,7 +340,7 @@ class Search:
         if math.isfinite(cutoff):
             program = program.costing_at_most(cutoff)
             if self.options.fix_by_price:
-                program = priced_out(program, relaxed, cutoff - relaxed.bound)
+                program = program.priced_out(relaxed, cutoff - relaxed.bound)
         outcome = self.allowance.solve(
             program,
             built.cost_scale,
@@ -364,7 +362,7 @@ class Search:
         work_limit: float = math.inf,
     ) -> Outcome:
         """Solve up to `cutoff` with columns fixed that cost more than `slack` to change."""
-        program = priced_out(built.program.costing_at_most(cutoff), relaxed, slack)
+        program = built.program.costing_at_most(cutoff).priced_out(relaxed, slack)
         outcome = self.allowance.solve(
             program,
             built.cost_scale,
@@ -423,32 +421,3 @@ class Search:
         new = [moment for moment in self._missing or () if moment not in self.moments]
         self.moments.update(new)
         return bool(new)
-
-
-def _undecided(built: BuiltProgram, relaxed: Outcome) -> int:
-    assert relaxed.values is not None
-    saved = relaxed.values[built.s_columns]
-    return int(((saved > UNDECIDED) & (saved < 1 - UNDECIDED)).sum())
-
-
-def tilted(built: BuiltProgram, n_ops: int) -> Program:
-    """Return the program with costs that rise by `TILT` from the first op to the last."""
-    costs = built.program.costs.copy()
-    costs[built.s_columns] *= 1 + TILT * np.array(built.ops) / n_ops
-    costs[built.x_columns] *= 1 + TILT * built.x_ops / n_ops
-    return replace(built.program, costs=costs)
-
-
-def priced_out(program: Program, relaxed: Outcome, slack: float) -> Program:
-    """Return `program` with the columns fixed that cost more than `slack` to move from the relaxation.
-
-    (15) A solution that costs at most `slack` more than the relaxation has none of them moved (reduced
-    cost fixing; L. Wolsey, "Integer Programming", section 7.3).
-    """
-    assert relaxed.values is not None
-    assert relaxed.reduced_costs is not None
-    dear = slack * (1 + 1e-6) + 1e-9
-    low = (relaxed.reduced_costs > dear) & (relaxed.values <= program.lower + 1e-9)
-    high = (relaxed.reduced_costs < -dear) & (relaxed.values >= program.upper - 1e-9)
-    columns = np.flatnonzero(low | high)
-    return program.fixed(columns, np.where(low, program.lower, program.upper)[columns])

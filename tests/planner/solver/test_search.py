@@ -14,9 +14,9 @@ from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
 from autoac.planner.solver.highs import Outcome
 from autoac.planner.solver.moments import DuringStep
-from autoac.planner.solver.program import BuiltProgram, build_program
+from autoac.planner.solver.program import TILT, BuiltProgram, build_program
 from autoac.planner.solver.recompute_windows import find_windows
-from autoac.planner.solver.search import TILT, Search, tilted
+from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 
@@ -40,7 +40,7 @@ def test_tilted_costs_keep_every_row_and_change_by_at_most_the_tilt() -> None:
     built = build_program(
         problem.arrays, problem.bounds.ceiling, first_moments(problem.windows, [graph.everything])
     )
-    risen = tilted(built, len(problem.graph.ops))
+    risen = built.tilted(len(problem.graph.ops))
     before, after = built.program.costs, risen.costs
     assert risen.rows is built.program.rows
     assert np.all(np.abs(after - before) <= TILT * np.abs(before))
