@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import graphs
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from autoac.planner.plan import plan
 from autoac.planner.problem.graph import chain
 from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
-from autoac.planner.solver.highs import Outcome
+from autoac.planner.solver.highs import Outcome, Program, Stopped
 from autoac.planner.solver.moments import DuringStep
 from autoac.planner.solver.program import TILT, BuiltProgram, build_program
 from autoac.planner.solver.recompute_windows import find_windows
@@ -82,3 +84,33 @@ def test_a_good_plan_is_not_polished_if_the_relaxation_took_long(monkeypatch: py
     good = plan(graph, budget_bytes=budget, gap=0.1)
     assert polished.recompute_us < good.recompute_us
     assert good.gap <= 0.1
+
+
+def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans within the gap of the best one are of no use, so the full program has none of them."""
+    problem = Problem(build(graphs.gpt2(2)))
+    budget = (3 * problem.bounds.floor + problem.bounds.ceiling) // 4
+    known = Search(problem, budget, gap=0.0, allowance=Allowance(60.0, Stopwatch(60.0), None))
+    known.run()
+    asked: list[float] = []
+
+    class Recorded(Allowance):
+        def solve(self, program: Program, scale: float, **options: Any) -> Outcome:
+            if "gap" in options:
+                asked.append(program.rows.upper[-1] * scale)
+            return super().solve(program, scale, **options)
+
+    monkeypatch.setattr(search, "TIME_NEIGHBORHOODS", ())
+    monkeypatch.setattr(Search, "_try_blocks", lambda self: None)
+    found = Search(
+        problem,
+        budget,
+        gap=0.02,
+        allowance=Recorded(60.0, Stopwatch(60.0), None),
+        start=[known.best.save_set or frozenset()],
+    )
+    assert found.run() is Stopped.OPTIMAL
+    assert asked
+    assert max(asked) <= known.best.cost * (1 - 0.019) * (1 + 1e-9)
