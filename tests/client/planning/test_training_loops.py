@@ -267,9 +267,11 @@ def test_optimizer_of_another_model_is_not_adopted() -> None:
 
 
 def test_another_dtype_is_planned_for() -> None:
+    batch = batches()[0].to(torch.float32)  # is counted in the plan, so it lives throughout, as in a loop
+
     def step(model: nn.Module) -> None:
         torch.manual_seed(2)
-        model(batches()[0].to(torch.float32)).backward()
+        model(batch).backward()
 
     class Casts(WithLoss):
         def forward(self, x: Tensor) -> Tensor:
