@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -118,7 +119,8 @@ def pytest_unconfigure() -> None:
 def gpu() -> Iterator[ModuleType]:
     """Return the stand-in: `live(i)`, `peak(i)`, `reset_peak(i)`, `set_limit(i, nbytes)`, `take_races()`, ...
 
-    A test that uses the stand-in fails if some work did not wait for other work that it relies on.
+    A test that uses the stand-in fails if some work did not wait for other work that it relies on, and if it
+    leaves tensors on a device: plans of later tests would count them.
     """
     import torch
 
@@ -126,6 +128,8 @@ def gpu() -> Iterator[ModuleType]:
 
     device.take_races()
     yield device
+    gc.collect()
+    left = [device.live(index) for index in range(device.device_count())]
     races = device.take_races()
     for index in range(device.device_count()):
         device.set_limit(index, 1 << 50)
@@ -135,3 +139,4 @@ def gpu() -> Iterator[ModuleType]:
     device.set_cudnn(0)
     torch.ops.standin.set_capability(9, 0)
     assert not races, "\n".join(races[:10])
+    assert not any(left), f"the test leaves tensors on devices, in bytes: {left}"

@@ -30,7 +30,7 @@ def samples_of(kind: str, device: str) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def _samples_freed() -> Iterator[None]:
+def _samples_freed(gpu: ModuleType) -> Iterator[None]:
     yield
     samples_of.cache_clear()
 
