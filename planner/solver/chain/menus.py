@@ -22,7 +22,7 @@ class Menu:
     """
 
     saved: Bools  # by save set and op
-    runs_again: Bools  # as well
+    runs_again: Bools  # by save set and op
     cost_us: Floats
     held: Floats  # by what it saves, in backward of later blocks
     entry_held: Floats  # by a saved entry, in backward of later blocks, since this block still needs it

@@ -16,7 +16,6 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, chain
 from autoac.planner.solver.chain import blocks, menus
 from autoac.planner.solver.chain import blockwise as blockwise_file
-from autoac.planner.solver.chain.blocks import chain_of_blocks
 from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.start.search_problem import Problem
@@ -73,7 +72,7 @@ def test_blocks_that_differ_in_run_times_share_a_list(monkeypatch: pytest.Monkey
     graph = chain(*[1] * 8, runtime_us=[rng.uniform(1, 9) for _ in range(8)])
     problem = Problem(graph)
     assert problem.blockwise is not None
-    of_chain = chain_of_blocks(problem.arrays, problem.ceiling, timed=True)
+    of_chain = blocks.chain_of_blocks(problem.arrays, problem.ceiling, timed=True)
     assert len(listed) < 2 * len({placed.block for placed in of_chain})
     assert not block_bounds.wrong_bounds(graph)
 
