@@ -97,6 +97,7 @@ class Search:
         self._dearest_us = float(problem.arrays.cost_us.sum())  # recompute time of everything
         self._slack = 0.0  # cost above the bound that the next cutoff allows
         self._tried_blocks = False
+        self._filled: SaveSet | None = None  # the best save set when it was last filled
         self._up_to_best = False  # the last cutoff was the best cost
         self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
         self._last: tuple[BuiltProgram, Outcome] | None = None  # relaxation
@@ -228,9 +229,16 @@ class Search:
             if fits(self.graph, save_set, self.budget):
                 self.best.take(spent, save_set)
                 break
+        if not (self.is_good_enough or self.allowance.out_of_time):
+            self._fill()
+
+    def _fill(self) -> None:
+        """Fill the best save set greedily with what else fits in the budget, unless that was done already."""
         known = self.best.save_set
-        if known is not None and not (self.is_good_enough or self.allowance.out_of_time):
-            self.best.offer(filled(self.graph, known, self.budget))
+        if self.budget is None or known is None or known == self._filled:
+            return
+        self.best.offer(filled(self.graph, known, self.budget))
+        self._filled = self.best.save_set
 
     def _likely(self) -> SaveSet:
         """Return a save set with peaks where a plan is likely to have them: the second simple one."""
@@ -326,8 +334,11 @@ class Search:
         """Solve the program with all its columns: find a candidate up to a cutoff, or prove that none exists.
 
         The cutoff starts at the target and moves away twice as far each time, up to the best cost. For the
-        peak, it is the best from the start.
+        peak, it is the best from the start. The best plan is filled first: a solve may take all time left.
         """
+        self._fill()
+        if self.is_good_enough:
+            return relaxed
         known, cutoff_cost = self.best.save_set, self.best.cost
         if self.budget is not None:
             cutoff_cost *= 1 - self.gap * SHARE  # if nothing is better than this, the best is good enough

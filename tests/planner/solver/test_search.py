@@ -114,3 +114,16 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
     assert found.run() is Stopped.OPTIMAL
     assert asked
     assert max(asked) <= known.best.cost * (1 - 0.019) * (1 + 1e-9)
+
+
+def test_best_plan_is_filled_before_the_full_program_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(build(graphs.gpt2(4)))
+    budget = (2 * problem.bounds.floor + problem.bounds.ceiling) // 3
+    searched = Search(problem, budget, gap=0.0, allowance=Allowance(60.0, Stopwatch(60.0), None))
+    built, relaxed = searched._relaxation()
+    first = searched.best.cost
+    monkeypatch.setattr(searched, "_consider", lambda *_: None)  # whatever the program finds
+    searched._full_program(built, relaxed)
+    assert searched.best.save_set is not None
+    assert searched.best.cost < first
+    assert peak_bytes(problem.graph, searched.best.save_set) <= budget
