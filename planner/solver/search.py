@@ -309,7 +309,8 @@ class Search:
         proven = 0.0 if self.best.save_set is None else self.best.bound
         plans = self.problem.blockwise.plans(self.budget, known, may_go_on, proven_us=proven)
         for bound, save_set in plans:
-            self.best.offer(save_set)
+            if save_set is not None:
+                self.best.offer(save_set)
             self.best.raise_bound(bound)
             if self.is_good_enough:
                 return

@@ -16,16 +16,20 @@ import oracles
 
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph
-from autoac.planner.solver.chain import blocks, menus
+from autoac.planner.solver.chain import blocks, blockwise, menus, one_op_at_a_time
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.variables import Options
 
 ONCE = Options(use_groups=False)
 SIZES = {
-    (blocks, "SMALL"): (1e-4, 0.1, 0.2, 0.35, 0.5),
+    (blocks, "SMALL"): (1e-4, 0.1, 0.2, 0.35, 0.5, 10.0),
     (blocks, "LONG"): (0.0, 0.25),
     (blocks, "SMALL_IF_LONG"): (1e-2, 0.3),
-    (menus, "MOST_DECISIONS"): (2, 4, 12),
+    (menus, "MOST_DECISIONS"): (1, 2, 4, 12),
+    (one_op_at_a_time, "MOST_SAVE_SETS"): (2, 8, 8192),
+    (blockwise, "MANY"): (0.0, 0.25),
+    (blockwise, "MOST_LABELS"): (1, 3, 3000),
+    (blockwise, "MANY_LABELS"): (1, 100),
     (menus, "MOST_NUMBERS"): (2**4, 2**26),
 }
 

@@ -23,9 +23,9 @@ decisions whole and counts fewer bytes. It counts a subset of the bytes of the p
 - no step between the last unpack from a block and the first from the block before. What the one before
   saves to run again may go there, and so would not be held in all of backward of later blocks.
 
-Only the `MOST_DECISIONS` largest ops of a block are decided. The others take no bytes and no time. Ops that
-pack are not decided (NOTE [ Packing ] in problem/packing.py): bits take no bytes, and what is unpacked costs
-the lesser of the times to pack and to recompute it.
+Only the largest ops of a block are decided (menus.py; one_op_at_a_time.py decides more). The others take no
+bytes and no time. Ops that pack are not decided (NOTE [ Packing ] in problem/packing.py): bits take no bytes,
+and what is unpacked costs the lesser of the times to pack and to recompute it.
 """
 
 from __future__ import annotations

@@ -13,19 +13,22 @@ optimum of what is counted (NOTE [ A chain of blocks ]).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from itertools import pairwise
 
 import numpy as np
 
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
-from autoac.planner.solver.arrays import Floats, GraphArrays, Ints
+from autoac.planner.solver.arrays import GraphArrays
 from autoac.planner.solver.chain.blocks import Block, PlacedBlock, chain_of_blocks
+from autoac.planner.solver.chain.labels import START, Cap, Entry, Exit, Labels, Way, after_block, extension
 from autoac.planner.solver.chain.menus import Menu, unpriced_menu
+from autoac.planner.solver.chain.one_op_at_a_time import menu_in_turn, needs_turns
+from autoac.planner.solver.chain.prices import Menus, Prices, best_prices, least_rooms
 
 HALVINGS = 10  # of the range of the smallest peak
 LOWERED = 5  # times that a limit is lowered by what the simulator finds too much
@@ -33,6 +36,17 @@ ROUNDED = (0.1, 0.01, 0.0025)  # shares of the cost that bounds may lose by roun
 FAR = 0.1  # share of the budget: with a peak so far above it, too few bytes are counted to find a plan
 MOST_BELOW = 4.0  # a plan that costs so many times the bound says little about the cost to round
 WORK_OF_PAIR = 1.5e-7  # of a label and a save set that may follow; see NOTE [ Work ] in highs.py
+WORK_OF_BLOCK = 5e-4
+
+# With menus in turn (see `Blockwise.plans`):
+MANY = 0.25  # of all blocks: if so many need menus in turn, these are made
+ROUNDED_IN_TURN = 0.0005  # as ROUNDED
+THIN = 0.001  # of the budget: labels that differ by less are nearly the same
+FIRST_ABOVE = 0.001  # of the known cost: labels are kept up to this far above the bound, then twice as far
+WIDER = 1.4  # as twice, once the cheapest plan is not looked for any more
+LOWERED_MORE = 1.15  # of what the simulator finds too much: a limit is lowered by more, as passes are long
+MOST_LABELS = 3000  # of each way, for a proof
+MANY_LABELS = 100  # of each way: from then on, only one is kept of those that hold nearly as much
 
 MayGoOn = Callable[[float], bool]
 """A function that takes the units of work since its last call, and returns False to end the program."""
@@ -42,77 +56,24 @@ class OutOfWork(Exception):
     """The dynamic program may not go on."""
 
 
-class Exit(IntEnum):
-    """Says how later blocks get the exit of a block."""
-
-    UNUSED = 0  # not before the block's own backward
-    RECOMPUTED = 1
-    SAVED = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Say how later blocks get the exit of a block, and which earlier exits are saved."""
-
-    exit_: Exit
-    saved: frozenset[PlacedBlock] = frozenset()  # their exits are held by forward in the next block, too
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Labels:
-    """Labels after a block, with the label and the save set that each of them comes from."""
-
-    held: Floats
-    recomputed: Floats
-    cost_us: Floats
-    before: Ints  # label, in the list for `way_before`
-    way_before: Ints  # position of the way
-    choice: Ints  # in the menu
-
-    def __len__(self) -> int:
-        return len(self.held)
-
-    def __getitem__(self, index: Ints) -> Labels:
-        return Labels(
-            self.held[index], self.recomputed[index], self.cost_us[index],
-            self.before[index], self.way_before[index], self.choice[index],
-        )  # fmt: skip
-
-    def best(self) -> Labels:
-        """Return the labels that no other one is at most as large as in each number, each once."""
-        order = np.lexsort((self.cost_us, self.held, self.recomputed))
-        held, cost = self.held[order], self.cost_us[order]
-        kept: list[Ints] = []
-        least = np.zeros(0), np.zeros(0)  # of labels that recompute less: held, and the least cost up to it
-        begins = np.flatnonzero(np.diff(self.recomputed[order], prepend=-np.inf))
-        for begin, end in pairwise([*begins.tolist(), len(order)]):
-            of_all = np.r_[least[0], held[begin:end]], np.r_[least[1], cost[begin:end]]
-            by_held = np.lexsort((np.arange(len(of_all[0])), of_all[1], of_all[0]))
-            held_now, cost_now = of_all[0][by_held], of_all[1][by_held]
-            is_best = cost_now < np.minimum.accumulate(np.r_[np.inf, cost_now[:-1]])
-            least = held_now[is_best], cost_now[is_best]
-            new = by_held[is_best] - (len(of_all[0]) - (end - begin))
-            kept.append(begin + new[new >= 0])
-        return self[order[np.concatenate(kept)]]
-
-
-def _together(parts: Sequence[Labels]) -> Labels:
-    return Labels(
-        np.concatenate([part.held for part in parts]),
-        np.concatenate([part.recomputed for part in parts]),
-        np.concatenate([part.cost_us for part in parts]),
-        np.concatenate([part.before for part in parts]),
-        np.concatenate([part.way_before for part in parts]),
-        np.concatenate([part.choice for part in parts]),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class BlockwisePlan:
     """A save set, and the recompute time that is counted for it."""
 
     cost_us: float
     save_set: SaveSet
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Leave out labels that cannot become a plan of at most `most_us`.
+
+    If there are too many labels, those that differ by less than `thin_bytes` are one. With 0, end instead.
+    """
+
+    prices: Prices
+    most_us: float
+    thin_bytes: float
 
 
 class Blockwise:
@@ -128,6 +89,10 @@ class Blockwise:
             if alike not in unpriced:
                 unpriced[alike] = [unpriced_menu(alike, is_demanded=d) for d in (False, True)]
             self._menus[block] = [menu.priced(block) for menu in unpriced[alike]]
+        times = Counter(placed.block for placed in self._blocks)
+        self._in_turn = set(filter(needs_turns, times))
+        n_in_turn = sum(times[block] for block in self._in_turn)
+        self._decides_in_turn = n_in_turn > MANY * len(self._blocks)
 
     def smallest_peak(
         self, floor: int, known: int, may_go_on: MayGoOn
@@ -155,11 +120,14 @@ class Blockwise:
 
     def plans(
         self, budget: int, known_us: float, may_go_on: MayGoOn, *, proven_us: float = 0.0
-    ) -> Iterator[tuple[float, SaveSet]]:
-        """Yield cheap save sets with peaks of about `budget`, each with a proven bound of the recompute time.
+    ) -> Iterator[tuple[float, SaveSet | None]]:
+        """Yield proven bounds of the recompute time, with cheap save sets of about `budget` bytes, or None.
 
         The first peak is mostly a little too large, since not all bytes are counted. Then the limit is
         lowered by what the simulator finds too much, until a plan fits.
+
+        If blocks that repeat have more ops to decide than can be listed, these are decided in turn (NOTE
+        [ One op at a time ]). So many save sets need prices (NOTE [ Prices ]).
 
         Args:
             budget: bytes.
@@ -167,33 +135,97 @@ class Blockwise:
             may_go_on: called after each block.
             proven_us: a bound of the recompute time. End once no bound from here can be larger.
         """
-        bound_us, limit = 0.0, budget
         try:
-            for share in ROUNDED:
-                found = self._rounded_within(budget, share, known_us, may_go_on)
-                if found is None:
-                    return
-                if found.cost_us * MOST_BELOW < known_us:  # too coarse
-                    known_us = max(found.cost_us, known_us / MOST_BELOW**2)
-                    found = self._rounded_within(budget, share, known_us, may_go_on) or found
-                most_us = found.cost_us + share * known_us  # at most this without rounding
-                bound_us, known_us = max(bound_us, found.cost_us), found.cost_us
-                yield bound_us, found.save_set
-                excess, too_much = peak_bytes(self._graph, found.save_set) - budget, budget
-                if excess > FAR * budget or most_us <= proven_us:
-                    return
-                for _ in range(LOWERED):
-                    if excess <= 0:
-                        break
-                    limit = min(limit, too_much - excess)
-                    found = self._rounded_within(limit, share, known_us, may_go_on)
-                    if found is None:
-                        limit, excess = (limit + too_much) // 2, 1
-                        continue
-                    yield bound_us, found.save_set
-                    excess, too_much = peak_bytes(self._graph, found.save_set) - budget, limit
+            if self._decides_in_turn and known_us > 0:
+                yield from self._plans_in_turn(budget, known_us, may_go_on)
+            else:
+                yield from self._plans_of_listed(budget, known_us, may_go_on, proven_us)
         except OutOfWork:
             return
+
+    def _plans_of_listed(
+        self, budget: int, known_us: float, may_go_on: MayGoOn, proven_us: float
+    ) -> Iterator[tuple[float, SaveSet]]:
+        bound_us, limit = 0.0, budget
+        for share in ROUNDED:
+            found = self._rounded_within(budget, share, known_us, may_go_on)
+            if found is None:
+                return
+            if found.cost_us * MOST_BELOW < known_us:  # too coarse
+                known_us = max(found.cost_us, known_us / MOST_BELOW**2)
+                found = self._rounded_within(budget, share, known_us, may_go_on) or found
+            most_us = found.cost_us + share * known_us  # at most this without rounding
+            bound_us, known_us = max(bound_us, found.cost_us), found.cost_us
+            yield bound_us, found.save_set
+            excess, too_much = peak_bytes(self._graph, found.save_set) - budget, budget
+            if excess > FAR * budget or most_us <= proven_us:
+                return
+            for _ in range(LOWERED):
+                if excess <= 0:
+                    break
+                limit = min(limit, too_much - excess)
+                found = self._rounded_within(limit, share, known_us, may_go_on)
+                if found is None:
+                    limit, excess = (limit + too_much) // 2, 1
+                    continue
+                yield bound_us, found.save_set
+                excess, too_much = peak_bytes(self._graph, found.save_set) - budget, limit
+
+    def _plans_in_turn(
+        self, budget: int, known_us: float, may_go_on: MayGoOn
+    ) -> Iterator[tuple[float, SaveSet | None]]:
+        def spend(work: float) -> None:
+            if not may_go_on(work):
+                raise OutOfWork
+
+        thin_bytes, menus = 0.0, self._menus_in_turn(budget, known_us, spend)
+        bound_us, above, limit, too_much = 0.0, FIRST_ABOVE, budget, budget
+        for _ in range(LOWERED + 1):
+            prices, found = best_prices(self._blocks, menus, limit, spend), None
+            while found is None and math.isfinite(prices.bound_us):
+                most_us = min(prices.bound_us + above * known_us, known_us)
+                found, is_proven = self._within(limit, menus, may_go_on, Cut(prices, most_us, thin_bytes))
+                if limit == budget:
+                    proven_us = most_us if found is None else min(found.cost_us, most_us)
+                    bound_us = max(bound_us, proven_us if is_proven else prices.bound_us)
+                    yield bound_us, None
+                if not (is_proven or thin_bytes):
+                    thin_bytes = THIN * budget
+                    continue
+                if found is None:
+                    if most_us >= known_us:
+                        break
+                    above *= WIDER if thin_bytes else 2.0
+            if found is None:
+                if limit == budget:
+                    return
+                limit = (limit + too_much) // 2
+                continue
+            yield bound_us, found.save_set
+            excess, too_much = peak_bytes(self._graph, found.save_set) - budget, limit
+            if excess <= 0 or excess > FAR * budget:
+                return
+            limit -= int(excess * LOWERED_MORE) + 1
+
+    def _menus_in_turn(self, budget: int, known_us: float, spend: Callable[[float], None]) -> Menus:
+        """Return menus of many decisions, with coarse numbers, for plans within `budget`."""
+        least = least_rooms(self._blocks, self._menus, budget)
+        recomputed = max(float(pair[1].recomputed.max(initial=0.0)) for pair in self._menus.values())
+        rooms: dict[Block, tuple[float, float]] = {}
+        for placed, room in zip(self._blocks, least.tolist(), strict=True):
+            before = rooms.get(placed.block, (math.inf, math.inf))
+            in_forward = room + placed.nbytes - placed.nbytes_in_forward
+            rooms[placed.block] = min(before[0], room - recomputed), min(before[1], in_forward)
+        step_us = ROUNDED_IN_TURN * known_us / len(self._blocks)
+        menus: dict[Block, Sequence[Menu]] = {}
+        for block, listed in self._menus.items():
+            pair = listed
+            if block in self._in_turn:
+                pair = [
+                    menu_in_turn(block, is_demanded=d, rooms=rooms[block], spend=spend) for d in (False, True)
+                ]
+            menus[block] = [menu.rounded(step_us) for menu in pair]
+        return menus
 
     def _rounded_within(
         self, limit: int, share: float, known_us: float, may_go_on: MayGoOn
@@ -213,19 +245,23 @@ class Blockwise:
         Raises:
             OutOfWork: `may_go_on` returned False.
         """
-        menus = self._menus
+        menus: Menus = self._menus
         if cost_step_us:
             menus = {block: [m.rounded(cost_step_us) for m in pair] for block, pair in menus.items()}
-        empty: Ints = np.zeros(1, np.int64)
-        start = Labels(np.zeros(1), np.zeros(1), np.zeros(1), empty, empty, empty)
-        labels = {Way(Exit.SAVED): start}
+        return self._within(limit, menus, may_go_on)[0]
+
+    def _within(
+        self, limit: int, menus: Menus, may_go_on: MayGoOn, cut: Cut | None = None
+    ) -> tuple[BlockwisePlan | None, bool]:
+        """Return the cheapest plan as `within` does, or None if it costs more than `cut` allows.
+
+        Also return False if there may be a cheaper one, since there were too many labels.
+        """
+        labels, is_proven = {Way(Exit.SAVED): START}, True
         history: list[dict[Way, Labels]] = []
         last: PlacedBlock | None = None
-        for placed in self._blocks:
+        for k, placed in enumerate(self._blocks):
             plain, demanded = menus[placed.block]
-            pairs = sum(map(len, labels.values())) * (len(plain) + len(demanded))
-            if not may_go_on(WORK_OF_PAIR * pairs):
-                raise OutOfWork
             entries: dict[frozenset[PlacedBlock], list[Entry]] = {}  # by saved exits that matter later
             for position, (way, found) in enumerate(labels.items()):
                 earlier = way.saved | ({last} if last and way.exit_ is Exit.SAVED else set())
@@ -233,26 +269,38 @@ class Blockwise:
                 twice = sum(b.exit_nbytes for b in way.saved)
                 rooms = limit - placed.nbytes, limit - placed.nbytes_in_forward + twice
                 entries.setdefault(later, []).append(Entry(way.exit_, position, found, *rooms))
-            labels = {}
+            ends = []
             for saved, of_ways in entries.items():
                 for exit_, choice, choices in (
                     (Exit.UNUSED, plain, ~plain.saves_exit),
                     (Exit.RECOMPUTED, demanded, np.ones(len(demanded), bool)),
                     (Exit.SAVED, plain, plain.saves_exit),
                 ):
-                    if (after := _next(of_ways, choice, np.flatnonzero(choices))) is not None:
-                        labels[Way(exit_, saved)] = after
+                    cap = Cap() if cut is None else cut.prices.cap_after(k, exit_, cut.most_us)
+                    extensions = [extension(e, choice, np.flatnonzero(choices), cap) for e in of_ways]
+                    ends.append((Way(exit_, saved), choice, cap, extensions))
+            pairs = sum(len(e.labels) * len(e.choices) for *_, extensions in ends for e in extensions)
+            if not may_go_on(WORK_OF_BLOCK + WORK_OF_PAIR * pairs):
+                raise OutOfWork
+            labels = {}
+            for way, choice, cap, extensions in ends:
+                if (after := after_block(extensions, choice, cap)) is None:
+                    continue
+                if cut is not None and not cut.thin_bytes and len(after) > MOST_LABELS:
+                    return None, False
+                if cut is not None and cut.thin_bytes and len(after) > MANY_LABELS:
+                    after, is_proven = after.thinned(cut.thin_bytes, cap.held_us), False
+                labels[way] = after
             history.append(labels)
             last = placed
         if not labels:
-            return None
+            return None, is_proven
         way = min(labels, key=lambda way: float(labels[way].cost_us.min()))
         label = int(labels[way].cost_us.argmin())
-        return BlockwisePlan(float(labels[way].cost_us[label]), self._save_set(menus, history, way, label))
+        plan = BlockwisePlan(float(labels[way].cost_us[label]), self._save_set(menus, history, way, label))
+        return plan, is_proven
 
-    def _save_set(
-        self, menus: dict[Block, list[Menu]], history: list[dict[Way, Labels]], way: Way, label: int
-    ) -> SaveSet:
+    def _save_set(self, menus: Menus, history: list[dict[Way, Labels]], way: Way, label: int) -> SaveSet:
         saved: list[OpId] = []
         before = [[Way(Exit.SAVED)], *map(list, history)]
         for k in reversed(range(len(self._blocks))):
@@ -261,46 +309,3 @@ class Blockwise:
             saved += [OpId(op) for op in self._free[placed.rows][row].tolist()]
             way, label = before[k][chosen.way_before[label]], int(chosen.before[label])
         return without_cost_free_recomputes(self._graph, saved)
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Labels before a block that get its entry in the same way, and the bytes that they leave room for."""
-
-    exit_: Exit
-    way: int  # position
-    labels: Labels
-    room: int
-    room_in_forward: int
-
-
-def _next(before: Iterable[Entry], menu_: Menu, choices: Ints) -> Labels | None:
-    """Return the labels after a block; None if no choice leaves its needs within the rooms."""
-    parts = []
-    for entry in before:
-        labels, is_saved = entry.labels, entry.exit_ is Exit.SAVED
-        held = labels.held[:, None]
-        in_forward = menu_.need_in_forward_with_entry if is_saved else menu_.need_in_forward
-        fits = held + in_forward[choices] <= entry.room_in_forward
-        if is_saved:
-            fits &= held + menu_.need_with_entry[choices] <= entry.room
-        else:
-            fits &= held + menu_.need[choices] <= entry.room
-            if entry.exit_ is Exit.RECOMPUTED:
-                ahead = held + labels.recomputed[:, None]
-                fits &= ahead + menu_.need_while_demanded[choices] <= entry.room
-            else:
-                fits &= ~menu_.demands_entry[choices]
-        label, at = np.nonzero(fits)
-        choice = choices[at]
-        parts.append(
-            Labels(
-                labels.held[label] + menu_.held[choice] + (menu_.entry_held[choice] if is_saved else 0.0),
-                menu_.recomputed[choice] + labels.recomputed[label] * menu_.passes_on[choice],
-                labels.cost_us[label] + menu_.cost_us[choice],
-                label,
-                np.full(len(label), entry.way),
-                choice,
-            )
-        )
-    return _together(parts).best() if any(map(len, parts)) else None
