@@ -53,6 +53,9 @@ MIP_CHECK = 5e-7
 FEW_CHECKS = 10  # at once: with at most so many checks of its limits
 MOST_ITERATIONS = 2**31 - 1  # the largest value that HiGHS accepts
 
+Spend = Callable[[float], None]
+"""A function that counts units of work, and raises an error if there are none left."""
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]

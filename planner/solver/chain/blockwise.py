@@ -29,6 +29,7 @@ from autoac.planner.solver.chain.labels import START, Cap, Entry, Exit, Labels, 
 from autoac.planner.solver.chain.menus import Menu, unpriced_menu
 from autoac.planner.solver.chain.one_op_at_a_time import menu_in_turn, needs_turns
 from autoac.planner.solver.chain.prices import Menus, Prices, best_prices, least_rooms
+from autoac.planner.solver.highs import Spend
 
 HALVINGS = 10  # of the range of the smallest peak
 LOWERED = 5  # times that a limit is lowered by what the simulator finds too much
@@ -207,7 +208,7 @@ class Blockwise:
                 return
             limit -= int(excess * LOWERED_MORE) + 1
 
-    def _menus_in_turn(self, budget: int, known_us: float, spend: Callable[[float], None]) -> Menus:
+    def _menus_in_turn(self, budget: int, known_us: float, spend: Spend) -> Menus:
         """Return menus of many decisions, with coarse numbers, for plans within `budget`."""
         least = least_rooms(self._blocks, self._menus, budget)
         recomputed = max(float(pair[1].recomputed.max(initial=0.0)) for pair in self._menus.values())

@@ -22,7 +22,6 @@ the same state. Counting fewer moments leaves every bound valid.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -32,14 +31,12 @@ from autoac.planner.solver.chain.block_table import BlockTable
 from autoac.planner.solver.chain.blocks import ALWAYS, Block, BlockOp
 from autoac.planner.solver.chain.dominance import not_dominated
 from autoac.planner.solver.chain.menus import Menu, decidable, is_listed, listed, menu_of
+from autoac.planner.solver.highs import Spend
 from autoac.planner.solver.recompute_windows import NEVER
 
 MOST_IN_TURN = 24  # decisions of a block that can be made in turn
 MOST_SAVE_SETS = 8192  # with more, no further op is decided
 WORK_OF_NUMBER = 2e-9  # of a save set and a number of it, for each save set that it may be worse than
-
-Spend = Callable[[float], None]
-"""A function that counts units of work, and raises an error if there are none left."""
 
 
 def needs_turns(block: Block) -> bool:

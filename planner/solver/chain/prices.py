@@ -19,7 +19,7 @@ entry is demanded, the rest is less by the most that the block before recomputes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,12 +28,10 @@ from autoac.planner.solver.arrays import Floats, Ints
 from autoac.planner.solver.chain.blocks import Block, PlacedBlock
 from autoac.planner.solver.chain.labels import Cap, Exit
 from autoac.planner.solver.chain.menus import Menu
-from autoac.planner.solver.highs import Program, Rows, solve
+from autoac.planner.solver.highs import Program, Rows, Spend, solve
 
 Menus = Mapping[Block, Sequence[Menu]]
 """By block, the menu without and the menu with a later block that has the exit recomputed."""
-Spend = Callable[[float], None]
-"""A function that counts units of work, and raises an error if there are none left."""
 
 ROUNDS = 20  # of rows for the linear program
 CLOSE = 2e-4  # of its bound: prices so near the best ones are good
