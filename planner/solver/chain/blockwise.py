@@ -42,12 +42,12 @@ WORK_OF_BLOCK = 5e-4
 # With menus in turn (see `Blockwise.plans`):
 MANY = 0.25  # of all blocks: if so many need menus in turn, these are made
 ROUNDED_IN_TURN = 0.0005  # as ROUNDED
-THIN = 0.001  # of the budget: labels that differ by less are nearly the same
+THIN = 0.001  # of the budget: labels that differ by less are nearly equal
 FIRST_ABOVE = 0.001  # of the known cost: labels are kept up to this far above the bound, then twice as far
-WIDER = 1.4  # as twice, once the cheapest plan is not looked for any more
+WIDER = 1.4  # in place of twice, once nearly equal labels are one
 LOWERED_MORE = 1.15  # of what the simulator finds too much: a limit is lowered by more, as passes are long
 MOST_LABELS = 3000  # of each way, for a proof
-MANY_LABELS = 100  # of each way: from then on, only one is kept of those that hold nearly as much
+MANY_LABELS = 100  # of each way: with more, nearly equal ones are one if nothing is proven any more
 
 MayGoOn = Callable[[float], bool]
 """A function that takes the units of work since its last call, and returns False to end the program."""
