@@ -47,6 +47,9 @@ THREADS = 1  # the same number in the whole process, or HiGHS raises an error
 SOLVE = 0.01
 # The same, for each nonzero of a program.
 BUILD = 1e-6  # with presolve, and the simulation of the candidate
+# The same for a program that HiGHS has solved before, with fewer columns fixed.
+SOLVE_AGAIN = 0.001
+REBUILD = 2e-7
 SIMPLEX_ITERATION = 1e-9
 MIP_ROOT = 1e-5  # of a program that branch and bound does not decide at once
 MIP_CHECK = 5e-7
@@ -55,6 +58,9 @@ MOST_ITERATIONS = 2**31 - 1  # the largest value that HiGHS accepts
 
 Spend = Callable[[float], None]
 """A function that counts units of work, and raises an error if there are none left."""
+
+Basis = Any
+"""A basis of HiGHS (highspy.HighsBasis)."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -179,10 +185,11 @@ class Outcome:
 class _Meter:
     """Count the work of one solve, in units that do not depend on the machine. See NOTE [ Work ]."""
 
-    def __init__(self, nonzeros: int, linear: bool, limit: float) -> None:
+    def __init__(self, nonzeros: int, linear: bool, limit: float, *, again: bool = False) -> None:
         self._nonzeros, self._linear, self._limit = max(nonzeros, 1), linear, limit
+        self._once, self._each = (SOLVE_AGAIN, REBUILD) if again else (SOLVE, BUILD)
         self._checks = 0
-        left = (limit - SOLVE) / self._nonzeros - BUILD
+        left = (limit - self._once) / self._nonzeros - self._each
         most = left / SIMPLEX_ITERATION if linear else FEW_CHECKS + (left - MIP_ROOT) / MIP_CHECK
         self.most = int(min(max(most, 0), MOST_ITERATIONS))  # iterations, or checks
 
@@ -199,12 +206,12 @@ class _Meter:
         """Return the work of the solve so far. If the work limit ended the solve, return the limit."""
         if self.exhausted or (self._linear and iterations >= self.most):
             return self._limit
-        each = BUILD
+        each = self._each
         if self._linear:
             each += SIMPLEX_ITERATION * iterations
         elif self._checks > FEW_CHECKS:
             each += MIP_ROOT + MIP_CHECK * (self._checks - FEW_CHECKS)
-        return SOLVE + self._nonzeros * each
+        return self._once + self._nonzeros * each
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -314,6 +321,70 @@ def solve(
     return _outcome(model, linear, meter)
 
 
+class Relaxation:
+    """A program without integers that HiGHS keeps, to solve it again with some columns fixed.
+
+    A solve from the basis of a similar one takes a few simplex iterations, where the first takes thousands.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._fixed: dict[int, float] = {}  # in HiGHS, by column
+        self._first: Basis | None = None  # of the first solution
+        solver = _Highs(program, None, mip=False, msg=False, threads=THREADS, random_seed=SEED)
+        problem = pulp.LpProblem("relaxation", pulp.LpMinimize)
+        solver.createAndConfigureSolver(problem)
+        solver.buildSolverModel(problem)
+        self._model = problem.solverModel
+
+    def solve(
+        self,
+        fixed: Mapping[int, float],
+        basis: Basis | None = None,
+        *,
+        cutoff: float = math.inf,
+        time_limit_s: float = math.inf,
+        work_limit: float = math.inf,
+    ) -> tuple[Outcome, Basis | None]:
+        """Solve with `fixed` columns from `basis`; return the outcome, and the basis if there is a solution.
+
+        Args:
+            fixed: values by column; all other columns are free within their bounds.
+            basis: of an earlier solve of this relaxation; default: the first.
+            cutoff: the solve may end as INFEASIBLE once no solution can cost at most this.
+            time_limit_s: seconds of HiGHS's own clock.
+            work_limit: units of work.
+        """
+        self._fix(fixed)
+        model, is_first = self._model, self._first is None
+        meter = _Meter(len(self._program.rows.columns), True, work_limit, again=not is_first)
+        began = model.getRunTime()  # HiGHS adds up the time of all solves, and the limit is one for the sum
+        model.setOptionValue("time_limit", began + max(time_limit_s, 0.0))
+        model.setOptionValue("simplex_iteration_limit", meter.most)
+        model.setOptionValue("presolve", "on" if is_first else "off")
+        if not is_first:
+            model.setOptionValue("objective_bound", cutoff)
+            model.setBasis(basis or self._first)
+        model.run()
+        outcome = _outcome(model, True, meter)
+        outcome = replace(outcome, seconds=outcome.seconds - began)
+        if outcome.stopped is not Stopped.OPTIMAL:
+            return outcome, None
+        found = model.getBasis()
+        self._first = self._first or found
+        return outcome, found
+
+    def _fix(self, fixed: Mapping[int, float]) -> None:
+        lower, upper = self._program.lower, self._program.upper
+        for column in [column for column in self._fixed if column not in fixed]:
+            self._model.changeColBounds(column, float(lower[column]), float(upper[column]))
+            del self._fixed[column]
+        for column, value in fixed.items():
+            if self._fixed.get(column) != value:
+                self._model.changeColBounds(column, value, value)
+                self._fixed[column] = value
+
+
 def _outcome(model: Any, linear: bool, meter: _Meter) -> Outcome:
     status, info = model.getModelStatus(), model.getInfo()
     kinds = highspy.HighsModelStatus
@@ -322,6 +393,7 @@ def _outcome(model: Any, linear: bool, meter: _Meter) -> Outcome:
         kinds.kModelEmpty: Stopped.OPTIMAL,
         kinds.kObjectiveTarget: Stopped.TARGET,
         kinds.kInfeasible: Stopped.INFEASIBLE,
+        kinds.kObjectiveBound: Stopped.INFEASIBLE,
         kinds.kUnboundedOrInfeasible: Stopped.INFEASIBLE,  # costs are not negative: never unbounded
         kinds.kTimeLimit: Stopped.TIME_LIMIT,
         kinds.kIterationLimit: Stopped.WORK_LIMIT,

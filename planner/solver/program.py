@@ -50,14 +50,22 @@ class BuiltProgram:
     peak_column: int | None  # if the peak is minimised
     cost_scale: float  # objective * cost_scale is microseconds (or bytes)
 
+    def decisions(self, values: Floats) -> Floats:
+        """Return by op of `ops` how far `values` saves it."""
+        return values[self.s_columns]
+
+    def rounded(self, decisions: Floats, more_than: float = 0.5) -> SaveSet:
+        """Return the ops that `decisions` saves by more than this share, but those that are always saved."""
+        return frozenset(op for op, saved in zip(self.ops, decisions, strict=True) if saved > more_than)
+
     def save_set(self, values: Floats) -> SaveSet:
         """Return the ops that `values` saves, without those that every save set saves."""
-        return frozenset(op for op, s in zip(self.ops, values[self.s_columns], strict=True) if s > 0.5)
+        return self.rounded(self.decisions(values))
 
     def undecided(self, relaxed: Outcome) -> int:
         """Return the number of decisions that the relaxation leaves open."""
         assert relaxed.values is not None
-        saved = relaxed.values[self.s_columns]
+        saved = self.decisions(relaxed.values)
         return int(((saved > UNDECIDED) & (saved < 1 - UNDECIDED)).sum())
 
     def tilted(self, n_ops: int) -> Program:

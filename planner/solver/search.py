@@ -19,14 +19,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-import numpy as np
-
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, simulate
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
+from autoac.planner.solver.branch.tree import Node, Tree
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
-from autoac.planner.solver.highs import Outcome, Stopped
+from autoac.planner.solver.highs import Floats, Outcome, Stopped
 from autoac.planner.solver.incumbent import Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import UNDECIDED, BuiltProgram, assignment, build_program
@@ -38,17 +37,18 @@ from autoac.planner.solver.time_limit import Allowance
 TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
 PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
 FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
-POLISH_SHARES = (0.25, 0.5, 1.0)  # of what is left between bound and plan: what a change may cost
 MANY_UNDECIDED = 100  # so many open decisions say little, see Search._perturbed_relaxation
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
 LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
-DEAR = 10.0  # units of work for a relaxation: what is solved near it to polish takes as long or longer
-FEW_UNDECIDED = 10  # decisions that the relaxation leaves open: with more, polishing does not pay
-POLISH_WORK = 0.25  # of the work so far: no program that is solved to polish takes more,
+DEAR = 10.0  # units of work for a relaxation: with dearer ones, polishing does not pay,
+FEW_UNDECIDED = 10  # nor with more decisions that the relaxation leaves open
+POLISH_WORK = 0.25  # of the work so far: what polishing may take,
 LEAST_POLISH_WORK = 0.5  # or so many units
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
-SHARE = 0.98  # of the gap asked for that the solver may use up; the rest is for rounding
+STALL_NODES = 50  # of the tree: if the bound rises too little meanwhile, the full program is solved instead
+STALL_SHARE = 0.05  # of the way to the cutoff: so much is not too little
+SHARE = 0.98  # of the gap asked for that the search may use up; the rest is for rounding
 
 Effort = Callable[[BuiltProgram, Outcome], Outcome]
 
@@ -59,8 +59,9 @@ class Search:
     Each round begins with the relaxation without integers. It takes a fraction of a second, and its bound is
     within a percent or two of the best plan. Nearly all of its decisions are whole already, and its prices
     (reduced costs) say how much each column would cost if it were changed. So the search first rounds it.
-    Then it fixes all columns that are expensive to change. At last it fixes only those that no plan as good
-    as requested can change; if there is no candidate then, that is a proof.
+    Then it fixes all columns that are expensive to change. To find the fastest plan, it then branches on the
+    decisions that are open (branch/tree.py). Where that stalls, and for the smallest peak, it fixes only
+    the columns that no plan as good as requested can change; if there is no candidate then, that is a proof.
 
     Source: docs/formulation.md, section 7.
     """
@@ -101,6 +102,7 @@ class Search:
         self._up_to_best = False  # the last cutoff was the best cost
         self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
         self._last: tuple[BuiltProgram, Outcome] | None = None  # relaxation
+        self._tree: Tree | None = None  # of that program, and of ones with more rows
         for save_set in start:
             self.best.offer(save_set)
         if budget is not None and self.best.save_set is None:
@@ -170,7 +172,7 @@ class Search:
                 if outcome.values is None:
                     if effort == last and outcome.stopped is Stopped.FAILED:
                         return Stopped.FAILED
-                    if effort == last and outcome.stopped is Stopped.INFEASIBLE and self._up_to_best:
+                    if outcome.stopped is Stopped.INFEASIBLE and self._up_to_best:
                         return Stopped.INFEASIBLE
                     level += 1
                     continue
@@ -179,44 +181,21 @@ class Search:
                 elif effort < last and (effort == 0 or self._missing is None):
                     level += 1
                     continue
-                elif not self.options.lazy_rows:
-                    # The candidate runs an op earlier than the runtime would, where no row forbids it yet.
-                    self.options = replace(self.options, sparse_stride=1, lazy_rows=True)
                 else:
-                    self.excluded.append(built.save_set(outcome.values))
+                    self._rule_out(built.save_set(outcome.values))
                 refined = True
         return Stopped.OPTIMAL
 
     def _polish(self) -> None:
-        """Look for a plan that is better than the good-enough one, as far as that is cheap.
-
-        Only columns that a better plan can have elsewhere are left free (15). The effort is a count of
-        nodes, so the same problem gives the same plan.
-        """
-        if not self.allowance.over and self.best.gap > POLISHED:
-            self._polish_near_relaxation()
+        """Go on branching to find a better plan than the good-enough one, as far as that is cheap."""
+        if self._last is not None and not self.allowance.over:
+            built, relaxed = self._last
+            is_cheap = relaxed.values is not None and relaxed.work <= DEAR
+            if is_cheap and built.undecided(relaxed) <= FEW_UNDECIDED:
+                spent = self._work_limit - self.allowance.work_left
+                self._branch_up_to(POLISHED, max(POLISH_WORK * spent, LEAST_POLISH_WORK), dive=True)
         if self.best.gap > 0:
             self.best.offer(greedy(self.graph, self.best.cost))
-
-    def _polish_near_relaxation(self) -> None:
-        if self._last is None:
-            return
-        built, relaxed = self._last
-        if relaxed.values is None or relaxed.work > DEAR or built.undecided(relaxed) > FEW_UNDECIDED:
-            return
-        before = self.best.cost
-        most = max(POLISH_WORK * (self._work_limit - self.allowance.work_left), LEAST_POLISH_WORK)
-        for share in POLISH_SHARES:
-            cutoff = before * (1 - POLISHED / 2) / built.cost_scale
-            slack = cutoff - relaxed.bound
-            if slack <= 0:
-                return
-            target = self.best.bound / (1 - POLISHED) / built.cost_scale
-            outcome = self._solve_few_nodes(built, relaxed, cutoff, share * slack, target, work_limit=most)
-            if share == 1:
-                self.best.raise_bound(min(outcome.bound, cutoff) * built.cost_scale)
-            if self.best.cost < before:
-                return
 
     def _fall_back(self) -> None:
         """Try the simple save sets, so that no plan is slower than what people do by hand; fill the best."""
@@ -251,14 +230,18 @@ class Search:
     def _relaxation(self) -> tuple[BuiltProgram, Outcome]:
         """Build the program with the moments so far, and solve it without integers."""
         self.rounds += 1
-        built = build_program(
-            self.problem.arrays, self.budget, self.moments, excluded=self.excluded, options=self.options
-        )
-        outcome = self.allowance.solve(built.program, built.cost_scale, relaxed=True)
+        built = self._build()
+        self._tree = Tree(built, self.allowance)
+        outcome = self._tree.relaxed
         self.best.raise_bound(outcome.bound * built.cost_scale)
         self._slack = max(self._target - self.best.bound, 1e-4 * self._dearest_us)
         self._last = built, outcome
         return built, outcome
+
+    def _build(self) -> BuiltProgram:
+        return build_program(
+            self.problem.arrays, self.budget, self.moments, excluded=self.excluded, options=self.options
+        )
 
     def _efforts(self) -> list[Effort]:
         """Return the ways to look for a candidate, the cheapest first."""
@@ -266,7 +249,8 @@ class Search:
             of_peak = (partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS)
             return [self._rounded, *of_peak, self._full_program]
         tried = (partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS)
-        return [self._rounded, self._perturbed_relaxation, *tried, self._blockwise, self._full_program]
+        first: list[Effort] = [self._rounded, self._perturbed_relaxation, *tried, self._blockwise]
+        return [*first, self._branch, self._full_program]
 
     def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
@@ -329,7 +313,52 @@ class Search:
             target = self._target / built.cost_scale
             slack = max(target - relaxed.bound, 0.0)
             cutoff = relaxed.bound + reach * slack
-        return self._solve_few_nodes(built, relaxed, cutoff, share * slack, target)
+        self._up_to_best = False
+        outcome = self.allowance.solve(
+            built.program.costing_at_most(cutoff).priced_out(relaxed, share * slack),
+            built.cost_scale,
+            target=target,
+            options={"mip_max_nodes": FEW_NODES},
+        )
+        self._consider(built, outcome)
+        return outcome
+
+    def _branch(self, _built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        """Branch until the best plan is good enough, none is left, a limit is reached or it stalls."""
+        assert self._tree is not None
+        self._fill()
+        self._up_to_best = self._branch_up_to(self.gap * SHARE)
+        return replace(relaxed, values=None, stopped=Stopped.INFEASIBLE)
+
+    def _branch_up_to(self, gap: float, most_work: float = math.inf, *, dive: bool = False) -> bool:
+        """Branch until the best plan is proven to be within `gap`; return True if it is, or if none is left.
+
+        Stop after `most_work` units of work, or if it stalls.
+        """
+        tree = self._tree
+        assert tree is not None
+        least_left = self.allowance.work_left - most_work
+        nodes, far = 0, math.inf
+        while self.best.gap > gap and self.allowance.work_left > least_left:
+            scale = tree.built.cost_scale
+            best, enough = self.best.cost / scale, self.best.cost * (1 - gap) / scale
+            node = tree.next(enough, best, dive=dive)
+            self.best.raise_bound(min(tree.bound, best) * scale)
+            if node is None or self.allowance.over:
+                return tree.is_closed(enough)
+            if nodes % STALL_NODES == 0:
+                before, far = far, min(enough, self._dearest_us / scale) - tree.bound
+                if far > (1 - STALL_SHARE) * before:
+                    return False
+            nodes += 1
+            is_too_large = self._consider_node(node)
+            best = self.best.cost / scale
+            if is_too_large or (not node.open and node.bound < best * (1 - gap)):
+                self._rule_out(tree.built.rounded(node.decisions))
+                tree.use(self._build())
+            elif node.open and node.bound < best:
+                tree.branch(node, best)
+        return self.best.gap <= gap
 
     def _full_program(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Solve the program with all its columns: find a candidate up to a cutoff, or prove that none exists.
@@ -364,27 +393,6 @@ class Search:
         self._consider(built, outcome)
         return outcome
 
-    def _solve_few_nodes(
-        self,
-        built: BuiltProgram,
-        relaxed: Outcome,
-        cutoff: float,
-        slack: float,
-        target: float,
-        work_limit: float = math.inf,
-    ) -> Outcome:
-        """Solve up to `cutoff` with columns fixed that cost more than `slack` to change."""
-        program = built.program.costing_at_most(cutoff).priced_out(relaxed, slack)
-        outcome = self.allowance.solve(
-            program,
-            built.cost_scale,
-            target=target,
-            work_limit=work_limit,
-            options={"mip_max_nodes": FEW_NODES},
-        )
-        self._consider(built, outcome)
-        return outcome
-
     @property
     def _target(self) -> float:
         """Return the cost up to which a plan is proven to be good enough."""
@@ -393,7 +401,7 @@ class Search:
     # Candidates
 
     def _consider(self, built: BuiltProgram, outcome: Outcome) -> None:
-        """Simulate the save set of an assignment. Keep it if it is the best; else note where it is too large.
+        """Consider the save set of an assignment.
 
         A search for the smallest peak ignores a candidate once the work is used up, so that more work never
         finds a larger peak.
@@ -401,7 +409,11 @@ class Search:
         self._missing = None
         if outcome.values is None or (self.budget is None and self.allowance.out_of_work):
             return
-        candidate = built.save_set(outcome.values)
+        self._consider_save_set(built.save_set(outcome.values), (outcome.objective or 0.0) * built.cost_scale)
+
+    def _consider_save_set(self, candidate: SaveSet, objective: float) -> None:
+        """Simulate `candidate`. Keep it if it is the best; else note where it is too large."""
+        self._missing = None
         tidy = without_cost_free_recomputes(self.graph, candidate)
         tidy_peak = peak_bytes(self.graph, tidy)
         if self.budget is not None and tidy_peak <= self.budget:
@@ -412,8 +424,9 @@ class Search:
         if self.budget is None:
             self.best.take(tidy_peak, tidy)
             self.best.take(peak, candidate)
-            limit = math.ceil((outcome.objective or 0.0) * built.cost_scale)
-            over = moments_over_budget(self.windows, limit, candidate, timeline, self.problem.blocks)
+            over = moments_over_budget(
+                self.windows, math.ceil(objective), candidate, timeline, self.problem.blocks
+            )
             self._missing = [moment for moment in over if moment not in self.moments] or None
         elif peak <= self.budget:
             self.best.take(recompute_us(self.graph, candidate), candidate)
@@ -424,9 +437,33 @@ class Search:
     def _consider_rounded(self, built: BuiltProgram, outcome: Outcome) -> None:
         self._consider(built, outcome)
         if self.budget is not None and self._missing is not None and outcome.values is not None:
-            # Without the ops that it saves only in part: less memory, and in a large model hardly more time.
-            whole = built.save_set(np.floor(outcome.values + UNDECIDED))
-            self.best.offer(without_cost_free_recomputes(self.graph, whole))
+            self._offer_whole(built, built.decisions(outcome.values))
+
+    def _offer_whole(self, built: BuiltProgram, decisions: Floats) -> None:
+        """Offer what is saved not only in part: smaller, and in a large model hardly slower."""
+        whole = built.rounded(decisions, 1 - UNDECIDED)
+        self.best.offer(without_cost_free_recomputes(self.graph, whole))
+
+    def _consider_node(self, node: Node) -> bool:
+        """Consider the relaxation of a node, rounded. Return True if it is too large at its worst moment."""
+        assert self._tree is not None
+        built, before = self._tree.built, self.best.save_set
+        self._consider_save_set(built.rounded(node.decisions), node.bound * built.cost_scale)
+        if self._missing is not None:
+            self._offer_whole(built, node.decisions)
+        if self.best.save_set != before:
+            self._fill()
+        return self._missing is not None and self._missing[:1] != [] and self._missing[0] not in self.moments
+
+    def _rule_out(self, candidate: SaveSet) -> None:
+        """Add rows that rule out `candidate`, which is whole and too large."""
+        if self._add_missing_moments():
+            return
+        if not self.options.lazy_rows:
+            # The candidate runs an op earlier than the runtime would, where no row forbids it yet.
+            self.options = replace(self.options, sparse_stride=1, lazy_rows=True)
+        else:
+            self.excluded.append(candidate)
 
     def _add_missing_moments(self) -> bool:
         """Add the moments at which the last candidate is too large; return True if any of them is new."""

@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoac.planner.errors import InvalidLimit
-from autoac.planner.solver.highs import Floats, OnProgress, Outcome, Program, Progress, Stopped, solve
+from autoac.planner.solver.highs import (
+    Basis,
+    Floats,
+    OnProgress,
+    Outcome,
+    Program,
+    Progress,
+    Relaxation,
+    Stopped,
+    solve,
+)
 
 Clock = Callable[[], float]
 """A function that returns seconds, such as `time.monotonic`. The planner itself reads no clock."""
@@ -118,11 +128,28 @@ class Allowance:
             progress=self._scaled(scale),
             options=HEURISTICS_OFF | dict(options or {}),
         )
+        self._count(outcome)
+        return outcome
+
+    def solve_again(
+        self, relaxation: Relaxation, fixed: Mapping[int, float], basis: Basis | None, cutoff: float
+    ) -> tuple[Outcome, Basis | None]:
+        """Solve `relaxation` as its `solve` does, with `fixed` columns."""
+        outcome, found = relaxation.solve(
+            fixed,
+            basis,
+            cutoff=cutoff,
+            time_limit_s=max(self._stopwatch.left_s - self.reserved_s, 0.0),
+            work_limit=max(self.work_left, 0.0),
+        )
+        self._count(outcome)
+        return outcome, found
+
+    def _count(self, outcome: Outcome) -> None:
         self._stopwatch.solver_s += outcome.seconds
         self.work_left -= outcome.work
         self.interrupted |= outcome.stopped is Stopped.INTERRUPTED
         self.out_of_time |= outcome.stopped is Stopped.TIME_LIMIT
-        return outcome
 
     def spend(self, work: float) -> bool:
         """Count work that is not the solver's; return False if nothing more may be spent."""

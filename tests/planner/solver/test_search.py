@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import graphs
@@ -104,6 +105,7 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
 
     monkeypatch.setattr(search, "TIME_NEIGHBORHOODS", ())
     monkeypatch.setattr(Search, "_try_blocks", lambda self: None)
+    monkeypatch.setattr(Search, "_branch", lambda self, built, relaxed: replace(relaxed, values=None))
     found = Search(
         problem,
         budget,

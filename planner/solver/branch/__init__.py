@@ -1,0 +1,1 @@
+"""Branch and bound over the decisions that the relaxation leaves open."""

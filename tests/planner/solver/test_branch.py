@@ -1,0 +1,171 @@
+"""Check branch and bound: plans and bounds against brute force, its limits, and programs that HiGHS keeps."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import graphs
+import numpy as np
+import oracles
+import pytest
+
+from autoac.planner import Graph, build
+from autoac.planner.memory.simulate import fits, peak_bytes
+from autoac.planner.solver import search
+from autoac.planner.solver.branch.tree import Node, Tree
+from autoac.planner.solver.constrained_moments import first_moments
+from autoac.planner.solver.highs import Progress, Relaxation, Stopped, solve
+from autoac.planner.solver.program import build_program
+from autoac.planner.solver.search import Search
+from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.time_limit import Allowance, Stopwatch
+
+ROUNDING = 1 + 1e-6
+
+
+@pytest.fixture
+def branched(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
+    """Leave branching as the only way to a proof; return the nodes that it branched on."""
+    nodes: list[Node] = []
+    original = Tree.branch
+
+    def record(self: Tree, node: Node, best: float) -> None:
+        nodes.append(node)
+        original(self, node, best)
+
+    def forbidden(*_: Any) -> None:
+        raise AssertionError("the full program is not needed")
+
+    monkeypatch.setattr(Tree, "branch", record)
+    monkeypatch.setattr(search, "TIME_NEIGHBORHOODS", ())
+    monkeypatch.setattr(search, "STALL_NODES", 10**9)
+    monkeypatch.setattr(Search, "_try_blocks", lambda _: None)
+    monkeypatch.setattr(Search, "_full_program", forbidden)
+    return nodes
+
+
+def problem_of(seed: int) -> tuple[Graph, int]:
+    rng = random.Random(seed)
+    graph = build(graphs.random_profile(rng, 9))
+    peaks = sorted({peak for peak, _ in oracles.peaks_and_times(graph).values()})
+    ceiling = peak_bytes(graph, graph.everything)
+    return graph, rng.choice([peak for peak in peaks if peak < ceiling] or [ceiling]) or 1
+
+
+def search_of(graph: Graph, budget: int, gap: float, allowance: Allowance | None = None) -> Search:
+    allowance = allowance or Allowance(60.0, Stopwatch(60.0), None)
+    return Search(Problem(graph), budget, gap=gap, allowance=allowance)
+
+
+def budget_of(graph: Graph, share: float) -> int:
+    bounds = Problem(graph).bounds
+    return int(bounds.floor + share * (bounds.ceiling - bounds.floor))
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.1, 0.3])
+def test_branching_finds_and_proves_what_brute_force_does(branched: list[Node], gap: float) -> None:
+    for seed in range(80):
+        graph, budget = problem_of(seed)
+        least = oracles.least_time(oracles.peaks_and_times(graph), budget)
+        found = search_of(graph, budget, gap)
+        assert found.run() is Stopped.OPTIMAL
+        assert found.best.bound <= least * ROUNDING, seed
+        assert found.best.cost * (1 - gap) <= least * ROUNDING, seed
+        found.run(polish=True)
+        assert found.best.bound <= least * ROUNDING, seed
+        assert found.best.save_set is not None
+        assert fits(found.graph, found.best.save_set, budget)
+    assert len(branched) > 10
+
+
+def test_polishing_goes_on_with_the_tree_and_proves_no_more_than_the_optimum(branched: list[Node]) -> None:
+    """Claim no bound that what the tree left out for the first plan could break."""
+    graph = build(graphs.gpt2(2))
+    for share in (0.1, 0.3):
+        budget = budget_of(graph, share)
+        best = search_of(graph, budget, 0.0)
+        best.run()
+        for gap in (0.02, 0.1, 0.3):
+            polished = search_of(graph, budget, gap)
+            polished.run(polish=True)
+            assert polished.best.bound <= best.best.cost * ROUNDING
+            assert polished.best.cost >= best.best.bound / ROUNDING
+    assert branched
+
+
+def test_a_tree_that_stalls_leaves_the_proof_to_the_full_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = build(graphs.gpt2(2))
+    budget = budget_of(graph, 0.5)
+    best = search_of(graph, budget, 0.0)
+    best.run()
+    solved: list[str] = []
+    original = Search._full_program
+
+    def record(self: Search, *arguments: Any) -> Any:
+        solved.append("full program")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Search, "_full_program", record)
+    monkeypatch.setattr(search, "TIME_NEIGHBORHOODS", ())
+    monkeypatch.setattr(Search, "_try_blocks", lambda _: None)
+    monkeypatch.setattr(search, "STALL_NODES", 1)
+    monkeypatch.setattr(search, "STALL_SHARE", 1.0)
+    stalled = search_of(graph, budget, 0.0)
+    assert stalled.run() is Stopped.OPTIMAL
+    assert stalled.best.cost == pytest.approx(best.best.cost)
+    assert solved
+
+
+@pytest.mark.parametrize("work", [0.05, 0.2, 0.5])
+def test_a_limit_in_the_tree_leaves_a_plan_and_a_bound_that_holds(branched: list[Node], work: float) -> None:
+    graph = build(graphs.gpt2(4))
+    budget = budget_of(graph, 0.5)
+    best = search_of(graph, budget, 0.0)
+    best.run()
+    limited = search_of(graph, budget, 0.0, Allowance(work, Stopwatch(60.0), None))
+    limited.run()
+    assert limited.best.save_set is not None
+    assert limited.best.bound <= best.best.cost * ROUNDING
+
+
+def test_branching_stops_when_progress_says_so(branched: list[Node]) -> None:
+    def progress(_: Progress) -> bool:
+        return len(branched) > 2
+
+    allowance = Allowance(60.0, Stopwatch(60.0), progress)
+    stopped = search_of(build(graphs.gpt2(4)), budget_of(build(graphs.gpt2(4)), 0.5), 0.0, allowance)
+    assert stopped.run() is Stopped.INTERRUPTED
+    assert len(branched) == 3
+    assert stopped.best.save_set is not None
+
+
+def test_a_kept_relaxation_gives_what_a_new_one_gives() -> None:
+    problem = Problem(build(graphs.gpt2(2)))
+    built = build_program(
+        problem.arrays,
+        budget_of(problem.graph, 0.5),
+        first_moments(problem.windows, [problem.graph.everything]),
+    )
+    kept, rng, infeasible, cut_off = Relaxation(built.program), random.Random(0), 0, 0
+    first, basis = kept.solve({})
+    assert first.objective is not None
+    for _ in range(30):
+        columns = rng.sample([int(column) for column in built.s_columns], rng.randrange(1, 8))
+        fixed = {column: float(rng.random() < 0.7) for column in columns}
+        again, _ = kept.solve(fixed, basis)
+        new = solve(built.program.fixed(np.array(columns), np.array(list(fixed.values()))), relaxed=True)
+        assert again.stopped is new.stopped
+        if new.objective is None:
+            infeasible += 1
+            continue
+        assert again.objective == pytest.approx(new.objective, rel=1e-6)
+        under, found = kept.solve(fixed, basis, cutoff=new.objective * 0.99)
+        if found is None:
+            assert under.stopped is Stopped.INFEASIBLE
+            cut_off += 1
+        else:
+            assert under.objective == pytest.approx(new.objective, rel=1e-6)
+    assert infeasible < 20
+    assert cut_off > 2
+    assert kept.solve({})[0].objective == pytest.approx(first.objective)
