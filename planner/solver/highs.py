@@ -9,7 +9,8 @@ NOTE [ Work ]
 A limit in seconds gives another answer on a slower or busier machine. So effort is counted in *units of
 work*, about a second of one core each, from counts of HiGHS that do not depend on a clock:
 
-- for a program without integers, simplex iterations (`simplex_iteration_limit`);
+- for a program without integers, simplex iterations (`simplex_iteration_limit`), also if it is solved again
+  from the basis of an earlier solve;
 - for a program with integers, how often branch and bound checks its limits. HiGHS calls back there
   (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node. It does not report its simplex
   iterations by then, so they are not counted.
@@ -47,9 +48,7 @@ THREADS = 1  # the same number in the whole process, or HiGHS raises an error
 SOLVE = 0.01
 # The same, for each nonzero of a program.
 BUILD = 1e-6  # with presolve, and the simulation of the candidate
-# The same for a program that HiGHS has solved before, with fewer columns fixed.
-SOLVE_AGAIN = 0.001
-REBUILD = 2e-7
+SOLVE_AGAIN, REBUILD = 0.001, 2e-7  # the same two for a Relaxation that was solved before
 SIMPLEX_ITERATION = 1e-9
 MIP_ROOT = 1e-5  # of a program that branch and bound does not decide at once
 MIP_CHECK = 5e-7

@@ -37,7 +37,7 @@ from autoac.planner.solver.time_limit import Allowance
 TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
 PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
 FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
-MANY_UNDECIDED = 100  # so many open decisions say little, see Search._perturbed_relaxation
+MANY_UNDECIDED = 100  # so many open decisions say little, see _perturbed_relaxation and _neighborhood
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
 LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
@@ -272,11 +272,12 @@ class Search:
             return replace(relaxed, values=None)
         outcome = self.allowance.solve(built.tilted(len(self.graph.ops)), built.cost_scale, relaxed=True)
         self._consider_rounded(built, outcome)
-        return outcome
+        is_new = any(moment not in self.moments for moment in self._missing or ())
+        return outcome if is_new else replace(outcome, values=None)  # else a rounded candidate says nothing
 
     def _blockwise(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         is_loose = self.best.bound < LOOSE * self._dearest_us
-        if not (is_loose and built.undecided(relaxed) <= FEW_UNDECIDED):  # else the full program is faster
+        if not (is_loose and built.undecided(relaxed) <= FEW_UNDECIDED):  # else branching is faster
             self._try_blocks()
         return replace(relaxed, values=None)
 
@@ -304,7 +305,10 @@ class Search:
 
         The slack is the distance from the relaxation to the target (for the peak: to the best). One change
         may cost `share` of the slack, and the candidate may be `reach` times the slack away.
+        With many open decisions, a neighborhood is about as hard as the whole program, so it is left out.
         """
+        if self.budget is not None and built.undecided(relaxed) >= MANY_UNDECIDED:
+            return replace(relaxed, values=None)
         if self.budget is None:
             cutoff = self.best.cost / built.cost_scale
             slack = max(cutoff - relaxed.bound, 0.0)

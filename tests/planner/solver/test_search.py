@@ -56,11 +56,13 @@ def test_relaxation_is_perturbed_only_if_many_decisions_are_open(
     problem = Problem(build(graphs.gpt2(4)))
     budget = (problem.bounds.floor + 4 * problem.bounds.ceiling) // 5
     original = Search._perturbed_relaxation
-    outcomes: list[Outcome] = []
+    was_solved: list[bool] = []
 
     def record(self: Search, built: BuiltProgram, relaxed: Outcome) -> Outcome:
-        outcomes.append(original(self, built, relaxed))
-        return outcomes[-1]
+        before = self.allowance.work_left
+        outcome = original(self, built, relaxed)
+        was_solved.append(self.allowance.work_left < before)
+        return outcome
 
     monkeypatch.setattr(Search, "_perturbed_relaxation", record)
     plans = []
@@ -70,11 +72,22 @@ def test_relaxation_is_perturbed_only_if_many_decisions_are_open(
         found = Search(problem, budget, gap=0.01, allowance=allowance)
         found.run()
         plans.append(found)
-    assert [outcome.values is None for outcome in outcomes] == [True, False]
+    assert was_solved == [False, True]
     first, second = (found.best for found in plans)
     rounding = 1 + 1e-9
     assert second.bound <= first.cost * rounding  # tilted costs do not give a bound
     assert first.bound <= second.cost * rounding
+
+
+def test_what_the_perturbed_relaxation_rounds_to_is_not_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule out whole solutions only: a rounded one says nothing about the program, and there are many."""
+    monkeypatch.setattr(search, "MANY_UNDECIDED", 1)
+    problem = Problem(build(graphs.gpt2(2)))
+    budget = (9 * problem.bounds.floor + problem.bounds.ceiling) // 10
+    found = Search(problem, budget, gap=0.01, allowance=Allowance(20.0, Stopwatch(60.0), None))
+    assert found.run() is Stopped.OPTIMAL
+    assert found.excluded == []
+    assert found.rounds < 10
 
 
 def test_a_good_plan_is_not_polished_if_the_relaxation_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
