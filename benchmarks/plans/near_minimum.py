@@ -1,10 +1,11 @@
 """Plan a little above the minimum peak: how soon a plan is found, and how soon it is proven good enough.
 
-    python -m benchmarks.plans.near_minimum [NAME ...] [--device DEVICE] [--out FILE]
+    python -m benchmarks.plans.near_minimum [NAME ...] [--share SHARE ...] [--device DEVICE] [--out FILE]
 
 For each profile (default: all models of `profiles.py` but the small ones) the minimum peak is searched. Then
 plans are made 2, 5 and 10 % above it, each twice: with a few seconds, for the first plan that fits, and with
-a minute, for a gap of 1 %. Time is CPU time of the process, and the limits count it as well.
+a minute, for a gap of 1 %. Time is CPU time of the process, and the limits count it as well. With --share,
+the budgets lie this far from the minimum peak to the peak without recomputation.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoac.planner import PlannerError, Profile
+from autoac.planner import PlannerError, Profile, bounds, build
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.minimum_peak import MinimumPeak, find_minimum_peak
 from autoac.planner.plan import plan
@@ -67,7 +68,15 @@ def timed_plan(profile: Profile, budget: int, limit_s: float) -> Timed:
     return Timed(time.process_time() - began, gap)
 
 
-def rows_of(name: str, profile: Profile) -> list[list[str]]:
+def budgets_of(profile: Profile, least: int, shares: Sequence[float]) -> dict[str, int]:
+    """Return the budgets by name: at `shares` of the way to the ceiling, or else a little above `least`."""
+    if not shares:
+        return {f"{above:.0%}": int(least * (1 + above)) for above in ABOVE}
+    ceiling = bounds(build(profile)).ceiling
+    return {f"{share:.0%} of the way": int(least + share * (ceiling - least)) for share in shares}
+
+
+def rows_of(name: str, profile: Profile, shares: Sequence[float]) -> list[list[str]]:
     """Return a row for each budget, and print it."""
     began = time.process_time()
     smallest: MinimumPeak = find_minimum_peak(profile, work_limit=FLOOR_WORK)
@@ -75,13 +84,12 @@ def rows_of(name: str, profile: Profile) -> list[list[str]]:
     layers = layers_of(profile)
     first_s = next((s for most, s in FIRST_LIMIT_S.items() if layers <= most), FIRST_LIMIT_OF_MORE_S)
     rows = []
-    for above in ABOVE:
-        budget = int(smallest.found * (1 + above))
+    for above, budget in budgets_of(profile, smallest.found, shares).items():
         first = timed_plan(profile, budget, first_s)
         best = timed_plan(profile, budget, TIME_LIMIT_S)
         rows.append(
             [name, f"{len(profile.ops):,}", str(layers), f"{smallest.found / 2**30:.2f} GiB",
-             f"{smallest.proven / smallest.found:.1%}", f"{smallest_s:.1f}", f"{above:.0%}",
+             f"{smallest.proven / smallest.found:.1%}", f"{smallest_s:.1f}", above,
              seconds(first), percent(first.gap), seconds(best), percent(best.gap)]
         )  # fmt: skip
         print("  ".join(rows[-1]), flush=True)
@@ -92,12 +100,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command in the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans.near_minimum", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CASES))
+    parser.add_argument("--share", nargs="*", type=float, default=[])
     parser.add_argument("--device", default=DEVICES[0])
     add_out_argument(parser)
     options = parser.parse_args(arguments)
     rows = []
     for name in options.names or [name for name in CASES if name not in FEW_LAYERS]:
-        rows += rows_of(name, load(name, options.device))
+        rows += rows_of(name, load(name, options.device), options.share)
     write_result(markdown_table(HEAD, rows), options.out)
 
 
