@@ -278,7 +278,10 @@ class Search:
     def _blockwise(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         is_loose = self.best.bound < LOOSE * self._dearest_us
         if not (is_loose and built.undecided(relaxed) <= FEW_UNDECIDED):  # else branching is faster
-            self._try_blocks()
+            if is_loose:
+                self._fill()  # in a large model blocks may take all time left, and this is often enough
+            if not self.is_good_enough:
+                self._try_blocks()
         return replace(relaxed, values=None)
 
     def _try_blocks(self) -> None:
