@@ -60,8 +60,9 @@ class Search:
     within a percent or two of the best plan. Nearly all of its decisions are whole already, and its prices
     (reduced costs) say how much each column would cost if it were changed. So the search first rounds it.
     Then it fixes all columns that are expensive to change. To find the fastest plan, it then branches on the
-    decisions that are open (branch/tree.py). Where that stalls, and for the smallest peak, it fixes only
-    the columns that no plan as good as requested can change; if there is no candidate then, that is a proof.
+    decisions that are open (branch/tree.py). Where branching stalls, and for the smallest peak, the search
+    fixes only the columns that no plan as good as requested can change. If HiGHS then finds no candidate,
+    there is none.
 
     Source: docs/formulation.md, section 7.
     """
@@ -101,8 +102,7 @@ class Search:
         self._filled: SaveSet | None = None  # the best save set when it was last filled
         self._up_to_best = False  # the last cutoff was the best cost
         self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
-        self._last: tuple[BuiltProgram, Outcome] | None = None  # relaxation
-        self._tree: Tree | None = None  # of that program, and of ones with more rows
+        self._tree: Tree | None = None  # of the last relaxation, and of programs with more rows
         for save_set in start:
             self.best.offer(save_set)
         if budget is not None and self.best.save_set is None:
@@ -188,10 +188,10 @@ class Search:
 
     def _polish(self) -> None:
         """Go on branching to find a better plan than the good-enough one, as far as that is cheap."""
-        if self._last is not None and not self.allowance.over:
-            built, relaxed = self._last
+        if self._tree is not None and not self.allowance.over:
+            relaxed = self._tree.relaxed
             is_cheap = relaxed.values is not None and relaxed.work <= DEAR
-            if is_cheap and built.undecided(relaxed) <= FEW_UNDECIDED:
+            if is_cheap and self._tree.built.undecided(relaxed) <= FEW_UNDECIDED:
                 spent = self._work_limit - self.allowance.work_left
                 self._branch_up_to(POLISHED, max(POLISH_WORK * spent, LEAST_POLISH_WORK), dive=True)
         if self.best.gap > 0:
@@ -235,7 +235,6 @@ class Search:
         outcome = self._tree.relaxed
         self.best.raise_bound(outcome.bound * built.cost_scale)
         self._slack = max(self._target - self.best.bound, 1e-4 * self._dearest_us)
-        self._last = built, outcome
         return built, outcome
 
     def _build(self) -> BuiltProgram:
@@ -349,7 +348,7 @@ class Search:
         while self.best.gap > gap and self.allowance.work_left > least_left:
             scale = tree.built.cost_scale
             best, enough = self.best.cost / scale, self.best.cost * (1 - gap) / scale
-            node = tree.next(enough, best, dive=dive)
+            node = tree.select(enough, best, dive=dive)
             self.best.raise_bound(min(tree.bound, best) * scale)
             if node is None or self.allowance.over:
                 return tree.is_closed(enough)
@@ -447,7 +446,7 @@ class Search:
             self._offer_whole(built, built.decisions(outcome.values))
 
     def _offer_whole(self, built: BuiltProgram, decisions: Floats) -> None:
-        """Offer what is saved not only in part: smaller, and in a large model hardly slower."""
+        """Offer the ops that are saved whole: the peak is smaller, and a large model is hardly slower."""
         whole = built.rounded(decisions, 1 - UNDECIDED)
         self.best.offer(without_cost_free_recomputes(self.graph, whole))
 
@@ -460,10 +459,11 @@ class Search:
             self._offer_whole(built, node.decisions)
         if self.best.save_set != before:
             self._fill()
-        return self._missing is not None and self._missing[:1] != [] and self._missing[0] not in self.moments
+        missing = self._missing or []
+        return bool(missing) and missing[0] not in self.moments
 
     def _rule_out(self, candidate: SaveSet) -> None:
-        """Add rows that rule out `candidate`, which is whole and too large."""
+        """Add rows that rule out `candidate`: of the moments where it is too large, or else of itself."""
         if self._add_missing_moments():
             return
         if not self.options.lazy_rows:

@@ -82,9 +82,13 @@ class Allowance:
         return self._stopwatch.limit_s
 
     @property
+    def _left_s(self) -> float:
+        return max(self._stopwatch.left_s - self.reserved_s, 0.0)
+
+    @property
     def over(self) -> bool:
         """Return True if nothing more may be solved."""
-        self.out_of_time |= self._stopwatch.left_s <= self.reserved_s
+        self.out_of_time |= self._left_s <= 0
         return self.interrupted or self.out_of_time or self.out_of_work
 
     @property
@@ -119,7 +123,7 @@ class Allowance:
         """Solve `program` as `highs.solve` does; progress has the objective's units times `scale`."""
         outcome = solve(
             program,
-            time_limit_s=max(self._stopwatch.left_s - self.reserved_s, 0.0),
+            time_limit_s=self._left_s,
             work_limit=max(min(self.work_left, work_limit), 0.0),
             gap=gap,
             target=target,
@@ -139,7 +143,7 @@ class Allowance:
             fixed,
             basis,
             cutoff=cutoff,
-            time_limit_s=max(self._stopwatch.left_s - self.reserved_s, 0.0),
+            time_limit_s=self._left_s,
             work_limit=max(self.work_left, 0.0),
         )
         self._count(outcome)

@@ -22,7 +22,7 @@ class Gains:
         """Return True if both ways of `decision` were tried."""
         return (decision, 0) in self._sums and (decision, 1) in self._sums
 
-    def of(self, decision: int, value: float) -> float:
+    def expected(self, decision: int, value: float) -> float:
         """Return the product of the expected gains of both ways, from `value`."""
         return max(value * self._mean(decision, 0), LEAST) * max((1 - value) * self._mean(decision, 1), LEAST)
 

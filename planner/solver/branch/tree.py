@@ -3,7 +3,7 @@
 NOTE [ Why not HiGHS's own ]
 
 The programs of this planner have tens of thousands of columns and few open decisions, and their bounds rise
-quickly with the first branches. HiGHS spends most of a minute at the root of such a program, nearly all of it
+quickly with the first branches. HiGHS spends most of its time at the root of such a program, nearly all of it
 on the analytic center of the feasible points, which no option of version 1.15 turns off. And rows cannot be
 added to a solve that runs. Here a node takes a few simplex iterations. When rows are added, the tree stays:
 what a node has proven holds with more rows as well.
@@ -28,7 +28,7 @@ from autoac.planner.solver.program import UNDECIDED, BuiltProgram
 from autoac.planner.solver.time_limit import Allowance
 
 TRIALS = 6  # at each node: decisions of which both ways are tried, if their gains are not known yet
-CLOSED = 1e-9  # a node whose bound is within this share of the best holds nothing better
+CLOSED = 1e-9  # a bound within this share of a cost counts as equal to it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,15 +86,16 @@ class Tree:
         """Return True if no save set costs less than `enough`."""
         return self.bound >= enough * (1 - CLOSED)
 
-    def next(self, enough: float, best: float, *, dive: bool = False) -> Node | None:
-        """Return the node with the least bound; None if the tree is closed, at a limit or after a failure.
-
-        A `dive` goes on with a node that was made last, as long as one may hold a better save set.
+    def select(self, enough: float, best: float, *, dive: bool = False) -> Node | None:
+        """Return the node to branch on: the one with the least bound.
 
         Args:
             enough: a node with this bound or a larger one is not returned.
-            best: nor is a save set of interest that costs so much or more. At least `enough`.
-            dive: see above.
+            best: cost of the best save set, at least `enough`. Ones that cost as much are left out.
+            dive: go on with the better node of the last branch while its bound is below `enough`.
+
+        Returns:
+            None if no node has a bound below `enough`, at a limit, or after a solve that failed.
         """
         while not (self.is_closed(enough) or self._allowance.over or self.stopped):
             if dive and self._child is not None and self._child.bound < enough * (1 - CLOSED):
@@ -108,9 +109,10 @@ class Tree:
         return None
 
     def branch(self, node: Node, best: float) -> None:
-        """Put two nodes in the place of `node`: its most telling open decision is taken either way.
+        """Replace `node` by two nodes: one saves the op of an open decision, the other does not.
 
-        Save sets that cost `best` or more are left out.
+        The decision is the one that is expected to raise both bounds most. Save sets that cost `best` or
+        more are left out.
         """
         children: dict[tuple[int, int], Node | None] = {}
 
@@ -126,23 +128,23 @@ class Tree:
             return None not in (children[position, 0], children[position, 1])
 
         positions = node.open
-        new = [position for position in positions if not self._gains.are_known(position)]
-        for position in sorted(new, key=lambda at: abs(node.decisions[at] - 0.5))[:TRIALS]:
+        untried = [position for position in positions if not self._gains.are_known(position)]
+        for position in sorted(untried, key=lambda at: abs(node.decisions[at] - 0.5))[:TRIALS]:
             if not are_both_open(position) or self._allowance.over:
                 break
         else:
-            position = max(positions, key=lambda at: self._gains.of(at, float(node.decisions[at])))
+            position = max(positions, key=lambda at: self._gains.expected(at, float(node.decisions[at])))
             if (position, 0) not in children:
                 are_both_open(position)
         if self.stopped is None:  # else a child that is None proves nothing
             self._replace(node, [children[position, 0], children[position, 1]])
 
-    def _replace(self, node: Node | Stale, others: Iterable[Node | None]) -> None:
-        made = [other for other in others if other is not None]
+    def _replace(self, node: Node | Stale, children: Iterable[Node | None]) -> None:
+        made = [child for child in children if child is not None]
         kept = [item for item in self._nodes if item[2] is not node]
         self._nodes = [*kept, *map(self._item, made)]
         heapq.heapify(self._nodes)
-        self._child = min(made, key=lambda other: other.bound, default=None)
+        self._child = min(made, key=lambda child: child.bound, default=None)
 
     def _item(self, node: Node | Stale) -> tuple[float, int, Node | Stale]:
         return node.bound, next(self._order), node

@@ -64,7 +64,7 @@ def budget_of(graph: Graph, share: float) -> int:
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.1, 0.3])
-def test_branching_finds_and_proves_what_brute_force_does(branched: list[Node], gap: float) -> None:
+def test_branching_finds_and_proves_the_optimum_of_brute_force(branched: list[Node], gap: float) -> None:
     for seed in range(80):
         graph, budget = problem_of(seed)
         least = oracles.least_time(oracles.peaks_and_times(graph), budget)
@@ -80,7 +80,7 @@ def test_branching_finds_and_proves_what_brute_force_does(branched: list[Node], 
 
 
 def test_polishing_goes_on_with_the_tree_and_proves_no_more_than_the_optimum(branched: list[Node]) -> None:
-    """Claim no bound that what the tree left out for the first plan could break."""
+    """Prove nothing about save sets that were left out since they were no better than the first plan."""
     graph = build(graphs.gpt2(2))
     for share in (0.1, 0.3):
         budget = budget_of(graph, share)
@@ -140,7 +140,7 @@ def test_branching_stops_when_progress_says_so(branched: list[Node]) -> None:
     assert stopped.best.save_set is not None
 
 
-def test_a_kept_relaxation_gives_what_a_new_one_gives() -> None:
+def test_relaxation_solved_again_equals_a_new_one() -> None:
     problem = Problem(build(graphs.gpt2(2)))
     built = build_program(
         problem.arrays,
