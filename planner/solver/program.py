@@ -27,7 +27,15 @@ from autoac.planner.solver.arrays import GraphArrays, Ints
 from autoac.planner.solver.highs import Floats, Outcome, Program
 from autoac.planner.solver.memory_constraints import MemoryConstraints
 from autoac.planner.solver.moments import ConstrainedMoment
-from autoac.planner.solver.recompute_windows import END, NEVER, Role, Windows, canonical, first_runs
+from autoac.planner.solver.recompute_windows import (
+    END,
+    NEVER,
+    Role,
+    Windows,
+    canonical,
+    first_runs,
+    reads_overwritten,
+)
 from autoac.planner.solver.sparse_rows import ONE, ZERO, Codes, MaximumColumns, RowTable
 from autoac.planner.solver.variables import Options, Variables
 
@@ -196,13 +204,14 @@ def _add_lazy_rows(variables: Variables, table: RowTable) -> None:
 
 
 def _add_canonical_rows(variables: Variables, table: RowTable) -> None:
-    """(7) In canonical form an op without saved tensors is saved only if a reader runs again."""
+    """(7) In canonical form an op without saved tensors is saved only for a reader, or to spare a copy."""
     windows, versions = variables.windows, variables.graph.versions
     rows: list[Codes] = []
     passed_on = {run for runs in variables.graph.runs for run in runs[:-1]}  # kept for later use groups
     for row, op in enumerate(variables.arrays.free.tolist()):
         packed = any(versions[w].saved_tensors for w in variables.graph.ops[op].writes)
-        if not packed and not windows.may_not_run[op] and op not in passed_on:
+        spares_copy = reads_overwritten(variables.graph, variables.graph.ops[op])
+        if not (packed or spares_copy or windows.may_not_run[op] or op in passed_on):
             readers = [variables.x_end(r) for r in windows.readers[op]]
             rows.append(np.array([int(variables.s[row]), *readers], np.int64))
     if rows:

@@ -226,9 +226,18 @@ def canonical(windows: Windows, save_set: SaveSet) -> SaveSet:
             result |= {run for run in used if windows.role[run] is Role.FREE}
         if needed and op.id not in saved:
             recomputed[op.id] = True
-        elif needed and windows.role[op.id] is Role.FREE:
+        elif windows.role[op.id] is Role.FREE and op.id in saved and (needed or reads_overwritten(graph, op)):
             result.add(op.id)
     return frozenset(result)
+
+
+def reads_overwritten(graph: Graph, op: Op) -> bool:
+    """Return True if a later op writes over what `op` reads: if `op` is not saved, a copy is held for it."""
+    return any(
+        graph.versions[w].previous == v and graph.versions[w].op != op.id
+        for v in op.reads
+        for w in graph.storages[graph.versions[v].storage].versions
+    )
 
 
 def _is_needed(graph: Graph, op: Op, recomputed: Sequence[bool]) -> bool:
@@ -300,8 +309,10 @@ def _held(graph: Graph, may_run: Sequence[bool], dropped: Sequence[int]) -> tupl
             again = tuple(r for r in versions[w].readers if may_run[r])
             least = [max([n, *(at_least[x] for x in ops[r].writes)]) for r in again]
             most = [max([n, *(at_most[x] for x in ops[r].writes)]) for r in again]
-            # A saved op is needed because autograd packed an output or because some reader runs again.
+            # A saved op is needed because autograd packed an output or because some reader runs again, unless
+            # it is saved to spare a copy.
             alone = not any(versions[x].saved_tensors or versions[x].readers for x in op.writes if x != w)
+            alone = alone and not reads_overwritten(graph, op)
             at_least[w] = dropped[w] if dropped[w] > n else min(least, default=0) if alone else 0
             at_most[w] = max([dropped[w], *most])
     return at_least, at_most
@@ -337,21 +348,28 @@ def _leader(
     if len(leaders) != 1 or any(versions[w].saved_tensors or _is_held_anyway(graph, w) for w in writes):
         return op
     (other,) = leaders
-    if graph.ops[other].must_recompute:
+    if graph.ops[other].must_recompute or reads_overwritten(graph, graph.ops[op]):
         return op
     if any(
         pack.bits == other and versions[pack.version].storage not in {versions[w].storage for w in writes}
         for pack in graph.packs
     ):
         return op  # packing takes time, which saving this op instead would not
-    if any(graph.storages[versions[w].storage].versions[-1] != w for w in graph.ops[other].writes):
-        return op  # its output is written over: saving it would force that op to be saved as well
+    if any(_last(graph, w) != w or versions[w].carries_older_saved_tensor for w in graph.ops[other].writes):
+        return op  # saving the other op would force one more to be saved
     mine, theirs = _holdable(graph, op), _holdable(graph, other)
-    if sum(graph.nbytes(w) for w in theirs) > sum(graph.nbytes(w) for w in mine):
+    # Memory that an op outside of the group writes over later may be held for that op anyway.
+    own = [w for w in mine if leader[versions[_last(graph, w)].op] in (op, other)]
+    if sum(graph.nbytes(w) for w in theirs) > sum(graph.nbytes(w) for w in own):
         return op
     if theirs and mine and max(extra_from[w] for w in mine) > min(extra_from[w] for w in theirs):
         return op
     return other
+
+
+def _last(graph: Graph, version: VersionId) -> VersionId:
+    """Return the version that is written last to the memory of `version`."""
+    return graph.storages[graph.versions[version].storage].versions[-1]
 
 
 def _is_held_anyway(graph: Graph, version: VersionId) -> bool:

@@ -400,6 +400,19 @@ def random_profile(rng: random.Random, most_ops: int = 8, *, overwritten: bool =
     return tape.profile()
 
 
+def resized(graph: Graph, rng: random.Random) -> Graph:
+    """Return `graph` with some storages empty, others twice as large, and run times far apart."""
+    factors = [rng.choice((0, 1, 1, 2)) for _ in graph.storages]
+    return replace(
+        graph,
+        storages=tuple(
+            replace(storage, nbytes=storage.nbytes * factor)
+            for storage, factor in zip(graph.storages, factors, strict=True)
+        ),
+        ops=tuple(replace(op, runtime_us=float(rng.choice((1, 2, 5, 20)))) for op in graph.ops),
+    )
+
+
 def with_packable(graph: Graph, rng: random.Random, most: int = 2) -> Graph:
     """Return `graph` with up to `most` versions that can be packed, if it has any that may be."""
     packable = [

@@ -71,6 +71,26 @@ def test_plan_is_the_fastest_save_set_that_fits(seed: int) -> None:
     assert made.peak == peak_bytes(graph, made.save_set) <= budget
 
 
+@pytest.mark.parametrize(
+    ("seed", "budget", "least_us"),
+    [
+        pytest.param(51355, 29, 26.0, id="saving the leader would force another op to be saved"),
+        pytest.param(76999, 25, 60.0, id="the same, and the leader writes over its input"),
+        pytest.param(14945, 31, 5.0, id="the memory of the follower is held for a later op"),
+        pytest.param(
+            10464, 48, 0.0, id="a copy of what an op reads is held although the op never runs again"
+        ),
+    ],
+)
+def test_no_plan_is_lost_to_merging_or_to_the_canonical_form(seed: int, budget: int, least_us: float) -> None:
+    rng = random.Random(seed)
+    graph = graphs.resized(build(graphs.random_profile(rng, rng.choice((6, 7, 8)))), rng)
+    assert oracles.least_time(oracles.peaks_and_times(graph), budget) == least_us
+    made = plan(graph, budget_bytes=budget, gap=0.0)
+    assert made.recompute_us == least_us
+    assert made.bound_us <= least_us
+
+
 @few
 @given(seeds)
 def test_replay_time_is_part_of_the_cost(seed: int) -> None:
