@@ -43,12 +43,16 @@ class Incumbent:
         """Take `save_set`, which fits, if its `cost` is less."""
         if cost < self.cost:
             self.cost, self.save_set = cost, save_set
+            self.bound = min(self.bound, cost)  # it may be larger by rounding
         self._allowance.reserved_s = 0.0  # no other search is needed to find a first one
 
     def raise_bound(self, bound: float) -> None:
-        """Raise the proven bound to `bound`, if it is larger and finite, and report the progress."""
+        """Raise the proven bound to `bound`, if it is larger and finite, and report the progress.
+
+        A bound above the best cost says that nothing is better, so it is cut down to that.
+        """
         if math.isfinite(bound):
             if self._budget is None:  # peaks are whole numbers
-                bound = min(math.ceil(bound * (1 - 1e-9)), self.cost)
-            self.bound = max(self.bound, bound)
+                bound = math.ceil(bound * (1 - 1e-9))
+            self.bound = max(self.bound, min(bound, self.cost))
         self._allowance.report(None if self.save_set is None else self.cost, self.bound)

@@ -8,7 +8,7 @@ The program that HiGHS solves is a relaxation (docs/formulation.md): every save 
 rows. So its bound holds for every plan, in every round, and the largest one counts. A plan is accepted
 only on the simulator's word. Where the simulator finds a peak above the budget, the row of that moment is
 added, and where the row is there already, that save set alone is ruled out; neither cuts off a plan that
-fits.
+fits. Merged ops are an exception: docs/formulation.md, section 3, says when.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, simulate
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
-from autoac.planner.solver.branch.tree import Node, Tree
+from autoac.planner.solver.branch.tree import CLOSED, Node, Tree
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
 from autoac.planner.solver.highs import Floats, Outcome, Stopped
 from autoac.planner.solver.incumbent import Incumbent
@@ -41,8 +41,8 @@ MANY_UNDECIDED = 100  # so many open decisions say little, see _perturbed_relaxa
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
 LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
-DEAR = 10.0  # units of work for a relaxation: with dearer ones, polishing does not pay,
-FEW_UNDECIDED = 10  # nor with more decisions that the relaxation leaves open
+DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods and polishing do not pay
+FEW_UNDECIDED = 10  # with more decisions that the relaxation leaves open, polishing does not pay either
 POLISH_WORK = 0.25  # of the work so far: what polishing may take,
 LEAST_POLISH_WORK = 0.5  # or so many units
 POLISHED = 0.0005  # a plan within this of the bound is not worth improving
@@ -140,7 +140,7 @@ class Search:
         """Return True if the best cost is proven to be within the gap, or `enough` is decided."""
         if self.enough is not None and (self.best.cost <= self.enough or self.best.bound > self.enough):
             return True
-        return self.best.gap <= self.gap
+        return self.best.gap <= max(self.gap, CLOSED)
 
     def _refine(self) -> Stopped:
         """Solve round after round, each with the rows that the last one lacked.
@@ -175,6 +175,7 @@ class Search:
                     if outcome.stopped is Stopped.INFEASIBLE and self._up_to_best:
                         return Stopped.INFEASIBLE
                     level += 1
+                    refined = self._tree is not None and self._tree.built is not built  # it has more rows
                     continue
                 if self._add_missing_moments():
                     level = 1 if self.budget is not None else min(level, 1)
@@ -307,9 +308,11 @@ class Search:
 
         The slack is the distance from the relaxation to the target (for the peak: to the best). One change
         may cost `share` of the slack, and the candidate may be `reach` times the slack away.
-        With many open decisions, a neighborhood is about as hard as the whole program, so it is left out.
+        It is left out with many open decisions, since it is about as hard as the whole program then, and
+        where HiGHS's root alone would take too long, whatever the limit on time.
         """
-        if self.budget is not None and built.undecided(relaxed) >= MANY_UNDECIDED:
+        is_hard = built.undecided(relaxed) >= MANY_UNDECIDED or relaxed.work > DEAR
+        if self.budget is not None and is_hard:
             return replace(relaxed, values=None)
         if self.budget is None:
             cutoff = self.best.cost / built.cost_scale
@@ -345,7 +348,7 @@ class Search:
         assert tree is not None
         least_left = self.allowance.work_left - most_work
         nodes, far = 0, math.inf
-        while self.best.gap > gap and self.allowance.work_left > least_left:
+        while self.best.gap > max(gap, CLOSED) and self.allowance.work_left > least_left:
             scale = tree.built.cost_scale
             best, enough = self.best.cost / scale, self.best.cost * (1 - gap) / scale
             node = tree.select(enough, best, dive=dive)
@@ -354,17 +357,17 @@ class Search:
                 return tree.is_closed(enough)
             if nodes % STALL_NODES == 0:
                 before, far = far, min(enough, self._dearest_us / scale) - tree.bound
-                if far > (1 - STALL_SHARE) * before:
+                if far >= (1 - STALL_SHARE) * before:
                     return False
             nodes += 1
             is_too_large = self._consider_node(node)
             best = self.best.cost / scale
-            if is_too_large or (not node.open and node.bound < best * (1 - gap)):
+            if is_too_large or (not node.open and node.bound < best * (1 - gap) * (1 - CLOSED)):
                 self._rule_out(tree.built.rounded(node.decisions))
                 tree.use(self._build())
             elif node.open and node.bound < best:
                 tree.branch(node, best)
-        return self.best.gap <= gap
+        return self.best.gap <= max(gap, CLOSED)
 
     def _full_program(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Solve the program with all its columns: find a candidate up to a cutoff, or prove that none exists.
@@ -463,10 +466,13 @@ class Search:
         return bool(missing) and missing[0] not in self.moments
 
     def _rule_out(self, candidate: SaveSet) -> None:
-        """Add rows that rule out `candidate`: of the moments where it is too large, or else of itself."""
+        """Add rows that rule out `candidate`: of the moments where it is too large, or else of itself.
+
+        One that fits has been considered already, and nothing that costs less is ruled out with it.
+        """
         if self._add_missing_moments():
             return
-        if not self.options.lazy_rows:
+        if self._missing is not None and not self.options.lazy_rows:
             # The candidate runs an op earlier than the runtime would, where no row forbids it yet.
             self.options = replace(self.options, sparse_stride=1, lazy_rows=True)
         else:

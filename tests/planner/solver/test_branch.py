@@ -15,8 +15,8 @@ from autoac.planner.memory.simulate import fits, peak_bytes
 from autoac.planner.solver import search
 from autoac.planner.solver.branch.tree import Node, Tree
 from autoac.planner.solver.constrained_moments import first_moments
-from autoac.planner.solver.highs import Progress, Relaxation, Stopped, solve
-from autoac.planner.solver.program import build_program
+from autoac.planner.solver.highs import Outcome, Progress, Relaxation, Stopped, solve
+from autoac.planner.solver.program import BuiltProgram, build_program
 from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
@@ -115,6 +115,39 @@ def test_a_tree_that_stalls_leaves_the_proof_to_the_full_program(monkeypatch: py
     assert stalled.run() is Stopped.OPTIMAL
     assert stalled.best.cost == pytest.approx(best.best.cost)
     assert solved
+
+
+@pytest.mark.parametrize("seed", [1, 16, 24])
+def test_full_program_has_the_rows_that_branching_added(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Solve no program whose candidates branching has found too large before."""
+    has_all_rows: list[bool] = []
+    original = Search._full_program
+
+    def record(self: Search, built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        assert self._tree is not None
+        has_all_rows.append(self._tree.built is built)
+        return original(self, built, relaxed)
+
+    monkeypatch.setattr(Search, "_full_program", record)
+    monkeypatch.setattr(Search, "_try_blocks", lambda _: None)
+    monkeypatch.setattr(search, "TIME_NEIGHBORHOODS", ())
+    monkeypatch.setattr(search, "STALL_NODES", 4)
+    monkeypatch.setattr(search, "STALL_SHARE", 1.0)
+    graph = build(graphs.random_profile(random.Random(seed), 20))
+    assert search_of(graph, budget_of(graph, 0.3), 0.0).run() is Stopped.OPTIMAL
+    assert has_all_rows
+    assert all(has_all_rows)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.8])
+def test_best_plan_ends_a_search_without_a_gap(share: float) -> None:
+    """Take costs for equal that differ by rounding: rule out no plan that fits, and prove no more than it."""
+    graph = build(graphs.gpt2(2))
+    found = search_of(graph, budget_of(graph, share), 0.0)
+    assert found.run() is Stopped.OPTIMAL
+    assert found.excluded == []
+    assert not found.options.lazy_rows
+    assert found.best.bound <= found.best.cost
 
 
 @pytest.mark.parametrize("work", [0.05, 0.2, 0.5])
