@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-block-bounds clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-block-bounds bench-random-plans clean
 
 setup: $(READY)
 
@@ -109,6 +109,10 @@ bench-packed-masks: $(READY)
 # Bounds of the program over blocks, of 4,000 small random graphs, next to brute force: some minutes.
 bench-block-bounds: $(READY)
 	PYTHONPATH=tests/planner $(BIN)/python -m block_bounds
+
+# Plans and bounds of 4,000 small random graphs, next to brute force: some minutes.
+bench-random-plans: $(READY)
+	PYTHONPATH=tests/planner $(BIN)/python -m random_plans
 
 # GPT-2 and BERT with and without dropout masks as bits, and what other packing could buy: half an hour.
 bench-packing: $(READY)
