@@ -3,13 +3,18 @@
 A line is one JSON object. CONSTANT is a tensor from outside, with its MEMORY. CALL is an op; MEMORY and ALIAS
 follow for each of its results, and a result with an ALIAS other than -1 shares the memory of that argument.
 MUTATE is an in-place op. COPY and COPY_FROM bind a name to a tensor, RELEASE unbinds it. Times are in
-nanoseconds. Constants count as static bytes; an op that only returns aliases is left out. An op of forward is
-one before the first whose name has "backward" in it, or before ANNOTATE BACKWARD.
+nanoseconds. Constants count as static bytes, but for those that an in-place op writes: they are values of ops
+that run once and take no time. An op that only returns aliases is left out.
+
+Forward ends at ANNOTATE BACKWARD. Names of ops do not tell: some logs call a pooling of forward
+`max_pool2d_backward`. The log of the unrolled GAN, which takes gradients of gradients, has no such line;
+there, forward ends at the op with the most live bytes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +24,24 @@ from benchmarks.public.step_graph import StepGraph, StepOp, StepValue
 class _Reader:
     """The state of one pass over a log."""
 
-    def __init__(self) -> None:
+    def __init__(self, written: Iterable[str] = ()) -> None:
         self.ops: list[StepOp] = []
         self.values: list[StepValue] = []
-        self.bound: dict[str, int | None] = {}  # the value behind each name; None: a constant
+        self.bound: dict[str, int | str] = {}  # the value or the constant behind each name
+        self.written = set(written)  # constants that in-place ops write; known only after a pass
         self.static_bytes = 0
         self.forward_ops: int | None = None
 
-    def begin_backward(self, name: str = "backward") -> None:
-        if "backward" in name.lower() and self.forward_ops is None:
-            self.forward_ops = len(self.ops)
+    def constant(self, name: str, nbytes: int) -> None:
+        if name in self.written:
+            self.bound[name] = len(self.values)
+            written = [StepValue(len(self.ops), nbytes)]
+            self._add({"NAME": "constant", "TIME": 0}, (), written, repeatable=False)
+        else:
+            self.bound[name] = name
+            self.static_bytes += nbytes
 
-    def call(self, line: dict[str, Any], details: list[dict[str, Any]]) -> None:
-        self.begin_backward(line["NAME"])
+    def call(self, line: dict[str, Any], details: Sequence[dict[str, Any]]) -> None:
         reads = self._reads(line)
         written: list[StepValue] = []
         for result, memory, alias in zip(line["RESULT"], details[::2], details[1::2], strict=True):
@@ -44,11 +54,11 @@ class _Reader:
             self._add(line, reads, written)
 
     def mutate(self, line: dict[str, Any]) -> None:
-        self.begin_backward(line["NAME"])
         targets = {self.bound[line["ARGS"][int(i)]] for i in line["MUTATE"]}
-        overwritten = sorted(p for p in targets if p is not None)
+        self.written |= {target for target in targets if isinstance(target, str)}
+        overwritten = sorted(target for target in targets if isinstance(target, int))
         if not overwritten:
-            return  # writes to constants only: nothing to plan
+            return  # constants only, which become values in the next pass
         newest = {p: len(self.values) + i for i, p in enumerate(overwritten)}
         written = [StepValue(len(self.ops), self.values[p].nbytes, p) for p in overwritten]
         self._add(line, self._reads(line), written)
@@ -57,27 +67,45 @@ class _Reader:
                 self.bound[name] = newest[value]
 
     def _reads(self, line: dict[str, Any]) -> tuple[int, ...]:
-        return tuple(sorted({v for name in line["ARGS"] if (v := self.bound[name]) is not None}))
+        return tuple(sorted({v for name in line["ARGS"] if isinstance(v := self.bound[name], int)}))
 
-    def _add(self, line: dict[str, Any], reads: tuple[int, ...], written: list[StepValue]) -> None:
+    def _add(
+        self, line: dict[str, Any], reads: tuple[int, ...], written: list[StepValue], repeatable: bool = True
+    ) -> None:
         name = f"/aten.{line['NAME']}.default#{len(self.ops)}"
-        self.ops.append(StepOp(name, float(line["TIME"]) / 1e3, reads))
+        self.ops.append(StepOp(name, float(line["TIME"]) / 1e3, reads, repeatable))
         self.values += written
 
 
 def read(path: Path) -> StepGraph:
     """Return the step in a log, from ANNOTATE START on."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
-    reader = _Reader()
     starts = [i for i, line in enumerate(lines) if line.get("ANNOTATION") == "START"]
-    i = starts[0] + 1 if starts else 0
+    first = starts[0] + 1 if starts else 0
+    reader = _passed(_Reader(), lines, first)
+    if reader.written:
+        reader = _passed(_Reader(reader.written), lines, first)
+    keep = sorted({v for v in reader.bound.values() if isinstance(v, int)})
+    forward = reader.forward_ops
+    return StepGraph(
+        name=f"DTR {path.name.split('-')[0]}",
+        source="uwsampl/dtr-prototype",
+        ops=tuple(reader.ops),
+        values=tuple(reader.values),
+        forward_ops=_fullest(reader.ops, reader.values, keep) if forward is None else forward,
+        static_bytes=reader.static_bytes,
+        keep=tuple(keep),
+    ).checked()
+
+
+def _passed(reader: _Reader, lines: Sequence[dict[str, Any]], i: int) -> _Reader:
+    """Pass the lines from `i` on to `reader`, and return it."""
     while i < len(lines):
         line = lines[i]
         i += 1
         match line["INSTRUCTION"]:
             case "CONSTANT":
-                reader.bound[line["NAME"]] = None
-                reader.static_bytes += int(lines[i]["MEMORY"])
+                reader.constant(line["NAME"], int(lines[i]["MEMORY"]))
                 i += 1
             case "CALL":
                 count = 2 * len(line["RESULT"])
@@ -91,17 +119,27 @@ def read(path: Path) -> StepGraph:
                 reader.bound.pop(line["NAME"], None)
             case "ANNOTATE":
                 if line["ANNOTATION"] == "BACKWARD":
-                    reader.begin_backward()
+                    reader.forward_ops = len(reader.ops)
             case other:
                 raise ValueError(f"an instruction must be one of DTR's, got {other!r} in line {i}")
-    keep = sorted({v for v in reader.bound.values() if v is not None})
-    forward = len(reader.ops) if reader.forward_ops is None else reader.forward_ops
-    return StepGraph(
-        name=f"DTR {path.name.split('-')[0]}",
-        source="uwsampl/dtr-prototype",
-        ops=tuple(reader.ops),
-        values=tuple(reader.values),
-        forward_ops=forward,
-        static_bytes=reader.static_bytes,
-        keep=tuple(keep),
-    ).checked()
+    return reader
+
+
+def _fullest(ops: Sequence[StepOp], values: Sequence[StepValue], keep: Sequence[int]) -> int:
+    """Return how many ops have run when the most bytes are live, if nothing runs again."""
+    ends = [value.op for value in values]
+    for number, op in enumerate(ops):
+        for v in op.reads:
+            ends[v] = number
+    for v in keep:
+        ends[v] = len(ops)
+    change = [0] * (len(ops) + 2)
+    for value, end in zip(values, ends, strict=True):
+        change[value.op] += value.nbytes
+        change[end + 1] -= value.nbytes
+    live, most, fullest = 0, 0, 0
+    for number in range(len(ops)):
+        live += change[number]
+        if live > most:
+            most, fullest = live, number
+    return fullest + 1

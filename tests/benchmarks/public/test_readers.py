@@ -138,6 +138,11 @@ LOG = """
 {"INSTRUCTION":"MUTATE","NAME":"relu_","ARGS":["v"],"MUTATE":["0"],"TIME":"1000"}
 {"INSTRUCTION":"COPY","DST":"y","SRC":"x"}
 {"INSTRUCTION":"RELEASE","NAME":"x"}
+{"INSTRUCTION":"CALL","NAME":"max_pool2d_backward","ARGS":["y"],"RESULT":["p"],"TIME":"3000"}
+{"INSTRUCTION":"MEMORY","NAME":"p","MEMORY":"2"}
+{"INSTRUCTION":"ALIAS","NAME":"p","ALIAS":"-1"}
+{"INSTRUCTION":"RELEASE","NAME":"p"}
+{"INSTRUCTION":"ANNOTATE","ANNOTATION":"BACKWARD"}
 {"INSTRUCTION":"CALL","NAME":"mm_backward","ARGS":["y","w"],"RESULT":["g"],"TIME":"4000"}
 {"INSTRUCTION":"MEMORY","NAME":"g","MEMORY":"16"}
 {"INSTRUCTION":"ALIAS","NAME":"g","ALIAS":"-1"}
@@ -153,10 +158,28 @@ def test_a_log_of_dtr_becomes_a_graph(tmp_path):
     assert graph.ops == (
         StepOp("/aten.mm.default#0", 2.0, ()),
         StepOp("/aten.relu_.default#1", 1.0, (0,)),
-        StepOp("/aten.mm_backward.default#2", 4.0, (1,)),
+        StepOp("/aten.max_pool2d_backward.default#2", 3.0, (1,)),
+        StepOp("/aten.mm_backward.default#3", 4.0, (1,)),
     )
-    assert graph.values == (StepValue(0, 8), StepValue(1, 8, 0), StepValue(2, 16))
-    assert (graph.forward_ops, graph.keep) == (2, (2,))
+    assert graph.values == (StepValue(0, 8), StepValue(1, 8, 0), StepValue(2, 2), StepValue(3, 16))
+    assert (graph.forward_ops, graph.keep) == (3, (3,))  # the pooling is of forward, whatever its name
+
+
+def test_forward_ends_at_the_fullest_op_if_the_log_does_not_say(tmp_path):
+    lines = [line for line in LOG.strip().splitlines() if "BACKWARD" not in line]
+    (tmp_path / "tiny-1.log").write_text("\n".join(lines))
+    assert dtr_logs.read(tmp_path / "tiny-1.log").forward_ops == 4  # 8 bytes of y and 16 of g
+
+
+def test_a_constant_of_dtr_that_is_written_in_place_is_a_value(tmp_path):
+    update = '{"INSTRUCTION":"MUTATE","NAME":"addcdiv_","ARGS":["w","g"],"MUTATE":["0"],"TIME":"1000"}'
+    (tmp_path / "tiny-1.log").write_text(f"{LOG.strip()}\n{update}")
+    graph = dtr_logs.read(tmp_path / "tiny-1.log")
+    assert graph.static_bytes == 0
+    assert graph.ops[0] == StepOp("/aten.constant.default#0", 0.0, (), repeatable=False)
+    assert [op.reads for op in graph.ops] == [(), (0,), (1,), (2,), (0, 2), (0, 4)]
+    assert graph.values[5] == StepValue(5, 100, 0)
+    assert graph.keep == (4, 5)
 
 
 @pytest.mark.parametrize("seed", range(5))
