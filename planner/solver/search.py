@@ -20,13 +20,13 @@ from functools import partial
 from itertools import islice
 
 from autoac.planner.memory.schedule import recompute_us
-from autoac.planner.memory.simulate import fits, peak_bytes, simulate
+from autoac.planner.memory.simulate import fits, peak_bytes
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.branch.tree import CLOSED, Node, Tree
-from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
-from autoac.planner.solver.highs import Floats, Outcome, Stopped
-from autoac.planner.solver.incumbent import Incumbent
+from autoac.planner.solver.constrained_moments import first_moments
+from autoac.planner.solver.highs import Outcome, Stopped
+from autoac.planner.solver.incumbent import Incumbent, Judge
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import UNDECIDED, BuiltProgram, assignment, build_program
 from autoac.planner.solver.start.heuristics import filled, greedy, simple_save_sets
@@ -36,6 +36,8 @@ from autoac.planner.solver.time_limit import Allowance
 # (share, reach) of the neighborhoods: see Search._neighborhood.
 TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
 PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
+FAR = 0.1  # gap from which smaller limits are tried,
+LIMITS = 6  # so many
 FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
 MANY_UNDECIDED = 100  # so many open decisions say little, see _perturbed_relaxation and _neighborhood
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
@@ -101,7 +103,6 @@ class Search:
         self._tried_blocks = False
         self._filled: SaveSet | None = None  # the best save set when it was last filled
         self._up_to_best = False  # the last cutoff was the best cost
-        self._missing: list[ConstrainedMoment] | None = None  # where the last candidate is too large
         self._tree: Tree | None = None  # of the last relaxation, and of programs with more rows
         for save_set in start:
             self.best.offer(save_set)
@@ -110,6 +111,7 @@ class Search:
             if within is not None:
                 self.best.offer(within)
         self.moments = set(moments) or first_moments(self.windows, (self.graph.everything, self._likely()))
+        self.judge = Judge(problem, budget, self.best, self.moments)
 
     def run(self, *, polish: bool = False) -> Stopped:
         """Search, and return the reason to stop. OPTIMAL: the best cost is proven to be within the gap.
@@ -179,7 +181,7 @@ class Search:
                     continue
                 if self._add_missing_moments():
                     level = 1 if self.budget is not None else min(level, 1)
-                elif effort < last and (effort == 0 or self._missing is None):
+                elif effort < last and (effort == 0 or self.judge.missing is None):
                     level += 1
                     continue
                 else:
@@ -249,14 +251,14 @@ class Search:
             of_peak = (partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS)
             return [self._rounded, *of_peak, self._full_program]
         tried = (partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS)
-        first: list[Effort] = [self._rounded, self._perturbed_relaxation, *tried, self._blockwise]
-        return [*first, self._branch, self._full_program]
+        first: list[Effort] = [self._rounded, self._perturbed_relaxation, self._lowered_limit, *tried]
+        return [*first, self._blockwise, self._branch, self._full_program]
 
     def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round the relaxation's decisions: seldom a plan, but they show where rows are missing."""
-        self._consider_rounded(built, relaxed)
+        self._consider(built, relaxed, in_part=True)
         if self.budget is not None and built.undecided(relaxed) >= MANY_UNDECIDED:
-            self._missing = None  # moments of such a candidate are not useful
+            self.judge.missing = None  # moments of such a candidate are not useful
         return relaxed
 
     def _perturbed_relaxation(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
@@ -271,9 +273,38 @@ class Search:
         if built.undecided(relaxed) < MANY_UNDECIDED:
             return replace(relaxed, values=None)
         outcome = self.allowance.solve(built.tilted(len(self.graph.ops)), built.cost_scale, relaxed=True)
-        self._consider_rounded(built, outcome)
-        is_new = any(moment not in self.moments for moment in self._missing or ())
+        self._consider(built, outcome, in_part=True)
+        is_new = any(moment not in self.moments for moment in self.judge.missing or ())
         return outcome if is_new else replace(outcome, values=None)  # else a rounded candidate says nothing
+
+    def _lowered_limit(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
+        """Round relaxations for lower limits up until one fits, if the best plan is far from the bound.
+
+        Where thousands of ops form a chain, as in a recurrent network, the relaxation saves some of them by a
+        tenth. Without these ops, the whole chain runs again at once; with them, a little too much is saved.
+        """
+        nothing = replace(relaxed, values=None)
+        if self.best.gap < FAR or relaxed.work > DEAR:
+            return nothing
+        assert self.budget is not None
+        limit = too_much = self.budget
+        for _ in range(LIMITS):
+            if relaxed.values is None:
+                limit = (limit + too_much) // 2
+            else:
+                decisions = built.decisions(relaxed.values)
+                save_set = without_cost_free_recomputes(self.graph, built.rounded(decisions, UNDECIDED))
+                over = peak_bytes(self.graph, save_set) - self.budget
+                if over <= 0:
+                    self.best.take(recompute_us(self.graph, save_set), save_set)
+                    break
+                halfway = (limit + self.problem.bounds.floor) // 2
+                limit, too_much = max(limit - 2 * over, halfway), limit
+            if self.allowance.over:
+                break
+            built = build_program(self.problem.arrays, limit, self.moments, options=self.options)
+            relaxed = self.allowance.solve(built.program, built.cost_scale, relaxed=True)
+        return nothing
 
     def _blockwise(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         is_loose = self.best.bound < LOOSE * self._dearest_us
@@ -409,60 +440,29 @@ class Search:
 
     # Candidates
 
-    def _consider(self, built: BuiltProgram, outcome: Outcome) -> None:
-        """Consider the save set of an assignment.
+    def _consider(self, built: BuiltProgram, outcome: Outcome, *, in_part: bool = False) -> None:
+        """Consider the save set of an outcome; `in_part`: its decisions may be open.
 
         A search for the smallest peak ignores a candidate once the work is used up, so that more work never
         finds a larger peak.
         """
-        self._missing = None
+        self.judge.missing = None
         if outcome.values is None or (self.budget is None and self.allowance.out_of_work):
             return
-        self._consider_save_set(built.save_set(outcome.values), (outcome.objective or 0.0) * built.cost_scale)
-
-    def _consider_save_set(self, candidate: SaveSet, objective: float) -> None:
-        """Simulate `candidate`. Keep it if it is the best; else note where it is too large."""
-        self._missing = None
-        tidy = without_cost_free_recomputes(self.graph, candidate)
-        tidy_peak = peak_bytes(self.graph, tidy)
-        if self.budget is not None and tidy_peak <= self.budget:
-            self.best.take(recompute_us(self.graph, tidy), tidy)
-            return
-        timeline = simulate(self.graph, candidate)  # its peak is seldom smaller than that of `tidy`
-        peak = timeline.peak.live_bytes
-        if self.budget is None:
-            self.best.take(tidy_peak, tidy)
-            self.best.take(peak, candidate)
-            over = moments_over_budget(
-                self.windows, math.ceil(objective), candidate, timeline, self.problem.blocks
-            )
-            self._missing = [moment for moment in over if moment not in self.moments] or None
-        elif peak <= self.budget:
-            self.best.take(recompute_us(self.graph, candidate), candidate)
+        decisions, objective = built.decisions(outcome.values), (outcome.objective or 0.0) * built.cost_scale
+        if in_part:
+            self.judge.consider_rounded(built, decisions, objective)
         else:
-            blocks = self.problem.blocks
-            self._missing = moments_over_budget(self.windows, self.budget, candidate, timeline, blocks)
-
-    def _consider_rounded(self, built: BuiltProgram, outcome: Outcome) -> None:
-        self._consider(built, outcome)
-        if self.budget is not None and self._missing is not None and outcome.values is not None:
-            self._offer_whole(built, built.decisions(outcome.values))
-
-    def _offer_whole(self, built: BuiltProgram, decisions: Floats) -> None:
-        """Offer the ops that are saved whole: the peak is smaller, and a large model is hardly slower."""
-        whole = built.rounded(decisions, 1 - UNDECIDED)
-        self.best.offer(without_cost_free_recomputes(self.graph, whole))
+            self.judge.consider(built.rounded(decisions), objective)
 
     def _consider_node(self, node: Node) -> bool:
-        """Consider the relaxation of a node, rounded. Return True if it is too large at its worst moment."""
+        """Consider the relaxation of a node. Return True if it is too large at its worst moment."""
         assert self._tree is not None
         built, before = self._tree.built, self.best.save_set
-        self._consider_save_set(built.rounded(node.decisions), node.bound * built.cost_scale)
-        if self._missing is not None:
-            self._offer_whole(built, node.decisions)
+        self.judge.consider_rounded(built, node.decisions, node.bound * built.cost_scale)
         if self.best.save_set != before:
             self._fill()
-        missing = self._missing or []
+        missing = self.judge.missing or []
         return bool(missing) and missing[0] not in self.moments
 
     def _rule_out(self, candidate: SaveSet) -> None:
@@ -472,7 +472,7 @@ class Search:
         """
         if self._add_missing_moments():
             return
-        if self._missing is not None and not self.options.lazy_rows:
+        if self.judge.missing is not None and not self.options.lazy_rows:
             # The candidate runs an op earlier than the runtime would, where no row forbids it yet.
             self.options = replace(self.options, sparse_stride=1, lazy_rows=True)
         else:
@@ -480,6 +480,6 @@ class Search:
 
     def _add_missing_moments(self) -> bool:
         """Add the moments at which the last candidate is too large; return True if any of them is new."""
-        new = [moment for moment in self._missing or () if moment not in self.moments]
+        new = [moment for moment in self.judge.missing or () if moment not in self.moments]
         self.moments.update(new)
         return bool(new)

@@ -491,3 +491,29 @@ def chunks() -> Profile:
     tape.step("second", [second])
     tape.step("first", [first])
     return tape.profile()
+
+
+def recurrent(steps: int) -> Profile:
+    """Return a step like that of an LSTM: everything in it depends on all that came before.
+
+    Each time step makes four gates of the last output h, a new cell of the last cell and three gates, and an
+    output of the new cell and the fourth gate. Backward reads the gates, the cells and the outputs.
+    """
+    tape = Tape()
+    (h,) = tape.op("h", [], 1)
+    (cell,) = tape.op("cell", [], 1)
+    packed = []
+    for _ in range(steps):
+        (product,) = tape.op("mm", [h], 4, us=12)
+        gates = [tape.op("sigmoid", [product], 1)[0] for _ in range(4)]
+        of_mm, of_cell = [tape.save(h)], [tape.save(v) for v in (cell, *gates[:3])]
+        (cell,) = tape.op("cell", [cell, *gates[:3]], 1, us=3)
+        (bent,) = tape.op("tanh", [cell], 1)
+        (h,) = tape.op("mul", [bent, gates[3]], 1)
+        packed.append((of_mm, of_cell, [tape.save(bent), tape.save(gates[3])]))
+    tape.op("loss", [h], 0, us=0)
+    for of_mm, of_cell, of_mul in reversed(packed):
+        tape.step("mul", of_mul, us=2, other=2)
+        tape.step("cell", of_cell, us=4, other=3)
+        tape.step("mm", of_mm, us=24, other=4)
+    return tape.profile()

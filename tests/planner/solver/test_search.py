@@ -1,4 +1,4 @@
-"""Check the first moments of a search and its perturbed relaxation."""
+"""Check the first moments of a search, its perturbed relaxation, and how it rounds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
 from autoac.planner.solver.highs import Outcome, Program, Stopped
 from autoac.planner.solver.moments import DuringStep
-from autoac.planner.solver.program import TILT, BuiltProgram, build_program
+from autoac.planner.solver.program import TILT, UNDECIDED, BuiltProgram, build_program
 from autoac.planner.solver.recompute_windows import find_windows
-from autoac.planner.solver.search import Search
+from autoac.planner.solver.search import FAR, Search
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 
@@ -142,3 +142,46 @@ def test_best_plan_is_filled_before_the_full_program_is_solved(monkeypatch: pyte
     assert searched.best.save_set is not None
     assert searched.best.cost < first
     assert peak_bytes(problem.graph, searched.best.save_set) <= budget
+
+
+def recurrent_search() -> Search:
+    problem = Problem(build(graphs.recurrent(32)))
+    budget = (problem.bounds.floor + problem.bounds.ceiling) // 2
+    return Search(problem, budget, gap=0.01, allowance=Allowance(20.0, Stopwatch(60.0), None))
+
+
+def test_relaxations_for_lower_limits_give_a_plan_of_a_long_chain() -> None:
+    searched = recurrent_search()
+    built, relaxed = searched._relaxation()
+    searched._consider(built, relaxed, in_part=True)
+    assert searched.judge.missing  # no way to round it fits
+    bound, before = searched.best.bound, searched.best.cost
+    nothing = searched._lowered_limit(built, relaxed)
+    assert nothing.values is None
+    assert searched.best.bound == bound  # those for lower limits prove nothing
+    assert searched.best.save_set is not None
+    assert searched.budget is not None
+    assert peak_bytes(searched.graph, searched.best.save_set) <= searched.budget
+    assert searched.best.cost < 0.8 * before
+
+
+def test_lower_limits_are_tried_only_far_from_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = recurrent_search()
+    built, relaxed = searched._relaxation()
+    monkeypatch.setattr(search, "build_program", None)
+    searched.best.take(searched.best.bound / (1 - FAR) - 1e-6, searched.graph.everything)
+    assert searched._lowered_limit(built, relaxed).values is None
+
+
+def test_decisions_are_rounded_up_if_that_takes_less_memory() -> None:
+    searched = recurrent_search()
+    built, relaxed = searched._relaxation()
+    decisions = built.decisions(relaxed.values)
+    some, parts = built.rounded(decisions), built.rounded(decisions, UNDECIDED)
+    assert peak_bytes(searched.graph, parts) < peak_bytes(searched.graph, some)
+    searched.judge.consider_rounded(built, decisions, 0.0)
+    missing = searched.judge.missing
+    searched.judge.consider(parts, 0.0)
+    assert searched.judge.missing == missing
+    searched.judge.consider(some, 0.0)
+    assert searched.judge.missing != missing
