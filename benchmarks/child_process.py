@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def run_in_child(function: Callable[..., T], *args: object) -> T:
+def run_in_child(function: Callable[..., T], *args: object, limit_s: float | None = None) -> T:
     """Return the result of a call in a child process, which starts with nothing allocated.
 
     The child is forked, so that nothing is imported again: the parent must not have run a kernel on several
@@ -17,6 +17,7 @@ def run_in_child(function: Callable[..., T], *args: object) -> T:
 
     Raises:
         RuntimeError: the child failed; its traceback is on stderr.
+        TimeoutError: it took longer than `limit_s` seconds, and was killed.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -28,6 +29,9 @@ def run_in_child(function: Callable[..., T], *args: object) -> T:
     child.start()
     sender.close()
     try:
+        if not receiver.poll(limit_s):
+            child.kill()
+            raise TimeoutError(f"{function.__name__} must end within {limit_s} s")
         result: T = receiver.recv()
     except EOFError:
         raise RuntimeError(f"{function.__name__}{args[:1]} failed; see the traceback above") from None

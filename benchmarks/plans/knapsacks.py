@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.save_sets import may_be_recomputed, without_cost_free_recomputes
+from benchmarks.child_process import run_in_child
 from benchmarks.plans.block_rules import Family, blocks_of, boundary, depths
 from benchmarks.plans.op_kinds import is_random
 
 FRACTIONS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 """Fractions of memory, for baselines that take one."""
 MANY_ITEMS = 5_000  # from here on torch's dp_knapsack would need a table of more than 200 MB
+
+ILP_LIMIT_S = 5.0  # torch's ilp_knapsack has none: equal items may take hours and gigabytes
 
 Knapsack = Callable[[list[float], list[float], float], tuple[float, list[int], list[int]]]
 """torch's signature: memory, run times, capacity -> run time saved, items to save, items to recompute."""
@@ -46,7 +50,8 @@ def knapsack(graph: Graph, solver: Knapsack, fractions: Iterable[float] = FRACTI
 
     There are two sets of candidates: ops whose outputs autograd saves ("packed"), and every op that
     backward may recompute ("all"). As in torch's `_optimize_runtime_with_given_memory`, an item's run time
-    is its own op's, and memory is a fraction of the whole.
+    is its own op's, and memory is a fraction of the whole. A fraction is left out if the solver raises
+    TimeoutError.
     """
     family: Family = {}
     for packed_only in (True, False):
@@ -57,7 +62,10 @@ def knapsack(graph: Graph, solver: Knapsack, fractions: Iterable[float] = FRACTI
         memory = [nbytes_of(graph, op) / total for op in items]
         runtimes = [graph.ops[op].runtime_us for op in items]
         for fraction in fractions:
-            _, chosen, _ = solver(memory, runtimes, fraction)
+            try:
+                _, chosen, _ = solver(memory, runtimes, fraction)
+            except TimeoutError:
+                continue
             setting = f"{'packed' if packed_only else 'all'}, fraction {fraction:.2f}"
             family[setting] = without_cost_free_recomputes(graph, (items[i] for i in chosen))
     return family
@@ -79,10 +87,10 @@ def greedy_knapsack(graph: Graph) -> Family:
 
 
 def ilp_knapsack(graph: Graph) -> Family:
-    """Run torch's `ilp_knapsack`, which needs scipy."""
+    """Run torch's `ilp_knapsack`, which needs scipy, for at most `ILP_LIMIT_S` seconds a fraction."""
     from torch._functorch._activation_checkpointing.knapsack import ilp_knapsack as solver
 
-    return knapsack(graph, solver)
+    return knapsack(graph, partial(run_in_child, solver, limit_s=ILP_LIMIT_S))
 
 
 def uniform_blocks(graph: Graph, fractions: Iterable[float] = FRACTIONS) -> Family:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
+import time
 from functools import partial
 
 import pytest
@@ -18,6 +20,7 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 from autoac.profiler import profile
+from benchmarks.child_process import run_in_child
 from benchmarks.models import gpt2 as zoo_gpt2
 from benchmarks.plans import block_rules, knapsacks, minimum_cut, sac_milp
 from benchmarks.plans.baselines import BASELINES
@@ -177,6 +180,18 @@ def test_the_dynamic_program_and_the_integer_program_agree_on_a_knapsack_seen_by
     for baseline in (knapsacks.dp_knapsack, knapsacks.ilp_knapsack):
         assert baseline(graph)["packed, fraction 0.65"] == {1, 2}
     assert knapsacks.greedy_knapsack(graph)["packed, fraction 0.65"] == {0}
+
+
+def test_a_solver_that_takes_too_long_leaves_its_fraction_out():
+    def solver(memory, runtimes, fraction):
+        time.sleep(60 if fraction == 0.5 else 0)
+        return 0.0, [], list(range(len(memory)))
+
+    family = knapsacks.knapsack(GPT2, partial(run_in_child, solver, limit_s=2.0), [0.2, 0.5, 0.8])
+    assert list(family) == [
+        f"{items}, fraction {fraction}" for items in ("packed", "all") for fraction in ("0.20", "0.80")
+    ]
+    assert not multiprocessing.active_children()
 
 
 def test_every_block_gets_the_same_decisions():
