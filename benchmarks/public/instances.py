@@ -74,7 +74,7 @@ def given(paths: Sequence[Path]) -> Iterator[tuple[str, Callable[[], list[Instan
     """Yield the graphs in files and folders that the user names, each with a function that reads it.
 
     A file is a StepGraph or Checkmate's columns in JSON, a pickle of `utsaslab/monet-schedules`, or a log of
-    DTR. Pickles of one graph at several budgets are one instance.
+    DTR. Pickles of one graph at several budgets are one instance. Other files in a folder are left out.
     """
     for path in paths:
         found = sorted(path.rglob("*")) if path.is_dir() else [path]
@@ -84,10 +84,15 @@ def given(paths: Sequence[Path]) -> Iterator[tuple[str, Callable[[], list[Instan
                 pickles.setdefault(file.name.rsplit("_", 1)[0], []).append(file)
             elif file.suffix == ".log":
                 yield file.name, _Log(file)
-            elif file.suffix == ".json" and file.name != "manifest.json":
+            elif file.suffix == ".json" and (file == path or _is_graph(file)):
                 yield file.name, _Json(file)
         for name, files in pickles.items():
             yield name, _Pickles(tuple(files))
+
+
+def _is_graph(path: Path) -> bool:
+    data = json.loads(path.read_text())
+    return isinstance(data, dict) and (data.get("format") == FORMAT or data.keys() >= checkmate_files.COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)

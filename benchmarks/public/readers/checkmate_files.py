@@ -21,6 +21,7 @@ from benchmarks.public.readers import safe_pickle
 from benchmarks.public.step_graph import Published, StepGraph, StepOp, StepValue
 
 KIB, GIB = 2**10, 2**30
+COLUMNS = {"name", "edges", "mem_kib", "fixed_kib", "cost_centi_ms", "op", "loss"}
 _NAME = re.compile(r"checkmate_solution_(?P<name>\w+?)_normal_(?P<gb>[\d.]+)\.pkl")
 
 # Costs of the published schedules in 1/100 ms, by graph and GB; True where Gurobi proved them optimal.
@@ -45,7 +46,7 @@ _PUBLISHED = {
 
 
 def from_columns(data: dict[str, Any]) -> StepGraph:
-    """Return the graph of a dict with the columns `edges`, `mem_kib`, `fixed_kib`, `cost_centi_ms`, `op`.
+    """Return the graph of a dict with `COLUMNS`.
 
     `loss` is the last node of forward, and `name` the name of the graph.
     """

@@ -123,6 +123,15 @@ def test_a_published_pickle_gives_graph_budget_and_stages(tmp_path, monkeypatch)
     assert instance.solutions == {("tiny", budget): stages}
 
 
+def test_only_graphs_are_read_from_a_folder(tmp_path):
+    (tmp_path / "graph.json").write_text(json.dumps(COLUMNS))
+    (tmp_path / "step.json").write_text(json.dumps(checkmate_files.from_columns(COLUMNS).to_json()))
+    (tmp_path / "config.json").write_text('{"name": "a configuration"}')
+    (tmp_path / "data.json").write_text("[1, 2]")
+    assert [name for name, _ in instances.given([tmp_path])] == ["graph.json", "step.json"]
+    assert [name for name, _ in instances.given([tmp_path / "config.json"])] == ["config.json"]  # will fail
+
+
 LOG = """
 {"INSTRUCTION":"CONSTANT","NAME":"before"}
 {"INSTRUCTION":"MEMORY","NAME":"before","MEMORY":"1"}
