@@ -15,7 +15,6 @@ from benchmarks.plans.op_kinds import is_random
 FRACTIONS = tuple(round(0.05 * i, 2) for i in range(1, 20))
 """Fractions of memory, for baselines that take one."""
 MANY_ITEMS = 5_000  # from here on torch's dp_knapsack would need a table of more than 200 MB
-
 ILP_LIMIT_S = 5.0  # torch's ilp_knapsack has none: equal items may take hours and gigabytes
 
 Knapsack = Callable[[list[float], list[float], float], tuple[float, list[int], list[int]]]
