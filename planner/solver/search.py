@@ -37,7 +37,7 @@ from autoac.planner.solver.time_limit import Allowance
 TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
 PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
 FAR = 0.1  # gap from which smaller limits are tried,
-LIMITS = 6  # so many
+LIMITS = 5  # so many
 FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
 MANY_UNDECIDED = 100  # so many open decisions say little, see _perturbed_relaxation and _neighborhood
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
@@ -288,7 +288,7 @@ class Search:
             return nothing
         assert self.budget is not None
         limit = too_much = self.budget
-        for _ in range(LIMITS):
+        for left in reversed(range(LIMITS + 1)):
             if relaxed.values is None:
                 limit = (limit + too_much) // 2
             else:
@@ -300,7 +300,7 @@ class Search:
                     break
                 halfway = (limit + self.problem.bounds.floor) // 2
                 limit, too_much = max(limit - 2 * over, halfway), limit
-            if self.allowance.over:
+            if left == 0 or self.allowance.over:
                 break
             built = build_program(self.problem.arrays, limit, self.moments, options=self.options)
             relaxed = self.allowance.solve(built.program, built.cost_scale, relaxed=True)

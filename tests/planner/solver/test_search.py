@@ -19,7 +19,7 @@ from autoac.planner.solver.highs import Outcome, Program, Stopped
 from autoac.planner.solver.moments import DuringStep
 from autoac.planner.solver.program import TILT, UNDECIDED, BuiltProgram, build_program
 from autoac.planner.solver.recompute_windows import find_windows
-from autoac.planner.solver.search import FAR, Search
+from autoac.planner.solver.search import FAR, LIMITS, Search
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 
@@ -163,6 +163,30 @@ def test_relaxations_for_lower_limits_give_a_plan_of_a_long_chain() -> None:
     assert searched.budget is not None
     assert peak_bytes(searched.graph, searched.best.save_set) <= searched.budget
     assert searched.best.cost < 0.8 * before
+
+
+def test_every_relaxation_for_a_lower_limit_is_rounded_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = recurrent_search()
+    built, relaxed = searched._relaxation()
+    solved: list[Outcome] = []
+    simulated: list[int] = []
+    solve = searched.allowance.solve
+
+    def recorded(*args: Any, **kwargs: Any) -> Outcome:
+        solved.append(solve(*args, **kwargs))
+        return solved[-1]
+
+    def a_byte_too_much(*_: object) -> int:
+        assert searched.budget is not None
+        simulated.append(searched.budget + 1)
+        return simulated[-1]
+
+    monkeypatch.setattr(searched.allowance, "solve", recorded)
+    monkeypatch.setattr(search, "peak_bytes", a_byte_too_much)
+    searched._lowered_limit(built, relaxed)
+    assert len(solved) == LIMITS
+    assert all(outcome.values is not None for outcome in solved)
+    assert len(simulated) == 1 + LIMITS
 
 
 def test_lower_limits_are_tried_only_far_from_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
