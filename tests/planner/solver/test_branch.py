@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -61,6 +62,11 @@ def search_of(graph: Graph, budget: int, gap: float, allowance: Allowance | None
 def budget_of(graph: Graph, share: float) -> int:
     bounds = Problem(graph).bounds
     return int(bounds.floor + share * (bounds.ceiling - bounds.floor))
+
+
+def built_for(problem: Problem, share: float) -> BuiltProgram:
+    moments = first_moments(problem.windows, [problem.graph.everything])
+    return build_program(problem.arrays, budget_of(problem.graph, share), moments)
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.1, 0.3])
@@ -175,11 +181,7 @@ def test_branching_stops_when_progress_says_so(branched: list[Node]) -> None:
 
 def test_relaxation_solved_again_equals_a_new_one() -> None:
     problem = Problem(build(graphs.gpt2(2)))
-    built = build_program(
-        problem.arrays,
-        budget_of(problem.graph, 0.5),
-        first_moments(problem.windows, [problem.graph.everything]),
-    )
+    built = built_for(problem, 0.5)
     kept, rng, infeasible, cut_off = Relaxation(built.program), random.Random(0), 0, 0
     first, basis = kept.solve({})
     assert first.objective is not None
@@ -202,3 +204,51 @@ def test_relaxation_solved_again_equals_a_new_one() -> None:
     assert infeasible < 20
     assert cut_off > 2
     assert kept.solve({})[0].objective == pytest.approx(first.objective)
+
+
+def test_column_is_fixed_again_after_it_was_free() -> None:
+    problem = Problem(build(graphs.gpt2(2)))
+    kept = Relaxation(built_for(problem, 0.5).program)
+    free = kept.solve({})[0].objective
+    for column in (int(column) for column in built_for(problem, 0.5).s_columns):
+        for value in (0.0, 1.0):
+            first = kept.solve({column: value})[0]
+            assert kept.solve({})[0].objective == pytest.approx(free)
+            again = kept.solve({column: value})[0]
+            assert again.stopped is first.stopped
+            assert again.objective == pytest.approx(first.objective)
+
+
+def test_children_whose_solves_run_out_of_work_prove_nothing() -> None:
+    problem = Problem(build(graphs.gpt2(2)))
+    allowance = Allowance(60.0, Stopwatch(60.0), None)
+    tree = Tree(built_for(problem, 0.5), allowance)
+    node = tree.select(math.inf, math.inf)
+    assert node is not None
+    assert node.open
+    before = tree.bound
+    allowance.work_left = 1e-9
+    tree.branch(node, math.inf)
+    assert tree.stopped is Stopped.WORK_LIMIT
+    assert tree.bound == before
+    assert tree.select(math.inf, math.inf) is None
+
+
+def test_node_is_solved_again_once_the_program_has_tighter_rows() -> None:
+    problem = Problem(build(graphs.gpt2(2)))
+    tree = Tree(built_for(problem, 0.5), Allowance(60.0, Stopwatch(60.0), None))
+    for _ in range(3):
+        node = tree.select(math.inf, math.inf)
+        assert node is not None
+        tree.branch(node, math.inf)
+    before, tighter = tree.bound, built_for(problem, 0.4)
+    tree.use(tighter)
+    assert tree.bound == before  # what the nodes have proven holds
+    for _ in range(4):
+        node = tree.select(math.inf, math.inf)
+        assert node is not None
+        columns, values = np.array(list(node.fixed)), np.array(list(node.fixed.values()))
+        new = solve(tighter.program.fixed(columns, values), relaxed=True)
+        assert node.bound == pytest.approx(new.objective, rel=1e-6)
+        assert node.bound > before * 1.01
+        tree.branch(node, math.inf)
