@@ -21,7 +21,7 @@ from .runtime.nested_policies import PolicyConflict
 from .runtime.pins import Pin, pin
 from .runtime.policy_context import save_recompute_policy, tag
 from .runtime.split_backward import split_backward
-from .runtime.write_guard import StaleError
+from .runtime.write_guard import ContentsDiffer, StaleError
 from .service_client.errors import RemoteError, ServiceRefused, ServiceUnavailable
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "CheckpointingActive",
     "CompiledModel",
     "Constraints",
+    "ContentsDiffer",
     "InfeasibleBudget",
     "InvalidBudget",
     "InvalidConstraints",

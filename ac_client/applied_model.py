@@ -79,8 +79,10 @@ class Applied:
         group: Group = AUTO,
         loss: Loss | None = None,
         forwards_in_flight: int | None = None,
+        verify: int | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self._verify = verify
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._strict = strict
@@ -375,9 +377,12 @@ class Applied:
         if marks is not None and not waiting:
             marks.begin_forward()
         bucket.statistics.steps += 1
-        if not waiting:
-            self._peaks.begin_step(bucket)
         self._steps += 1
+        route = bucket.loaded.route(waiting)
+        compares = not route.compared or (self._verify is not None and self._steps % self._verify == 0)
+        route.compared = True
+        if not waiting:
+            self._peaks.begin_step(bucket, compares=compares and bucket.loaded.recomputes)
         if marks is not None:
             self._measured.note_batch(batch_tensors((*args, *kwargs.values())))
         if len(self._began) < MOST_STEP_TIMES:
@@ -389,6 +394,7 @@ class Applied:
             compiled=self._compiled,
             has_compiled_parts=bool(self._compiled_parts),
             strict=self._strict,
+            compares=compares,
             report=self._left_policy,
             wrappers=self._wrappers,
         )

@@ -56,6 +56,7 @@ def apply(
     group: Group = AUTO,
     loss: Loss | None = None,
     forwards_in_flight: int | None = None,
+    verify: int | None = None,
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
@@ -96,6 +97,8 @@ def apply(
             nothing of it is recomputed. With `forwards_in_flight` above 1 it takes a list of all outputs.
         forwards_in_flight: training forwards that run before one backward (2 for a siamese or contrastive
             loss, 4 for DPO). By default one; more are planned for once they occur (docs/budget.md).
+        verify: compare what backward recomputes with what forward saved in every `verify`-th step, and not
+            only in the first step of each plan (docs/semantics.md).
 
     Raises:
         TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
@@ -127,7 +130,7 @@ def apply(
     check_source(budget_gb, policy, alias, service, require_service=require_service)
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
-    check_loop(loss, forwards_in_flight)
+    check_loop(loss, forwards_in_flight, verify)
     check_unplanned(model)
     if policy is None and alias is None:
         check_one_device(model)
@@ -158,6 +161,7 @@ def apply(
         group=group,
         loss=loss,
         forwards_in_flight=forwards_in_flight,
+        verify=verify,
     )
     return given
 

@@ -171,21 +171,22 @@ def check_switches(*, strict: Any, require_service: Any, shapes: Any, group: Any
         raise TypeError(f'group must be "auto", a ProcessGroup or None, got {described(group)}')
 
 
-def check_loop(loss: Any, forwards_in_flight: Any) -> None:
+def check_loop(loss: Any, forwards_in_flight: Any, verify: Any = None) -> None:
     """Check the arguments that describe the training loop.
 
     Raises:
-        TypeError: `loss` is not a function, or `forwards_in_flight` not an integer.
-        ValueError: `forwards_in_flight` is below 1.
+        TypeError: `loss` is not a function, or `forwards_in_flight` or `verify` not an integer.
+        ValueError: `forwards_in_flight` or `verify` is below 1.
     """
     if loss is not None and not callable(loss):
         raise TypeError(f"loss must be a function from the model's output to a scalar, got {described(loss)}")
-    if forwards_in_flight is None:
-        return
-    if isinstance(forwards_in_flight, bool) or not isinstance(forwards_in_flight, int):
-        raise TypeError(f"forwards_in_flight must be a positive integer, got {forwards_in_flight!r}")
-    if forwards_in_flight < 1:
-        raise ValueError(f"forwards_in_flight must be a positive integer, got {forwards_in_flight}")
+    for name, number in (("forwards_in_flight", forwards_in_flight), ("verify", verify)):
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} must be a positive integer, got {number!r}")
+        if number < 1:
+            raise ValueError(f"{name} must be a positive integer, got {number}")
 
 
 def _is_process_group(group: Any) -> bool:

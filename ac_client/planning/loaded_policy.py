@@ -50,6 +50,7 @@ class ForwardRoute:
     # Those of them that an audit has judged, by first position; None: recorded op by op.
     call_sites: dict[int, CallSite | None] = field(default_factory=dict)
     unrecorded: int = 0  # ops that the last walk ran without the dispatch mode
+    compared: bool = False  # what backward recomputes was compared once
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +83,10 @@ class LoadedPolicy:
             )
             for start, decisions in zip(starts, self.policy.forwards, strict=False)
         )
+
+    def route(self, waiting: int) -> ForwardRoute:
+        """Return the route of a forward; `waiting` earlier ones wait for their backward."""
+        return self.forwards[min(waiting, len(self.forwards) - 1)]
 
     @property
     def n_recorded(self) -> int:

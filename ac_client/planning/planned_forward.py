@@ -52,6 +52,7 @@ class PlannedForward(threading.local):
         compiled: bool = False,
         has_compiled_parts: bool = False,
         strict: bool,
+        compares: bool = False,
         report: Callable[[OffPath], None],
         wrappers: Set[str],
     ) -> None:
@@ -63,12 +64,13 @@ class PlannedForward(threading.local):
             compiled: torch.compile runs the whole forward.
             has_compiled_parts: torch.compile runs parts of it.
             strict: raise if the forward leaves its policy.
+            compares: backward compares what it recomputes.
             report: called if the forward leaves its policy.
             wrappers: paths of modules whose own ops are in no policy.
         """
         loaded = bucket.loaded
         self._bucket, self._unrecorded = bucket, 0
-        route = loaded.forwards[min(waiting, len(loaded.forwards) - 1)]
+        route = loaded.route(waiting)
         self._strict, self._report = strict, report
         self._paths = [ROOT]
         if compiled or has_compiled_parts:
@@ -91,6 +93,8 @@ class PlannedForward(threading.local):
         region = save_recompute_policy(self._cursor)
         region.__enter__()
         self._region = region
+        if active.region is not None and compares:
+            active.region.compare(self._innermost)
 
     def end(self, *, whole: bool = False) -> PlannedBucket | None:
         """End the forward, if one is running, and return the bucket it ran under.

@@ -395,10 +395,19 @@ class PeakWatch:
         """Return True if the step that runs is compared."""
         return self._readings is not None
 
-    def begin_step(self, bucket: PlannedBucket) -> None:
-        """Take the first reading of a step under `bucket`, if it is one to compare."""
+    def begin_step(self, bucket: PlannedBucket, *, compares: bool = False) -> None:
+        """Take the first reading of a step under `bucket`, if it is one to compare.
+
+        Args:
+            compares: backward compares contents in this step, for which it allocates up to 2 MiB more.
+        """
         compared = bucket.statistics.compared
-        if self.allocator is not None and compared < WATCHED_STEPS and self.is_complete(bucket):
+        if (
+            not compares
+            and self.allocator is not None
+            and compared < WATCHED_STEPS
+            and self.is_complete(bucket)
+        ):
             self._readings = _Readings(bucket, [self.allocator.allocated_peak()], self.written())
 
     def read(self) -> None:

@@ -31,15 +31,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ac_client.rerun.ambient_state import AmbientState
 from ac_client.runtime.nodes import CallNode, StorageVersion, UnsupportedTensor
 from ac_client.runtime.region import Region
 from ac_client.runtime.replay import recording_off
-from ac_client.runtime.saved_handles import RecomputedHandle
+from ac_client.runtime.saved_handles import RecomputedHandle, handle_for
 from ac_client.runtime.view_recipes import Recipe, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError, version_counter
 from autoac.profiler.torch_facts.private import tree_leaves
 from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.profiler.unseen.ambient_state import AmbientState
 
 _STRIDED = torch.strided
 
@@ -190,7 +190,7 @@ class RecordedCall:
         slot, recipe = self._slots[version.serial], recipe_of(tensor)
         self._last_pack[slot] = len(packs)
         packs.append((slot, recipe))
-        return RecomputedHandle(version, recipe, self._graph, tensor.device)
+        return handle_for(tensor, version, recipe, self._graph)
 
     def _add(self, tensor: Tensor) -> StorageVersion:
         version = StorageVersion(self.node, tensor, raw=True)

@@ -25,6 +25,7 @@ from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import dynamo_is_active
 from autoac.profiler.torch_facts.private import tree_leaves
 from autoac.profiler.torch_facts.storage_table import is_wrapper
+from autoac.profiler.unseen.checked_code import site_of_function
 
 R = TypeVar("R")
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -99,14 +100,15 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     selective = _selective_policy(first, second)
+    site = site_of_function(function)
     if selective is not None:
-        with save_recompute_policy(selective, checkpoint=UseGroup(0)):
+        with save_recompute_policy(selective, checkpoint=UseGroup(0), site=site):
             return function(*args, **kwargs)
     if type(second) is not contextlib.nullcontext:
         return call_torch(context_fn=lambda: (first, second))
     swallowed: BaseException | None = None
     try:
-        with save_recompute_policy("recompute_all", checkpoint=UseGroup(0)), first:
+        with save_recompute_policy("recompute_all", checkpoint=UseGroup(0), site=site), first:
             try:
                 return function(*args, **kwargs)
             except BaseException as error:

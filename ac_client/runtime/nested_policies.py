@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -240,6 +240,7 @@ class PolicyFrame(NamedTuple):
     line: int
     packing: Packing | None = None
     checkpoint: UseGroup | None = None  # of what runs inside, if this is a call of `checkpoint`
+    site: Hashable = None  # the code that runs inside; None in a plan
 
     def __str__(self) -> str:
         return f"{self.policy.description} ({self.file}:{self.line})"
@@ -349,6 +350,21 @@ class PolicyStack:
         return decision in SAVES or (
             facts.must_save != "" and decision is not CheckpointPolicy.MUST_RECOMPUTE
         )
+
+    def saves_function(self, facts: OpFacts) -> bool | None:
+        """Return True if a call of a Function is saved, False if not; None if its ops inside decide.
+
+        A plan, "recompute_all" and the like decide about the call. Lists and functions of ops know nothing of
+        Functions: without a plan, they are asked about the visible ops inside, and a call is saved if one is.
+        """
+        if self._cursor is not None or self._constant is not None:
+            return self.saves(None, facts, (), None)
+        deciding = [f for f in self.frames if isinstance(f.policy, (ConstantPolicy, PlannedPolicy))]
+        if len(deciding) < len(self.frames) and not any(type(f.policy) is PlannedPolicy for f in deciding):
+            return None
+        decision, decided_by = resolve(deciding, None, facts, (), {}, None)
+        self.forced_by = str(decided_by) if decision is CheckpointPolicy.MUST_RECOMPUTE else ""
+        return decision in SAVES
 
 
 def resolve(

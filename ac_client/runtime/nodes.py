@@ -37,10 +37,10 @@ import torch
 from torch import Tensor
 
 from ac_client.runtime.cursor import UseGroup
-from ac_client.runtime.global_flags import current_flags
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError, WriteGuard, detached_alias, version_counter
 from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.global_flags import current_flags
 from autoac.profiler.torch_facts.rng import GeneratorState
 from autoac.profiler.torch_facts.streams import event_on, streams_seen, wait_for
 
@@ -84,9 +84,13 @@ class Source:
             self._recipe = recipe_of(self.tensors[0])
         return matches_recipe(tensor, self._recipe)
 
-    def keep_copy(self) -> None:
-        """Replace the storage by a private copy, because the original is about to be written."""
-        storage = self.tensors[0].untyped_storage().clone()
+    def keep_copy(self, copy: torch.UntypedStorage | None = None) -> None:
+        """Replace the storage by a private copy, because the original is about to be written.
+
+        Args:
+            copy: the copy, if the original is written already.
+        """
+        storage = self.tensors[0].untyped_storage().clone() if copy is None else copy
         self.tensors = [make_view(storage, recipe_of(tensor)) for tensor in self.tensors]
         self.guard = None
         if streams_seen.several:
@@ -130,6 +134,7 @@ class StorageVersion:
 
     __slots__ = (
         "__weakref__",
+        "contents",
         "counter",
         "first_counter",
         "handles",
@@ -138,6 +143,7 @@ class StorageVersion:
         "raw",
         "recipe",
         "serial",
+        "suspect",
         "tensor_ref",
         "uses",
     )
@@ -154,6 +160,9 @@ class StorageVersion:
         self.later_runs: tuple[tuple[UseGroup, StorageVersion], ...] = ()
         self.counter: int | None = None  # version counter of the tensor, noted before the mode pauses
         self.first_counter = -1 if raw else 0  # the counter when this version was made; -1 if unknown
+        self.suspect = False  # readers must first compare: someone unseen may have written it
+        # Fingerprint of the storage; None if suspect: nobody has written it.
+        self.contents: Tensor | int | None = None
 
     def note_counter(self) -> bool:
         """Note the version counter of the tensor; return False if it cannot be read."""
@@ -275,6 +284,12 @@ class CallNode(Node):
         self.rerun = rerun  # from the tensors of `args`, and which of `outs` are needed, to these
 
 
+class FunctionNode(Node):
+    """A call of a torch.autograd.Function, recorded as one op. `func` runs its forward above autograd."""
+
+    __slots__ = ()
+
+
 class FixedShapeOp:
     """An op whose output shape depends on values (a mask, an index). A replay must give forward's shape."""
 
@@ -344,16 +359,27 @@ def pin_version(version: StorageVersion, tensor: Tensor, order: int) -> Source:
         remove_use(version)
     before.outs = tuple(None if ref is not None and ref() is version else ref for ref in before.outs)
     before.rewrites = tuple((old, _nothing if new() is version else new) for old, new in before.rewrites)
-    # It reads no version, so it may run before all others.
     source = Source(tensor)
-    node = Node(-order, "pinned", _identity, (source.argument_for(tensor),), {}, (), None)
-    node.outs = (weakref.ref(version),)
-    version.node = node
+    version.node = _pinned_node(source, tensor, order)
+    version.node.outs = (weakref.ref(version),)
     version.raw = True
     if uses:
         add_use(version)
         version.uses = uses
     return source
+
+
+def version_from_outside(tensor: Tensor, order: int) -> StorageVersion:
+    """Return a version whose contents are those that `tensor` has, also after unseen writes."""
+    node = _pinned_node(Source(tensor), tensor, order)
+    version = StorageVersion(node, tensor, raw=True)
+    node.outs = (weakref.ref(version),)
+    return version
+
+
+def _pinned_node(source: Source, tensor: Tensor, order: int) -> Node:
+    # It reads no version, so it may run before all others.
+    return Node(-order, "pinned", _identity, (source.argument_for(tensor),), {}, (), None)
 
 
 def _identity(tensor: Tensor) -> Tensor:

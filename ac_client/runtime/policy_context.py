@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -11,7 +12,13 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.runtime.cursor import UseGroup
-from ac_client.runtime.nested_policies import Packing, PolicyFrame, parse_policy, without_offload
+from ac_client.runtime.nested_policies import (
+    Packing,
+    PlannedPolicy,
+    PolicyFrame,
+    parse_policy,
+    without_offload,
+)
 from ac_client.runtime.region import Region
 from ac_client.runtime.replay import EventLog
 from autoac.profiler.torch_facts.inductor import dynamo_is_active, keep_dynamo_out
@@ -56,10 +63,12 @@ class save_recompute_policy:
         packing: Packing | None = None,
         log: EventLog | None = None,
         checkpoint: UseGroup | None = None,
+        site: Hashable = None,
     ) -> None:
         self._policy = parse_policy(policy)
         self._packing = packing
         self._checkpoint = checkpoint
+        self._site = site
         self._log = log
         self._entered: tuple[Region, PolicyFrame] | None = None
 
@@ -78,8 +87,13 @@ class save_recompute_policy:
             region = Region(self._log)
             region.open()
             active.region = region
+        site = (
+            None
+            if isinstance(self._policy, PlannedPolicy)
+            else self._site or (caller.f_code, caller.f_lineno)
+        )
         frame = PolicyFrame(
-            self._policy, caller.f_code.co_filename, caller.f_lineno, self._packing, self._checkpoint
+            self._policy, caller.f_code.co_filename, caller.f_lineno, self._packing, self._checkpoint, site
         )
         region.push_policy(frame)
         self._entered = region, frame

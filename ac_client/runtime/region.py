@@ -64,6 +64,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.nested_policies import SAVES, PlannedPolicy, PolicyConflict, PolicyFrame, PolicyStack
 from ac_client.runtime.nodes import FixedShapeOp, Node, StorageVersion, UnsupportedTensor, next_order
+from ac_client.runtime.recorded_function import RecordedFunction
 from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from ac_client.runtime.tracked_storages import TrackedStorages, move_handles
@@ -76,6 +77,7 @@ from autoac.profiler.torch_facts.op_facts import (
     facts_of,
     known_facts,
     tensor_versions,
+    unread_argument,
     updates_statistics,
     written_tensors,
 )
@@ -83,6 +85,7 @@ from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.rng import capture_generator, generator_of
 from autoac.profiler.torch_facts.storage_table import has_storage, window_of
 from autoac.profiler.torch_facts.streams import has_streams, hold_for_current_stream, streams_seen
+from autoac.profiler.unseen.function_calls import Apply, FunctionCall, watch_functions
 
 _NO_KWARGS: dict[str, Any] = {}
 
@@ -110,6 +113,11 @@ class Region(RecordingMode):
         self._masks = DrawnMasks()
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
+        self._function: RecordedFunction | None = None  # the call of a Function that is running
+        self._module: Callable[[], str] | None = (
+            None  # path of the module that runs, where contents are compared
+        )
+        self._asks_inside = False  # policies are asked about the ops inside of that call
         self._has_streams = has_streams()
         self._stream = private.current_stream() if self._has_streams else 0  # that the last op ran on
 
@@ -130,6 +138,7 @@ class Region(RecordingMode):
             RuntimeError: torch does not allow saved-tensor hooks here.
         """
         watch_sharding()
+        watch_functions()
         self._compiled_unseen = not watch_compiled()
         self._hooks.enter()
         self.__enter__()  # type: ignore[no-untyped-call]
@@ -156,8 +165,17 @@ class Region(RecordingMode):
                 "before the region begins"
             )
 
+    def compare(self, module: Callable[[], str]) -> None:
+        """Have backward compare what it recomputes; `module` returns the path of the module that runs."""
+        self.graph.compare()
+        self._module = module
+
     def push_policy(self, frame: PolicyFrame) -> None:
         """Push a policy; it becomes the innermost."""
+        if frame.site is not None and (not self._frames or self.storages.watches_code):
+            self.storages.watches_code = True
+            self.graph.code.note_site(frame.site)
+            self.storages.compare_if_new()
         if frame.checkpoint is not None:
             frame.checkpoint.latest = -1 - sum(outer.checkpoint is not None for outer in self._frames)
             if frame.policy.needs_output and not any(type(f.policy) is PlannedPolicy for f in self._frames):
@@ -259,6 +277,8 @@ class Region(RecordingMode):
                 self._stream, streams_seen.several = stream, True
             if streams_seen.several:
                 self._save_crossing(tensors_in(args, kwargs or {}))
+        if self._function is not None:
+            return self._run_in_function(self._function, func, facts, args, kwargs)
         if self._log is not None:
             self._log.add("compute", facts.name)
         if facts.fills_packed >= 0:
@@ -279,6 +299,56 @@ class Region(RecordingMode):
         elif facts.never_recomputed:
             return self._run_saved(func, facts, args, kwargs)
         return self._run_recorded(func, facts, args, kwargs)
+
+    def run_function(self, cls: type, args: Sequence[Any], kwargs: dict[str, Any], apply: Apply) -> Any:
+        """Run a Function as one op, which the policies decide."""
+        if recording_off.depth or self._function is not None:
+            return apply(*args, **kwargs)
+        call = FunctionCall(cls, args, kwargs)
+        if self._has_streams and streams_seen.several:
+            self._save_crossing(call.arguments.tensors)
+            for tensor in call.arguments.tensors:
+                hold_for_current_stream(tensor)
+        if self._log is not None:
+            self._log.add("compute", call.facts.name)
+        decided = self._policy.saves_function(call.facts)
+        function = RecordedFunction(
+            call,
+            self.storages,
+            self.graph,
+            self._grouping,
+            self._stream,
+            saved=decided is True,
+        )
+        self._function, self._asks_inside = function, decided is None
+        self._hooks.pack_in_call = function.pack
+        try:
+            out = call.run(apply)
+        finally:
+            self._function = None
+            self._hooks.pack_in_call = None
+        recording_off.depth += 1
+        try:
+            function.end(out)
+        finally:
+            recording_off.depth -= 1
+        return out
+
+    def _run_in_function(
+        self,
+        function: RecordedFunction,
+        func: Any,
+        facts: OpFacts,
+        args: Sequence[Any],
+        kwargs: dict[str, Any] | None,
+    ) -> Any:
+        """Run an op inside of a Function, which is recorded as a whole."""
+        function.call.note_op(facts, args, kwargs or {})
+        out = self._run_saved(func, facts, args, kwargs)
+        function.call.note_outputs(args, kwargs or {}, out)
+        if self._asks_inside and self._policy.saves(func, facts, args, kwargs, out):
+            function.saved = True
+        return out
 
     def _save_crossing(self, tensors: Iterable[Tensor]) -> None:
         """Save those of `tensors` that another stream has made."""
@@ -327,7 +397,7 @@ class Region(RecordingMode):
         return out
 
     def _stand_ins(
-        self, args: Sequence[Any], kwargs: dict[str, Any] | None
+        self, args: Sequence[Any], kwargs: dict[str, Any] | None, unread: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[StorageVersion, ...]]:
         """Return the arguments of a node with the stand-ins of their tensors, and the versions among them.
 
@@ -335,7 +405,7 @@ class Region(RecordingMode):
             UnsupportedTensor: a tensor is not described by its storage and recipe.
         """
         reads: dict[StorageVersion, None] = {}
-        stand_ins = self.storages.arguments(args, reads)
+        stand_ins = self.storages.arguments(args, reads, unread)
         if not kwargs:
             return stand_ins, _NO_KWARGS, tuple(reads)
         named = dict(zip(kwargs, self.storages.arguments(kwargs.values(), reads), strict=True))
@@ -359,14 +429,17 @@ class Region(RecordingMode):
         if self._grouping is not None:
             groups = self._grouping.use_groups
             storages.position = groups[0].latest if groups else self._grouping.position
+        unread = unread_argument(facts, args, kwargs) if facts.may_skip_first else None
         try:
-            stand_ins, named, reads = self._stand_ins(replayed_args, kwargs)
+            stand_ins, named, reads = self._stand_ins(replayed_args, kwargs, unread)
         except UnsupportedTensor:
             return self._run_saved(func, facts, args, kwargs)
         rng_state = None
         if facts.random and facts.draws(args, kwargs or {}):
             rng_state = capture_generator(generator_of(args, kwargs or {}))
         node = Node(next_order(), facts.name, facts.call, stand_ins, named, reads, rng_state, self._stream)
+        if self._module is not None:
+            self.graph.modules[node.order] = self._module()
         written: Sequence[Tensor] = ()
         rewritten: Sequence[tuple[StorageVersion, Tensor]] = ()
         if facts.mutates and replayed_args is args:
@@ -376,7 +449,7 @@ class Region(RecordingMode):
         later_runs: list[tuple[UseGroup, Node, Sequence[tuple[StorageVersion, Tensor]]]] = []
         for group in groups[1:]:
             storages.position = group.latest
-            parts = self._stand_ins(replayed_args, kwargs)
+            parts = self._stand_ins(replayed_args, kwargs, unread)
             run = Node(next_order(), facts.name, facts.call, *parts, rng_state, self._stream)
             run.writes_sources = node.writes_sources
             later_runs.append((group, run, storages.versions_among(written)))
@@ -406,6 +479,8 @@ class Region(RecordingMode):
             move_handles(old, made[0], window_of(tensor))
         outs = (out,) if type(out) is Tensor else tuple(outputs_of(out))
         node.outs = tuple(storages.output(tensor, node, written) for tensor in outs)
+        if facts.blank:
+            storages.note_blank(outs[0])
         for group, run, rewrites in later_runs:
             run.forced_by = node.forced_by
             run.rewrites = tuple(

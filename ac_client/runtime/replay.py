@@ -11,12 +11,12 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ac_client.runtime.global_flags import FlagSwitcher
 from ac_client.runtime.nodes import (
     CallNode,
     Node,
@@ -33,7 +33,10 @@ from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, re
 from ac_client.runtime.write_guard import StaleError
 from autoac.planner.formats.op_key import name_in_keys
 from autoac.profiler.torch_facts import private, rng
+from autoac.profiler.torch_facts.global_flags import FlagSwitcher
 from autoac.profiler.torch_facts.op_signature import outputs_of
+from autoac.profiler.unseen.checked_code import CheckedCode
+from autoac.profiler.unseen.fingerprints import Comparison, KeptWeights
 
 
 class Pass:
@@ -158,6 +161,19 @@ class RegionGraph:
         self.suspended: Pass | None = None  # between two parts of a split backward
         self.log = log
         self.selective = False  # a checkpoint outside of any plan saves what only recomputes read
+        self.weights: KeptWeights | None = None  # set where backward compares what it recomputes
+        self.code = CheckedCode()  # outside of plans
+        self.modules: dict[int, str] = {}  # where backward compares under a plan: module by order of a node
+
+    @property
+    def compares(self) -> bool:
+        """Return True if backward compares what it recomputes with what forward saved."""
+        return self.weights is not None
+
+    def compare(self) -> None:
+        """Have backward compare what it recomputes with what forward saves from here on."""
+        if Comparison.enabled and self.weights is None:
+            self.weights = KeptWeights()
 
     def current_pass(self) -> tuple[Pass, bool]:
         """Return the pass of the running graph task, and True if unpacking may consume its uses.
@@ -192,6 +208,7 @@ class RegionGraph:
         return running
 
     def _start(self, running: Pass) -> None:
+        self.code.confirm()
         self.passes[running.task] = running
         private.execution_engine.queue_callback(_PassOwner(running, self))
 
@@ -259,12 +276,12 @@ def recompute(target: StorageVersion, running: Pass, graph: RegionGraph) -> Tens
         running.cache.update(counted.cache)
         running.handed_out.update(counted.handed_out)
     with FlagSwitcher() as flags:
-        for calls, nodes in itertools.groupby(sorted(burst, key=_order), key=_is_call):
-            if calls:
+        for kind, nodes in itertools.groupby(sorted(burst, key=_order), key=type):
+            if kind is CallNode:
                 for node in nodes:
                     _rerun(node, running, graph, target, flags)
             else:
-                with _BelowAutograd():
+                with _BelowAutograd() if kind is Node else _unrecorded():
                     for node in nodes:
                         _replay(node, running, graph, target, flags)
     recomputed = running.cache[target.serial]
@@ -275,10 +292,6 @@ def recompute(target: StorageVersion, running: Pass, graph: RegionGraph) -> Tens
 
 def _order(node: Node) -> int:
     return node.order
-
-
-def _is_call(node: Node) -> bool:
-    return type(node) is CallNode
 
 
 def _rerun(
@@ -432,6 +445,16 @@ class _RecordingOff(threading.local):
 
 
 recording_off = _RecordingOff()
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Run the body unseen by a region that is recording (rule 7)."""
+    recording_off.depth += 1
+    try:
+        yield
+    finally:
+        recording_off.depth -= 1
 
 
 class _BelowAutograd:

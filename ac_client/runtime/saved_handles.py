@@ -13,7 +13,9 @@ from ac_client.runtime.nodes import StorageVersion, add_use, remove_use
 from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, recording_off, view_of
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
-from ac_client.runtime.write_guard import WriteGuard, detached_alias
+from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias
+from autoac.profiler.torch_facts.op_facts import LEAVE_BYTES_UNWRITTEN
+from autoac.profiler.unseen.fingerprints import can_compare, fingerprint, same_contents
 
 
 class RecomputedHandle:
@@ -28,6 +30,7 @@ class RecomputedHandle:
         "_last_task",
         "_used_in",
         "_version",
+        "contents",
         "device",
         "graph",
         "key",
@@ -41,6 +44,8 @@ class RecomputedHandle:
         self.recipe = recipe
         self.graph = graph
         self.device = device
+        # Fingerprint of the tensor, where backward compares.
+        self.contents: Tensor | int | None = None
         self.key = graph.registry.register(self)
         self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
         self._last_task = -1  # the graph task of the last unpack
@@ -57,6 +62,7 @@ class RecomputedHandle:
 
         Raises:
             StaleError: a tensor that the recompute reads was written after forward.
+            ContentsDiffer: the contents are not those of forward.
         """
         with self.graph.lock:
             running, consumes = self.graph.current_pass()
@@ -79,6 +85,10 @@ class RecomputedHandle:
             elif running.handed_out:
                 running.check_handed_out(version, "backward")
             tensor = view_of(version, recomputed, self.recipe)
+            if self.contents is not None and not same_contents(fingerprint(tensor), self.contents):
+                node = version.node
+                shape = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ContentsDiffer(node.name, self.graph.modules.get(node.order, ""), shape)
             if consumes:
                 if self._used_in != running.first_task and not (
                     running.split is not None and leaves_gradients()
@@ -119,6 +129,16 @@ class RecomputedHandle:
                 version.uses -= 1
             else:
                 remove_use(version)
+
+
+def handle_for(
+    tensor: Tensor, version: StorageVersion, recipe: Recipe, graph: RegionGraph
+) -> RecomputedHandle:
+    """Return a handle for `tensor`, a view of `version`, with a fingerprint where backward compares."""
+    handle = RecomputedHandle(version, recipe, graph, tensor.device)
+    if graph.weights is not None and can_compare(tensor) and version.node.name not in LEAVE_BYTES_UNWRITTEN:
+        handle.contents = graph.weights.keep(fingerprint(tensor))
+    return handle
 
 
 class SavedHandle(WriteGuard):

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from ac_client.runtime.nested_policies import Grouping, Packing
 from ac_client.runtime.nodes import StorageVersion
 from ac_client.runtime.replay import RegionGraph
-from ac_client.runtime.saved_handles import OuterHookHandle, RecomputedHandle, SavedHandle, unpack
+from ac_client.runtime.saved_handles import OuterHookHandle, SavedHandle, handle_for, unpack
 from ac_client.runtime.tracked_storages import TrackedStorages
 from ac_client.runtime.view_recipes import recipe_of
 from autoac.profiler.torch_facts import private
@@ -33,7 +33,7 @@ class RegionHooks:
 
     def __init__(self, storages: TrackedStorages, graph: RegionGraph) -> None:
         self.packing: Packing | None = None
-        self.pack_in_call: Callable[[Tensor], RecomputedHandle | None] | None = None
+        self.pack_in_call: Callable[[Tensor], Any] | None = None
         self.grouping: Grouping | None = None
         self._storages = storages
         self._key = storages.key
@@ -75,8 +75,10 @@ class RegionHooks:
             ):
                 self._storages.save(tensor)
                 version = None
-            if type(version) is StorageVersion and (
-                version.counter is None or not self._storages.written_unseen(version)
+            if (
+                type(version) is StorageVersion
+                and (version.counter is None or not self._storages.written_unseen(version))
+                and not (version.suspect and not self._storages.as_written(version, tensor))
             ):
                 if version.later_runs and self.grouping is not None:
                     version = version.serving(self.grouping.position)
@@ -84,7 +86,7 @@ class RegionHooks:
                 if recipe is None and has_storage(tensor):  # nested tensors are strided as well
                     recipe = recipe_of(tensor)
                 if recipe is not None:
-                    return RecomputedHandle(version, recipe, self._graph, tensor.device)
+                    return handle_for(tensor, version, recipe, self._graph)
         packing = self.packing or self._outer
         if packing is not None:
             return OuterHookHandle(tensor, *packing)

@@ -6,7 +6,7 @@ See NOTE [ What is tracked ] in nodes.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,11 +22,17 @@ from ac_client.runtime.nodes import (
     VersionView,
     next_order,
     pin_version,
+    version_from_outside,
 )
 from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.view_recipes import Recipe, recipe_of, window_of_recipe
 from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.profiler.torch_facts.storage_table import StorageTable, Window, disjoint, has_storage
+from autoac.profiler.unseen.fingerprints import (
+    can_compare,
+    same_contents,
+    storage_fingerprint,
+)
 
 Origin = StorageVersion | weakref.ref[Source]
 """Where the contents of a storage are from: a recorded op, or outside."""
@@ -46,6 +52,8 @@ class TrackedStorages:
         writes: number of writes to tracked storages.
         orphans: number of versions that were read after a pause through a view only, so that writes during
             the pause could not be detected.
+        compares_reads: True if what is read is compared with what a recorded op has written.
+        watches_code: True outside of plans: new code and new parameters switch the comparison on.
     """
 
     def __init__(self, graph: RegionGraph) -> None:
@@ -55,6 +63,8 @@ class TrackedStorages:
         self.position: float = 0
         self.writes = 0
         self.orphans = 0
+        self.compares_reads = False
+        self.watches_code = False
         self._had_pause = False
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
@@ -187,8 +197,80 @@ class TrackedStorages:
                     found.append((origin, tensor))
         return found
 
-    def arguments(self, args: Iterable[Any], reads: dict[StorageVersion, None]) -> tuple[Any, ...]:
+    def note_contents(self, version: StorageVersion, tensor: Tensor) -> None:
+        """Note the contents that a recorded op has given to `version`, the storage of `tensor`."""
+        weights = self._graph.weights
+        if self.compares_reads and weights is not None and can_compare(tensor):
+            version.suspect = True
+            version.contents = weights.keep(storage_fingerprint(tensor))
+
+    def note_blank(self, tensor: Tensor) -> None:
+        """Note that an op has allocated the storage of `tensor` and left it to others to write it."""
+        version = self._table.get(tensor)
+        if type(version) is StorageVersion and tensor.numel():
+            version.suspect = True
+            version.contents = None
+
+    def as_written(self, version: StorageVersion, tensor: Tensor) -> bool:
+        """Return True if the storage of `tensor` has the contents that a recorded op gave to `version`.
+
+        If not, someone unseen has written it, and its contents are from outside from here on.
+        """
+        if version.contents is None:
+            self.save(tensor)
+            return False
+        if same_contents(storage_fingerprint(tensor), version.contents):
+            return True
+        self._graph.code.note_unseen_write(version.node.name)
+        self._written_by_others(version, tensor)
+        return False
+
+    def _written_by_others(self, version: StorageVersion, tensor: Tensor) -> None:
+        """Drop `version` as the origin of a storage, which what autograd saved of it reads from now on."""
+        self.writes += 1
+        for run in version.runs:
+            handles, run.handles = run.handles, []
+            alive = [handle for ref in handles if (handle := ref()) is not None]
+            if alive:
+                outside = version_from_outside(tensor, next_order())
+                for handle in alive:
+                    handle.contents = None
+                    handle.move_to(outside)
+                    outside.handles.append(weakref.ref(handle))
+        self._table.drop(tensor)
+
+    def copies_of_sources(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+        """Return copies of the storages of `tensors` that recorded ops have read from outside, by address."""
+        copies = {}
+        for tensor in tensors:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if origin is not None and type(origin) is not StorageVersion and origin() is not None:
+                storage = tensor.untyped_storage()
+                copies[storage._cdata] = storage.clone()
+        return copies
+
+    def after_unseen_write(
+        self, tensors: Iterable[Tensor], copies: Mapping[int, torch.UntypedStorage]
+    ) -> None:
+        """Drop the origins of storages that a kernel may have written; `copies` have them as they were."""
+        for tensor in tensors:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if type(origin) is StorageVersion:
+                self._written_by_others(origin, tensor)
+            elif origin is not None:
+                self.writes += 1
+                source = origin()
+                if source is not None:
+                    source.keep_copy(copies.get(tensor.untyped_storage()._cdata))
+                self._table.drop(tensor)
+
+    def arguments(
+        self, args: Iterable[Any], reads: dict[StorageVersion, None], unread: Any = None
+    ) -> tuple[Any, ...]:
         """Return `args` with the stand-ins of their tensors; add the versions among them to `reads`.
+
+        Args:
+            unread: one of `args`, of which the op does not read the contents.
 
         Raises:
             UnsupportedTensor: a tensor is not described by its storage and recipe.
@@ -212,6 +294,11 @@ class TrackedStorages:
             if type(origin) is StorageVersion and origin.counter is not None and self.written_unseen(origin):
                 origin = None
             if type(origin) is StorageVersion:
+                if origin.suspect and arg is not unread and not self.as_written(origin, arg):
+                    source = self.origin(arg)
+                    assert type(source) is not StorageVersion
+                    stand_ins.append(self._read_source(arg, source() if source is not None else None))
+                    continue
                 if origin.later_runs:
                     origin = origin.serving(self.position)
                 reads[origin] = None
@@ -233,9 +320,23 @@ class TrackedStorages:
         if not has_storage(tensor):
             raise UnsupportedTensor
         if source is None:
+            if type(tensor) is Parameter:
+                self._note_parameter(tensor)
             source = Source(tensor)
             self.enter(tensor.untyped_storage(), weakref.ref(source))
         return source.argument_for(tensor)
+
+    def _note_parameter(self, parameter: Parameter) -> None:
+        """Compare contents from here on if this is the first region that reads `parameter`."""
+        if self.watches_code:
+            self._graph.code.note_parameter(parameter)
+            self.compare_if_new()
+
+    def compare_if_new(self) -> None:
+        """Compare contents from here on if the region runs code that was not compared before."""
+        if self._graph.code.is_new:
+            self._graph.compare()
+            self.compares_reads = self._graph.compares
 
     def output(
         self, tensor: Tensor, node: Node, written: Sequence[Tensor]
@@ -250,6 +351,8 @@ class TrackedStorages:
             return None  # from outside: its origin was dropped before the write
         version = StorageVersion(node, tensor)
         self.enter(storage, version)
+        if self.compares_reads:
+            self.note_contents(version, tensor)
         return weakref.ref(version)
 
     def rewrite(self, rewritten: Iterable[tuple[StorageVersion, Tensor]], node: Node) -> list[StorageVersion]:
@@ -264,6 +367,7 @@ class TrackedStorages:
             made.append(new)
             rewrites.append((old, weakref.ref(new)))
             self.enter(tensor.untyped_storage(), new)
+            self.note_contents(new, tensor)
         node.rewrites = tuple(rewrites)
         return made
 

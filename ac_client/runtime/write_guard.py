@@ -12,6 +12,26 @@ class StaleError(RuntimeError):
     """Raised in backward if a tensor that it needs was written in place after forward recorded it."""
 
 
+class ContentsDiffer(RuntimeError):
+    """Raised in backward if a recomputed tensor does not have the contents that it had in forward.
+
+    Backward compares in the first step and where `verify` asks for it, and has not used the tensor.
+    """
+
+    def __init__(self, op: str, module: str, tensor: str) -> None:
+        self.op, self.module, self.tensor = op, module, tensor
+        where = f" of the module {module}" if module else ""
+        pin = f'ac_client.pin(model.get_submodule("{module}"), "must_save")' if module else "ac_client.pin"
+        super().__init__(
+            f"{op}{where} must make in backward what it made in forward, a {tensor}, got other contents. "
+            "Either a kernel that PyTorch does not dispatch wrote to it or to what it reads, or the op is "
+            f"not deterministic. Save it, with {pin} before the step"
+        )
+
+    def __reduce__(self) -> tuple[type[ContentsDiffer], tuple[str, ...]]:
+        return ContentsDiffer, (self.op, self.module, self.tensor)
+
+
 def version_counter(tensor: Tensor) -> int:
     """Return the version counter of `tensor`, or -1 if it has none because it is an inference tensor."""
     try:

@@ -41,6 +41,7 @@ ESTIMATED: Final = " (estimated)"  # ends the name of a device that was not ther
 # Reasons for `must_save`:
 DECIDES: Final = "its values decide"  # the user may lift this one (`Constraints.save_deciding`)
 PINNED: Final = "pinned"  # the user pinned the op
+UNSEEN: Final = "written by a kernel that PyTorch does not dispatch"
 CROSSES: Final = "another FSDP unit reads it"
 ANOTHER_GRAPH: Final = "another compiled graph reads it, or an op outside of its graph"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, PINNED
+from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, PINNED, UNSEEN
 from autoac.profiler.packing.dropout_masks import DRAW, SCALE, DrawnMasks, MaskKind
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
@@ -26,6 +26,7 @@ from autoac.profiler.torch_facts.op_facts import (
     facts_of,
     old_statistics,
     tensor_versions,
+    unread_argument,
     written_tensors,
 )
 from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, signature_of, tensors_in
@@ -37,6 +38,8 @@ from autoac.profiler.torch_facts.storage_table import (
     window_of,
 )
 from autoac.profiler.torch_facts.streams import has_streams
+from autoac.profiler.unseen.contents import OVERWRITTEN, Contents
+from autoac.profiler.unseen.function_calls import Apply, FunctionCall
 
 CROSSES_FORWARDS = "another forward reads it"
 CROSSES_STREAMS = "another stream reads it"
@@ -82,6 +85,7 @@ class RecordedVersion:
     next: int = -1  # the version that overwrote it; -1: none
     window: Window | None = None  # where it differs from `previous`; None: anywhere
     mask: MaskKind | None = None  # if it can be packed as the mask of a dropout
+    blank: bool = False  # nobody has written it, as far as is seen
 
 
 @dataclass(slots=True)
@@ -123,6 +127,8 @@ class OpRecorder(RecordingMode):
         generators: the generators that forward drew from.
         compiled: True if torch.compile runs the model as a whole.
         packs_masks: True if the device of the step is a CPU, where masks of dropouts can be packed.
+        contents: compares what ops read with what ops wrote, if set.
+        function: the call of a Function that is running.
     """
 
     supports_higher_order_operators = True  # each passes as one opaque op
@@ -145,6 +151,8 @@ class OpRecorder(RecordingMode):
         self.generators = UsedGenerators()
         self.compiled = False
         self.packs_masks = True
+        self.contents: Contents | None = None
+        self.function: FunctionCall | None = None
         self._masks = DrawnMasks()
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read an external storage
         self._compiled_depth = 0  # compiled parts that are running, nested
@@ -172,6 +180,8 @@ class OpRecorder(RecordingMode):
         facts = facts_of(func)
         if facts.view:
             return func(*args, **kwargs)
+        if self.function is not None:
+            return self._run_in_function(self.function, func, facts, args, kwargs)
         index = len(self.record.ops)
         pin = self.pins.get(self.module)
         must_save = facts.must_save if pin is None else PINNED if pin == MUST_SAVE else ""
@@ -180,26 +190,17 @@ class OpRecorder(RecordingMode):
         if self._in_loss:
             must_save = must_save or OUTSIDE_OF_MODEL
         written = list(written_tensors(facts, args, kwargs))
-        unread = old_statistics(facts.name, args)
-        reads: list[int] = []
-        for tensor in tensors_in(args, kwargs):
-            if not self.has_storage(tensor):
-                must_save = must_save or "reads a tensor without a storage of its own"
-            elif (version := self.newest.get(tensor)) is not None:
-                reads.append(version)
-                self._note_crossing(version)
-                if not self._compiled_depth and self.record.ops[self.record.versions[version].op].compiled:
-                    self.force_save(version, ANOTHER_GRAPH)
-                self.note_stream(version)
-            elif not any(tensor is other for other in (*written, *unread)):
-                self._note_reader(tensor, index)
+        unread = (*written, *old_statistics(facts.name, args))
+        if not all(map(self.has_storage, tensors_in(args, kwargs))):
+            must_save = must_save or "reads a tensor without a storage of its own"
+        reads = self._reads(tensors_in(args, kwargs), index, unread, unread_argument(facts, args, kwargs))
         draws = facts.draws(args, kwargs)
         if draws:
             self.generators.note(args, kwargs)
         op = RecordedOp(
             facts,
             self.module,
-            tuple(dict.fromkeys(reads)),
+            reads,
             signature_of(facts.name, args, kwargs),
             draws,
             0,
@@ -230,6 +231,121 @@ class OpRecorder(RecordingMode):
         for tensor in outputs_of(out):
             self._new_output(tensor, index, args, kwargs)
         return out
+
+    def _reads(
+        self,
+        tensors: Iterable[Tensor],
+        op: int,
+        unread: Sequence[Tensor] = (),
+        described: Tensor | None = None,
+    ) -> tuple[int, ...]:
+        """Note that `op` reads `tensors`; return their versions.
+
+        Args:
+            unread: tensors from outside of which `op` does not need the contents to run again.
+            described: a tensor of which `op` reads no contents.
+        """
+        reads: dict[int, None] = {}
+        for tensor in tensors:
+            if not self.has_storage(tensor):
+                continue
+            version = self.newest.get(tensor)
+            if version is not None:
+                reads[version] = None
+                self._note_crossing(version)
+                if not self._compiled_depth and self.record.ops[self.record.versions[version].op].compiled:
+                    self.force_save(version, ANOTHER_GRAPH)
+                self.note_stream(version)
+                if tensor is not described:
+                    self.note_contents(version, tensor)
+            elif not any(tensor is other for other in unread):
+                self._note_reader(tensor, op)
+                if self.contents is not None and tensor is not described:
+                    self.contents.note_read_outside(tensor, op)
+        return tuple(reads)
+
+    def note_contents(self, version: int, tensor: Tensor) -> None:
+        """Have the writer of `version` saved if someone unseen wrote it, now that its contents are read."""
+        if self.record.versions[version].blank:
+            self.force_save(version, UNSEEN)
+        if self.contents is not None:
+            self.contents.note_read(version, tensor, len(self.record.ops))
+
+    def run_function(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], apply: Apply) -> Any:
+        """Run a Function and record it as one op."""
+        if self.paused or self.function is not None:
+            return apply(*args, **kwargs)
+        call = FunctionCall(cls, args, kwargs)
+        tensors, index = call.arguments.tensors, len(self.record.ops)
+        pin = self.pins.get(self.module)
+        must_save = PINNED if pin == MUST_SAVE else ""
+        if self.compiled:
+            must_save = must_save or BETWEEN_GRAPHS
+        if self._in_loss:
+            must_save = must_save or OUTSIDE_OF_MODEL
+        reads = self._reads(tensors, index)
+        op = RecordedOp(
+            call.facts,
+            self.module,
+            reads,
+            signature_of(call.facts.name, args, kwargs),
+            False,
+            0,
+            must_save,
+            pin == MUST_RECOMPUTE,
+            self._stream(),
+        )
+        self.record.ops.append(op)
+        if self.originals is not None:
+            for tensor in tensors if call.examined else call.written:
+                if self.has_storage(tensor) and not isinstance(tensor, torch.nn.Parameter):
+                    self.originals.keep_storage(tensor)
+        op.begin_mark = self._mark()
+        self.function = call
+        try:
+            out = call.run(apply)
+        finally:
+            self.function = None
+        op.end_mark = self._mark()
+        for _, tensor in call.returned_slots(out):
+            self._new_output(tensor, index, (), {})
+        for tensor in call.written:
+            self._new_version(tensor, index, only_write=False)
+        self.paused = True
+        call.examine()
+        self.paused = False
+        if call.reason:
+            op.force_save(call.reason)
+        call.finish()
+        return out
+
+    def _run_in_function(
+        self, call: FunctionCall, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run an op inside of a Function, which is recorded as a whole."""
+        call.note_op(facts, args, kwargs)
+        if facts.draws(args, kwargs):
+            self.generators.note(args, kwargs)
+            self.record.ops[-1].random = True
+        if self.originals is not None:
+            self.originals.keep(facts, args, kwargs)
+        out = func(*args, **kwargs)
+        for tensor in written_tensors(facts, args, kwargs):
+            self._new_version(tensor, len(self.record.ops) - 1, only_write=False)
+        call.note_outputs(args, kwargs, out)
+        self.record.ops[-1].flops += flops_of(func, args, kwargs, out)
+        return out
+
+    def note_pack(self, tensor: Tensor) -> bool:
+        """Note that autograd packs `tensor`; return False if it is for a graph inside of a Function."""
+        call = self.function
+        if call is None:
+            return True
+        if not call.is_forward_over(2):
+            return False
+        if call.saved_slot(tensor) is not None:
+            self._new_output(tensor, len(self.record.ops) - 1, (), {})
+        return True
 
     def _mask_kind(self, facts: OpFacts, args: Sequence[Any]) -> MaskKind | None:
         """Return the kind of dropout mask that a call has made; None if it has made none."""
@@ -291,7 +407,7 @@ class OpRecorder(RecordingMode):
         # Recompute never writes external storages, so ops that read the old contents cannot run again.
         for reader in self._readers.get(tensor) or ():
             if reader != by:
-                self.record.ops[reader].must_save = "reads what is overwritten later"
+                self.record.ops[reader].must_save = OVERWRITTEN
 
     def _new_version(self, tensor: Tensor, op: int, *, only_write: bool) -> None:
         if not self.has_storage(tensor):
@@ -299,6 +415,8 @@ class OpRecorder(RecordingMode):
         previous = self.newest.get(tensor)
         if previous is None:
             self._note_overwrite(tensor, by=op)
+            if self.contents is not None:
+                self.contents.forget(tensor)
             return
         if self.record.versions[previous].op == op:
             return  # two views of one storage
@@ -318,15 +436,20 @@ class OpRecorder(RecordingMode):
         storage = tensor.untyped_storage()
         if any(self.has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
             return
-        found = RecordedStorage(self.locate(storage), self.record.ops[op].end_mark, storage.nbytes())
+        mark = self.record.ops[op].end_mark
+        mark = mark if mark >= 0 else self._mark()  # a Function saves what it made before it returns
+        found = RecordedStorage(self.locate(storage), mark, storage.nbytes())
         self.record.storages.append(found)
         self._add_version(tensor, op, len(self.record.storages) - 1, -1)
+        self.record.versions[-1].blank = self.record.ops[op].facts.blank and tensor.numel() > 0
 
     def _add_version(self, tensor: Tensor, op: int, storage: int, previous: int) -> None:
         self.newest.set(tensor, len(self.record.versions))
         if previous >= 0:
             self.record.versions[previous].next = len(self.record.versions)
         self.record.versions.append(RecordedVersion(op, storage, previous))
+        if self.contents is not None:
+            self.contents.note_written(len(self.record.versions) - 1, tensor)
 
     def _note_reader(self, tensor: Tensor, op: int) -> None:
         if (readers := self._readers.get(tensor)) is None:

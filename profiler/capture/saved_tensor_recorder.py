@@ -75,9 +75,12 @@ class SavedTensorRecorder:
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd holds in place of `tensor`."""
         recorder = self._recorder
+        if not recorder.note_pack(tensor):
+            return tensor
         if not recorder.has_storage(tensor) or (version := recorder.newest.get(tensor)) is None:
             return tensor
         recorder.note_stream(version)
+        recorder.note_contents(version, tensor)
         index = len(self.versions)
         self.versions.append(version)
         self.packed.append(len(recorder.record.ops))

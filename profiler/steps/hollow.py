@@ -86,7 +86,11 @@ from autoac.profiler.torch_facts.inductor import (
 )
 from autoac.profiler.torch_facts.module_paths import watch_modules
 from autoac.profiler.torch_facts.module_pins import pins_of
+from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.rng import generators_restored
+from autoac.profiler.unseen.contents import Contents
+from autoac.profiler.unseen.fingerprints import Comparison
+from autoac.profiler.unseen.function_calls import watch_functions
 
 FREED = "its FSDP unit is freed when backward asks for it"
 
@@ -199,7 +203,9 @@ def run(
         saved.can_run = shards.is_gathered
         try:
             warm_up = _prepare(step, shards)
+            unseen = _find_unseen_writes(step)
             traced = _trace(step, shards, recorder, saved, allocations)
+            _save_unseen(traced.forward, unseen)
             op_times = {
                 **_time(step, traced, warm_up, known, time_ops),
                 **mask_times(masks_of(traced.forward), known),
@@ -225,6 +231,38 @@ def _prepare(step: ProfiledStep, shards: Shards) -> _WarmUp:
         begin = now_ns() - forward_ns
     free_workspaces(step.device)
     return _WarmUp(samples, forward_ns, begin)
+
+
+def _find_unseen_writes(step: ProfiledStep) -> list[tuple[int, OpFacts, str]]:
+    """Run a forward that compares contents; return the ops to be saved by position, each with the reason."""
+    if not Comparison.enabled:
+        return []
+    recorder = OpRecorder(lambda: 0)
+    recorder.contents = Contents()
+    saved = SavedTensorRecorder(recorder, lambda: 0)
+    try:
+        with torch.enable_grad():
+            held = _forward(step, recorder, saved)
+            record = recorder.record
+            found = recorder.contents.unseen_writes([version.op for version in record.versions])
+            del held
+    finally:
+        saved.closed = True
+        recorder.contents = None
+        torch.clear_autocast_cache()
+        recorder.generators.restore()
+    return [(op, record.ops[op].facts, reason) for op, reason in found.items()]
+
+
+def _save_unseen(record: ForwardRecord, unseen: Sequence[tuple[int, OpFacts, str]]) -> None:
+    """Have the ops of `unseen` saved; if another op runs there now, all calls of the same op."""
+    for position, facts, reason in unseen:
+        if position < len(record.ops) and record.ops[position].facts is facts:
+            record.ops[position].force_save(reason)
+        else:
+            for op in record.ops:
+                if op.facts is facts:
+                    op.force_save(reason)
 
 
 def _run_unrecorded(step: ProfiledStep) -> None:
@@ -369,6 +407,7 @@ def _forward(
         recorder.module = path[-1]
 
     watch_compiled()
+    watch_functions()
     watch_sharding()
     compiled = recorder.compiled = is_called_compiled(step.call.entry)
     handles = [] if compiled else watch_modules(step.model, enter, leave)

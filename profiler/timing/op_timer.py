@@ -25,6 +25,7 @@ from autoac.profiler.torch_facts.op_signature import signature_of
 from autoac.profiler.torch_facts.private import TorchDispatchMode
 from autoac.profiler.torch_facts.rng import UsedGenerators
 from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.profiler.unseen.function_calls import Apply, facts_of_function, watch_functions
 
 SAMPLES = 5  # enough for one kind of op; also the most further forwards
 LEAST_SAMPLES = 3  # of further forwards, with which those of the profiled step are not used
@@ -149,6 +150,7 @@ class OpTimer(TorchDispatchMode):
         self._backlog = backlog or Backlog(device)
         self._spans: list[tuple[Hashable, Any, Any]] = []  # signature, begin, end
         self._late: set[int] = set()  # spans that may include time of the host
+        self._in_function = False
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -163,15 +165,29 @@ class OpTimer(TorchDispatchMode):
             return func(*args, **kwargs)
         if facts.draws(args, kwargs):
             self.generators.note(args, kwargs)
-        signature = signature_of(facts.name, args, kwargs)
         self._originals.keep(facts, args, kwargs)
+        out = func(*args, **kwargs) if self._in_function else self._time(facts.name, func, args, kwargs)
+        self._originals.note_outputs(args, kwargs, out)
+        return out
+
+    def run_function(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], apply: Apply) -> Any:
+        """Time a call of a Function as one op."""
+        if self._in_function:
+            return apply(*args, **kwargs)
+        self._in_function = True
+        try:
+            return self._time(facts_of_function(cls).name, apply, args, kwargs)
+        finally:
+            self._in_function = False
+
+    def _time(self, name: str, run: Apply, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        signature = signature_of(name, args, kwargs)
         self._backlog.queue()
         began = self._now()
-        out = func(*args, **kwargs)
+        out = run(*args, **kwargs)
         self._spans.append((signature, began, self._now()))
         if self._device.type != "cpu" and not self._backlog.was_ahead(began):
             self._late.add(len(self._spans) - 1)
-        self._originals.note_outputs(args, kwargs, out)
         return out
 
     def _now(self) -> Any:
@@ -202,6 +218,7 @@ def timed_forward(call: Call, device: torch.device, backlog: Backlog | None = No
 
     Explicit generators are restored; the default generators are not.
     """
+    watch_functions()
     timer = OpTimer(device, call.originals, backlog)
     try:
         with torch.autograd.graph.saved_tensors_hooks(_describe, _ones), torch.enable_grad(), timer:

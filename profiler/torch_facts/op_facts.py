@@ -57,6 +57,9 @@ _SHAPED_BY_ARGUMENT = _aten("index.Tensor masked_select")
 # Return floating-point numbers for backward as a tensor of bytes.
 _NUMBERS_AS_BYTES = _aten("mkldnn_rnn_layer")
 
+# Return a workspace of which they write a part only, so that the rest differs from run to run.
+LEAVE_BYTES_UNWRITTEN = frozenset({"aten.mkldnn_rnn_layer.default"})
+
 # Draw from a state that cuDNN or MIOpen keeps (an argument) and advance it, which their schema does not say.
 # Run again they would draw other numbers, whatever the state of torch's generators.
 _OWN_STATE = _aten("_cudnn_rnn miopen_rnn _cudnn_init_dropout_state")
@@ -76,6 +79,25 @@ _DECIDING = _aten(
     "is_nonzero equal _local_scalar_dense allclose isclose isin signbit cummax cummin frexp"
 )
 _DECIDING_OVERLOADS = _aten("max.dim min.dim median.dim nanmedian.dim")
+
+# Return memory as the allocator left it. What is read from it later was written by someone: a visible op, or
+# a kernel that PyTorch does not dispatch.
+_BLANK = _aten("empty empty_like empty_strided empty_permuted new_empty new_empty_strided")
+
+# Write in place without reading what they write over; some of them only a part of it.
+_FILLS = _aten(
+    "copy_ fill_ zero_ bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_ "
+    "_foreach_copy_ _foreach_zero_ index_copy_ index_fill_ index_put_ _index_put_impl_ masked_fill_ "
+    "masked_scatter_ scatter_ set_ rrelu_with_noise rrelu_with_noise_"
+)
+
+# Read the shape and type of their first argument, and no contents.
+_DESCRIBES = _aten(
+    "zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full bernoulli.p"
+)
+
+# With beta=0 they do not read their first argument.
+_SCALES_FIRST = _aten("addmm addbmm baddbmm addmv addr addmm_ addbmm_ baddbmm_ addmv_ addr_")
 
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
@@ -109,6 +131,10 @@ class OpFacts:
     statistics: tuple[int, ...] = ()  # arguments that it updates, and that do not affect its outputs
     numbers_as_bytes: bool = False  # returns floating-point numbers as uint8
     shaped_by_argument: bool = False  # the values of a mask or an index set the shape of its output
+    function: bool = False  # a torch.autograd.Function, which runs as one op (function_calls.py)
+    blank: bool = False  # returns memory that nobody has written
+    may_skip_first: bool = False  # may leave the contents of its first argument unread
+    scales_first: bool = False  # leaves them unread only if beta is 0
     mutates: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,6 +211,9 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         statistics=hidden,
         numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
         shaped_by_argument=_key(op) in _SHAPED_BY_ARGUMENT,
+        blank=schema.name in _BLANK,
+        may_skip_first=schema.name in _BLANK | _FILLS | _SCALES_FIRST or _key(op) in _DESCRIBES,
+        scales_first=schema.name in _SCALES_FIRST,
     )
 
 
@@ -227,6 +256,15 @@ def decides(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], out:
     if facts.name.startswith("aten.new_") or facts.name.partition(".")[2].partition(".")[0].endswith("_like"):
         return False  # reads no number of its argument
     return any(t.dtype.is_floating_point or t.dtype.is_complex for t in tensors_in(args, kwargs))
+
+
+def unread_argument(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Return the first argument if a call reads no contents of it, but only writes it or reads its shape."""
+    if not (facts.may_skip_first and args):
+        return None
+    if facts.scales_first and not (kwargs and kwargs.get("beta") == 0):
+        return None
+    return args[0]
 
 
 def written_tensors(facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -40,6 +40,7 @@ from torch.nn.utils import parametrize as _parametrize
 from torch.nn.utils import stateless as _stateless
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
+from torch.utils import weak as _weak
 
 # Ops, and the containers of their arguments.
 OpOverload = _ops.OpOverload  # what a dispatch mode is called with
@@ -48,6 +49,12 @@ HigherOrderOperator = _ops.HigherOrderOperator  # an op with functions inside, s
 tree_leaves = _pytree.tree_leaves  # walks containers as torch itself does
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
+WeakIdKeyDictionary = _weak.WeakIdKeyDictionary  # keyed by tensors, which compare element by element
+
+# Functions of users: `Function.apply` calls `apply` of this class, however early it was looked up.
+SingleLevelFunction: Any = _function._SingleLevelFunction
+# Tells the two forms of forward apart.
+is_setup_context_defined: Callable[[Any], bool] = _function._is_setup_context_defined
 
 # Dispatch modes. The stack is pushed and popped for each op, so without torch's Python around it.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode

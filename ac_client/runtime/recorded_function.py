@@ -1,0 +1,128 @@
+"""Record a call of a `torch.autograd.Function` in a region as one op, which backward runs again as a whole.
+
+profiler/torch_facts/function_calls.py says what a call makes and whether it may run again. Here its slots
+become StorageVersions of one FunctionNode: what it saved for backward and what it returned, if it made it.
+A call that is saved has no node, and its outputs are from outside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ac_client.runtime.cursor import UseGroup
+from ac_client.runtime.nested_policies import Grouping
+from ac_client.runtime.nodes import FunctionNode, StorageVersion, UnsupportedTensor, next_order, pin_version
+from ac_client.runtime.replay import RegionGraph
+from ac_client.runtime.saved_handles import SavedHandle, handle_for
+from ac_client.runtime.tracked_storages import TrackedStorages
+from ac_client.runtime.view_recipes import recipe_of
+from ac_client.runtime.write_guard import version_counter
+from autoac.profiler.unseen.function_calls import FunctionCall
+
+
+class RecordedFunction:
+    """One call of a Function, while it runs.
+
+    Attributes:
+        call: what the profiler sees of it, too.
+        saved: True if the call is saved. Final once `forward` is over.
+    """
+
+    def __init__(
+        self,
+        call: FunctionCall,
+        storages: TrackedStorages,
+        graph: RegionGraph,
+        grouping: Grouping | None,
+        stream: int,
+        *,
+        saved: bool,
+    ) -> None:
+        self.call = call
+        self._storages, self._graph, self._grouping = storages, graph, grouping
+        self.saved = saved or bool(call.reason) or call.rerun is None
+        self._node: FunctionNode | None = None
+        self._later_runs: list[tuple[UseGroup, FunctionNode]] = []
+        self._versions: list[StorageVersion] = []  # by slot
+        self._copies: dict[int, torch.UntypedStorage] | None = None
+        tensors = call.arguments.tensors
+        if not self.saved:
+            groups: Sequence[UseGroup] = ()
+            if grouping is not None:
+                groups = grouping.use_groups
+                storages.position = groups[0].latest if groups else grouping.position
+            try:
+                self._node = self._make_node(stream)
+                for group in groups[1:]:
+                    storages.position = group.latest
+                    self._later_runs.append((group, self._make_node(stream)))
+            except UnsupportedTensor:
+                self.saved = True
+        if call.examined:
+            self._copies = storages.copies_of_sources(tensors)
+        else:
+            storages.before_write(call.written, untrack=True)
+
+    def _make_node(self, stream: int) -> FunctionNode:
+        reads: dict[StorageVersion, None] = {}
+        args = self._storages.arguments(self.call.arguments.tensors, reads)
+        assert self.call.rerun is not None
+        return FunctionNode(
+            next_order(), self.call.facts.name, self.call.rerun, args, {}, tuple(reads), None, stream
+        )
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the handle for what the call saves; None for a tensor that the call did not make."""
+        if not self.call.is_forward_over(2):
+            return SavedHandle(tensor, self._graph)  # a graph inside of forward
+        self._end_forward()
+        slot = self.call.saved_slot(tensor)
+        if slot is None or self.saved:
+            return None
+        version = self._version(slot, tensor)
+        if version.later_runs and self._grouping is not None:
+            version = version.serving(self._grouping.position)
+        return handle_for(tensor, version, recipe_of(tensor), self._graph)
+
+    def _end_forward(self) -> None:
+        copies, self._copies = self._copies, None
+        if copies is not None:
+            self._storages.after_unseen_write(self.call.written, copies)
+        self.saved = self.saved or bool(self.call.reason)
+
+    def _version(self, slot: int, tensor: Tensor) -> StorageVersion:
+        if slot == len(self._versions):
+            assert self._node is not None
+            version = StorageVersion(self._node, tensor, raw=True)
+            version.first_counter = version_counter(tensor)
+            for group, node in self._later_runs:
+                version.add_later_run(group, node, tensor)
+            self._versions.append(version)
+            self._storages.enter(tensor.untyped_storage(), version)
+            self._storages.note_contents(version, tensor)
+        return self._versions[slot]
+
+    def end(self, out: Any) -> None:
+        """Note what the call returned."""
+        self._end_forward()
+        slots = list(self.call.returned_slots(out))
+        if not self.saved and self._node is not None:
+            for slot, tensor in slots:
+                version = self._version(slot, tensor)
+                version.tensor_ref, version.recipe = weakref.ref(tensor), None
+                version.first_counter = version_counter(tensor)
+            self._node.outs = tuple(map(weakref.ref, self._versions))
+            for i, (_, node) in enumerate(self._later_runs):
+                node.outs = tuple(weakref.ref(version.runs[-1 - i]) for version in self._versions)
+        contents = self.call.examine()
+        if self.call.reason and not self.saved:  # it is no op that may run again, as only its rerun showed
+            for version, tensor in zip(self._versions, contents, strict=True):
+                for run in version.runs:
+                    pin_version(run, tensor, next_order())
+                self._storages.drop(tensor)
+        self.call.finish()

@@ -1,0 +1,104 @@
+"""Compare the contents of storages over one forward, to find writes by kernels that no mode sees.
+
+A version of a storage may be recomputed only if every write to it was recorded. So its fingerprint is taken
+when the op that writes it ends, and again whenever a recorded op reads it or autograd packs it:
+
+    t = x @ w      written: a          aten.mm is recorded
+    kernel(t)                          a Triton kernel, which no dispatch mode sees
+    u = t.sin()    read: b, not a      so aten.mm must be saved, and what read `t` before must be, too
+
+Fingerprints stay on the device until `unseen_writes` reads all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from autoac.planner.formats.profile import UNSEEN
+from autoac.profiler.torch_facts.storage_table import StorageTable
+from autoac.profiler.unseen.fingerprints import KeptWeights, can_compare, storage_fingerprint
+
+OVERWRITTEN: Final = "reads what is overwritten later"
+
+
+class Contents:
+    """The fingerprints of one forward, in order, by version and by storage from outside."""
+
+    def __init__(self) -> None:
+        self._weights = KeptWeights()
+        self._fingerprints: list[Tensor] = []
+        self._events: list[
+            tuple[int, int]
+        ] = []  # of each: version, and the op that read it; -1 if it wrote it
+        self._outside: StorageTable[int] = StorageTable()  # negative numbers of storages from outside
+        # Storages from outside, to be compared at the end: number, a tensor on it, its bytes.
+        self._kept: list[tuple[int, Tensor, int]] = []
+
+    def note_written(self, version: int, tensor: Tensor) -> None:
+        """Take the fingerprint of `version`, which an op has written to the storage of `tensor`."""
+        self._add(version, -1, tensor)
+
+    def note_read(self, version: int, tensor: Tensor, op: int) -> None:
+        """Take the fingerprint of `version`, which `op` reads or autograd packs before `op`."""
+        self._add(version, op, tensor)
+
+    def note_read_outside(self, tensor: Tensor, op: int) -> None:
+        """Take the fingerprint of a storage that forward did not make, which `op` reads."""
+        number = self._outside.get(tensor)
+        if number is None:
+            number = -1 - len(self._kept)
+            self._outside.set(tensor, number)
+            self._kept.append((number, tensor.detach(), tensor.untyped_storage().nbytes()))
+            self._add(number, -1, tensor)
+        self._add(number, op, tensor)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Let a recorded op write the storage of `tensor`, which forward did not make."""
+        self._outside.drop(tensor)
+
+    def _add(self, version: int, op: int, tensor: Tensor) -> None:
+        if not can_compare(tensor):
+            return
+        self._events.append((version, op))
+        self._fingerprints.append(storage_fingerprint(tensor))
+
+    def unseen_writes(self, writers: Sequence[int]) -> dict[int, str]:
+        """Return the ops that must be saved, each with the reason. Waits for the device.
+
+        Args:
+            writers: the op that wrote each version.
+        """
+        last = 1 << 62
+        for number, tensor, nbytes in self._kept:
+            # FSDP frees gathered parameters, and gathers them again for backward.
+            if self._outside.get(tensor) == number and tensor.untyped_storage().nbytes() == nbytes:
+                self._add(number, last, tensor)
+        found: dict[int, str] = {}
+        written: dict[int, int] = {}
+        readers: dict[int, list[int]] = {}
+        for (version, op), value in zip(self._events, _values(self._fingerprints), strict=True):
+            if op < 0:
+                written[version] = value
+                readers[version] = []
+            elif value == written[version]:
+                readers[version].append(op)
+            else:
+                if version >= 0:
+                    found[writers[version]] = UNSEEN
+                for reader in readers[version]:
+                    found.setdefault(reader, OVERWRITTEN)
+                written[version], readers[version] = value, [op]
+        return found
+
+
+def _values(fingerprints: Sequence[Tensor]) -> list[int]:
+    values: list[int] = [0] * len(fingerprints)
+    for device in {fingerprint.device for fingerprint in fingerprints}:
+        here = [i for i, fingerprint in enumerate(fingerprints) if fingerprint.device == device]
+        for i, value in zip(here, torch.stack([fingerprints[i] for i in here]).tolist(), strict=True):
+            values[i] = value
+    return values

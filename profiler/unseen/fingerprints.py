@@ -1,0 +1,164 @@
+"""Fingerprint the bytes of a tensor, to compare contents instead of assuming who wrote them.
+
+A kernel that PyTorch does not dispatch (Triton, pybind, ctypes) writes through a pointer: no op shows the
+write, and no version counter moves. So whoever relies on contents takes a fingerprint when a visible op has
+written them and another when they are read. If the two differ, someone unseen wrote in between.
+
+A fingerprint is a sum, modulo 2**64, of the elements times one random odd weight for each position. So
+a permutation, a change of sign and a swapped half all change it, which a plain sum or an exclusive or does
+not see. Elements are the bytes as integers: payloads of NaN and the sign of zero count.
+
+Fingerprints are computed on the tensor's device, in its current stream. They stay there until someone reads
+them, so taking one does not synchronize.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.streams import has_streams, streams_seen
+
+_ROW = 1 << 10  # elements
+_MOST_ROWS = 1 << 8  # at once; temporaries take 2 MiB then
+
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+_STEP = 0x5851F42D4C957F2D  # odd; from one chunk to the next, weights are multiplied by it
+_UNITS = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes that divide all sizes
+
+
+def can_compare(tensor: Tensor) -> bool:
+    """Return True if `tensor` has contents: False on the meta device."""
+    return tensor.device.type != "meta"
+
+
+class Comparison:
+    """Say whether contents are compared at all. Benchmarks switch it off to see what it finds."""
+
+    enabled = True
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return the fingerprint of the elements that `tensor` views: an int64 scalar on its device.
+
+    `tensor` must be a plain window on one storage.
+    """
+    with _unseen():
+        return _sum(_elements(tensor))
+
+
+def storage_fingerprint(tensor: Tensor) -> Tensor:
+    """Return the fingerprint of all bytes of `tensor`'s storage."""
+    storage = tensor.untyped_storage()
+    with _unseen():
+        return _sum(_window(storage, 0, storage.nbytes()))
+
+
+def same_contents(first: Tensor | int, second: Tensor | int) -> bool:
+    """Return True if two fingerprints on one device are equal. Waits for the device."""
+    with _unseen():
+        return bool(first == second)
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Hide the ops inside from dispatch modes and from autograd."""
+    hidden = private.DisableTorchDispatch()  # in force until it is deleted
+    try:
+        with torch.no_grad(), private.AutoDispatchBelowAutograd():
+            yield
+    finally:
+        del hidden
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` as a flat tensor of integers."""
+    itemsize, storage = tensor.itemsize, tensor.untyped_storage()
+    dimensions = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1 and s != 0]
+    expected = 1
+    for size, stride in sorted(dimensions, key=lambda dimension: dimension[1]):
+        if stride != expected:
+            break
+        expected *= size
+    else:  # dense: the elements are one stretch of memory, in any order of dimensions
+        nbytes = expected * itemsize if tensor.numel() else 0
+        return _window(storage, int(tensor.storage_offset()) * itemsize, nbytes)
+    parts = 2 if itemsize == 16 else 1  # complex128 as two integers
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(itemsize, torch.int64)
+    sizes, strides = [n for n, _ in dimensions], [s * parts for _, s in dimensions]
+    window = torch.empty(0, dtype=dtype, device=storage.device)
+    window.set_(storage, tensor.storage_offset() * parts, (*sizes, parts), (*strides, 1))
+    dense = window.contiguous().view(-1)
+    return dense.view(torch.int32) if dtype is torch.int64 else dense
+
+
+def _window(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Tensor:
+    """Return `nbytes` of `storage` from byte `offset` on as a flat tensor of integers."""
+    unit = next(unit for unit in (4, 2, 1) if offset % unit == 0 and nbytes % unit == 0)
+    window = torch.empty(0, dtype=_UNITS[unit], device=storage.device)
+    return window.set_(storage, offset // unit, (nbytes // unit,), (1,))
+
+
+def _sum(elements: Tensor) -> Tensor:
+    weights = _weights(elements.device)
+    whole = elements.numel() // _ROW
+    rows = elements[: whole * _ROW].view(whole, _ROW)
+    total = (elements[whole * _ROW :] * weights[: elements.numel() - whole * _ROW]).sum()
+    for chunk in rows.split(_MOST_ROWS):
+        of_rows = (chunk * weights).sum(1)
+        total = total * _STEP + (of_rows * weights[: len(chunk)]).sum()
+    return total
+
+
+class KeptWeights:
+    """Keep the weights of all fingerprints that are taken while this object lives, for the next ones.
+
+    Without one, weights are made anew each time, so that no memory of the device stays in use.
+    """
+
+    __slots__ = ("__weakref__", "_tables", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._tables: dict[torch.device, tuple[Tensor, int]] = {}  # with the number of entries that are taken
+        _keepers.add(self)
+
+    def keep(self, value: Tensor) -> Tensor | int:
+        """Return a fingerprint in a form that takes eight bytes of a device, where a tensor takes 512.
+
+        On the CPU, where reading it is free, it is a number; and with several streams, of which one may not
+        read what another is still writing.
+        """
+        with _unseen():
+            if value.device.type == "cpu" or streams_seen.several:
+                return int(value)
+            table, taken = self._tables.get(value.device, (value, _ROW))
+            if taken == _ROW:
+                table, taken = torch.empty(_ROW, dtype=torch.int64, device=value.device), 0
+            self._tables[value.device] = table, taken + 1
+            return table[taken].copy_(value)
+
+
+_keepers: weakref.WeakSet[KeptWeights] = weakref.WeakSet()
+_weights_alive: weakref.WeakValueDictionary[tuple[torch.device, int], Tensor] = weakref.WeakValueDictionary()
+
+
+def _weights(device: torch.device) -> Tensor:
+    """Return odd numbers that look random (the finalizer of splitmix64), one for each position in a row."""
+    key = (device, private.current_stream() if device.type != "cpu" and has_streams() else 0)
+    weights = _weights_alive.get(key)
+    if weights is None:
+        weights = torch.empty(_ROW, dtype=torch.int64, device=device)
+        weights = torch.arange(1, _ROW + 1, out=weights).mul_(_GOLDEN)
+        for shift, factor in ((30, _FIRST), (27, _SECOND)):
+            weights = weights.bitwise_xor_(weights >> shift).mul_(factor)
+        weights = weights.bitwise_xor_(weights >> 31).bitwise_or_(1)
+        _weights_alive[key] = weights
+        for keeper in list(_keepers):
+            keeper.tensors.append(weights)
+    return weights

@@ -1,0 +1,416 @@
+"""See each call of a `torch.autograd.Function` as one op: what it makes, and if it may run again.
+
+Theory of operation
+===================
+
+Functions are the unit in which kernels come that PyTorch does not dispatch (Triton, pybind, ctypes). What
+such a kernel writes is no output of any visible op, so the ops inside of a Function must not run again one by
+one. Its `forward` may, as a whole: it is the user's Python, and does what it did.
+
+While a recording mode is active, `Function.apply` goes through `run_function` of that mode. The mode makes a
+`FunctionCall`, which watches the call:
+
+1. Visible ops inside say which storages the call *made*, and if it communicated or wrote anything else.
+2. After `forward`, autograd packs what the call saved, in order; then the call returns. The storages among
+   these that the call made are its *slots*: the outputs of the op that it is.
+3. A `FunctionRerun` calls `forward` again and returns the contents of the slots.
+
+NOTE [ What a Function does unseen ]
+The first call of a kind (Function, types of its arguments) is examined: arguments are fingerprinted before
+and after, and `forward` runs a second time and must make the same contents. A kind that writes its arguments,
+or that makes other numbers the second time, is saved from then on (`reason`). The kinds are remembered for
+the life of the process, like the facts about ops.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
+from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
+from autoac.profiler.torch_facts.storage_table import has_storage
+from autoac.profiler.unseen.ambient_state import AmbientState
+from autoac.profiler.unseen.fingerprints import (
+    Comparison,
+    KeptWeights,
+    fingerprint,
+    same_contents,
+    storage_fingerprint,
+)
+
+WRITES_ARGUMENTS = "it writes its arguments"
+WRITES_OUTSIDE = "it writes a tensor that it did not make"
+COMMUNICATES = "it communicates"
+WRAPPED = "its arguments include a tensor without a storage of its own"
+OWN_GENERATOR = "it draws from a generator of its own"
+DIFFERS = "it does not make the same numbers when it runs again"
+
+Apply = Callable[..., Any]
+
+
+class _Kind(NamedTuple):
+    """What the calls of one kind do that no visible op shows."""
+
+    reason: str  # why they must be saved; "" if they may run again
+    written: tuple[int, ...]  # which of the storages of their arguments they write
+
+
+_known: weakref.WeakKeyDictionary[type, dict[Any, _Kind]] = weakref.WeakKeyDictionary()
+_facts: weakref.WeakKeyDictionary[type, OpFacts] = weakref.WeakKeyDictionary()
+
+
+def watch_functions() -> None:
+    """Send calls of Functions through the innermost recording mode of their thread, from now on.
+
+    A Function's `apply` is often looked up once and kept (`apply = F.apply`). So what it calls is replaced.
+    """
+    if "apply" not in private.SingleLevelFunction.__dict__:
+        private.SingleLevelFunction.apply = classmethod(_apply)
+
+
+def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+    plain = super(private.SingleLevelFunction, cls).apply
+    if private.len_dispatch_stack() and not _is_torchs_own(cls):
+        for mode in reversed(private.get_current_dispatch_mode_stack()):
+            run = getattr(mode, "run_function", None)
+            if run is not None:
+                return run(cls, args, kwargs, plain)
+    return plain(*args, **kwargs)
+
+
+def _is_torchs_own(cls: type) -> bool:
+    """Return True for the Functions of torch itself, whose kernels are all dispatched."""
+    return cls.__module__.partition(".")[0] == "torch"
+
+
+def facts_of_function(cls: type) -> OpFacts:
+    """Return facts about a Function, in the form of those about an op."""
+    facts = _facts.get(cls)
+    if facts is None:
+        name = "".join(c if c.isalnum() or c == "_" else "_" for c in cls.__name__)
+        facts = _facts[cls] = OpFacts(
+            name=name,
+            name_in_keys=name,
+            call=cls,
+            view=False,
+            writes=(),
+            writes_named=(),
+            in_place=False,
+            random=False,
+            dropout_at=-1,
+            must_save="",
+            collective=False,
+            function=True,
+        )
+    return facts
+
+
+class CallArguments:
+    """The arguments of a call: distinct tensors, and everything else with placeholders for tensors.
+
+    Attributes:
+        tensors: the distinct tensors, in lists and dictionaries too.
+        wrapped: True if one of them is of a subclass.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_requires_grad", "needs_grad", "tensors", "wrapped")
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.tensors: list[Tensor] = []
+        self.wrapped = False
+        positions: dict[int, int] = {}
+        self._args = [self._without_tensors(arg, positions) for arg in args]
+        self._kwargs = {name: self._without_tensors(arg, positions) for name, arg in kwargs.items()}
+        self._requires_grad = [tensor.requires_grad for tensor in self.tensors]
+        grad = torch.is_grad_enabled()
+        self.needs_grad = tuple(grad and isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+
+    def _without_tensors(self, value: Any, positions: dict[int, int]) -> Any:
+        kind = type(value)
+        if kind is Tensor or kind is Parameter:
+            position = positions.setdefault(id(value), len(self.tensors))
+            if position == len(self.tensors):
+                self.tensors.append(value)
+            return _Placeholder(position)
+        if kind is tuple or kind is list:
+            return kind(self._without_tensors(item, positions) for item in value)
+        if kind is dict:
+            return {key: self._without_tensors(item, positions) for key, item in value.items()}
+        if isinstance(value, Tensor):
+            self.wrapped = True
+        return value
+
+    def release(self) -> None:
+        """Forget the tensors; what else the call got stays."""
+        self.tensors = []
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Return `args` and `kwargs` of the call, with `tensors` put where the call had its own."""
+        fresh = [
+            tensor.detach().requires_grad_(requires)
+            for tensor, requires in zip(tensors, self._requires_grad, strict=True)
+        ]
+        args = [_fill(arg, fresh) for arg in self._args]
+        return args, {name: _fill(arg, fresh) for name, arg in self._kwargs.items()}
+
+
+class _Placeholder(int):
+    """The position of a tensor among the tensors of a call."""
+
+
+def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
+    kind = type(value)
+    if kind is _Placeholder:
+        return tensors[value]
+    if kind is tuple or kind is list:
+        return kind(_fill(item, tensors) for item in value)
+    if kind is dict:
+        return {key: _fill(item, tensors) for key, item in value.items()}
+    return value
+
+
+class FunctionRerun:
+    """Runs the forward of a recorded call again, and returns the contents of its slots, in order."""
+
+    __slots__ = ("_ambient", "_arguments", "_cls", "slots")
+
+    def __init__(self, cls: type, arguments: CallArguments, ambient: AmbientState) -> None:
+        self._cls = cls
+        self._arguments = arguments
+        self._ambient = ambient
+        self.slots: list[_Slot] = []
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run forward on `tensors`, which take the place of the tensors of the call.
+
+        Raises:
+            RuntimeError: forward did not make what it made the first time.
+        """
+        cls: Any = self._cls
+        args, kwargs = self._arguments.with_tensors(tensors)
+        context = cls._backward_cls()
+        context.needs_input_grad = self._arguments.needs_grad
+        with self._ambient.restored(), torch.no_grad():
+            if private.is_setup_context_defined(cls.setup_context):
+                out = cls.forward(*args, **kwargs)
+                cls.setup_context(context, tuple(args), out)
+            else:
+                out = cls.forward(context, *args, **kwargs)
+        saved = [tensor for tensor in context.to_save or () if tensor is not None]
+        found = {True: saved, False: list(outputs_of(out))}
+        contents = []
+        for slot in self.slots:
+            made = found[slot.is_saved]
+            tensor = made[slot.index] if slot.index < len(made) else None
+            if tensor is None or _layout(tensor) != slot.layout:
+                raise self._mismatch(slot, tensor)
+            contents.append(tensor.detach())
+        return tuple(contents)
+
+    def _mismatch(self, slot: _Slot, tensor: Tensor | None) -> RuntimeError:
+        what = f"{'saved tensor' if slot.is_saved else 'output'} {slot.index}"
+        return RuntimeError(
+            f"{self._cls.__name__}.forward must make in backward what it made in forward, got for {what}: "
+            f"{_layout(tensor) if tensor is not None else 'nothing'}; expected {slot.layout}. It depends on "
+            "something besides its arguments. Keep it from running again with "
+            'ac_client.pin(module, "must_save")'
+        )
+
+
+class _Slot:
+    """A storage that a call made: where to find it when the call runs again, and how large it is."""
+
+    __slots__ = ("index", "is_saved", "layout")
+
+    def __init__(self, tensor: Tensor, index: int, *, is_saved: bool) -> None:
+        self.is_saved = is_saved  # among what the call saved, in the order of save_for_backward, or returned
+        self.index = index
+        self.layout = _layout(tensor)
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return (
+        tensor.dtype,
+        list(tensor.shape),
+        list(tensor.stride()),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+    )
+
+
+class FunctionCall:
+    """One call of a Function while it runs. See the theory of operation above.
+
+    Attributes:
+        facts: of the Function, in the form of those about an op.
+        arguments: of the call.
+        reason: why the call must be saved; "" if it may run again. Final after `run`, and for all that the
+            call saves.
+        written: the arguments that an unseen kernel writes, known when `reason` is.
+        examined: True if this is the first call of its kind.
+        made: the storages that visible ops inside have made, by address.
+    """
+
+    def __init__(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._cls = cls
+        self.facts = facts_of_function(cls)
+        self._args, self._kwargs = args, kwargs
+        self.arguments = CallArguments(args, kwargs)
+        self.made: set[int] = set()
+        self.reason = WRAPPED if self.arguments.wrapped else ""
+        self._kind = _kind_of(self.arguments)
+        kinds = _known.setdefault(cls, {})
+        known = kinds.get(self._kind)
+        plain = [tensor for tensor in self.arguments.tensors if has_storage(tensor)]
+        if len(plain) < len(self.arguments.tensors):
+            self.reason = self.reason or WRAPPED
+        self.examined = known is None and not self.reason and Comparison.enabled
+        self.reason = self.reason or (known.reason if known is not None else "")
+        self._contents: list[Tensor] = []  # of the slots, while the call is examined
+        self._storages = list({tensor.untyped_storage()._cdata: tensor for tensor in plain}.values())
+        self.written = [self._storages[i] for i in known.written] if known is not None else []
+        self._before: list[Tensor] = []
+        self._weights: KeptWeights | None = None
+        self.rerun: FunctionRerun | None = None
+        if not self.reason:
+            device = plain[0].device if plain else torch.device("cpu")
+            self.rerun = FunctionRerun(cls, self.arguments, AmbientState(device))
+        self._slots: dict[int, int] = {}
+        self._n_saved = 0
+
+    def run(self, apply: Apply) -> Any:
+        """Call the Function and return what it returned."""
+        if self.examined:
+            self._weights = KeptWeights()
+            self._before = [storage_fingerprint(tensor) for tensor in self._storages]
+        out = apply(*self._args, **self._kwargs)
+        self._conclude()
+        self._args, self._kwargs = (), {}
+        return out
+
+    def is_forward_over(self, depth: int) -> bool:
+        """Return True if autograd packs what the call saves, and not what a graph inside of it saves.
+
+        Args:
+            depth: number of Python frames from the caller of this method up to what autograd called.
+        """
+        over = sys._getframe(depth + 1).f_code is _RUN
+        if over:
+            self._conclude()
+        return over
+
+    def note_op(self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note a visible op inside of the call, which is about to run."""
+        if facts.collective:
+            self.reason = self.reason or COMMUNICATES
+        if facts.mutates:
+            for tensor in written_tensors(facts, args, kwargs):
+                if not has_storage(tensor) or tensor.untyped_storage()._cdata not in self.made:
+                    self.reason = self.reason or WRITES_OUTSIDE
+        if facts.random and any(isinstance(arg, torch.Generator) for arg in (*args, *kwargs.values())):
+            self.reason = self.reason or OWN_GENERATOR
+
+    def note_outputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Note the storages that a visible op inside of the call has made."""
+        given = {t.untyped_storage()._cdata for t in tensors_in(args, kwargs) if has_storage(t)}
+        for tensor in outputs_of(out):
+            if has_storage(tensor) and (address := tensor.untyped_storage()._cdata) not in given:
+                self.made.add(address)
+
+    def saved_slot(self, tensor: Tensor) -> int | None:
+        """Return the slot of a tensor that the call saves; None for one that it did not make."""
+        self._n_saved += 1
+        return self._slot_of(tensor, self._n_saved - 1, is_saved=True)
+
+    def returned_slots(self, out: Any) -> Iterator[tuple[int, Tensor]]:
+        """Yield the outputs that the call made, each with its slot."""
+        for i, tensor in enumerate(outputs_of(out)):
+            slot = self._slot_of(tensor, i, is_saved=False)
+            if slot is not None:
+                yield slot, tensor
+
+    def _slot_of(self, tensor: Tensor, index: int, *, is_saved: bool) -> int | None:
+        if not has_storage(tensor) or (address := tensor.untyped_storage()._cdata) not in self.made:
+            return None
+        slot = self._slots.get(address)
+        if slot is None:
+            slot = self._slots[address] = len(self._slots)
+            if self.rerun is not None:
+                self.rerun.slots.append(_Slot(tensor, index, is_saved=is_saved))
+            if self.examined:
+                self._contents.append(tensor.detach())
+        return slot
+
+    def _conclude(self) -> None:
+        """Compare the arguments with what they were before the call."""
+        before, self._before = self._before, []
+        for tensor, value in zip(self._storages if before else (), before, strict=True):
+            if not same_contents(value, storage_fingerprint(tensor)):
+                self.written.append(tensor)
+                self.reason = self.reason or WRITES_ARGUMENTS
+
+    def examine(self) -> list[Tensor]:
+        """Run the first call of its kind a second time, compare, and remember the result for all calls.
+
+        Call it after `returned_slots`, where dispatch modes do not record. Return the contents of the slots,
+        if this is the first call.
+        """
+        if not self.examined:
+            return []
+        contents, self._contents = self._contents, []
+        if contents and not self.reason and self.rerun is not None:
+            try:
+                again = self.rerun(*self.arguments.tensors)
+                same = _equal([fingerprint(t) for t in contents], [fingerprint(t) for t in again])
+            except RuntimeError:  # what it makes has another shape, or it cannot run twice
+                same = False
+            if not same:
+                self.reason = DIFFERS
+        written = {id(tensor) for tensor in self.written}
+        positions = tuple(i for i, tensor in enumerate(self._storages) if id(tensor) in written)
+        _known[self._cls][self._kind] = _Kind(self.reason, positions)
+        return contents
+
+    def finish(self) -> None:
+        """Forget the tensors of the call."""
+        self.arguments.release()
+        self._storages, self.written = [], []
+        self._weights = None
+
+
+_RUN: CodeType = FunctionCall.run.__code__
+
+
+def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Return True if two lists of fingerprints, which may be on several devices, are equal."""
+    pairs: dict[torch.device, list[Tensor]] = {}
+    for a, b in zip(first, second, strict=True):
+        pairs.setdefault(a.device, []).append(a != b)
+    return not any(bool(torch.stack(differing).any()) for differing in pairs.values())
+
+
+def _kind_of(arguments: CallArguments) -> Any:
+    """Return what two calls of one Function have in common if they are expected to do the same to tensors."""
+
+    def describe(value: Any) -> Any:
+        kind = type(value)
+        if kind is _Placeholder:
+            tensor = arguments.tensors[value]
+            return tensor.dtype, tensor.dim(), tensor.requires_grad, tensor.device.type
+        if kind is tuple or kind is list:
+            return kind, tuple(describe(item) for item in value)
+        if kind is dict:
+            return kind, tuple((str(key), describe(item)) for key, item in value.items())
+        return value if kind in (bool, int, str, type(None)) else kind
+
+    named = tuple((name, describe(arg)) for name, arg in arguments._kwargs.items())
+    return (*(describe(arg) for arg in arguments._args), *named, torch.is_grad_enabled())
