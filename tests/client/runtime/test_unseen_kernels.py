@@ -1,0 +1,188 @@
+"""Test that a kernel which PyTorch does not dispatch changes no gradient in plans, regions and checkpoints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from ac_client.runtime.policy_context import save_recompute_policy
+from ac_client.runtime.replay import EventLog
+from autoac.planner import ConflictingPins, InfeasibleBudget, find_minimum_peak
+from autoac.profiler import profile
+from benchmarks.unseen_kernels.layers import FUNCTIONS, KINDS, batch, network
+from benchmarks.unseen_kernels.library import NoCompiler, compiled, seed_noise
+
+STEPS = 3
+ROOT = Path(__file__).parents[3]
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels() -> None:
+    try:
+        compiled()
+    except NoCompiler as error:
+        pytest.skip(str(error))
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum()
+
+
+def steps(model: nn.Module, run: Run) -> list[Tensor]:
+    """Return the outputs and gradients of `STEPS` training steps."""
+    found: list[Tensor] = []
+    for number in range(STEPS):
+        model.zero_grad()
+        torch.default_generator.manual_seed(number)
+        seed_noise(number)
+        x = (batch() + 0.1 * number).requires_grad_()
+        y = run(model, x)
+        loss_of(y).backward()
+        gradients = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+        found += [y.detach().clone(), *(g.clone() for g in gradients)]
+    return found
+
+
+def profiled_before(kind: str, net: nn.Module) -> nn.Module:
+    """Run the forward that is profiled if `kind` draws numbers that a profile cannot restore."""
+    if kind == "own noise":
+        loss_of(net(batch().requires_grad_())).backward()
+    return net
+
+
+def assert_plain(kind: str, model: nn.Module, run: Run) -> None:
+    plain = steps(network(kind), lambda net, x: net(x))
+    ours = steps(profiled_before(kind, model), run)
+    assert len(plain) == len(ours)
+    differing = [i for i, (a, b) in enumerate(zip(plain, ours, strict=True)) if not torch.equal(a, b)]
+    assert not differing, f"{len(differing)} of {len(plain)} tensors differ"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plan_that_recomputes_all_it_may_has_the_plain_gradients(kind: str) -> None:
+    net = network(kind)
+    ac_client.pin(net, "must_recompute")
+    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    assert_plain(kind, net, lambda net, x: net(x))
+    report = ac_client.applied(net).report()
+    assert report.recomputed >= 4, "the visible layers can be recomputed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pinned_unseen_layer_has_the_plain_gradients_or_is_refused(kind: str) -> None:
+    net = network(kind)
+    ac_client.pin(net[1], "must_recompute")
+    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    try:
+        assert_plain(kind, net, lambda net, x: net(x))
+    except ConflictingPins:
+        pass
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
+    found = profile(network(kind), batch().requires_grad_(), loss=loss_of)
+    smallest = find_minimum_peak(found).found
+    net = network(kind)
+    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    net(batch().requires_grad_())
+    largest = ac_client.applied(net).policy.predicted.peak_bytes
+    net = network(kind)
+    budget = smallest + share * (largest - smallest)
+    ac_client.apply(net, budget_gb=budget / 2**30, loss=loss_of)
+    try:
+        assert_plain(kind, net, lambda net, x: net(x))
+    except InfeasibleBudget:
+        assert share == 0.0, "the first profile has another minimum"
+
+
+def in_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(net, nn.Sequential)
+    for block in net:
+        x = ac_client.checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
+    assert_plain(kind, network(kind), in_checkpoints)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_of_the_model_has_the_plain_gradients(kind: str) -> None:
+    assert_plain(kind, network(kind), lambda net, x: ac_client.checkpoint(net, x, use_reentrant=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_region_that_recomputes_all_has_the_plain_gradients(kind: str) -> None:
+    def run(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
+        with save_recompute_policy("recompute_all", log=log):
+            y: Tensor = net(x)
+        return y
+
+    log = EventLog()
+    assert_plain(kind, network(kind), partial(run, log=log))
+    recomputed = [name for event, name in log.events if event == "recompute"]
+    assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
+
+
+@pytest.mark.parametrize("kind", ["rms norm", "swiglu", "swiglu over saved", "rope unmarked", "attention"])
+def test_autocast_in_bfloat16_has_the_plain_gradients(kind: str) -> None:
+    def cast(net: nn.Module, x: Tensor, how: Run) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return how(net, x)
+
+    plain = steps(network(kind), partial(cast, how=lambda net, x: net(x)))
+    pinned = network(kind)
+    ac_client.pin(pinned, "must_recompute")
+    ac_client.apply(pinned, budget_gb=1.0, loss=loss_of)
+    for model, how in ((network(kind), in_checkpoints), (pinned, lambda net, x: net(x))):
+        assert all(map(torch.equal, plain, steps(model, partial(cast, how=how))))
+
+
+# Functions that may not run twice, and those whose saved tensors autograd does not hold.
+NOT_PLANNED = {"own noise", "writes an argument", "rms norm in attributes"}
+
+
+@pytest.mark.parametrize("kind", sorted(FUNCTIONS.keys() - NOT_PLANNED))
+def test_function_is_one_op_of_the_plan(kind: str) -> None:
+    net = network(kind)
+    ac_client.pin(net, "must_recompute")
+    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    steps(net, lambda net, x: net(x))
+    decisions = ac_client.applied(net).policy.decisions
+    inside = {key for key in decisions if key.startswith("1/") and "aten" not in key}
+    assert inside, f"no Function among {sorted(decisions)}"
+
+
+@pytest.mark.parametrize("library", ["triton", "liger_kernel"])
+def test_real_triton_kernels_have_the_plain_gradients(library: str) -> None:
+    if find_spec(library) is None or find_spec("triton") is None:
+        pytest.skip(f"{library} is not installed")
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", f"unseen_kernels_children.{library}_layers"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        },
+    )
+    assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-2000:]

@@ -1,0 +1,51 @@
+"""Train with Liger's kernels under Triton's interpreter; exit with 1 if a way of ours changes a gradient."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+torch.cuda.device = lambda *_: contextlib.nullcontext()  # Liger enters it, also for tensors of the CPU
+
+from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: E402
+from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from unseen_kernels_children.four_ways import compare_four_ways  # noqa: E402
+
+WIDTH = 32
+
+
+class LigerBlock(nn.Module):
+    def __init__(self, *, rms_norm: bool) -> None:
+        super().__init__()
+        self.weight, self.rms_norm = nn.Parameter(torch.rand(WIDTH) + 0.5), rms_norm
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rms_norm:
+            h = LigerRMSNormFunction.apply(x, self.weight, 1e-6, 0.0, "llama", False)
+        else:
+            h = F.rms_norm(x, (WIDTH,), self.weight)
+        y: Tensor = x + self.down(LigerSiLUMulFunction.apply(self.gate(h), self.up(h)))
+        return y
+
+
+def runs(rms_norm: bool) -> bool:
+    """Return True if the kernels run here: Liger's norm asks for the number of a GPU's multiprocessors."""
+    try:
+        LigerBlock(rms_norm=rms_norm)(torch.ones(8, WIDTH)).sum().backward()
+    except (AssertionError, RuntimeError, AttributeError, NotImplementedError) as error:
+        print(f"rms_norm={rms_norm}: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    x = torch.linspace(-2, 2, 8 * WIDTH).view(8, WIDTH)
+    ran = [norm for norm in (False, True) if runs(norm)]
+    assert ran, "none of Liger's kernels runs here"
+    for norm in ran:
+        compare_four_ways(lambda norm=norm: nn.Sequential(*(LigerBlock(rms_norm=norm) for _ in range(2))), x)
