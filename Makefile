@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-block-bounds bench-random-plans clean
+.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-unseen bench-block-bounds bench-random-plans clean
 
 setup: $(READY)
 
@@ -105,6 +105,10 @@ bench-use-groups: $(READY)
 # 1,000 random networks with random dropout masks saved as bits: ops, peak and gradients. Some minutes.
 bench-packed-masks: $(READY)
 	$(BIN)/python -m benchmarks.fuzzers.packed_masks
+
+# 2,000 random networks with kernels that PyTorch does not dispatch, in all our ways: half an hour.
+bench-unseen: $(READY)
+	$(BIN)/python -m benchmarks.fuzzers.unseen_kernels
 
 # Bounds of the program over blocks, of 4,000 small random graphs, next to brute force: some minutes.
 bench-block-bounds: $(READY)

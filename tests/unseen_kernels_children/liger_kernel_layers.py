@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+import torch.distributed.tensor
 
 torch.cuda.device = lambda *_: contextlib.nullcontext()  # Liger enters it, also for tensors of the CPU
 
@@ -12,9 +13,11 @@ from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # noqa: E402
 from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from triton.runtime.errors import InterpreterError  # noqa: E402
 from unseen_kernels_children.four_ways import compare_four_ways  # noqa: E402
 
 WIDTH = 32
+NONE_RUNS = 77  # the status of a skipped test: the interpreter cannot run these kernels
 
 
 class LigerBlock(nn.Module):
@@ -37,7 +40,7 @@ def runs(rms_norm: bool) -> bool:
     """Return True if the kernels run here: Liger's norm asks for the number of a GPU's multiprocessors."""
     try:
         LigerBlock(rms_norm=rms_norm)(torch.ones(8, WIDTH)).sum().backward()
-    except (AssertionError, RuntimeError, AttributeError, NotImplementedError) as error:
+    except (AssertionError, RuntimeError, InterpreterError) as error:
         print(f"rms_norm={rms_norm}: {type(error).__name__}: {error}")
         return False
     return True
@@ -46,6 +49,7 @@ def runs(rms_norm: bool) -> bool:
 if __name__ == "__main__":
     x = torch.linspace(-2, 2, 8 * WIDTH).view(8, WIDTH)
     ran = [norm for norm in (False, True) if runs(norm)]
-    assert ran, "none of Liger's kernels runs here"
+    if not ran:
+        raise SystemExit(NONE_RUNS)
     for norm in ran:
         compare_four_ways(lambda norm=norm: nn.Sequential(*(LigerBlock(rms_norm=norm) for _ in range(2))), x)

@@ -1,4 +1,4 @@
-"""Test that a kernel which PyTorch does not dispatch changes no gradient in plans, regions and checkpoints."""
+"""Test that kernels which PyTorch does not dispatch change no gradient in plans, regions, checkpoints."""
 
 from __future__ import annotations
 
@@ -185,4 +185,6 @@ def test_real_triton_kernels_have_the_plain_gradients(library: str) -> None:
             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         },
     )
+    if child.returncode == 77:
+        pytest.skip(f"the interpreter cannot run the kernels of {library}: {child.stdout}")
     assert child.returncode == 0, child.stdout[-2000:] + child.stderr[-2000:]

@@ -1,0 +1,383 @@
+"""Train random networks with unseen kernels in all our ways; compare with plain and torch's checkpoint.
+
+    make bench-unseen
+    python -m benchmarks.fuzzers.unseen_kernels --programs 100 --seed 7 [--without-fingerprints]
+
+A network is a sequence of blocks of linear layers, activations, norms, dropouts, views, in-place writes, and
+layers whose kernels PyTorch does not dispatch, in Functions and outside of them. Two steps run in each way:
+`apply` with pins and within budgets, `checkpoint` around each block, and `save_recompute_policy`. One network
+in eight has compiled blocks. A way passes if outputs and gradients are the plain ones bit for bit, or if
+it is refused by an error of ours, unless torch's checkpoint has the plain gradients in the place of ours.
+
+`--without-fingerprints` switches the comparison of contents off, to show that the networks need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torchs_checkpoint
+
+import ac_client
+from ac_client.planning import plan_batch
+from ac_client.runtime.replay import EventLog
+from autoac.planner import PlannerError, find_minimum_peak, plan
+from autoac.profiler import ProfilerError, profile
+from benchmarks.unseen_kernels.layers import KINDS, WIDTH, Unseen
+from benchmarks.unseen_kernels.library import seed_noise
+
+STEPS = 2
+CHANCE_UNSEEN = 0.45
+COMPILED_OF = 8  # one network in so many has compiled blocks
+OURS = (
+    PlannerError,
+    ProfilerError,
+    ac_client.ApplyError,
+    ac_client.LeftThePath,
+    ac_client.PolicyConflict,
+    ac_client.StaleError,
+)
+VISIBLE = (
+    "linear gelu",
+    "linear relu_",
+    "layer norm",
+    "dropout",
+    "residual",
+    "views",
+    "written window",
+    "softmax",
+    "buffer",
+)
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+Result = list[Tensor] | str  # of all steps, or the name of an error of ours
+
+
+class Visible(nn.Module):
+    """A layer of which PyTorch dispatches everything."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def extra_repr(self) -> str:
+        return self.kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        match self.kind:
+            case "linear gelu":
+                return F.gelu(self.linear(x))
+            case "linear relu_":
+                return F.relu_(self.linear(x))
+            case "layer norm":
+                y: Tensor = self.norm(x)
+                return y
+            case "dropout":
+                return F.dropout(self.linear(x), 0.3)
+            case "residual":
+                return x + torch.tanh(self.linear(x))
+            case "views":
+                a, b = self.linear(x).chunk(2, -1)
+                return torch.cat([b * a.sigmoid(), a], -1)
+            case "written window":
+                h = self.linear(x).sin()
+                h[1:].mul_(0.5)
+                return h * h
+            case "softmax":
+                return self.linear(x).softmax(-1) * x
+            case _:
+                buffer = torch.zeros_like(x)
+                buffer[::2].copy_(self.linear(x[::2]))
+                return buffer * x
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the seed of a program stands for."""
+
+    seed: int
+    rows: int
+    blocks: tuple[tuple[str, ...], ...]  # kinds of layers
+    compiled: frozenset[int]  # numbers of compiled blocks
+    double: bool
+
+    def make(self, compiled: bool = True) -> nn.Sequential:
+        torch.default_generator.manual_seed(self.seed)
+        made = nn.Sequential(
+            *(
+                nn.Sequential(*(Unseen(k) if k in KINDS else Visible(k) for k in kinds))
+                for kinds in self.blocks
+            )
+        )
+        if self.double:
+            made.double()
+        if compiled:
+            for number in self.compiled:
+                made[number].compile(backend="aot_eager")
+        return made
+
+    def batch(self, step: int) -> Tensor:
+        chance = torch.Generator().manual_seed(self.seed + step)
+        dtype = torch.float64 if self.double else torch.float32
+        return torch.randn(self.rows, WIDTH, generator=chance, dtype=dtype).requires_grad_()
+
+    def __str__(self) -> str:
+        described = (
+            f"[{', '.join(kinds)}]{' compiled' if i in self.compiled else ''}"
+            for i, kinds in enumerate(self.blocks)
+        )
+        return f"seed {self.seed}, {self.rows} rows{', double' * self.double}: {' '.join(described)}"
+
+
+def network(seed: int) -> Network:
+    """Return the network of a seed."""
+    chance = random.Random(seed)
+    blocks = tuple(
+        tuple(
+            chance.choice(KINDS) if chance.random() < CHANCE_UNSEEN else chance.choice(VISIBLE)
+            for _ in range(chance.randint(1, 3))
+        )
+        for _ in range(chance.randint(2, 4))
+    )
+    if not any(kind in KINDS for kinds in blocks for kind in kinds):
+        blocks = ((*blocks[0], chance.choice(KINDS)), *blocks[1:])
+    # A kernel on pointers cannot be traced, so a compiled block is one of visible layers.
+    visible = [i for i, kinds in enumerate(blocks) if not any(kind in KINDS for kind in kinds)]
+    compiled = frozenset(visible[:1]) if seed % COMPILED_OF == 0 else frozenset[int]()
+    return Network(seed, chance.choice((16, 16, 16, 12, 64)), blocks, compiled, chance.random() < 0.15)
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum()
+
+
+def steps(program: Network, model: nn.Module, run: Run, *, first: int = 0) -> list[Tensor]:
+    """Return outputs and gradients of the steps from number `first` to `STEPS`, exclusively."""
+    found: list[Tensor] = []
+    for number in range(first, STEPS):
+        model.zero_grad()
+        torch.default_generator.manual_seed(number)
+        seed_noise(number)
+        x = program.batch(number)
+        y = run(model, x)
+        loss_of(y).backward()  # type: ignore[no-untyped-call]
+        found += [
+            y.detach().clone(),
+            *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None),
+        ]
+    return found
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Return True if both lists hold the same tensors, bit for bit."""
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def plainly(net: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = net(x)
+    return y
+
+
+def in_checkpoints(net: nn.Module, x: Tensor, how: Callable[..., Tensor]) -> Tensor:
+    assert isinstance(net, nn.Sequential)
+    for block in net:
+        x = how(block, x, use_reentrant=False)
+    return x
+
+
+def in_a_region(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
+    with ac_client.save_recompute_policy("recompute_all", log=log):
+        return plainly(net, x)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one way did on one network."""
+
+    way: str
+    state: str  # "equal", "refused", "wrong" or "crashed"
+    detail: str = ""
+    recomputed: int = 0
+
+
+def tried(program: Network, plain: list[Tensor], way: str, torch_is_equal: bool) -> Outcome:
+    """Run `program` in one of our ways."""
+    log = EventLog()
+    try:
+        model, run, recomputed = _prepared(program, way, log)
+        # The forward that is profiled draws from a generator of which no profile knows.
+        draws = any("own noise" in kinds for kinds in program.blocks) and way.startswith("apply")
+        if draws:
+            steps(program, model, run)
+        ours = steps(program, model, run)
+    except OURS as error:
+        # A plan has other choices than to refuse where torch is right; checkpoint has none.
+        state = "wrong" if torch_is_equal and way == "checkpoint" else "refused"
+        return Outcome(way, state, type(error).__name__)
+    except Exception as error:  # noqa: BLE001 - counted, and printed with its network
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        words = str(error).splitlines()[0][:120] if str(error) else ""
+        return Outcome(way, "crashed", f"{type(error).__name__}: {words} ({last.filename}:{last.lineno})")
+    if equal(plain, ours):
+        return Outcome(way, "equal", recomputed=recomputed(model))
+    return Outcome(way, "wrong", _worst(plain, ours))
+
+
+def _worst(plain: list[Tensor], ours: list[Tensor]) -> str:
+    pairs = [(a.double(), b.double()) for a, b in zip(plain, ours, strict=False) if not torch.equal(a, b)]
+    return f"{len(pairs)} of {len(plain)} differ, by {max(float((a - b).abs().max()) for a, b in pairs):.3g}"
+
+
+def _prepared(program: Network, way: str, log: EventLog) -> tuple[nn.Module, Run, Callable[[nn.Module], int]]:
+    def logged(_: nn.Module) -> int:
+        return sum(kind == "recompute" for kind, _name in log.events)
+
+    def reported(model: nn.Module) -> int:
+        return ac_client.applied(model).report().recomputed
+
+    model = program.make()
+    match way:
+        case "checkpoint":
+            return model, partial(in_checkpoints, how=ac_client.checkpoint), lambda _: 0
+        case "region":
+            return model, partial(in_a_region, log=log), logged
+        case "apply, all pinned":
+            ac_client.pin(model, "must_recompute")
+            budget = 1.0
+        case "apply, a block pinned":
+            ac_client.pin(model[program.seed % len(model)], "must_recompute")  # type: ignore[arg-type]
+            budget = 1.0
+        case _:
+            share = float(way.split()[-1])
+            found = profile(program.make(), program.batch(0), loss=loss_of)
+            smallest = find_minimum_peak(found, work_limit=1).found
+            largest = plan(found, budget_bytes=1 << 40, gap=0.5, work_limit=1).peak
+            budget = (smallest + share * (largest - smallest)) / 2**30
+    ac_client.apply(model, budget_gb=budget, loss=loss_of)
+    return model, plainly, reported
+
+
+def ways(seed: int) -> tuple[str, ...]:
+    """Return our ways to run the program of a seed; budgets take the most time, so each gets one."""
+    share = (0.0, 0.15, 0.4, 0.7)[seed % 4]
+    return "checkpoint", "region", "apply, all pinned", "apply, a block pinned", f"apply at {share}"
+
+
+@dataclass(slots=True)
+class Tried:
+    """One network in all ways."""
+
+    program: Network
+    torch_is_equal: bool
+    outcomes: list[Outcome]
+
+
+def tried_network(seed: int) -> Tried:
+    """Run the network of `seed` plainly, under torch's checkpoint, and in all our ways."""
+    torch.compiler.reset()
+    program = network(seed)
+    plain = steps(program, program.make(), plainly)
+    try:
+        theirs = steps(program, program.make(), partial(in_checkpoints, how=torchs_checkpoint))
+        torch_is_equal = equal(plain, theirs)
+    except RuntimeError:
+        torch_is_equal = False
+    outcomes = [tried(program, plain, way, torch_is_equal) for way in ways(seed)]
+    return Tried(program, torch_is_equal, outcomes)
+
+
+def minimal(program: Network, way: str) -> Network:
+    """Return a smaller network that is wrong in the same way: without whole blocks, then without layers."""
+
+    def fails(candidate: Network) -> bool:
+        try:
+            plain = steps(candidate, candidate.make(), plainly)
+            return tried(candidate, plain, way, torch_is_equal=False).state == "wrong"
+        except Exception:  # noqa: BLE001 - a candidate that does not run plainly is no smaller failure
+            return False
+
+    def without(blocks: tuple[tuple[str, ...], ...]) -> Network:
+        kept = tuple(kinds for kinds in blocks if kinds)
+        return Network(program.seed, program.rows, kept, frozenset(), program.double)
+
+    smaller, shrinks = program, True
+    while shrinks:
+        shrinks = False
+        for i, kinds in enumerate(smaller.blocks):
+            for j in range(len(kinds)):
+                left = (*kinds[:j], *kinds[j + 1 :])
+                candidate = without((*smaller.blocks[:i], left, *smaller.blocks[i + 1 :]))
+                if candidate.blocks and fails(candidate):
+                    smaller, shrinks = candidate, True
+                    break
+            if shrinks:
+                break
+    return smaller
+
+
+def switch_fingerprints_off() -> None:
+    """Switch the comparison of contents off: the one place that knows its switch."""
+    module = importlib.import_module("autoac.profiler.torch_facts.fingerprints")
+    module.enabled = lambda: False  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--programs", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first program")
+    parser.add_argument("--without-fingerprints", action="store_true")
+    parser.add_argument("--shrink", action="store_true", help="print a smaller network for each wrong one")
+    parser.add_argument("--print", type=int, default=40, help="most failures to print")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch._dynamo.config.suppress_errors = False
+    plan_batch.plan = partial(plan, gap=0.5, work_limit=1)  # type: ignore[attr-defined]
+    if options.without_fingerprints:
+        switch_fingerprints_off()
+    counts: Counter[tuple[str, str]] = Counter()
+    networks, wrong, disagreeing, torch_equal, recomputed = 0, 0, 0, 0, Counter[str]()
+    for seed in range(options.seed, options.seed + options.programs):
+        one = tried_network(seed)
+        networks += 1
+        torch_equal += one.torch_is_equal
+        bad = [o for o in one.outcomes if o.state in ("wrong", "crashed")]
+        wrong += bool(bad)
+        disagreeing += one.torch_is_equal and any(o.way == "checkpoint" and o.state != "equal" for o in bad)
+        for outcome in one.outcomes:
+            way = "apply at a budget" if outcome.way.startswith("apply at") else outcome.way
+            counts[way, outcome.state] += 1
+            recomputed[way] += outcome.recomputed > 0
+        if bad and wrong <= options.print:
+            print(one.program, flush=True)
+            for outcome in bad:
+                print(f"    {outcome.way}: {outcome.state}: {outcome.detail}", flush=True)
+            if options.shrink and bad[0].state == "wrong":
+                print(f"    smaller: {minimal(one.program, bad[0].way)}", flush=True)
+    states = ("equal", "refused", "wrong", "crashed")
+    for way in dict.fromkeys(way for way, _ in counts):
+        figures = ", ".join(f"{counts[way, state]} {state}" for state in states)
+        print(f"{way}: {figures}; recomputed something: {recomputed[way]}")
+    print(f"{networks} networks; torch's checkpoint is equal to plain on {torch_equal}, ours differs on "
+          f"{disagreeing} of these")  # fmt: skip
+    print(f"{wrong} networks fail")
+    raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
