@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 import ac_client
 from ac_client.planning import plan_batch
+from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
 from autoac.planner import PlannerError, find_minimum_peak, plan
 from autoac.profiler import ProfilerError, profile
@@ -77,34 +79,34 @@ class Visible(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         match self.kind:
             case "linear gelu":
-                return F.gelu(self.linear(x))
+                x = F.gelu(self.linear(x))
             case "linear relu_":
-                return F.relu_(self.linear(x))
+                x = F.relu_(self.linear(x))
             case "layer norm":
-                y: Tensor = self.norm(x)
-                return y
+                x = self.norm(x)
             case "dropout":
-                return F.dropout(self.linear(x), 0.3)
+                x = F.dropout(self.linear(x), 0.3)
             case "residual":
-                return x + torch.tanh(self.linear(x))
+                x = x + torch.tanh(self.linear(x))
             case "views":
                 a, b = self.linear(x).chunk(2, -1)
-                return torch.cat([b * a.sigmoid(), a], -1)
+                x = torch.cat([b * a.sigmoid(), a], -1)
             case "written window":
                 h = self.linear(x).sin()
                 h[1:].mul_(0.5)
-                return h * h
+                x = h * h
             case "softmax":
-                return self.linear(x).softmax(-1) * x
+                x = self.linear(x).softmax(-1) * x
             case _:
                 buffer = torch.zeros_like(x)
                 buffer[::2].copy_(self.linear(x[::2]))
-                return buffer * x
+                x = buffer * x
+        return x
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What the seed of a program stands for."""
+    """Describe the random network of a seed."""
 
     seed: int
     rows: int
@@ -171,7 +173,7 @@ def steps(program: Network, model: nn.Module, run: Run, *, first: int = 0) -> li
         seed_noise(number)
         x = program.batch(number)
         y = run(model, x)
-        loss_of(y).backward()  # type: ignore[no-untyped-call]
+        loss_of(y).backward()
         found += [
             y.detach().clone(),
             *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None),
@@ -199,14 +201,20 @@ def in_checkpoints(net: nn.Module, x: Tensor, how: Callable[..., Tensor]) -> Ten
     return x
 
 
+def in_our_checkpoints(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
+    logging = partial(save_recompute_policy, log=log)
+    with mock.patch("ac_client.runtime.checkpoint.save_recompute_policy", logging):
+        return in_checkpoints(net, x, ac_client.checkpoint)
+
+
 def in_a_region(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
-    with ac_client.save_recompute_policy("recompute_all", log=log):
+    with save_recompute_policy("recompute_all", log=log):
         return plainly(net, x)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How one way did on one network."""
+    """One network, run in one way."""
 
     way: str
     state: str  # "equal", "refused", "wrong" or "crashed"
@@ -252,14 +260,14 @@ def _prepared(program: Network, way: str, log: EventLog) -> tuple[nn.Module, Run
     model = program.make()
     match way:
         case "checkpoint":
-            return model, partial(in_checkpoints, how=ac_client.checkpoint), lambda _: 0
+            return model, partial(in_our_checkpoints, log=log), logged
         case "region":
             return model, partial(in_a_region, log=log), logged
         case "apply, all pinned":
             ac_client.pin(model, "must_recompute")
             budget = 1.0
         case "apply, a block pinned":
-            ac_client.pin(model[program.seed % len(model)], "must_recompute")  # type: ignore[arg-type]
+            ac_client.pin(model[program.seed % len(model)], "must_recompute")
             budget = 1.0
         case _:
             share = float(way.split()[-1])
@@ -307,7 +315,7 @@ def minimal(program: Network, way: str) -> Network:
         try:
             plain = steps(candidate, candidate.make(), plainly)
             return tried(candidate, plain, way, torch_is_equal=False).state == "wrong"
-        except Exception:  # noqa: BLE001 - a candidate that does not run plainly is no smaller failure
+        except Exception:  # noqa: BLE001 - a candidate that does not run plainly is not a smaller failure
             return False
 
     def without(blocks: tuple[tuple[str, ...], ...]) -> Network:

@@ -140,8 +140,9 @@ class Rope(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        cosines, sines = ctx.saved_tensors
         dx = dy.clone(memory_format=torch.contiguous_format)
-        _turn(dx, *ctx.saved_tensors, -1.0)
+        _turn(dx, cosines, sines, -1.0)
         return dx, None, None
 
 

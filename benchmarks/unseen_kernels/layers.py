@@ -7,6 +7,7 @@ constant to autograd, or a value on which the following ops differentiate.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.unseen_kernels import functions
 from benchmarks.unseen_kernels.library import launch
 
-WIDTH, HALF = 8, 2
+WIDTH = 8
 
 
 def affine(y: Tensor, factor: float, shift: float = 0.0) -> Tensor:
@@ -53,6 +54,9 @@ class Unseen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = RUN[self.kind](self, x)
         return y
+
+
+Layer = Callable[[Unseen, Tensor], Tensor]
 
 
 def _empty(layer: Unseen, x: Tensor) -> Tensor:
@@ -177,7 +181,7 @@ def _dropout_mask(layer: Unseen, x: Tensor) -> Tensor:
     return h * mask
 
 
-def _rope(function: type[functions.Rope]) -> object:
+def _rope(function: type[functions.Rope]) -> Layer:
     def run(layer: Unseen, x: Tensor) -> Tensor:
         h = layer.linear(x) * 1.0
         y: Tensor = function.apply(h, layer.cosines, layer.sines)
@@ -186,7 +190,7 @@ def _rope(function: type[functions.Rope]) -> object:
     return run
 
 
-def _swiglu(function: type[functions.SwiGLU]) -> object:
+def _swiglu(function: type[functions.SwiGLU]) -> Layer:
     def run(layer: Unseen, x: Tensor) -> Tensor:
         return layer.down(function.apply(layer.gate(x), layer.up(x)))
 
@@ -222,7 +226,7 @@ def _buffer_of_function(layer: Unseen, x: Tensor) -> Tensor:
     return y * space.sigmoid()
 
 
-def _cross_entropy(function: type[functions.CrossEntropy]) -> object:
+def _cross_entropy(function: type[functions.CrossEntropy]) -> Layer:
     def run(layer: Unseen, x: Tensor) -> Tensor:
         targets = torch.arange(len(x), device=x.device) % WIDTH
         return x + function.apply(layer.linear(x) * 1.0, targets)
@@ -236,7 +240,7 @@ def _linear_cross_entropy(layer: Unseen, x: Tensor) -> Tensor:
     return x + functions.LinearCrossEntropy.apply(x * 1.0, head, targets)
 
 
-OUTSIDE = {
+OUTSIDE: dict[str, Layer] = {
     "fills empty": _empty,
     "over an output": _over_output,
     "negates in place": _negated,
@@ -255,7 +259,7 @@ OUTSIDE = {
     "workspace": _workspace,
     "over a drawn mask": _dropout_mask,
 }
-FUNCTIONS = {
+FUNCTIONS: dict[str, Layer] = {
     "scale": lambda layer, x: functions.Scale.apply(layer.linear(x), 0.7).sin(),
     "scale twice": lambda layer, x: functions.Scale.apply(
         functions.Scale.apply(layer.linear(x), 0.7).tanh(), 1.3

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -118,7 +119,12 @@ def in_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
-    assert_plain(kind, network(kind), in_checkpoints)
+    log = EventLog()
+    logging = partial(save_recompute_policy, log=log)
+    with mock.patch("ac_client.runtime.checkpoint.save_recompute_policy", logging):
+        assert_plain(kind, network(kind), in_checkpoints)
+    recomputed = [name for event, name in log.events if event == "recompute"]
+    assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
 
 @pytest.mark.parametrize("kind", KINDS)
