@@ -29,6 +29,8 @@ def affine(y: Tensor, factor: float, shift: float = 0.0) -> Tensor:
 class Unseen(nn.Module):
     """A layer of one kind, between a linear layer and whatever follows."""
 
+    weight: nn.Parameter  # of the norms
+
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
