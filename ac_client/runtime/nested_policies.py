@@ -377,10 +377,15 @@ def resolve(
     """
     result: CheckpointPolicy = CheckpointPolicy.PREFER_SAVE
     decided_by: PolicyFrame | None = None
+    plan_saves = False
     for frame in frames:
         decision = frame.policy.decide(op, facts, args, kwargs, out)
         if decision is None:
             continue
+        if type(frame.policy) is PlannedPolicy:
+            plan_saves = decision in SAVES
+        elif plan_saves and decision is CheckpointPolicy.MUST_RECOMPUTE:
+            continue  # the plan knows the pins, and which ops must not run again all the same
         if result in MUSTS:
             if decision in MUSTS and decision is not result:
                 raise PolicyConflict(

@@ -6,7 +6,7 @@ See NOTE [ What is tracked ] in nodes.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,14 @@ from autoac.profiler.unseen.fingerprints import (
     storage_fingerprint,
 )
 
-Origin = StorageVersion | weakref.ref[Source]
+Origin = StorageVersion | Callable[[], Source | None]
 """Where the contents of a storage are from: a recorded op, or outside."""
 
 _STRIDED = torch.strided
+
+
+def _written_unseen() -> None:
+    """Stand in for the origin of a storage that a kernel writes which PyTorch does not dispatch."""
 
 
 class TrackedStorages:
@@ -165,7 +169,8 @@ class TrackedStorages:
                 source = origin()
                 if source is not None:
                     source.keep_copy()
-                self._table.drop(tensor)
+                if origin is not _written_unseen:
+                    self._table.drop(tensor)
             elif untrack:
                 self._table.drop(tensor)
 
@@ -218,6 +223,7 @@ class TrackedStorages:
         """
         if version.contents is None:
             self.save(tensor)
+            self.enter(tensor.untyped_storage(), _written_unseen)
             return False
         if same_contents(storage_fingerprint(tensor), version.contents):
             return True
@@ -237,7 +243,7 @@ class TrackedStorages:
                     handle.contents = None
                     handle.move_to(outside)
                     outside.handles.append(weakref.ref(handle))
-        self._table.drop(tensor)
+        self.enter(tensor.untyped_storage(), _written_unseen)
 
     def copies_of_sources(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
         """Return copies of the storages of `tensors` that recorded ops have read from outside, by address."""
@@ -295,9 +301,7 @@ class TrackedStorages:
                 origin = None
             if type(origin) is StorageVersion:
                 if origin.suspect and arg is not unread and not self.as_written(origin, arg):
-                    source = self.origin(arg)
-                    assert type(source) is not StorageVersion
-                    stand_ins.append(self._read_source(arg, source() if source is not None else None))
+                    stand_ins.append(self._read_source(arg, None))
                     continue
                 if origin.later_runs:
                     origin = origin.serving(self.position)
@@ -323,6 +327,10 @@ class TrackedStorages:
             if type(tensor) is Parameter:
                 self._note_parameter(tensor)
             source = Source(tensor)
+            if self._table.get(tensor) is _written_unseen:
+                argument = source.argument_for(tensor)
+                source.keep_copy()  # nothing would show the next write
+                return argument
             self.enter(tensor.untyped_storage(), weakref.ref(source))
         return source.argument_for(tensor)
 

@@ -339,8 +339,8 @@ def minimal(program: Network, way: str) -> Network:
 
 def switch_fingerprints_off() -> None:
     """Switch the comparison of contents off: the one place that knows its switch."""
-    module = importlib.import_module("autoac.profiler.torch_facts.fingerprints")
-    module.enabled = lambda: False  # type: ignore[attr-defined]
+    module = importlib.import_module("autoac.profiler.unseen.fingerprints")
+    module.Comparison.enabled = False
 
 
 def main() -> None:

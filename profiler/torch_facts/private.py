@@ -65,6 +65,7 @@ len_dispatch_stack = _C._len_torch_dispatch_stack
 get_dispatch_stack_at = _C._get_dispatch_stack_at
 pop_dispatch_stack = _C._pop_torch_dispatch_stack
 push_on_dispatch_stack = _C._push_on_torch_dispatch_stack
+storage_use_count: Callable[[int], int] = _C._storage_Use_Count  # tells if the model still holds a storage
 DisableTorchDispatch = _C._DisableTorchDispatch  # hides an op of ours from all modes
 DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass  # and from tensor subclasses
 

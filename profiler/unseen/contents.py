@@ -21,8 +21,11 @@ from torch import Tensor
 from autoac.planner.formats.profile import UNSEEN
 from autoac.profiler.torch_facts.storage_table import StorageTable
 from autoac.profiler.unseen.fingerprints import KeptWeights, can_compare, storage_fingerprint
+from autoac.profiler.unseen.last_look import LastLook
 
 OVERWRITTEN: Final = "reads what is overwritten later"
+
+_AT_THE_END = 1 << 62  # in place of an op that reads
 
 
 class Contents:
@@ -30,6 +33,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._weights = KeptWeights()
+        self._last_look = LastLook[int](lambda tensor, version: self._add(version, _AT_THE_END, tensor))
         self._fingerprints: list[Tensor] = []
         self._events: list[
             tuple[int, int]
@@ -40,7 +44,9 @@ class Contents:
 
     def note_written(self, version: int, tensor: Tensor) -> None:
         """Take the fingerprint of `version`, which an op has written to the storage of `tensor`."""
+        self._last_look.release()
         self._add(version, -1, tensor)
+        self._last_look.hold(tensor, version)
 
     def note_read(self, version: int, tensor: Tensor, op: int) -> None:
         """Take the fingerprint of `version`, which `op` reads or autograd packs before `op`."""
@@ -72,11 +78,11 @@ class Contents:
         Args:
             writers: the op that wrote each version.
         """
-        last = 1 << 62
+        self._last_look.release(everything=True)
         for number, tensor, nbytes in self._kept:
             # FSDP frees gathered parameters, and gathers them again for backward.
             if self._outside.get(tensor) == number and tensor.untyped_storage().nbytes() == nbytes:
-                self._add(number, last, tensor)
+                self._add(number, _AT_THE_END, tensor)
         found: dict[int, str] = {}
         written: dict[int, int] = {}
         readers: dict[int, list[int]] = {}
@@ -90,7 +96,8 @@ class Contents:
                 if version >= 0:
                     found[writers[version]] = UNSEEN
                 for reader in readers[version]:
-                    found.setdefault(reader, OVERWRITTEN)
+                    if reader != _AT_THE_END:
+                        found.setdefault(reader, OVERWRITTEN)
                 written[version], readers[version] = value, [op]
         return found
 
