@@ -39,7 +39,7 @@ from ac_client.runtime.policy_context import active
 from ac_client.runtime.replay import recording_off
 from autoac.planner import Constraints, Plan, Policy, PolicySet
 from autoac.profiler import Loss, device_of
-from autoac.profiler.compiler.second_stage import forget_compiled_code
+from autoac.profiler.compiler.second_stage import forget_code_that_calls
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.errors import CannotProfile
 from autoac.profiler.torch_facts import private
@@ -130,7 +130,7 @@ class Applied:
         self._submodule_handles: list[Watch] = []
         self._compiled = False  # torch.compile ran the last forward as a whole
         self._compiled_parts: list[str] = []  # that were compiled by themselves
-        forget_compiled_code()
+        forget_code_that_calls(model)
         self._attach(model)
 
     @property
@@ -344,7 +344,6 @@ class Applied:
             self._submodule_handles = []
         if parts != self._compiled_parts:
             self._compiled_parts = parts
-            forget_compiled_code()
         if not (self._compiled or self._submodule_handles):
             self._submodule_handles = watch_calls(model, self._enter, self._leave)
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import _guards
 
-from autoac.profiler.torch_facts.private import HigherOrderOperator
+from autoac.profiler.torch_facts.private import HigherOrderOperator, eval_frame
 
 
 def aot_graph_compile() -> Any:
@@ -27,24 +27,55 @@ def aot_graph_compile() -> Any:
     return graph_compile
 
 
-def reset_code_caches() -> None:
-    """Have Dynamo forget all code that it compiled in this process."""
-    import torch._dynamo
+def replace_second_stage(replacement: Callable[..., Any], resumes: Callable[[], bool]) -> None:
+    """Have AOTAutograd call `replacement` as its second stage.
 
-    torch._dynamo.reset_code_caches()
+    Args:
+        replacement: has the second stage of torch as its `__wrapped__`.
+        resumes: True while the graph of that second stage went through `compute_scalars_as_tensors`, which
+            works only once.
+    """
+    module = aot_graph_compile()
+    tensorify = module._apply_tensorify_python_scalars
+
+    @functools.wraps(tensorify)
+    def tensorify_once(graph: Any) -> None:
+        if not resumes():
+            tensorify(graph)
+
+    module._apply_tensorify_python_scalars = tensorify_once
+    module.aot_stage2_autograd = replacement
 
 
-def anything_traced() -> bool:
-    """Return True if Dynamo has compiled code in this process."""
-    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
-    return convert_frame is not None and bool(convert_frame.input_codes.seen)
+def compute_scalars_as_tensors(module: Any) -> None:
+    """Run the pass with which the second stage begins, on Python floats that the graph gets as inputs.
+
+    It raises an exception for floats that must be constants. Dynamo catches it, and traces the frame again.
+    """
+    aot_graph_compile()._apply_tensorify_python_scalars(module)
 
 
-def graphs_loaded_from_cache() -> int:
-    """Return how many graphs AOTAutograd has found compiled on disk."""
-    from torch._dynamo.utils import counters
+def wrap_callback(replaced: Callable[[Any], Any]) -> None:
+    """Apply `replaced` to the callback that a compiled function is about to hand to Dynamo."""
+    from torch._dynamo import eval_frame as frames
 
-    return counters["aot_autograd"]["autograd_cache_hit"]
+    callback_from_stance = frames._callback_from_stance
+    cast("Any", frames)._callback_from_stance = lambda callback: replaced(callback_from_stance(callback))
+
+
+def reset_code_with(module_class: type, *, but: Any) -> None:
+    """Have Dynamo forget code that checks for modules of a class, except that of the code object `but`."""
+    from torch._dynamo import convert_frame
+
+    checks = f"{id(module_class)})"
+    for tracked in list(convert_frame.input_codes.seen):
+        code = tracked()
+        if code is None or code is but:
+            continue
+        entries = eval_frame._debug_get_cache_entry_list(code)
+        parts = [part for entry in entries for part in cast("Any", entry.guard_manager).code_parts]
+        if any("___check_type_id" in part and checks in part for part in parts):
+            eval_frame.reset_code(code)
 
 
 @functools.cache
@@ -80,6 +111,20 @@ def config_values(module: Any) -> dict[str, Any]:
     """Return the values of a module of configuration, by name. Only read."""
     values: dict[str, Any] = module.get_config_copy()
     return values
+
+
+def suppresses_errors() -> bool:
+    """Return True if code that a backend cannot compile runs without it."""
+    from torch._dynamo import config
+
+    return cast("Any", config).suppress_errors is True
+
+
+def compilers_that_run_ops() -> tuple[Any, Any]:
+    """Return compilers of forward and backward that run a graph op by op, as the backend `aot_eager` does."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return boxed_nop, boxed_nop
 
 
 def tracing_context() -> Any:
@@ -130,8 +175,16 @@ def second_stage_contexts(fake_mode: Any) -> list[Any]:
 
 
 def adds_guards(tracing: Any) -> bool:
-    """Return True if AOTAutograd's first stage has added guards, which its cache does not store."""
-    return tracing is None or bool(tracing.guards_context.aotautograd_guards)
+    """Return True if AOTAutograd's first stage has added guards, which its cache does not store.
+
+    For a Python float that is an input, the pass `compute_scalars_as_tensors` may add one.
+    """
+    from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+    if tracing is None or tracing.guards_context.aotautograd_guards:
+        return True
+    shapes = tracing.fake_mode.shape_env if tracing.fake_mode is not None else None
+    return shapes is not None and any(symbol_is_type(name, SymT.FLOAT) for name in shapes.backed_var_to_val)
 
 
 def wrap_cache_lookup(entry: Callable[[Any], Any], lookup: Callable[[Any], Any]) -> None:

@@ -8,7 +8,9 @@ what is saved, and compiles both halves. Dynamo has all of its guards after the 
     call of the CompiledPart -> its carrier decides what is saved -> second stage, once for each decision
 
 So a graph is traced once, whatever is planned for it later: another budget, another shape of batch, or
-another layer that shares the code runs the second stage alone.
+another layer that shares the code runs the second stage alone. Without a carrier, the second stage follows
+the first at once, as if this file did not exist. Dynamo keeps the code of planned forwards apart from all
+other code (`with_code_of_plans`), so neither replaces the other.
 
 NOTE [ Caches of compiled code ]
 AOTAutograd's cache on disk finds a graph before the first stage, by a key of all that its code depends on.
@@ -31,19 +33,27 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoac.planner.formats.profile import ANOTHER_GRAPH
 from autoac.profiler.compiler import private_compiler
 from autoac.profiler.compiler.compile_context import CompileContext
 from autoac.profiler.compiler.graph_notes import read_notes, source_digest, write_notes
-from autoac.profiler.torch_facts.inductor import opaque_region, recording_modes
+from autoac.profiler.torch_facts.inductor import (
+    opaque_region,
+    recording_modes,
+    use_code_of_plans,
+    with_code_of_plans,
+)
+
+log = logging.getLogger("autoac.profiler")
 
 BoxedCall = Callable[[list[Any]], Any]
 """A compiled function. It takes its arguments in a list, which it empties."""
@@ -64,6 +74,7 @@ class _Current(threading.local):
     partitioner: Any = None  # of the user, while a carrier is active
     simplify: Any = None  # runs AOTAutograd on the graph that is looked up in its cache
     retraces: bool = False  # a graph with notes runs its first stage
+    resumes: bool = False  # a second stage runs on what a first stage has left
     first: Any = None  # the last result of a first stage
 
 
@@ -83,6 +94,7 @@ def carried_by(carrier: Carrier | None) -> Iterator[None]:
 def set_carrier(carrier: Carrier | None) -> Carrier | None:
     """Make `carrier` decide what graphs called on this thread save; return the carrier before it."""
     before, _current.carrier = _current.carrier, carrier
+    use_code_of_plans(carrier is not None)
     if carrier is not None and "torch._dynamo" in sys.modules:
         _hold_back_graphs()
     if (before is None) != (carrier is None) and "torch._inductor.config" in sys.modules:
@@ -198,7 +210,13 @@ class CompiledPart:
             code = self._lookup.load(self.key + digest)
             if code is not None:
                 self.compiled[saved] = code
-        return self.compile(saved, partition, stored_as=digest)
+        try:
+            return self.compile(saved, partition, stored_as=digest)
+        except Exception:
+            if not private_compiler.suppresses_errors():
+                raise
+            log.warning("a compiled graph runs op by op: its backend cannot compile it", exc_info=True)
+            return self.compile(saved, partition, private_compiler.compilers_that_run_ops())
 
     def compile(
         self,
@@ -228,11 +246,15 @@ class CompiledPart:
             capture = dataclasses.replace(first.capture, graph_module=module)
             if partition is not first.partition:
                 partition = self._after_joint_passes(partition, module)
-            with first.context.entered(metadata, state.fake_mode):
-                second_stage = private_compiler.aot_graph_compile().aot_stage2_autograd.__wrapped__
-                self.compiled[key], _ = second_stage(
-                    state, capture, partition, *(compilers or first.compilers)
-                )
+            _current.resumes = True
+            try:
+                with first.context.entered(metadata, state.fake_mode):
+                    second_stage = private_compiler.aot_graph_compile().aot_stage2_autograd.__wrapped__
+                    self.compiled[key], _ = second_stage(
+                        state, capture, partition, *(compilers or first.compilers)
+                    )
+            finally:
+                _current.resumes = False
         return self.compiled[key]
 
     def _cache_info(self, stored_as: str) -> Any:
@@ -282,40 +304,40 @@ def _keep_from_cache(begins: bool) -> None:
         config.custom_partitioner_fn = _current.partitioner
 
 
-def forget_compiled_code() -> None:
-    """Have all compiled code compiled again: Dynamo does not guard on the hooks that a plan has added."""
-    if private_compiler.anything_traced():
-        _hold_back_graphs()
-        private_compiler.reset_code_caches()
+def forget_code_that_calls(model: nn.Module) -> None:
+    """Have code compiled again that calls `model`: Dynamo does not notice that a model gets hooks.
+
+    The model's own code stays: its hooks run before it, and planned forwards have code of their own.
+    """
+    if "torch._dynamo" in sys.modules:
+        private_compiler.reset_code_with(type(model), but=getattr(type(model).forward, "__code__", None))
 
 
 def _hold_back_graphs() -> None:
-    """Make AOTAutograd stop after its first stage, and discard the code that was compiled earlier."""
-    module = private_compiler.aot_graph_compile()
-    second_stage = module.aot_stage2_autograd
-    loaded = private_compiler.graphs_loaded_from_cache()
-    if not hasattr(second_stage, "__wrapped__"):
-
-        def held_back(state: Any, capture: Any, partition: Any, forward: Any, backward: Any) -> Any:
-            context = CompileContext.now()
-            info = state.aot_config.cache_info
-            cached = (
-                _current.carrier is not None
-                and info is not None
-                and not info.forward_symints
-                and not private_compiler.adds_guards(context.tracing)
-            )
-            first = _FirstStage(state, capture, partition, (forward, backward), context)
-            _current.first = first if _current.retraces else None
-            return CompiledPart(info.cache_key if cached else "", {}, first), state.fw_metadata
-
-        held_back.__wrapped__ = second_stage  # type: ignore[attr-defined]
-        module.aot_stage2_autograd = held_back
-        private_compiler.wrap_cache_lookup(_remembering, _with_notes)
-    elif loaded == _loaded_before:
+    """Make AOTAutograd stop after its first stage while a carrier is active."""
+    second_stage = private_compiler.aot_graph_compile().aot_stage2_autograd
+    if hasattr(second_stage, "__wrapped__"):
         return
-    _set_loaded_before(loaded)
-    private_compiler.reset_code_caches()
+
+    @functools.wraps(second_stage)
+    def held_back(state: Any, capture: Any, partition: Any, forward: Any, backward: Any) -> Any:
+        if _current.carrier is None:
+            return second_stage(state, capture, partition, forward, backward)
+        private_compiler.compute_scalars_as_tensors(capture.graph_module)  # may have Dynamo trace again
+        context = CompileContext.now()
+        info = state.aot_config.cache_info
+        cached = (
+            info is not None
+            and not info.forward_symints
+            and not private_compiler.adds_guards(context.tracing)
+        )
+        first = _FirstStage(state, capture, partition, (forward, backward), context)
+        _current.first = first if _current.retraces else None
+        return CompiledPart(info.cache_key if cached else "", {}, first), state.fw_metadata
+
+    private_compiler.replace_second_stage(held_back, lambda: _current.resumes)
+    private_compiler.wrap_cache_lookup(_remembering, _with_notes)
+    private_compiler.wrap_callback(with_code_of_plans)
 
 
 def _remembering(simplify: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,11 +379,3 @@ def _with_notes(look_up: Callable[..., Any]) -> Callable[..., Any]:
 
 def _notes_path(key: str) -> Path:
     return private_compiler.compiler_cache_dir() / "autoac" / f"{key}.json"
-
-
-_loaded_before = 0  # graphs that came from AOTAutograd's cache, whole, before the code was last forgotten
-
-
-def _set_loaded_before(loaded: int) -> None:
-    global _loaded_before
-    _loaded_before = loaded

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from autoac.profiler.capture.op_recorder import OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
+from autoac.profiler.compiler import private_compiler
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.cut import cut
 from autoac.profiler.joint_graph.decided_part import note_ops
@@ -345,7 +346,8 @@ class _Frees:
         returned = {node for node in outputs[:n_outputs] if isinstance(node, fx.Node)}
         returned |= {node for node in outputs if isinstance(node, fx.Node) and node.op == "placeholder"}
         last: dict[fx.Node, list[fx.Node]] = {}
-        seen = set(returned)
+        sizes = filter(private_compiler.is_size_node, graph.nodes)  # no memory, and views read them late
+        seen = returned | set(sizes)
         for node in reversed(list(graph.nodes)):
             if node.op == "output":
                 continue

@@ -77,9 +77,56 @@ keep_dynamo_out(dynamo_is_active, "it reads the state of Dynamo itself")
 
 class _Around(threading.local):
     callback: Any = None  # of the compiled code that called us
+    planned: bool = False  # the code that Dynamo compiles and looks up is that of plans
 
 
 _around = _Around()
+
+
+class _PlannedBackend:
+    """A backend whose code Dynamo keeps apart from that of the same backend without a plan."""
+
+    __slots__ = ("backend",)
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _PlannedBackend) and bool(self.backend == other.backend)
+
+    def __hash__(self) -> int:
+        return hash((_PlannedBackend, self.backend))
+
+
+class _PlannedCallback:
+    """Compile frames as `callback` does. Dynamo takes code only from calls with an equal backend.
+
+    Dynamo neither guards on what is planned nor on the hooks of a plan, but on the backend, which it finds
+    by following this attribute of the callback.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        backend = callback
+        while hasattr(backend, "_torchdynamo_orig_backend"):
+            backend = backend._torchdynamo_orig_backend
+        self._torchdynamo_orig_backend = _PlannedBackend(backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.callback(*args, **kwargs)
+
+
+def with_code_of_plans(callback: Any) -> Any:
+    """Return the callback by which Dynamo compiles here what it would compile by `callback`."""
+    planned = isinstance(callback, _PlannedCallback)
+    if _around.planned and callable(callback) and not planned:
+        return _PlannedCallback(callback)
+    return callback.callback if planned and not _around.planned else callback
+
+
+def use_code_of_plans(planned: bool) -> None:
+    """Have Dynamo use code on this thread that only planned forwards run, or code that only others run."""
+    _around.planned = planned
 
 
 def call_outside_dynamo(call: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -90,7 +137,7 @@ def call_outside_dynamo(call: Callable[..., Any], args: Sequence[Any]) -> Any:
         return call(*args)
     finally:
         _around.callback = outer
-        _frames.set_eval_frame(callback)
+        _frames.set_eval_frame(with_code_of_plans(callback))
 
 
 keep_dynamo_out(call_outside_dynamo, "it switches Dynamo off")
@@ -105,7 +152,7 @@ def call_as_compiled(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     """Return `call(*args, **kwargs)`, compiled if `runs_in_compiled_code`."""
     if not runs_in_compiled_code():
         return call(*args, **kwargs)
-    before = _frames.set_eval_frame(_around.callback)
+    before = _frames.set_eval_frame(with_code_of_plans(_around.callback))
     try:
         return call(*args, **kwargs)
     finally:

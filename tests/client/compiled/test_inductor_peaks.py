@@ -45,7 +45,7 @@ def test_measured_steps_bring_peak_and_prediction_together() -> None:
     passes: list[Any] = []
     with torch._inductor.config.patch(joint_custom_post_pass=passes.append):
         run = train(ZooModel("chain", Chain, batch), share=0.5)
-    assert len(passes) == 3  # without a plan, for the profile, and once for all plans
+    assert len(passes) == 2  # without a plan, and once for the profile and all plans
     assert run.recomputed > 0
     assert run.corrections <= 2
     assert run.measured <= run.budget

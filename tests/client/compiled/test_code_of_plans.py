@@ -1,0 +1,179 @@
+"""Test that planned models compile as unplanned ones do, and that neither's code takes the other's place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.nn import functional
+
+import ac_client
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+BACKEND = "aot_eager"
+TIGHT_GB = 1.2e6 / 2**30
+
+Middle = Callable[["Net", Tensor, float], Tensor]
+
+
+class Net(nn.Module):
+    """Two linear layers, with `middle` between them."""
+
+    def __init__(self, middle: Middle) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.norm, self.leave = nn.Linear(32, 128), nn.LayerNorm(128), nn.Linear(128, 32)
+        self.middle = middle
+
+    def forward(self, x: Tensor, number: float = 1.0) -> Tensor:
+        return self.leave(functional.gelu(self.middle(self, self.enter(x), number))).square().mean()
+
+
+class Other(nn.Module):
+    """A model of another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def plain(_model: Net, x: Tensor, _number: float) -> Tensor:
+    return torch.tanh(x).exp()
+
+
+def norm(model: Net, x: Tensor, _number: float) -> Tensor:
+    return model.norm(x)  # its epsilon is a Python float
+
+
+def constant(_model: Net, x: Tensor, number: float) -> Tensor:
+    return functional.leaky_relu(x, negative_slope=number)  # there is no op that takes a tensor
+
+
+def scaled(_model: Net, x: Tensor, number: float) -> Tensor:
+    return torch.tanh(x * number).exp()  # the float becomes a tensor
+
+
+def item(_model: Net, x: Tensor, _number: float) -> Tensor:
+    return functional.leaky_relu(x, negative_slope=x.detach().abs().mean().item() * 0.01)
+
+
+def outcome(model: nn.Module, call: Callable[..., Tensor], *args: Any) -> list[Tensor]:
+    model.zero_grad()
+    call(*args).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("middle", "dynamic", "budget_gb"),
+    [
+        (norm, True, TIGHT_GB),
+        (constant, None, TIGHT_GB),
+        (scaled, None, TIGHT_GB),
+        (scaled, True, TIGHT_GB),
+        (item, None, 2e6 / 2**30),
+    ],
+    ids=["norm", "constant", "scaled", "scaled-dynamic", "item"],
+)
+def test_python_floats_in_compiled_code(middle: Middle, dynamic: bool | None, budget_gb: float) -> None:
+    def gradients(planned: bool) -> list[list[Tensor]]:
+        torch.compiler.reset()
+        model = Net(middle)
+        call = torch.compile(model, backend=BACKEND, dynamic=dynamic)
+        if planned:
+            ac_client.apply(model, budget_gb)
+        found = []
+        for rows, number in ((512, 0.1), (512, 0.2), (384, 0.3), (96, 0.3)):
+            x = torch.linspace(-1, 1, rows * 32).reshape(rows, 32)
+            found.append(outcome(model, call, x, number))
+            if planned and rows == 512 and middle is not item:  # a graph break keeps what crosses it
+                assert ac_client.applied(model).report().recomputed > 0
+        return found
+
+    for got, want in zip(gradients(True), gradients(False), strict=True):
+        assert all(map(torch.equal, got, want))
+
+
+def broken(graph: Any, inputs: Any) -> Any:
+    def fail(_graph: Any, _inputs: Any) -> Any:
+        raise RuntimeError("this backend compiles nothing")
+
+    return aot_module_simplified(graph, inputs, fw_compiler=fail)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_suppressed_errors_of_a_backend(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.ones(512, 32)
+    with torch._dynamo.config.patch(suppress_errors=True):
+        model = Net(plain)
+        want = outcome(model, torch.compile(model, backend=broken), x)
+        torch.compiler.reset()
+        planned = ac_client.apply(Net(plain), TIGHT_GB)
+        assert all(map(torch.equal, outcome(planned, torch.compile(planned, backend=broken), x), want))
+        assert ac_client.applied(planned).report().recomputed > 0
+        assert "its backend cannot compile it" in caplog.text
+        torch.compiler.reset()
+        assert all(map(torch.equal, outcome(model, torch.compile(model, backend=broken), x), want))
+
+
+def test_unplanned_model_compiles_as_if_nothing_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(cache: str) -> dict[str, Counter[str]]:
+        torch.compiler.reset()
+        counters.clear()
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / cache))
+        model = Other()
+        outcome(model, torch.compile(model), torch.ones(8, 32))
+        return {name: Counter(counters[name]) for name in ("aot_autograd", "inductor", "stats")}
+
+    unplanned = counted("before"), counted("before")
+    planned = ac_client.apply(Net(plain), TIGHT_GB)
+    outcome(planned, torch.compile(planned, backend=BACKEND), torch.ones(512, 32))
+    assert (counted("after"), counted("after")) == unplanned
+    assert unplanned[1]["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def test_apply_keeps_the_code_of_other_models() -> None:
+    torch.compiler.reset()
+    bystanders = [(model, torch.compile(model, backend=BACKEND)) for model in (Other(), Net(plain))]
+    x = torch.ones(512, 32)
+    want = [outcome(model, call, x) for model, call in bystanders]
+    counters.clear()
+    for _ in range(3):
+        planned = ac_client.apply(Net(plain), TIGHT_GB)
+        got = outcome(planned, torch.compile(planned, backend=BACKEND), x)
+        assert ac_client.applied(planned).report().recomputed > 0
+        assert all(map(torch.equal, got, want[1]))
+    assert counters["stats"]["unique_graphs"] == 1  # for the three plans together
+    for (model, call), gradients in zip(bystanders, want, strict=True):
+        assert all(map(torch.equal, outcome(model, call, x), gradients))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_planned_and_unplanned_model_of_one_class_take_turns() -> None:
+    torch.compiler.reset()
+    x = torch.ones(512, 32)
+    model, planned = Net(plain), ac_client.apply(Net(plain), TIGHT_GB)
+    calls = [torch.compile(each, backend=BACKEND) for each in (model, planned)]
+    for _ in range(2):
+        want, got = outcome(model, calls[0], x), outcome(planned, calls[1], x)
+        assert all(map(torch.equal, got, want))
+    report = ac_client.applied(planned).report()
+    assert report.recomputed > 0
+    assert not report.off_path
