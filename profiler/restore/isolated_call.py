@@ -90,6 +90,7 @@ def isolated_call(
         private.reparametrize_module(model, aliases, tie_weights=True),
         parametrization_cache_restored(),
         backward_hooks(model) as hooks,
+        private.compiled_autograd_off(),  # it would trace what autograd holds in place of saved tensors
     ):
         try:
             yield Call(model if entry is None else entry, batch, originals, before, hooks), leaves

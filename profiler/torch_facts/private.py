@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -186,6 +187,12 @@ end_range: Callable[..., Any] = torch.ops.profiler._record_function_exit._Record
 
 # Dynamo: imports none of its Python, which takes seconds.
 eval_frame = _C._dynamo.eval_frame
+
+
+def compiled_autograd_off() -> AbstractContextManager[None]:
+    """Run backward in eager mode, even where compiled autograd is active, which would trace it."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if module is None else module._disable()
 
 
 def clear_cublas_workspaces() -> None:

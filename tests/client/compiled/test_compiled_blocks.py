@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -194,3 +195,21 @@ def test_compiled_autograd_gives_the_gradients_of_the_unplanned_model(
         assert got is not None
         assert wanted is not None
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("by_configuration", [False, True])
+def test_compiled_autograd_around_the_profiled_forward(by_configuration: bool) -> None:
+    def gradients(planned: bool) -> list[Tensor]:
+        torch.compiler.reset()
+        with torch._dynamo.config.patch(compiled_autograd=by_configuration):
+            model = Net(1)
+            whole(model)
+            if planned:
+                ac_client.apply(model, 0.35 / 1024)
+            around = compiled_autograd._enable(torch.compile(backend=BACKEND))
+            with nullcontext() if by_configuration else around:
+                found = outcome(model)
+        assert not planned or ac_client.applied(model).report().recomputed > 0
+        return found
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
