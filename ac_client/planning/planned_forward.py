@@ -19,7 +19,9 @@ from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath
 from ac_client.runtime.nodes import UnsupportedTensor
 from ac_client.runtime.policy_context import active, save_recompute_policy
 from ac_client.runtime.replay import recording_off
+from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from autoac.profiler.compiler.second_stage import set_carrier
+from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.streams import streams_seen
 
@@ -256,3 +258,6 @@ def _is_called(model: weakref.ref[nn.Module]) -> bool:
 
 
 _CALL = nn.Module._call_impl.__code__
+
+# Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
+keep_dynamo_out(RegionHooks.pack, "it runs while eager ops do", recursively=True)

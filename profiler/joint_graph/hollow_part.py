@@ -36,6 +36,10 @@ from autoac.profiler.joint_graph.joint_graph import (
     results_of,
     storages_read,
 )
+from autoac.profiler.torch_facts.inductor import keep_dynamo_out
+
+# Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
+keep_dynamo_out(SavedTensorRecorder.pack, "it runs while eager ops do", recursively=True)
 
 _HOLLOW = "hollow"  # key of the compiled halves
 _RUN = "_autoac_run"  # attribute of the empty tensors by which backward finds its forward

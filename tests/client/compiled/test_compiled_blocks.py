@@ -213,3 +213,37 @@ def test_compiled_autograd_around_the_profiled_forward(by_configuration: bool) -
         return found
 
     assert all(map(torch.equal, gradients(True), gradients(False)))
+
+
+class Gated(nn.Module):
+    """A block whose layers are modules of torch, for which Dynamo has no code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(torch.tanh(self.act(self.up(x)))))
+
+
+@pytest.mark.parametrize("leaf", ["up", "act", "down"])
+@pytest.mark.parametrize("after_apply", [False, True])
+def test_leaves_that_are_compiled_by_themselves(leaf: str, after_apply: bool) -> None:
+    def gradients(planned: bool) -> list[Tensor]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Gated(), Gated(), Gated())
+        leaves = [getattr(block, leaf) for block in model]
+        for compiled in leaves if not after_apply else ():
+            compiled.compile(backend=BACKEND)
+        if planned:
+            ac_client.apply(model, 1.05e6 / 2**30)
+        for compiled in leaves if after_apply else ():
+            compiled.compile(backend=BACKEND)
+        for _ in range(2):
+            model.zero_grad()
+            model(BATCH).square().mean().backward()
+        assert not planned or ac_client.applied(model).report().recomputed > 0
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
