@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate
@@ -30,8 +31,10 @@ from autoac.profiler.timing.op_timer import BETWEEN_OPS
 from autoac.profiler.timing.roofline import DATASHEETS, Device
 from autoac.profiler.to_profile import assemble
 from autoac.profiler.torch_facts.autocast import autocast_to, may_be_switched_off
-from autoac.profiler.torch_facts.inductor import is_called_compiled, uncompiled
+from autoac.profiler.torch_facts.inductor import backend_of_plans, is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.private import tree_leaves
+
+log = logging.getLogger("autoac.profiler")
 
 Mode = Literal["hollow", "measured", "fake"]
 
@@ -185,6 +188,12 @@ def observe(
             kinds = measured.kinds
             notes.append(f"measured: run times of {kinds} kinds of op, each by itself on {datasheet.name}")
         notes.append("what kernels allocate inside themselves is not known and counts as nothing")
+    if is_called_compiled(model) and not any(op.compiled for op in step.forward.ops):
+        notes.append(
+            f"nothing can be recomputed: the backend {backend_of_plans()!r} gave no graph of the model to "
+            "AOTAutograd. Compile with backend='inductor' or 'aot_eager', or plan it uncompiled"
+        )
+        log.warning("%s: %s", type(uncompiled(model)).__name__, notes[-1])
     needs = optimizer_bytes(optimizer, device, datasheet)
     static = static_bytes(model, args, kwargs, needs.state, device, datasheet, accumulates=accumulates)
     workspaces = 0  # of a device that is here, the record has them

@@ -113,6 +113,24 @@ def config_values(module: Any) -> dict[str, Any]:
     return values
 
 
+def reporting_compiler(compiler: Any, report: Callable[[], None]) -> Any:
+    """Return a compiler of forward that calls `report` if its code cannot free its inputs while it runs."""
+    from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+
+    if isinstance(compiler, SerializableAOTDispatchCompiler):  # Inductor
+        return compiler
+    unpacks = make_boxed_func(len).__code__
+
+    def compile_and_report(graph: Any, inputs: Any) -> Any:
+        code = compiler(graph, inputs)
+        if not hasattr(code, "_boxed_call") or getattr(code, "__code__", None) is unpacks:
+            report()
+        return code
+
+    return compile_and_report
+
+
 def suppresses_errors() -> bool:
     """Return True if code that a backend cannot compile runs without it."""
     from torch._dynamo import config

@@ -47,6 +47,7 @@ from autoac.profiler.compiler import private_compiler
 from autoac.profiler.compiler.compile_context import CompileContext
 from autoac.profiler.compiler.graph_notes import read_notes, source_digest, write_notes
 from autoac.profiler.torch_facts.inductor import (
+    backend_of_plans,
     opaque_region,
     recording_modes,
     use_code_of_plans,
@@ -251,11 +252,17 @@ class CompiledPart:
                 with first.context.entered(metadata, state.fake_mode):
                     second_stage = private_compiler.aot_graph_compile().aot_stage2_autograd.__wrapped__
                     self.compiled[key], _ = second_stage(
-                        state, capture, partition, *(compilers or first.compilers)
+                        state, capture, partition, *(compilers or self._users_compilers())
                     )
             finally:
                 _current.resumes = False
         return self.compiled[key]
+
+    def _users_compilers(self) -> tuple[Any, Any]:
+        forward, backward = self._first.compilers
+        if _current.carrier is None:
+            return forward, backward
+        return private_compiler.reporting_compiler(forward, _warn_of_held_inputs), backward
 
     def _cache_info(self, stored_as: str) -> Any:
         """Return where AOTAutograd stores the code that it compiles; None if it does not."""
@@ -290,6 +297,15 @@ class CompiledPart:
             return partition(graph, inputs, **options)
 
         return cut
+
+
+def _warn_of_held_inputs() -> None:
+    log.warning(
+        "the step may need more than is planned: code of the backend %r holds its inputs until it returns, "
+        "in backward all saved tensors. Let its compilers return functions that empty the list of "
+        "their arguments (not make_boxed_func), or compile with backend='inductor' or 'aot_eager'",
+        backend_of_plans(),
+    )
 
 
 def _keep_from_cache(begins: bool) -> None:

@@ -77,6 +77,7 @@ keep_dynamo_out(dynamo_is_active, "it reads the state of Dynamo itself")
 
 class _Around(threading.local):
     callback: Any = None  # of the compiled code that called us
+    backend: str = ""  # name of the last one that compiled for a plan
     planned: bool = False  # the code that Dynamo compiles and looks up is that of plans
 
 
@@ -111,6 +112,7 @@ class _PlannedCallback:
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         self._torchdynamo_orig_backend = _PlannedBackend(backend)
+        _around.backend = getattr(backend, "compiler_name", type(backend).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.callback(*args, **kwargs)
@@ -122,6 +124,11 @@ def with_code_of_plans(callback: Any) -> Any:
     if _around.planned and callable(callback) and not planned:
         return _PlannedCallback(callback)
     return callback.callback if planned and not _around.planned else callback
+
+
+def backend_of_plans() -> str:
+    """Return the name of the backend that compiled last for a plan on this thread."""
+    return _around.backend
 
 
 def use_code_of_plans(planned: bool) -> None:

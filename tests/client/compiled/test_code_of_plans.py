@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
 from torch.nn import functional
 
 import ac_client
@@ -177,3 +177,30 @@ def test_planned_and_unplanned_model_of_one_class_take_turns() -> None:
     report = ac_client.applied(planned).report()
     assert report.recomputed > 0
     assert not report.off_path
+
+
+def holding_its_inputs(graph: Any, _inputs: Any) -> Any:
+    return make_boxed_func(graph.forward)
+
+
+def my_backend(graph: Any, inputs: Any) -> Any:
+    return aot_module_simplified(graph, inputs, fw_compiler=holding_its_inputs)
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("eager", "the backend 'eager' gave no graph"),
+        (my_backend, "code of the backend 'my_backend' holds its inputs"),
+        ("aot_eager", ""),
+    ],
+    ids=["eager", "unboxed", "aot_eager"],
+)
+def test_backends_that_cannot_keep_to_a_plan_are_named(
+    backend: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.compiler.reset()
+    model = ac_client.apply(Net(plain), TIGHT_GB if backend is my_backend else 1.0)
+    outcome(model, torch.compile(model, backend=backend), torch.ones(512, 32))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any(words in warning for warning in warnings) if words else not warnings
