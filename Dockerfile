@@ -5,8 +5,8 @@
 #
 # A container listens on all of its addresses, so it starts only with AUTOAC_TOKEN or a database that has keys.
 # The database is a file in /data, or AUTOAC_DATABASE_URL. The same image is a worker:
-# `docker run ... autoac python -m autoac.api worker`. The health check passes for both, for a worker by its
-# metrics. For builds that never change, name the base image by its digest.
+# `docker run ... autoac python -m autoac.api worker`. The health check asks `/livez` of both. For builds that
+# never change, name the base image by its digest.
 # tests/api/deploy/test_image.py follows the COPY, RUN, ENV, HEALTHCHECK and CMD lines outside of Docker:
 # keep RUN lines that install in the form `pip ...` or `python ...`.
 FROM python:3.11-slim

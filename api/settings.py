@@ -90,7 +90,7 @@ class Settings(BaseSettings):
     keep_jobs_days: Days = 30
     keep_audit_days: Days = 365
 
-    worker_port: Annotated[int, Field(ge=0, le=65_535)] | None = None  # of a worker's /metrics
+    worker_port: Annotated[int, Field(ge=0, le=65_535)] | None = None  # of a worker's /metrics and /livez
     shutdown_s: Seconds = 10  # until answers must end after SIGTERM
 
     @classmethod

@@ -24,7 +24,7 @@ def main() -> int:
     service, worker = os.environ.get("AUTOAC_PORT", "8421"), os.environ.get("AUTOAC_WORKER_PORT", "")
     urls = [f"http://127.0.0.1:{service}/livez"]
     if worker:
-        urls.append(f"http://127.0.0.1:{worker}/metrics")
+        urls.append(f"http://127.0.0.1:{worker}/livez")
     return 0 if any(answers(url) for url in urls) else 1
 
 

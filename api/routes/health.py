@@ -25,7 +25,7 @@ Part = Literal["ok", "failed"]
 class Alive(BaseModel):
     """The response of /livez: whether the process is alive."""
 
-    status: Literal["alive", "runner ended"] = "alive"
+    status: Literal["alive", "runner ended", "runner deaf"] = "alive"
 
 
 class Readiness(BaseModel):
@@ -47,13 +47,16 @@ class Version(BaseModel):
 @router.get(
     "/livez",
     summary="Check that the process answers",
-    responses={503: {"model": Alive, "description": "The runner ended by a bug; restart the service"}},
+    responses={503: {"model": Alive, "description": "The runner no longer works; restart the service"}},
 )
 async def livez(service: ServiceOf, response: Response) -> Alive:
     """Answer without the database, even while solves run. Needs no key."""
     if service.worker_failed:
         response.status_code = 503
         return Alive(status="runner ended")
+    if service.worker is not None and service.worker.deaf:
+        response.status_code = 503
+        return Alive(status="runner deaf")
     return Alive()
 
 

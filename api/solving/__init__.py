@@ -16,6 +16,11 @@ class EmbeddedWorker(Protocol):
         """Look for jobs now."""
         ...
 
+    @property
+    def deaf(self) -> bool:
+        """Return True if no job can reach the worker any more, so that only a restart helps."""
+        ...
+
     async def serve(self) -> None:
         """Run jobs until cancelled, and then give the unfinished ones back."""
         ...

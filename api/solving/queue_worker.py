@@ -2,13 +2,23 @@
 
 procrastinate's worker ends when the database restarts, and does not retry the jobs of a worker that died.
 Ours begins again, and `_rescue` delivers such jobs once more. See NOTE [ Deliveries ] in job_queue.py.
+
+NOTE [ A deaf worker ]
+
+A worker with a free slot asks the queue for a job every POLL_S, and each worker renews its heartbeat. The
+answers are signs of life, and so is each attempt to reach a database that is away. A worker without one of
+the two for SILENT_LEASES leases is deaf, whatever the cause: no job will reach it, or others take over its
+jobs. `/livez` then answers 503, so that a supervisor restarts the process. While the database is away the
+attempts go on, so an outage restarts nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +30,7 @@ from anyio import to_thread
 from procrastinate.exceptions import AppNotOpen, ConnectorException
 from procrastinate.job_context import AbortReason
 from procrastinate.jobs import Status
+from procrastinate.manager import JobManager
 
 from autoac.api.solving.job_runner import AGAIN_S, JobRunner
 from autoac.api.storage.database import AWAY, Database, DatabaseNotReady, cause_of
@@ -31,7 +42,9 @@ log = structlog.get_logger("autoac.worker")
 T = TypeVar("T")
 
 LATER_S = 2  # until a delivery is tried again whose owner is at its limit, or that met an error
-CANCEL_AGAIN_S = 5.0  # between two attempts to stop procrastinate's worker
+CANCEL_AGAIN_S = 1.0  # between two attempts to cancel a task
+POLL_S = 2.0  # between two requests for a job, if no notification came
+SILENT_LEASES = 8  # without a sign of life, until the worker counts as deaf
 QUEUE_AWAY = (ConnectorException, AppNotOpen, psycopg.Error)
 
 
@@ -51,11 +64,60 @@ class _DeliverAgain(procrastinate.BaseRetryStrategy):
         return procrastinate.RetryDecision(retry_in={"seconds": seconds})
 
 
+@dataclass(slots=True)
+class SignsOfLife:
+    """Times of the last signs of life: see NOTE [ A deaf worker ]."""
+
+    fetched: float = field(default_factory=time.monotonic)  # a request for a job was answered
+    heartbeat: float = field(default_factory=time.monotonic)  # it was renewed
+
+    def show(self) -> None:
+        """Note a sign that stands for both: the worker begins again."""
+        self.fetched = self.heartbeat = time.monotonic()
+
+
+class _WatchedManager(JobManager):
+    """Note when the database last answered procrastinate's two regular requests."""
+
+    def __init__(self, app: procrastinate.App, life: SignsOfLife) -> None:
+        super().__init__(app.connector)
+        self._life = life
+
+    async def fetch_job(self, queues: Iterable[str] | None, worker_id: int) -> procrastinate.jobs.Job | None:
+        """Fetch a job, if there is one."""
+        job = await super().fetch_job(queues, worker_id)
+        self._life.fetched = time.monotonic()
+        return job
+
+    async def update_heartbeat(self, worker_id: int) -> None:
+        """Renew the heartbeat, without which other workers take over this worker's jobs.
+
+        procrastinate's task ends for ever with its first error, and nothing notices: its monitor has ended
+        with the deferrer of periodic tasks, of which there are none. So an error only skips one renewal.
+        """
+        try:
+            await super().update_heartbeat(worker_id)
+        except QUEUE_AWAY as error:
+            log.warning("could not renew the heartbeat; trying again", cause=_cause(error))
+        else:
+            self._life.heartbeat = time.monotonic()
+
+
 class QueueWorker:
     """Run the jobs that procrastinate delivers, `solves_at_once` of them at a time."""
 
     def __init__(self, database: Database, runner: JobRunner) -> None:
         self.database, self.runner = database, runner
+        self._running = 0  # deliveries in progress
+        self._life = SignsOfLife()
+
+    @property
+    def deaf(self) -> bool:
+        """Return True if no job can reach the worker any more: see NOTE [ A deaf worker ]."""
+        settings, life = self.runner.settings, self._life
+        has_slot = self._running < settings.solves_at_once
+        last_sign = min(life.fetched, life.heartbeat) if has_slot else life.heartbeat
+        return time.monotonic() - last_sign > SILENT_LEASES * settings.lease_s
 
     def wake(self) -> None:
         """Do nothing: PostgreSQL notifies procrastinate of each new entry."""
@@ -68,17 +130,14 @@ class QueueWorker:
         await self._until_ready()
         log.info("working", at_once=self.runner.settings.solves_at_once)
         while True:
-            app = self._app()
-            # procrastinate shuts down in order if its task is cancelled once; anyio cancels repeatedly. But a
-            # cancellation may get lost: asyncio.wait_for of Python 3.11 drops one that meets its result.
-            task = asyncio.create_task(self._work(app))
+            self._life.show()
+            # procrastinate shuts down in order if its task is cancelled once; anyio cancels repeatedly.
+            task = asyncio.create_task(self._work(self._app()))
             try:
                 await asyncio.wait([task])
             finally:
                 with anyio.CancelScope(shield=True):
-                    while not task.done():
-                        task.cancel()
-                        await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
+                    await _end(task)
             error = task.exception()
             if error is not None:
                 _raise_unless_away(error)
@@ -93,6 +152,7 @@ class QueueWorker:
                 await to_thread.run_sync(self.database.check)
                 return
             except (DatabaseNotReady, *AWAY) as error:
+                self._life.show()
                 if not warned:
                     log.warning("waiting for the database", cause=cause_of(error))
                 warned = True
@@ -104,6 +164,7 @@ class QueueWorker:
             # One connection renews the heartbeat, the others fetch and finish. Another one listens.
             connector=procrastinate.PsycopgConnector(conninfo=url, min_size=1, max_size=4)
         )
+        app.job_manager = _WatchedManager(app, self._life)
         app.task(name=TASK, queue=QUEUE, pass_context=True, retry=_DeliverAgain())(self._deliver)
         return app
 
@@ -117,7 +178,7 @@ class QueueWorker:
                 queues=[QUEUE],
                 concurrency=settings.solves_at_once,
                 install_signal_handlers=False,
-                fetch_job_polling_interval=2.0,
+                fetch_job_polling_interval=POLL_S,
                 abort_job_polling_interval=1.0,
                 delete_jobs="always",
                 shutdown_graceful_timeout=0,
@@ -125,13 +186,22 @@ class QueueWorker:
                 stalled_worker_timeout=settings.lease_s,
             )
         finally:  # also if cancelled while the pool opens: a pool that is left open never lets the loop end
-            if rescue is not None:
-                rescue.cancel()
-                await asyncio.wait([rescue])
-            await app.close_async()
+            try:
+                if rescue is not None:
+                    await _end(rescue)
+            finally:
+                await app.close_async()
 
     async def _deliver(self, context: procrastinate.JobContext, job_id: str) -> None:
         """Run the job of an entry."""
+        self._running += 1
+        try:
+            await self._claim_and_run(context, job_id)
+        finally:
+            self._running -= 1
+            self._life.fetched = time.monotonic()  # it asked for no job while all slots were taken
+
+    async def _claim_and_run(self, context: procrastinate.JobContext, job_id: str) -> None:
         queue_id = context.job.id
         assert queue_id is not None
         claim = asyncio.ensure_future(to_thread.run_sync(self.runner.runs.claim_delivered, job_id, queue_id))
@@ -186,6 +256,23 @@ class QueueWorker:
         if await _in_thread(partial(self.runner.runs.requeue_interrupted, id, queue_id)):
             log.warning("requeued a job of a worker that died", job=id)
             self.runner.metrics.requeued.inc()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancel `task` until it has ended.
+
+    One cancellation may get lost: asyncio.wait_for of Python 3.11, which psycopg waits with, drops one that
+    meets its result.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        task.cancel()
+        try:
+            await asyncio.wait([task], timeout=CANCEL_AGAIN_S)
+        except asyncio.CancelledError as error:
+            cancelled = error  # raised once the task has ended: nothing else would end it
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

@@ -29,6 +29,11 @@ class TableWorker:
         self._runner, self._runs = runner, runner.runs
         self._submitted = anyio.Event()
 
+    @property
+    def deaf(self) -> bool:
+        """Return False: the worker looks into the table itself, and needs no connection that may be lost."""
+        return False
+
     def wake(self) -> None:
         """Look at the queue now."""
         self._submitted.set()

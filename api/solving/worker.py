@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
-from typing import Any
+from threading import Thread
 
 import anyio
 import structlog
-from prometheus_client import start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler
 
 from autoac.api.settings import InvalidSettings, Settings
 from autoac.api.solving.child_process import Solver, SpawnedSolver
@@ -36,12 +39,9 @@ def run_worker(settings: Settings, solver: Solver | None = None) -> None:
         metrics = Metrics()
         runs = JobRuns(database, settings, PostgresQueue())
         runner = JobRunner(settings, runs, solver or SpawnedSolver.of(settings), metrics)
-        server = _serve_metrics(settings, metrics)
-        try:
-            anyio.run(_until_stopped, QueueWorker(database, runner))
-        finally:
-            if server is not None:
-                server.shutdown()
+        worker = QueueWorker(database, runner)
+        with _serve_health(settings, metrics, worker):
+            anyio.run(_until_stopped, worker)
 
 
 async def _until_stopped(worker: QueueWorker) -> None:
@@ -58,10 +58,36 @@ async def _stop_on_signal(scope: anyio.CancelScope) -> None:
             return
 
 
-def _serve_metrics(settings: Settings, metrics: Metrics) -> ThreadingHTTPServer | None:
+@contextmanager
+def _serve_health(settings: Settings, metrics: Metrics, worker: QueueWorker) -> Iterator[None]:
+    """Answer `/livez` and `/metrics` from a thread, so that a blocked event loop shows as well."""
     if settings.worker_port is None:
-        return None
-    served: Any = start_http_server(settings.worker_port, addr=settings.host, registry=metrics.registry)
-    server: ThreadingHTTPServer = served[0]
-    log.info("metrics", port=server.server_port)
-    return server
+        yield
+        return
+
+    class Handler(MetricsHandler):
+        registry: CollectorRegistry = metrics.registry
+
+        def do_GET(self) -> None:
+            """Answer `/livez` with 200, or with 503 if the worker is deaf; other paths with the metrics."""
+            if self.path != "/livez":
+                super().do_GET()
+                return
+            status, body = (503, b'{"status":"runner deaf"}') if worker.deaf else (200, b'{"status":"alive"}')
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.getaddrinfo(settings.host, settings.worker_port)[0][0]
+        daemon_threads = True
+
+    with Server((settings.host, settings.worker_port), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        log.info("metrics", port=server.server_port)
+        try:
+            yield
+        finally:
+            server.shutdown()

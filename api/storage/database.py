@@ -35,6 +35,17 @@ from autoac.planner.units import format_bytes
 MIGRATIONS = Path(__file__).parent / "migrations"
 SQLITE_WAIT_S = 30.0
 POOL = 20
+POSTGRES_WAITS = {
+    "connect_timeout": "10",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+"""Parameters of libpq that end a connection within 30 s if its server vanishes without closing it.
+
+The defaults of the system take a quarter of an hour to two hours. Parameters of the URL have precedence.
+"""
 ROOM = 16 << 20  # bytes on SQLite's disk; with less the next body may not fit
 
 AWAY = (DBAPIError, PoolTimeout)
@@ -272,7 +283,8 @@ def read_url(url: str) -> URL:
             )
         return parsed.set(drivername="sqlite")
     if backend in ("postgresql", "postgres"):
-        return parsed.set(drivername="postgresql+psycopg")
+        waits = {name: value for name, value in POSTGRES_WAITS.items() if name not in parsed.query}
+        return parsed.set(drivername="postgresql+psycopg").update_query_dict(waits)
     raise InvalidSettings(f"AUTOAC_DATABASE_URL must be of sqlite or postgresql, got {backend}")
 
 

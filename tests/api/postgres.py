@@ -144,6 +144,16 @@ class Server:
             "SELECT pg_reload_conf()",
         )
 
+    def backends(self, name: str) -> list[int]:
+        """Return the ids of the server's processes that serve a database."""
+        with psycopg.connect(self.url("postgres", driver="postgresql")) as connection:
+            found = connection.execute("SELECT pid FROM pg_stat_activity WHERE datname = %s", (name,))
+            return [pid for (pid,) in found]
+
+    def disconnect(self, name: str) -> None:
+        """Close all connections to a database."""
+        self._run(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+
     def _run(self, *commands: str) -> None:
         with psycopg.connect(self.url("postgres", driver="postgresql"), autocommit=True) as connection:
             for command in commands:

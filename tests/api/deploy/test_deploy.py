@@ -63,7 +63,7 @@ def test_pods_have_probes_and_limits() -> None:
         for container in manifest["spec"]["template"]["spec"]["containers"]:
             assert container["resources"]["limits"]["memory"]
             if manifest["kind"] == "Deployment":
-                assert container["livenessProbe"]["httpGet"]["path"] in ("/livez", "/metrics")
+                assert container["livenessProbe"]["httpGet"]["path"] == "/livez"
     api = next(m for m in PODS if m["metadata"]["name"] == "autoac-api")
     assert api["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/readyz"
 

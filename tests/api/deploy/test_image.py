@@ -148,7 +148,7 @@ def test_health_check_passes_while_the_service_runs(image: Image, url: str) -> N
 
 
 def test_health_check_passes_for_a_worker(image: Image) -> None:
-    server = start_http_server(0, addr="127.0.0.1")[0]  # as a worker serves its metrics
+    server = start_http_server(0, addr="127.0.0.1")[0]  # it answers any path, as a worker does
     try:
         assert healthy(image, AUTOAC_WORKER_PORT=str(server.server_port))
     finally:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ import pytest
 from postgres import Server
 from service_app import BOTH
 from service_fakes import request, save_all, waits_for_a_file
+from sqlalchemy import make_url
 from waiting import listening, until
 
+from autoac.api.cli.health_check import answers
 from autoac.planner.formats.profile import Profile
 
 FAKES = str(Path(__file__).parents[1] / "service_fakes.py")
@@ -50,8 +54,8 @@ class Machines:
         file = self.gate.with_suffix(".began")
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def start(self, role: str) -> subprocess.Popen[bytes]:
-        """Start a process: serve or worker."""
+    def start(self, role: str, **settings: str) -> subprocess.Popen[bytes]:
+        """Start a process, serve or worker, with settings of its own."""
         environment = os.environ | {
             "AUTOAC_DATABASE_URL": self.database_url,
             "AUTOAC_RUNNER": "embedded" if self.embedded else "workers",
@@ -61,6 +65,7 @@ class Machines:
             "AUTOAC_SHUTDOWN_S": "1",
             "GATE_FILE": str(self.gate),
         }
+        environment |= {f"AUTOAC_{name.upper()}": value for name, value in settings.items()}
         log = self.folder / f"log-{len(self.running)}"
         with log.open("wb") as stream:
             process = subprocess.Popen(
@@ -76,9 +81,9 @@ class Machines:
         """Return the output of a process so far."""
         return (self.folder / f"log-{self.running.index(process)}").read_text()
 
-    def serve(self) -> tuple[subprocess.Popen[bytes], httpx2.Client]:
+    def serve(self, **settings: str) -> tuple[subprocess.Popen[bytes], httpx2.Client]:
         """Start a service and return it with a client."""
-        process = self.start("serve")
+        process = self.start("serve", **settings)
         log = self.folder / f"log-{self.running.index(process)}"
         http = httpx2.Client(base_url=listening(process, log), timeout=60)
         self.clients.append(http)
@@ -87,6 +92,15 @@ class Machines:
     def solve(self) -> subprocess.Popen[bytes] | None:
         """Start a worker unless the service runs jobs itself."""
         return None if self.embedded else self.start("worker")
+
+    def worker_with_probe(self, **settings: str) -> tuple[subprocess.Popen[bytes], httpx2.Client]:
+        """Start a worker for one job at a time and return it with a client of its probe."""
+        process = self.start("worker", worker_port="0", solves_at_once="1", **settings)
+        found = until(lambda: re.search(r'"port": (\d+), "event": "metrics"', self.log(process)))
+        http = httpx2.Client(base_url=f"http://127.0.0.1:{found[1]}", timeout=60)
+        self.clients.append(http)
+        until(lambda: '"event": "working"' in self.log(process))
+        return process, http
 
     def end(self) -> None:
         """Kill the remaining processes."""
@@ -243,6 +257,86 @@ def test_runners_survive_a_read_only_database(
         assert (process.poll(), worker.poll()) == (None, None)
     finally:
         postgres.set_read_only(False)
+        machines.end()
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+def test_each_worker_solves_again_after_a_failover(
+    postgres: Server, database_url: str, tmp_path: Path, profile: Profile
+) -> None:
+    """The gate holds each solve, and a worker runs one at a time: two that began are of two workers."""
+    machines = Machines(tmp_path, database_url, embedded=False)
+    name = make_url(database_url).database
+    try:
+        workers = [machines.worker_with_probe() for _ in range(2)]
+        _, http = machines.serve()
+
+        def read_only(seconds: float) -> None:
+            postgres.set_read_only(True)
+            end = time.monotonic() + seconds
+            until(lambda: http.get("/readyz").json()["database"] == "failed")
+            while time.monotonic() < end:  # an outage restarts no worker
+                assert [probe.get("/livez").status_code for _, probe in workers] == [200, 200]
+            postgres.set_read_only(False)
+
+        def restart() -> None:
+            postgres.stop()
+            assert http.get("/readyz").status_code == 503
+            postgres.start()
+
+        outages: dict[str, Callable[[], None]] = {
+            "read-only for 1 s": lambda: read_only(1),
+            "read-only for 6 s": lambda: read_only(6),
+            "read-only for 30 s": lambda: read_only(30),
+            "restarted": restart,
+            "connections lost": lambda: postgres.disconnect(str(name)),
+        }
+        for number, outage in enumerate(outages.values()):
+            outage()
+            machines.gate.unlink(missing_ok=True)
+            before = machines.began
+            until(lambda: http.get("/readyz").status_code == 200, seconds=30)
+            urls = [accepted(http, profile, budget_gb=1 + 2 * number + part) for part in range(2)]
+            until(lambda before=before: machines.began == before + 2, seconds=30)
+            machines.gate.touch()
+            for url in urls:
+                until(lambda url=url: state(http, url) == "succeeded", seconds=30)
+        assert [probe.get("/livez").json() for _, probe in workers] == [{"status": "alive"}] * 2
+        assert [process.poll() for process, _ in workers] == [None, None]
+    finally:
+        if postgres.process is None:
+            postgres.start()
+        postgres.set_read_only(False)
+        machines.end()
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+def test_probe_restarts_a_worker_that_no_job_can_reach(
+    postgres: Server, database_url: str, tmp_path: Path, profile: Profile
+) -> None:
+    """The server's processes stop answering on the open connections; new connections work."""
+    machines = Machines(tmp_path, database_url, embedded=True)
+    stopped: list[int] = []
+    try:
+        worker, probe = machines.worker_with_probe(lease_s="1")
+        service, http = machines.serve(lease_s="1")
+        until(lambda: http.get("/readyz").status_code == 200)
+        assert http.get("/livez").json() == probe.get("/livez").json() == {"status": "alive"}
+        stopped = postgres.backends(str(make_url(database_url).database))
+        for backend in stopped:
+            os.kill(backend, signal.SIGSTOP)
+        for one in (http, probe):
+            until(lambda one=one: one.get("/livez").status_code == 503, seconds=30)
+            assert one.get("/livez").json() == {"status": "runner deaf"}
+            assert not answers(f"{one.base_url}/livez")
+        assert b"autoac_solve_seconds" in probe.get("/metrics").content
+        worker.kill()
+        service.kill()
+        _, probe = machines.worker_with_probe(lease_s="1")
+        assert probe.get("/livez").status_code == 200
+    finally:
+        for backend in stopped:
+            os.kill(backend, signal.SIGCONT)
         machines.end()
 
 

@@ -21,7 +21,13 @@ from structlog.testing import capture_logs
 from waiting import until
 
 from autoac.api import InvalidSettings, Settings, create_app
-from autoac.api.storage.database import Database, DatabaseNotReady, newest_revision, read_url
+from autoac.api.storage.database import (
+    POSTGRES_WAITS,
+    Database,
+    DatabaseNotReady,
+    newest_revision,
+    read_url,
+)
 from autoac.api.storage.job_runs import JobRuns
 from autoac.api.storage.tables import metadata, model_names
 from autoac.planner.formats.profile import Profile
@@ -101,6 +107,16 @@ def test_unsupported_database_is_refused_without_showing_its_password(url: str) 
 def test_postgresql_is_reached_with_psycopg() -> None:
     for name in ("postgresql", "postgres", "postgresql+psycopg2"):
         assert read_url(f"{name}://u@h/n").drivername == "postgresql+psycopg"
+
+
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+def test_connections_notice_a_server_that_vanished(database: Database) -> None:
+    """A server that loses power closes no connection; only the parameters of libpq end them in time."""
+    with database.read() as connection:
+        parameters = connection.connection.driver_connection.info.get_parameters()
+    assert POSTGRES_WAITS.items() <= parameters.items()
+    own = read_url("postgresql://u@h/n?connect_timeout=3").query
+    assert (own["connect_timeout"], own["tcp_user_timeout"]) == ("3", POSTGRES_WAITS["tcp_user_timeout"])
 
 
 def test_missing_database_is_an_operational_error() -> None:
