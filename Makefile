@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-unseen bench-block-bounds bench-random-plans clean
+.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-unseen bench-block-bounds bench-random-plans clean
 
 setup: $(READY)
 
@@ -17,6 +17,14 @@ demo: $(READY)
 # In two processes: many tests wait for children, ranks or a database.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2
+
+# Chromium for the tests of pages, from the system's packages (Debian, Ubuntu). Needs root.
+browser:
+	command -v chromium || command -v chromium-browser || command -v google-chrome || { apt-get update && apt-get install -y chromium chromium-driver; }
+
+# The wheel in an empty environment, without our constraints: what a newcomer gets. A few minutes.
+check-install: $(READY)
+	$(BIN)/python tools/check_install.py "$(TORCH)"
 
 # Planner and service without torch, PostgreSQL, browsers or started processes: under a minute.
 SLOW := tests/api/solving tests/api/deploy tests/api/cli tests/api/test_hostile.py tests/api/routes/test_openapi.py \

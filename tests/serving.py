@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import uvicorn
 
+NO_CHROMIUM = "Chromium is missing; `make browser` installs it"  # tests/conftest.py looks for it
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: `apt-get install chromium`")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 
 
 @contextmanager

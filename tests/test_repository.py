@@ -4,6 +4,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -29,7 +32,52 @@ def test_continuous_integration_runs_these_targets_and_nothing_else():
     run = ROOT / ".ci" / "run"
     assert os.access(run, os.X_OK)
     commands = [line for line in run.read_text().splitlines() if line.startswith("make")]
-    assert commands == ["make check", "make policies-check", "make test"]
+    assert commands == [
+        "make browser",
+        "make check",
+        "make policies-check",
+        "make check-install",
+        "make test",
+    ]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {command.removeprefix("make ") for command in commands} <= set(targets)
+
+
+def test_links_of_the_package_page_are_absolute(tmp_path):
+    """Build the metadata as pip does."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(VENDORED[0], tmp_path / VENDORED[0].relative_to(ROOT))
+    build = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('out'))"
+    text = (tmp_path / "pyproject.toml").read_text()
+    packages = re.compile(r"^packages = \[.*?^\]\n", re.MULTILINE | re.DOTALL)
+    (tmp_path / "pyproject.toml").write_text(packages.sub("packages = []\n", text))
+    (tmp_path / "out").mkdir()
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    metadata = next(tmp_path.glob("out/*/METADATA")).read_text()
+    repository = tomllib.loads(text)["project"]["urls"]["Repository"]
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata)
+    assert f"{repository}/blob/v0.1.0/docs/gpu.md#as-deterministic-as-the-kernels" in links
+    assert [link for link in links if not link.startswith("https://")] == []
+    for line in ("License-Expression: Apache-2.0 AND MIT", "Author: The autoac authors"):
+        assert line in metadata.splitlines()
+
+
+def test_skipped_browser_tests_are_named_at_the_end(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "tests/planner/report/test_browser.py",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment | {"PATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    line = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"\d+ tests of pages were skipped.*`make browser`.*", line), done.stdout
 
 
 def test_every_package_is_installed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 from ac_client.cli.exit_codes import ERROR
 from ac_client.cli.options import Json
 from ac_client.cli.output import show_progress
-from ac_client.files import write_whole
+from ac_client.files import check_writable, write_whole
 
 
 def demo(
@@ -28,6 +29,11 @@ def demo(
     with the checkpoint's peak as its budget. Each is measured in its own process. Exit code 1 if autoac
     exceeds the budget or changes gradients.
     """
+    from ac_client.errors import CommandError
+
+    if find_spec("transformers") is None:
+        raise CommandError("the demo needs transformers; run `pip install 'autoac[demo]'`")
+    check_writable(page)
     from ac_client.demo import comparison
     from ac_client.demo.demo_page import render_page
 

@@ -11,6 +11,7 @@ import typer
 from ac_client.cli.exit_codes import ERROR
 from ac_client.cli.options import Json
 from ac_client.cli.output import show_progress
+from ac_client.files import check_writable
 from autoac.api.cli import commands as service_commands
 
 
@@ -54,6 +55,7 @@ def doctor(
         return
     from ac_client.doctor.examine_gpu import examine_gpu
 
+    check_writable(out)
     with show_progress() as progress:
         report = examine_gpu(
             size.value,

@@ -20,7 +20,7 @@ from ac_client.cli.output import (
     read_profile,
     show_progress,
 )
-from ac_client.files import write_whole
+from ac_client.files import check_writable, write_whole
 
 if TYPE_CHECKING:
     from autoac.planner import Policy, PolicySet
@@ -92,6 +92,9 @@ def explain(
 
     if more_gb is not None and not 0 < more_gb < float("inf"):
         raise typer.BadParameter(f"must be a positive number of GiB, got {more_gb}", param_hint="--more-gb")
+
+    if html is not None:
+        check_writable(html)
 
     def plan_within(profile: Profile | Graph, budget: int) -> Plan:
         constraints = planned.constraints if planned else None

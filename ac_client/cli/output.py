@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ac_client.files import named, write_whole
+from ac_client.files import check_writable, named, write_whole
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -50,6 +50,16 @@ def read_policy(path: Path) -> Policy:
     text = read(path)
     with named_as_given(path):
         return Policy.from_json(text)
+
+
+def check_output(output: Path) -> None:
+    """Check that `deliver` can write the file `output`, before the work whose result goes there.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if str(output) != "-":
+        check_writable(output)
 
 
 def deliver(output: Path, text: str, facts: dict[str, Any], line: str, as_json: bool) -> None:

@@ -25,8 +25,15 @@ from ac_client.cli.options import (
     TimeLimit,
     constraints_of,
 )
-from ac_client.cli.output import deliver, one_line, policy_header, read_profile, show_progress
-from ac_client.files import write_whole
+from ac_client.cli.output import (
+    check_output,
+    deliver,
+    one_line,
+    policy_header,
+    read_profile,
+    show_progress,
+)
+from ac_client.files import check_writable, write_whole
 
 if TYPE_CHECKING:
     from autoac.planner import Plan, Stages
@@ -78,6 +85,7 @@ def profile(
         raise typer.BadParameter(f"must be one of {', '.join(DATASHEETS)}, got {on!r}", param_hint="--on")
     if cudnn is not None and on is None:
         raise typer.BadParameter("must be left out without --on", param_hint="--cudnn")
+    check_output(output)
     setup = load_setup(function)
     device = DATASHEETS[on] if on is not None else None
     if device is not None and cudnn is not None:
@@ -144,6 +152,7 @@ def plan(
     from autoac.planner.budget import headroom_in_bytes
     from autoac.planner.units import format_bytes, format_us
 
+    check_output(output)
     observed = read_profile(profile_file)
     headroom_bytes = headroom_in_bytes(headroom_gb, "--headroom-gb")
     constraints = constraints_of(
@@ -255,6 +264,10 @@ def stages(
         extra_static_gb=extra_static_gb,
         gradients=None,
     )
+    files = [output / f"stage-{s}.json" for s in range(len(paths))]
+    folder = next(folder for folder in (output, *output.parents) if folder.exists())
+    for path in files:
+        check_writable(folder / path.name)
     with show_progress(f"planning {len(paths)} stages"):
         try:
             planned = plan_stages(
@@ -273,7 +286,6 @@ def stages(
         except InfeasibleBudget as error:
             notes = " ".join(getattr(error, "__notes__", []))
             raise CommandError(f"{one_line(error)}. {notes}") from error
-    files = [output / f"stage-{s}.json" for s in range(len(paths))]
     policies = [stage.plan.policy() for stage in planned.stages]
     output.mkdir(parents=True, exist_ok=True)
     for path, policy in zip(files, policies, strict=True):

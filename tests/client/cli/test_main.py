@@ -410,6 +410,35 @@ def test_profile_can_be_read_from_stdin(profiled, capsys, monkeypatch):
             "headroom of 2.00 GiB",
         ),
         (["plan", "profile.json", "--budget-gb", "1", "-o", "."], ERROR, ".: Is a directory"),
+        # Missing folders are found before the work: an infeasible budget or a missing module would say so.
+        (
+            ["plan", "profile.json", "--budget-gb", "0.00001", "-o", "no/x.json"],
+            ERROR,
+            "no/x.json: No such file",
+        ),
+        (["profile", "absent_module:make", "-o", "no/x.json"], ERROR, "no/x.json: No such file"),
+        (
+            ["explain", "profile.json", "--budget-gb", "0.00001", "--html", "no/x.html"],
+            ERROR,
+            "no/x.html: No such file",
+        ),
+        (
+            [
+                "stages",
+                "--profile",
+                "profile.json",
+                "--budget-gb",
+                "0.00001",
+                "--microbatches",
+                "1",
+                "-o",
+                "list.json",
+            ],
+            ERROR,
+            "list.json/stage-0.json: Not a directory",
+        ),
+        (["demo", "--page", "no/x.html"], ERROR, "no/x.html: No such file"),
+        (["doctor", "--gpu", "--out", "no/x.md"], ERROR, "no/x.md: No such file"),
         (["profile", "small"], USAGE, "MODULE:FUNCTION"),
         (["profile", "absent_module:make"], ERROR, "No module named 'absent_module'"),
         (["profile", "small:absent"], ERROR, "absent"),
@@ -430,6 +459,13 @@ def test_error_is_one_line_on_stderr_and_an_exit_code(argv, code, says, profiled
     assert line.startswith("autoac: ")
     assert says in line
     assert all(other.endswith(" ...") for other in err.splitlines()[:-1])
+
+
+def test_demo_names_its_extra(folder, capsys, monkeypatch):
+    monkeypatch.setattr("ac_client.cli.demo.find_spec", lambda name: None)
+    code, _, err = run(capsys, "demo")
+    assert code == ERROR
+    assert "autoac[demo]" in err
 
 
 def test_json_option_prints_errors_as_json(profiled, capsys):
