@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from ac_client.demo.comparison import Comparison, Line
+from ac_client.demo.comparison import PLAIN, Comparison, Line
 from ac_client.demo.terminal import facts, gradients, mib, slowdown
 from autoac.planner.report.page import embedded, fill, read
 
@@ -16,6 +16,7 @@ COLUMNS = ("row", "budget MiB", "predicted MiB", "peak MiB", "step time / plain"
 
 def render_page(comparison: Comparison) -> str:
     """Return the page: memory over one step for every row, the table, and the promises."""
+    plain_ms = comparison.line(PLAIN).measured.step_s * 1e3
     parts = {
         "UPLOT_CSS": read("vendor/uPlot.min.css"),
         "UPLOT_JS": read("vendor/uPlot.iife.min.js"),
@@ -28,7 +29,7 @@ def render_page(comparison: Comparison) -> str:
             f"<b>{html.escape(check.found)}</b></li>"
             for check in comparison.checks
         ),
-        "DATA": embedded([_series(line) for line in comparison.lines]),
+        "DATA": embedded([_series(line, plain_ms) for line in comparison.lines]),
     }
     return fill(files("ac_client.demo").joinpath("page.html").read_text("utf-8"), parts)
 
@@ -46,12 +47,18 @@ def cells(line: Line) -> list[str]:
     ]
 
 
-def _series(line: Line) -> dict[str, Any]:
+def _series(line: Line, plain_ms: float) -> dict[str, Any]:
+    """Return a row's memory over its measured step time, which is the table's multiple of plain's.
+
+    The profiler, which reports the memory, slows each row by another factor.
+    """
+    times = [ms for ms, _ in line.measured.timeline]
+    scale = plain_ms * line.measured.slowdown / times[-1] if times and times[-1] > 0 else 1.0
     return {
         "name": line.row.name,
         "method": line.row.method,
         "budget": line.row.budget_bytes,
-        "ms": [ms for ms, _ in line.measured.timeline],
+        "ms": [ms * scale for ms in times],
         "bytes": [live for _, live in line.measured.timeline],
     }
 
