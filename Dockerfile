@@ -1,4 +1,4 @@
-# The planning service, without torch: under 200 MB on top of Python, instead of gigabytes.
+# The planning service, without torch: about 260 MB on top of Python, instead of gigabytes.
 #
 #   docker build -t autoac .
 #   docker run -p 8421:8421 -v autoac:/data -e AUTOAC_TOKEN="$(openssl rand -hex 16)" autoac

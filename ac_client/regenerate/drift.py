@@ -277,8 +277,10 @@ class _ModelRun:
         except InfeasibleBudget as error:
             needs = error.smallest_found if error.smallest_found is not None else error.proven_floor
             why = f": {' '.join(culprits)}" if (culprits := getattr(error, "culprits", ())) else ""
+            headroom_gb = self.table.headroom_gb
+            less = f" less a headroom of {headroom_gb:g}" if headroom_gb else ""
             raise CommandError(
-                f"no plan of {self.name} fits in {gb:g} GiB less a headroom of {self.table.headroom_gb:g} "
+                f"no plan of {self.name} fits in {gb:g} GiB{less} "
                 f"(peak at {error.peak_at}){why}; the smallest budget is {_least_gb(needs, self.table)}: "
                 f"change budgets_gb of [models.{self.name}]"
             ) from error

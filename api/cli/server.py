@@ -40,9 +40,15 @@ def serve(
     settings = Settings.load(host=host, port=port, token=token)
     configure()
     database = Database(settings.url)
-    if database.is_sqlite:
-        database.upgrade()
-    check_reach(settings, database)
+    try:
+        if database.is_sqlite:
+            database.upgrade()
+        else:
+            database.refuse_newer()
+        check_reach(settings, database)
+    except BaseException:  # from here on the app closes it
+        database.close()
+        raise
     _raise_open_files()
     protocol: Any = partial(HeadLimitedProtocol, head_timeout_s=settings.head_timeout_s)
     failed = False

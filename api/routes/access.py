@@ -40,7 +40,7 @@ class Needs(SecurityBase):
         Raises:
             Unauthorised: the request needs a key and has none, or an unknown one.
             Forbidden: the key has a smaller scope.
-            OtherHost: the request has no key and names another machine as its host.
+            OtherHost: the request has no key and names another machine as its host, or several hosts.
         """
         service, given = await service_of(request), await _BEARER(request)
         secret = None if given is None else given.credentials
@@ -48,7 +48,8 @@ class Needs(SecurityBase):
         if caller is None:
             caller = await to_thread.run_sync(service.authenticator.caller, secret)
         request.scope["state"]["caller"] = caller.name
-        if caller is LOOPBACK and not service.settings.answers_to(request.headers.get("host", "")):
+        hosts = request.headers.getlist("host") or [""]
+        if caller is LOOPBACK and (len(hosts) > 1 or not service.settings.answers_to(hosts[0])):
             raise OtherHost(
                 "without a key the service answers only under localhost, 127.0.0.1 and the like; use such a "
                 "name, add yours to AUTOAC_ALLOWED_HOSTS, or create a key with `autoac keys create NAME`"

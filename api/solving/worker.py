@@ -30,12 +30,14 @@ def run_worker(settings: Settings, solver: Solver | None = None) -> None:
 
     Raises:
         InvalidSettings: the database is not PostgreSQL.
+        DatabaseNotReady: a newer release upgraded its tables.
     """
     with Database(settings.url) as database:
         if database.is_sqlite:
             raise InvalidSettings(
                 "AUTOAC_DATABASE_URL: workers need PostgreSQL; with SQLite `autoac serve` solves by itself"
             )
+        database.refuse_newer()
         metrics = Metrics()
         runs = JobRuns(database, settings, PostgresQueue())
         runner = JobRunner(settings, runs, solver or SpawnedSolver.of(settings), metrics)

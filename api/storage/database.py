@@ -186,6 +186,18 @@ class Database:
                 "run `autoac db upgrade`",
             )
 
+    def refuse_newer(self) -> None:
+        """Check that no newer release upgraded the tables, unless the database is away: then go on.
+
+        Raises:
+            DatabaseNotReady: a newer release upgraded them, so that waiting does not help.
+        """
+        try:
+            found = self.revision()
+        except AWAY:
+            return
+        _refuse_newer(found)
+
     def check_writable(self) -> None:
         """Check, without writing, that the database takes writes.
 

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from autoac.api.telemetry.metrics import Metrics
 
 HEADER = b"x-request-id"
+NO_SNIFF = (b"x-content-type-options", b"nosniff")
 SANE = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 QUIET = ("/livez", "/readyz", "/metrics")  # requested every few seconds
 
@@ -65,7 +66,10 @@ def _to_stderr(*_: object) -> structlog.PrintLogger:
 
 
 class RequestLog:
-    """Give each request an id, its own if that is sane, and log its outcome. ASGI middleware."""
+    """Give each request an id, its own if that is sane, and log its outcome. ASGI middleware.
+
+    Each answer also forbids browsers to guess another type than the one it names.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -83,7 +87,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message.setdefault("headers", []).append((HEADER, id.encode()))
+                headers = message.setdefault("headers", [])
+                headers.append((HEADER, id.encode()))
+                if NO_SNIFF[0] not in dict(headers):  # pages bring it themselves
+                    headers.append(NO_SNIFF)
                 seconds = time.monotonic() - started
                 self.metrics.request_seconds.labels(_route(scope)).observe(seconds)
             await send(message)

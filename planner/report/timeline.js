@@ -476,7 +476,7 @@ function timeline(root, picture) {
     if (measured) facts.push(["Measured peak", size(measured.peak_bytes), `${percent(measured.peak_bytes / lines[0].peak - 1)} compared with predicted`]);
     if (plain) facts.push(["Nothing recomputed", size(plain.live_bytes[plain.peak]), `${size(plain.live_bytes[plain.peak] - lines[0].peak)} more`]);
     facts.push(["Recompute", time(plan.recompute_us), picture.step_us ? `${(100 * plan.recompute_us / picture.step_us).toFixed(1)} % of ${time(picture.step_us)}` : ""]);
-    facts.push(["Proven gap", `${(100 * picture.gap).toFixed(1)} %`, "of the recompute time to the best"]);
+    facts.push(["Proven gap", `${(100 * picture.gap).toFixed(1)} %`, picture.gap > .1 ? "of the recompute time: a longer time limit may find a better plan" : "of the recompute time to the best"]);
     part("facts").replaceChildren(...facts.map(([name, value, more]) => {
       const div = make("div"), dd = make("dd", value);
       if (more) dd.append(make("small", more));

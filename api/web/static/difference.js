@@ -21,7 +21,7 @@ service.run(async () => {
     };
     select.append(new Option("choose a policy", ""));
     group("aliases", aliases.items.map(alias => new Option(alias.name, alias.name)));
-    group("policies, newest first", policies.items.map(policy => new Option(`${spelled(policy)} · ${policy.device} · ${size(policy.budget_bytes)} · version ${policy.version} · ${policy.created_at.slice(0, 10)}`, policy.id)));
+    group("policies, newest first", policies.items.map(policy => new Option(`${size(policy.budget_bytes)} · version ${policy.version} · ${spelled(policy)} · ${policy.device} · ${policy.created_at.slice(0, 10)}`, policy.id)));
     const given = wanted.get(name);
     if (given && ![...select.options].some(option => option.value === given)) select.append(new Option(given, given));
     if (given) select.value = given;

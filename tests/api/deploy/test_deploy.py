@@ -114,6 +114,13 @@ def test_compose_requires_passwords_from_outside() -> None:
     assert {how for name, how in used if name in ("POSTGRES_PASSWORD", "AUTOAC_TOKEN")} == {":?"}
 
 
+def test_compose_runs_the_service_with_least_privileges() -> None:
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())
+    for name in ("upgrade", "api", "worker"):
+        service = compose["services"][name]
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+
+
 def test_dockerignore_allows_every_copied_file() -> None:
     sources = re.findall(r"^COPY (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     allowed = (ROOT / ".dockerignore").read_text().splitlines()

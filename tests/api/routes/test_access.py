@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import httpx2
 import pytest
 from service_app import BOTH, Serve
 from service_fakes import Held, Raising, request
@@ -232,6 +233,18 @@ def test_version_matches_that_of_policies(serve: Serve) -> None:
     answer: dict[str, Any] = serve().get("/version").json()
     assert answer["tools"]["highspy"]
     assert answer["autoac"] == answer["tools"]["autoac"]
+
+
+def test_request_with_two_hosts_is_not_answered_without_a_key(serve: Serve) -> None:
+    hosts = [("Host", "localhost"), ("Host", "evil.example")]
+    assert serve().get("/v1/policies", headers=httpx2.Headers(hosts)).status_code == 421
+
+
+@pytest.mark.parametrize(
+    "path", ["/version", "/livez", "/v1/policies", "/v1/policies/none", "/none", "/jobs"]
+)
+def test_every_answer_forbids_guessing_its_type(serve: Serve, path: str) -> None:
+    assert serve().get(path).headers.get_list("x-content-type-options") == ["nosniff"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from structlog.testing import capture_logs
 from waiting import until
 
 from autoac.api import InvalidSettings, Settings, create_app
+from autoac.api.cli import commands
 from autoac.api.storage.database import (
     POSTGRES_WAITS,
     Database,
@@ -217,6 +218,18 @@ def test_database_of_a_newer_release_is_refused(database: Database) -> None:
     for look in (database.check, database.upgrade):
         with pytest.raises(DatabaseNotReady, match=r"0099, which a newer release made.*install that release"):
             look()
+
+
+@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["worker"]])
+@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+def test_command_refuses_the_database_of_a_newer_release(
+    database: Database, database_url: str, command: list[str], monkeypatch: Any, capsys: Any
+) -> None:
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0099'"))
+    monkeypatch.setenv("AUTOAC_DATABASE_URL", database_url)
+    assert commands.main(command) == 1
+    assert "0099, which a newer release made" in capsys.readouterr().err
 
 
 def test_new_database_is_readable_only_by_its_owner(tmp_path: Path) -> None:
