@@ -82,7 +82,7 @@ class CallAudit(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         facts, named = facts_of(func), kwargs or {}
-        out = func(*args, **named)
+        out = facts.call(*args, **named)
         if facts.view or self._fails:
             return out
         read = {_address(tensor) for tensor in tensors_in(args, named) if has_storage(tensor)}

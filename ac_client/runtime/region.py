@@ -437,7 +437,8 @@ class Region(RecordingMode):
         rng_state = None
         if facts.random and facts.draws(args, kwargs or {}):
             rng_state = capture_generator(generator_of(args, kwargs or {}))
-        node = Node(next_order(), facts.name, facts.call, stand_ins, named, reads, rng_state, self._stream)
+        call = facts.call_again() if facts.nested else facts.call
+        node = Node(next_order(), facts.name, call, stand_ins, named, reads, rng_state, self._stream)
         if self._module is not None:
             self.graph.modules[node.order] = self._module()
         written: Sequence[Tensor] = ()
@@ -450,7 +451,7 @@ class Region(RecordingMode):
         for group in groups[1:]:
             storages.position = group.latest
             parts = self._stand_ins(replayed_args, kwargs, unread)
-            run = Node(next_order(), facts.name, facts.call, *parts, rng_state, self._stream)
+            run = Node(next_order(), facts.name, call, *parts, rng_state, self._stream)
             run.writes_sources = node.writes_sources
             later_runs.append((group, run, storages.versions_among(written)))
         if streams_seen.several:

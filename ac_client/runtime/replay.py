@@ -34,6 +34,7 @@ from ac_client.runtime.write_guard import StaleError
 from autoac.planner.formats.op_key import name_in_keys
 from autoac.profiler.torch_facts import private, rng
 from autoac.profiler.torch_facts.global_flags import FlagSwitcher
+from autoac.profiler.torch_facts.nested_ops import AUTOCAST
 from autoac.profiler.torch_facts.op_signature import outputs_of
 from autoac.profiler.unseen.checked_code import CheckedCode
 from autoac.profiler.unseen.fingerprints import Comparison, KeptWeights
@@ -466,16 +467,10 @@ class _BelowAutograd:
         recording_off.depth += 1
         self._autograd = private.AutoDispatchBelowAutograd()
         self._autograd.__enter__()
-        self._autocast = private.ExcludeDispatchKeyGuard(_AUTOCAST)
+        self._autocast = private.ExcludeDispatchKeyGuard(AUTOCAST)
         self._autocast.__enter__()
 
     def __exit__(self, *_: Any) -> None:
         self._autocast.__exit__(None, None, None)
         self._autograd.__exit__(None, None, None)
         recording_off.depth -= 1
-
-
-_AUTOCAST = private.DispatchKeySet(private.DispatchKey.AutocastCPU)
-for _key in ("AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastHPU", "AutocastPrivateUse1"):
-    if hasattr(private.DispatchKey, _key):
-        _AUTOCAST = _AUTOCAST | private.DispatchKeySet(getattr(private.DispatchKey, _key))

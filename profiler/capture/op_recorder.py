@@ -173,13 +173,14 @@ class OpRecorder(RecordingMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return func(*args, **kwargs or {}) if self.paused else self.run(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        return facts_of(func).call(*args, **kwargs) if self.paused else self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an op and record it, also while the mode is paused because the op is one of compiled code."""
         facts = facts_of(func)
         if facts.view:
-            return func(*args, **kwargs)
+            return facts.call(*args, **kwargs)
         if self.function is not None:
             return self._run_in_function(self.function, func, facts, args, kwargs)
         index = len(self.record.ops)
@@ -216,7 +217,7 @@ class OpRecorder(RecordingMode):
         if self.originals is not None:
             self.originals.keep(facts, args, kwargs)
         op.begin_mark = self._mark()
-        out = func(*args, **kwargs)
+        out = facts.call(*args, **kwargs)
         op.end_mark = self._mark()
         op.flops = flops_of(func, args, kwargs, out)
         if pin is None and not op.must_save and not draws and decides(facts, args, kwargs, out):
@@ -329,7 +330,7 @@ class OpRecorder(RecordingMode):
             self.record.ops[-1].random = True
         if self.originals is not None:
             self.originals.keep(facts, args, kwargs)
-        out = func(*args, **kwargs)
+        out = facts.call(*args, **kwargs)
         for tensor in written_tensors(facts, args, kwargs):
             self._new_version(tensor, len(self.record.ops) - 1, only_write=False)
         call.note_outputs(args, kwargs, out)

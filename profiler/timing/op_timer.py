@@ -162,11 +162,12 @@ class OpTimer(TorchDispatchMode):
         kwargs = kwargs or {}
         facts = facts_of(func)
         if facts.view:
-            return func(*args, **kwargs)
+            return facts.call(*args, **kwargs)
         if facts.draws(args, kwargs):
             self.generators.note(args, kwargs)
         self._originals.keep(facts, args, kwargs)
-        out = func(*args, **kwargs) if self._in_function else self._time(facts.name, func, args, kwargs)
+        call = facts.call
+        out = call(*args, **kwargs) if self._in_function else self._time(facts.name, call, args, kwargs)
         self._originals.note_outputs(args, kwargs, out)
         return out
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autoac.planner.formats.op_key import name_in_keys
 from autoac.planner.formats.profile import DECIDES
+from autoac.profiler.torch_facts.nested_ops import NestedOp
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload, tree_leaves
 from autoac.profiler.torch_facts.storage_table import has_storage
@@ -99,6 +100,9 @@ _DESCRIBES = _aten(
 # With beta=0 they do not read their first argument.
 _SCALES_FIRST = _aten("addmm addbmm baddbmm addmv addr addmm_ addbmm_ baddbmm_ addmv_ addr_")
 
+# Call ops that autocast casts, and have no autocast rule of their own.
+_NESTED = _aten("_trilinear linalg_pinv.atol_rtol_tensor")
+
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
 _OWN_NAMESPACES = {"aten", "prims", "prim"} | _COLLECTIVE_NAMESPACES  # torch's own: tagged if they draw
@@ -115,7 +119,7 @@ class OpFacts:
 
     name: str  # "aten.addmm.default"
     name_in_keys: str  # the same, or what equivalent kernels share
-    call: Callable[..., Any]  # the op, or the function that its own __call__ calls
+    call: Callable[..., Any]  # calls the op from a mode, through the function that its own __call__ calls
     view: bool  # returns a view, or computes nothing: not recorded
     writes: tuple[int, ...]  # positional arguments that it writes
     writes_named: tuple[str, ...]  # keyword arguments that it writes
@@ -135,11 +139,16 @@ class OpFacts:
     blank: bool = False  # returns memory that nobody has written
     may_skip_first: bool = False  # may leave the contents of its first argument unread
     scales_first: bool = False  # leaves them unread only if beta is 0
+    nested: bool = False  # its kernel may call other ops that autocast casts; `call` is a NestedOp
     mutates: bool = field(init=False)
 
     def __post_init__(self) -> None:
         writes = bool(self.writes or self.writes_named or self.writes_any or self.opaque)
         object.__setattr__(self, "mutates", writes)
+
+    def call_again(self) -> Callable[..., Any]:
+        """Return what calls the op in backward. Call this from the mode that records the op."""
+        return self.call.rerun() if isinstance(self.call, NestedOp) else self.call
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return True if a call draws random numbers: not if its dropout probability is 0."""
@@ -192,10 +201,13 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     random = torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in _OWN_NAMESPACES
     aliases = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
     collective = op.namespace in _COLLECTIVE_NAMESPACES
+    # Few ops outside torch have autocast rules, and their kernels are often Python.
+    own = op.namespace in _OWN_NAMESPACES or op.namespace == _LABELS
+    nested = type(op) is OpOverload and (not own or _key(op) in _NESTED)
     return OpFacts(
         name=str(op),
         name_in_keys=name_in_keys(str(op)),
-        call=op._op if type(op) is OpOverload else op,
+        call=NestedOp(op) if nested else op._op if type(op) is OpOverload else op,
         view=(bool(aliases) and not written)
         or schema.name in _HIDDEN_VIEWS | _QUESTIONS | _NOTICES
         or op.namespace == _LABELS,
@@ -214,6 +226,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         blank=schema.name in _BLANK,
         may_skip_first=schema.name in _BLANK | _FILLS | _SCALES_FIRST or _key(op) in _DESCRIBES,
         scales_first=schema.name in _SCALES_FIRST,
+        nested=nested,
     )
 
 

@@ -103,6 +103,36 @@ def is_proxy_tracing() -> bool:
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None
 
 
+def has_kernel(name: str, key: str) -> bool:
+    """Return True if the op `name` has a kernel of its own for a dispatch key, other than a fallthrough."""
+    return _C._dispatch_has_kernel_for_dispatch_key(
+        name, key
+    ) and not _C._dispatch_kernel_for_dispatch_key_is_fallthrough(name, key)
+
+
+def keys_excluded_by_caller() -> Any:
+    """Return the dispatch keys that the caller of an op excludes; None where no dispatch mode was called.
+
+    torch takes a snapshot of the keys where it enters the dispatcher. Only restoring it shows it.
+    """
+    snapshot = _restored_snapshot()
+    try:
+        snapshot.__enter__()
+    except RuntimeError:
+        return None
+    excluded = dispatch_exclude_set()
+    snapshot.__exit__(None, None, None)
+    return excluded
+
+
+_restored_snapshot: Any = _C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]  # no stub
+
+
+def private_use_device() -> str:
+    """Return the type of the device for which torch has no name of its own."""
+    return _C._get_privateuse1_backend_name()
+
+
 def current_stream() -> int:
     """Return what tells the current stream of the current device from others: no object is made on CUDA."""
     if _raw_stream is not None:

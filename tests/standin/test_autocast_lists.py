@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from types import ModuleType
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
+from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.profiler.capture.fake_allocations import FakeAllocations
 from autoac.profiler.steps.gpu_autocast import gpu_autocast
 from autoac.profiler.steps.gpu_dispatch import gpu_kernels
@@ -61,3 +63,27 @@ def test_fake_step_casts_as_cuda_does(gpu: ModuleType, kind: str) -> None:
         if name not in MISSING and (fake := fake_ops_of(kind, i)) != (real := ops_of(kind, i, "cuda")):
             differing += [name, f"  fake {fake}", f"  real {real}"]
     assert not differing, "\n".join(differing)
+
+
+@torch.library.custom_op("autoac_standin::scores", mutates_args=())
+def scores(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.T @ x
+
+
+scores.register_autograd(lambda ctx, g: g)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_custom_op_in_a_region_computes_under_the_autocast_of_cuda() -> None:
+    x = torch.linspace(-1, 1, 64, device="cuda").view(8, 8).requires_grad_()
+
+    def gradient(policy: str | None) -> torch.Tensor:
+        region = save_recompute_policy(policy) if policy else contextlib.nullcontext()
+        with torch.autocast("cuda", dtype=torch.float16), region:
+            out = scores((x * 1.1).sin()).exp()
+        (found,) = torch.autograd.grad(out.float().square().sum(), x)
+        return torch.stack([found, out.detach().float()])
+
+    plain = gradient(None)
+    assert torch.equal(gradient("recompute_all"), plain)
+    assert torch.equal(gradient("must_save_all"), plain)

@@ -61,6 +61,11 @@ def called(function: Function, args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def under_autocast(function: Function, args: Any, kwargs: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return function(*args, **kwargs)
+
+
 def in_place(function: Function, args: Any, kwargs: Any) -> Any:
     """Return variants of in-place writes: to a whole tensor, to a part of one, and after a read."""
     first, *rest = args
@@ -84,6 +89,7 @@ def through_out(function: Function, args: Any, kwargs: Any) -> Any:
 
 FORMS: dict[str, tuple[Function, Callable[[Any], Function | None]]] = {
     "called": (called, lambda op: op.op),
+    "under autocast": (under_autocast, lambda op: op.op),
     "in place": (in_place, lambda op: op.inplace_variant),
     "through out=": (through_out, lambda op: op.op if op.supports_out else None),
 }
@@ -173,7 +179,7 @@ def test_recomputed_op_gives_the_same_bits(name: str, monkeypatch: pytest.Monkey
             ) -> Any:
                 out = form(function, (first, *rest), kwargs)
                 # The vectors of a decomposition are only determined up to a phase.
-                return sample.output_process_fn_grad(out) if form is called else out
+                return sample.output_process_fn_grad(out) if form in (called, under_autocast) else out
 
             given = (sample.input, sample.args, sample.kwargs)
             try:
