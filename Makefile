@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-unseen bench-block-bounds bench-random-plans clean
+.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-unseen bench-collectives bench-block-bounds bench-random-plans clean
 
 setup: $(READY)
 
@@ -117,6 +117,10 @@ bench-packed-masks: $(READY)
 # 2,000 random networks with kernels that PyTorch does not dispatch, in all our ways: half an hour.
 bench-unseen: $(READY)
 	$(BIN)/python -m benchmarks.fuzzers.unseen_kernels
+
+# Every collective on two and four ranks, recomputed around in every way, and 500 plans of experts: half an hour.
+bench-collectives: $(READY)
+	$(BIN)/python -m benchmarks.fuzzers.collectives
 
 # Bounds of the program over blocks, of 4,000 small random graphs, next to brute force: some minutes.
 bench-block-bounds: $(READY)

@@ -369,9 +369,9 @@ def pin_version(version: StorageVersion, tensor: Tensor, order: int) -> Source:
     return source
 
 
-def version_from_outside(tensor: Tensor, order: int) -> StorageVersion:
-    """Return a version whose contents are those that `tensor` has, also after unseen writes."""
-    node = _pinned_node(Source(tensor), tensor, order)
+def held_version(tensor: Tensor) -> StorageVersion:
+    """Return a version whose contents are those of `tensor`, which it holds, also after unseen writes."""
+    node = _pinned_node(Source(tensor), tensor, next_order())
     version = StorageVersion(node, tensor, raw=True)
     node.outs = (weakref.ref(version),)
     return version

@@ -297,7 +297,9 @@ class Region(RecordingMode):
                     return self._run_packed(func, facts, args, kwargs)
                 return self._run_saved(func, facts, args, kwargs)
         elif facts.never_recomputed:
-            return self._run_saved(func, facts, args, kwargs)
+            out = self._run_saved(func, facts, args, kwargs)
+            policy.saves(func, facts, args, kwargs, out)  # each policy sees each op; the answer is moot
+            return out
         return self._run_recorded(func, facts, args, kwargs)
 
     def run_function(self, cls: type, args: Sequence[Any], kwargs: dict[str, Any], apply: Apply) -> Any:
@@ -363,7 +365,11 @@ class Region(RecordingMode):
         if facts.mutates:
             if facts.opaque and not facts.writes_any:
                 return self._run_opaque(func, args, kwargs or {})
-            self.storages.before_write(written_tensors(facts, args, kwargs or {}), untrack=True)
+            written = list(written_tensors(facts, args, kwargs or {}))
+            if facts.collective:
+                self.storages.before_collective(written)
+            else:
+                self.storages.before_write(written, untrack=True)
             if facts.name == DRAW:
                 self._masks.note_draw(args[0])
         return facts.call(*args, **kwargs) if kwargs else facts.call(*args)

@@ -20,9 +20,9 @@ from ac_client.runtime.nodes import (
     StorageVersion,
     UnsupportedTensor,
     VersionView,
+    held_version,
     next_order,
     pin_version,
-    version_from_outside,
 )
 from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.view_recipes import Recipe, recipe_of, window_of_recipe
@@ -174,6 +174,19 @@ class TrackedStorages:
             elif untrack:
                 self._table.drop(tensor)
 
+    def before_collective(self, tensors: Sequence[Tensor]) -> None:
+        """Prepare for a collective that writes `tensors`: drop their origins, and let handles see the write.
+
+        A collective advances no version counter. So a tensor that autograd saved before reaches backward with
+        what the collective wrote; ops that read the old contents run again on the old contents.
+        """
+        for tensor in tensors:
+            origin = self.origin(tensor) if has_storage(tensor) else None
+            if type(origin) is StorageVersion:
+                for version in origin.runs:
+                    move_handles(version, held_version(tensor), None)
+        self.before_write(tensors, untrack=True)
+
     def after_opaque_write(self, tensor: Tensor) -> None:
         """Drop the origin of a storage that an op wrote without announcing it."""
         origin = self.origin(tensor)
@@ -238,7 +251,7 @@ class TrackedStorages:
             handles, run.handles = run.handles, []
             alive = [handle for ref in handles if (handle := ref()) is not None]
             if alive:
-                outside = version_from_outside(tensor, next_order())
+                outside = held_version(tensor)
                 for handle in alive:
                     handle.contents = None
                     handle.move_to(outside)
@@ -380,12 +393,12 @@ class TrackedStorages:
         return made
 
 
-def move_handles(old: StorageVersion, new: StorageVersion, written: Window) -> None:
-    """Move the handles on `old` that view nothing of what was `written` to `new`."""
+def move_handles(old: StorageVersion, new: StorageVersion, written: Window | None) -> None:
+    """Move the handles on `old` that view nothing of what was `written` to `new`; with None, all handles."""
     staying = []
     for ref in old.handles:
         handle = ref()
-        if handle is not None and disjoint(written, window_of_recipe(handle.recipe)):
+        if handle is not None and (written is None or disjoint(written, window_of_recipe(handle.recipe))):
             handle.move_to(new)
             new.handles.append(ref)
         else:

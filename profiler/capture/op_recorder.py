@@ -185,7 +185,9 @@ class OpRecorder(RecordingMode):
             return self._run_in_function(self.function, func, facts, args, kwargs)
         index = len(self.record.ops)
         pin = self.pins.get(self.module)
-        must_save = facts.must_save if pin is None else PINNED if pin == MUST_SAVE else ""
+        must_save = PINNED if pin == MUST_SAVE else facts.must_save
+        if pin == MUST_RECOMPUTE and not facts.never_recomputed:
+            must_save = ""
         if self.compiled and not self._compiled_depth:
             must_save = must_save or BETWEEN_GRAPHS
         if self._in_loss:

@@ -187,16 +187,19 @@ class SavedTensorRecorder:
     def newest_unchanged(self, saved: int, until_op: int) -> int:
         """Return the newest version in which the bytes of saved tensor `saved` are still those it had.
 
-        Writes to other parts of its storage make such versions. Only writes before op `until_op` count,
+        Writes to other parts of its storage make such versions. So do collectives, whatever they write: they
+        advance no version counter, and backward gets what they wrote. Only writes before op `until_op` count,
         where autograd dropped the saved tensor.
         """
         version = self.versions[saved]
-        versions = self._recorder.record.versions
-        while (following := versions[version].next) >= 0:
-            window = versions[following].window
-            if window is None or not disjoint(window, self._windows[saved]):
+        record = self._recorder.record
+        while (following := record.versions[version].next) >= 0:
+            window, writer = record.versions[following].window, record.versions[following].op
+            if not record.ops[writer].facts.collective and (
+                window is None or not disjoint(window, self._windows[saved])
+            ):
                 break
-            if versions[following].op >= until_op:
+            if writer >= until_op:
                 break
             version = following
         return version

@@ -103,9 +103,45 @@ _SCALES_FIRST = _aten("addmm addbmm baddbmm addmv addr addmm_ addbmm_ baddbmm_ a
 # Call ops that autocast casts, and have no autocast rule of their own.
 _NESTED = _aten("_trilinear linalg_pinv.atol_rtol_tensor")
 
-_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+# Collectives of torch whose schemas mark what they write, except for those in `_RECEIVES`.
+_MARKED_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 
-_OWN_NAMESPACES = {"aten", "prims", "prim"} | _COLLECTIVE_NAMESPACES  # torch's own: tagged if they draw
+_OWN_NAMESPACES = {"aten", "prims", "prim", "c10d"} | _MARKED_COLLECTIVES  # torch's own: tagged if they draw
+
+_COLLECTIVE_NAMESPACES = (
+    {"c10d", "symm_mem", "torchcomms", "nvshmem"}
+    | {"deepep", "deep_ep", "hybridep", "hybrid_ep", "uccl", "mori", "flux"}
+    | _MARKED_COLLECTIVES
+)
+
+
+def _c10d(names: str) -> frozenset[str]:
+    return frozenset(f"c10d::{name}" for name in names.split())
+
+
+# Communicate and write nothing.
+_SENDS = _c10d("send barrier monitored_barrier_ check_for_nan")
+
+# Write these arguments, which their schema does not say. With `async_op=True` the contents arrive after the
+# op has returned. Nothing may read the argument before the caller has waited, so the op counts as the write.
+_RECEIVES = {
+    **dict.fromkeys(
+        _c10d(
+            "allreduce_ allreduce_coalesced_ broadcast_ reduce_ allgather_ _allgather_base_ "
+            "allgather_coalesced_ allgather_into_tensor_coalesced_ reduce_scatter_ _reduce_scatter_base_ "
+            "reduce_scatter_tensor_coalesced_ alltoall_ alltoall_base_ gather_ scatter_ recv_ "
+            "recv_any_source_"
+        ),
+        (0,),
+    ),
+    "_c10d_functional::irecv": (0,),
+    "_c10d_functional::batch_p2p_ops": (3,),
+}
+
+# An argument of such a type, or a string with such a name, names the ranks that an op communicates with.
+_GROUP_TYPES = ("torch.classes.c10d.", "torch.classes.torchcomms.")
+_GROUP_NAMES = ("group", "group_name", "pg", "pg_name")
+_STRINGS = {"str", "Any", "Optional[str]", "Optional[Any]"}
 
 _DROPOUT_ARGUMENTS = ("dropout_p", "p")
 
@@ -127,7 +163,7 @@ class OpFacts:
     random: bool  # may draw from a generator
     dropout_at: int  # position of the dropout probability; -1: draws for all arguments
     must_save: str  # why its outputs are saved by default; "" if they are not
-    collective: bool
+    collective: bool  # communicates with other ranks, so it is never recomputed
     writes_any: bool = False  # may write any argument
     never_recomputed: bool = False  # whatever a policy says
     opaque: bool = False  # a higher-order op: the ops inside are not seen
@@ -200,7 +236,8 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
     # Few authors of ops outside torch tag those that draw, so all of them may.
     random = torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in _OWN_NAMESPACES
     aliases = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
-    collective = op.namespace in _COLLECTIVE_NAMESPACES
+    collective = _is_collective(op)
+    received = _RECEIVES.get(schema.name, ())
     # Few ops outside torch have autocast rules, and their kernels are often Python.
     own = op.namespace in _OWN_NAMESPACES or op.namespace == _LABELS
     nested = type(op) is OpOverload and (not own or _key(op) in _NESTED)
@@ -208,17 +245,21 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
         name=str(op),
         name_in_keys=name_in_keys(str(op)),
         call=NestedOp(op) if nested else op._op if type(op) is OpOverload else op,
-        view=(bool(aliases) and not written)
+        view=(bool(aliases) and not written and not collective)
         or schema.name in _HIDDEN_VIEWS | _QUESTIONS | _NOTICES
         or op.namespace == _LABELS,
-        writes=tuple(i for i, a in enumerate(positional) if a in written) + hidden,
+        writes=tuple(i for i, a in enumerate(positional) if a in written) + hidden + received,
         writes_named=tuple(a.name for a in written if a.kwarg_only),
         in_place=bool(written) and all(r.alias_info is not None for r in schema.returns),
         random=random,
         dropout_at=_dropout_position(positional) if random else -1,
         must_save=_must_save(op, collective),
         collective=collective,
-        never_recomputed=schema.name in _REBINDS | _OWN_STATE,
+        writes_any=collective
+        and not (written or received)
+        and op.namespace not in _MARKED_COLLECTIVES
+        and schema.name not in _SENDS,
+        never_recomputed=collective or schema.name in _REBINDS | _OWN_STATE,
         fills_packed=_FILLS_PACKED.get(schema.name, -1),
         statistics=hidden,
         numbers_as_bytes=schema.name in _NUMBERS_AS_BYTES,
@@ -234,6 +275,19 @@ def _key(op: OpOverload[Any, Any]) -> str:
     """Return the name of `op` in the tables above: with its overload, if that is not the default."""
     name: str = op._schema.name
     return f"{name}.{op._schema.overload_name}" if op._schema.overload_name else name
+
+
+def _is_collective(op: OpOverload[Any, Any]) -> bool:
+    """Return True if `op` communicates: by its namespace, or because it takes a process group or its name."""
+    if op.namespace in _COLLECTIVE_NAMESPACES:
+        return True
+    if op.namespace in _OWN_NAMESPACES:
+        return False
+    types = [(a.name, str(a.type)) for a in op._schema.arguments]
+    return any(
+        any(group in kind for group in _GROUP_TYPES) or (kind in _STRINGS and name.endswith(_GROUP_NAMES))
+        for name, kind in types
+    )
 
 
 def _dropout_position(positional: Sequence[Any]) -> int:

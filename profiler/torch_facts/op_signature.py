@@ -13,7 +13,7 @@ from autoac.profiler.torch_facts.storage_table import has_storage_or_fake
 
 
 def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of an op, also those in lists."""
+    """Yield the tensors among the arguments of an op, also those in lists and in lists of lists."""
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg
@@ -21,6 +21,8 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
             for item in arg:
                 if isinstance(item, Tensor):
                     yield item
+                elif isinstance(item, (list, tuple)):
+                    yield from tensors_in(item, {})
     if kwargs:
         yield from tensors_in(tuple(kwargs.values()), {})
 
