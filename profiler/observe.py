@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from autoac.planner.formats.profile import Environment, Profile
 from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
-from autoac.profiler.distributed.ddp import buckets_of
+from autoac.profiler.distributed.ddp import buckets_of, build_replicating
 from autoac.profiler.distributed.fsdp import check_sharded
 from autoac.profiler.environment import describe_leaf, environment_of_datasheet, environment_of_device
 from autoac.profiler.errors import CannotProfile
@@ -122,6 +122,8 @@ def observe(
         raise TypeError(f"model must be an nn.Module, got a {type(model).__name__}")
     _check_mode(mode, on)
     _check_no_lazy_layers(model)
+    if on is None:
+        build_replicating(model)
     check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient is copied into its bucket, and freed

@@ -26,6 +26,7 @@ from autoac.planner import Policy
 from autoac.planner.errors import PlannerError, from_dict
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, ShardsInUse, device_of
+from autoac.profiler.distributed.ddp import build_replicating, replicating
 
 Group = Any
 """A `torch.distributed.ProcessGroup`; "auto" for that of the model's wrapper; None: each rank plans alone."""
@@ -112,7 +113,9 @@ def _wrapper_group(model: nn.Module) -> Any:
         ):
             # Under Join a rank without batches runs no forward.
             return None if wrapper._join_config.enable else wrapper.process_group
-    return None
+    build_replicating(model)
+    replicated = replicating(model).get(model)
+    return None if replicated is None else replicated.process_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,26 @@
 DistributedDataParallel reduces gradients in hooks of the parameters, which a profiled step does not call.
 The preparations of its forward for that, and the buffers that its forward sends, are switched off too, so
 that one rank can profile without the others. Its buckets occupy the device.
+
+`torch.distributed._composable.replicate` builds a DistributedDataParallel over the parameters of a module in
+the first forward. In a profiled forward these would be the profile's aliases, whose gradients no optimizer
+reads. So it is built before the profile, and any other that a profiled forward builds is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autoac.profiler.errors import CannotProfile
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.inductor import hidden_from_modes
 from autoac.profiler.torch_facts.module_paths import ROOT
 
 
@@ -33,6 +41,7 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> Buckets:
     for any device.
     """
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    wrappers += replicating(model).values()
     active = DistributedDataParallel._get_active_ddp_module()
     if active is not None and active not in wrappers:
         inside = set(active.modules())
@@ -46,6 +55,25 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> Buckets:
                 counted[id(parameter)] = parameter.nbytes
     views = any(w.gradient_as_bucket_view for w in wrappers) and mine <= counted.keys()
     return Buckets(sum(counted.values()), views)
+
+
+def build_replicating(model: nn.Module) -> None:
+    """Build what `replicate` builds in the first forward, over the real parameters. All ranks must take part.
+
+    They do so in any case: this is at the start of their first forward. Modes that record do not see what it
+    runs before a forward, since the second forward runs more than the first.
+    """
+    for _module, state in private.replicate_states(model):
+        if state._init_args or state._init_kwargs:
+            state.lazy_init()
+        if "_pre_forward" not in state._ddp.__dict__:
+            state._ddp._pre_forward = hidden_from_modes(state._ddp._pre_forward)
+
+
+def replicating(model: nn.Module) -> dict[nn.Module, DistributedDataParallel]:
+    """Return the DistributedDataParallel that `replicate` has built for each module of `model`."""
+    states = private.replicate_states(model)
+    return {module: state._ddp for module, state in states if hasattr(state, "_ddp")}
 
 
 def wrapper_paths(model: nn.Module) -> frozenset[str]:
@@ -65,9 +93,34 @@ def without_ddp_sync(model: nn.Module) -> Iterator[None]:
     `modules_restored` must be active around this: it restores the attributes that are set here, and those
     that DistributedDataParallel itself changes.
     """
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            module.require_backward_grad_sync = False  # as no_sync() does
-            module.require_forward_param_sync = False  # or forward sends buffers
-            module._static_graph_delay_allreduce_enqueued = True  # or backward reduces everything at its end
-    yield
+    states = [state for _module, state in private.replicate_states(model) if hasattr(state, "_ddp")]
+    no_sync = [state._no_sync for state in states]
+    attributes = [dict(state._ddp.__dict__) for state in states]
+    for wrapper in (*model.modules(), *(state._ddp for state in states)):
+        if isinstance(wrapper, DistributedDataParallel):
+            wrapper.require_backward_grad_sync = False  # as no_sync() does
+            wrapper.require_forward_param_sync = False  # or forward sends buffers
+            wrapper._static_graph_delay_allreduce_enqueued = True  # or backward reduces everything at its end
+    for state in states:
+        state._no_sync = True  # its hook sets require_backward_grad_sync
+    init = DistributedDataParallel.__init__
+    DistributedDataParallel.__init__ = _refused_init(model)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+        for state, sync, before in zip(states, no_sync, attributes, strict=True):
+            state._no_sync = sync
+            state._ddp.__dict__.update(before)
+
+
+def _refused_init(model: nn.Module) -> Callable[..., None]:
+    def refuse(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        raise CannotProfile(
+            type(model).__name__,
+            "its forward builds a DistributedDataParallel, which in a profile would reduce the gradients of "
+            "aliases of the parameters",
+            "run one batch through the model before ac_client.apply, so that it is built",
+        )
+
+    return refuse

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from autoac.profiler.errors import CannotProfile, ShardsInUse
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
-from autoac.profiler.torch_facts.inductor import opaque_region, recording_modes
+from autoac.profiler.torch_facts.inductor import hidden_from_modes, recording_modes
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.private import tree_leaves
 
@@ -48,22 +48,13 @@ def watch_sharding() -> None:
     if getattr(group_class, _WATCHED, False):
         return
     for name in ("lazy_init", "unshard", "wait_for_unshard", "reshard"):
-        setattr(group_class, name, _hidden(getattr(group_class, name)))
+        setattr(group_class, name, hidden_from_modes(getattr(group_class, name)))
     for name in ("pre_forward", "post_forward"):
         setattr(group_class, name, _crossing(getattr(group_class, name)))
     setattr(group_class, _WATCHED, True)
 
 
 _WATCHED = "_autoac_watched"
-
-
-def _hidden(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def hidden(*args: Any, **kwargs: Any) -> Any:
-        with opaque_region(()):
-            return method(*args, **kwargs)
-
-    return hidden
 
 
 def _crossing(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -261,3 +261,14 @@ class opaque_region:
             private.push_on_dispatch_stack(mode)
         for mode in self._modes:
             mode.leave_compiled()
+
+
+def hidden_from_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with its ops hidden from the modes that record."""
+
+    @wraps(function)
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        with opaque_region(()):
+            return function(*args, **kwargs)
+
+    return hidden

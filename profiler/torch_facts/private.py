@@ -19,6 +19,7 @@ Private attributes are read where they are used, since a call would cost time fo
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: a copy of an optimizer must call none.
 - `DistributedDataParallel._module_parameters`, `_static_graph_delay_allreduce_enqueued`,
   `_get_active_ddp_module()`: what it reduces, and switches without a public form (`distributed/ddp.py`).
+- `replicate`'s state (`_ddp`, `_no_sync`, `_init_args`, `_init_kwargs`, `lazy_init`): it has its own DDP.
 - FSDP's state, parameter groups and communication: all of it is private (`distributed/fsdp.py`).
 """
 
@@ -246,6 +247,18 @@ def compiled_graph_class() -> Any:
     from torch._inductor.output_code import CompiledFxGraph
 
     return CompiledFxGraph
+
+
+def replicate_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Return the modules in `model` that `replicate` was called on, each with its state there."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None:
+        return []
+    from torch.distributed._composable.contract import STATE_KEY
+
+    contracted = [module for module in model.modules() if STATE_KEY in module.__dict__]
+    states = ((module, composable.replicate.state(module)) for module in contracted)
+    return [(module, state) for module, state in states if state is not None]
 
 
 def fsdp_param_group_class() -> Any:

@@ -418,3 +418,58 @@ def test_model_without_a_wrapper_is_planned_by_each_rank_alone() -> None:
     assert ranks_of(nn.Linear(1, 1), "auto") is None
     with pytest.raises(ValueError, match='group must be "auto", a ProcessGroup or None'):
         ac_client.apply(nn.Linear(1, 1), 1.0, group="all")
+
+
+REPLICATE = """
+from torch.distributed._composable import replicate
+from autoac.profiler import CannotProfile
+
+def made():
+    torch.manual_seed(0)
+    return replicate(Transformer())
+
+def reduced(model):
+    mine = torch.cat([gradient.flatten() for gradient in gradients(model)])
+    all_of_them = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(all_of_them, mine)
+    return all(torch.equal(mine, other) for other in all_of_them)
+
+plain, planned = made(), made()
+unplanned = Transformer()
+budget = tight(unplanned, batch(rows=4))
+ac_client.apply(planned, budget / GIB, strict=True)
+results["equal"] = []
+for i in range(3):
+    x = batch(rows=4 + 4 * rank)
+    plain.zero_grad(), planned.zero_grad()
+    step(plain, x, i), step(planned, x, i)
+    results["equal"].append(same(gradients(plain), gradients(planned)) and reduced(planned))
+report = ac_client.applied(planned).report()
+results["met"] = dict(ac_client.applied(planned).policies.buckets[0].shape)
+results["off_path"] = report.off_path
+
+# Any other that a forward builds is refused.
+class Builds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.wrapper = nn.Linear(32, 4), None
+    def forward(self, x):
+        if self.wrapper is None:
+            self.wrapper = [DistributedDataParallel(self.inner)]
+        return self.wrapper[0](x).sum()
+
+model = ac_client.apply(Builds(), 1.0)
+try:
+    model(batch())
+except CannotProfile as error:
+    results["refused"] = str(error)
+"""
+
+
+def test_reducer_that_the_first_forward_builds_reduces_the_real_gradients(tmp_path: Path) -> None:
+    first, second = results_of(REPLICATE, tmp_path)
+    assert first["equal"] == second["equal"] == [True] * 3
+    assert first["met"] == second["met"] == {"0": "float32[8, 32, 32]"}
+    assert first["off_path"] == second["off_path"] == ""
+    assert "DistributedDataParallel" in first["refused"]
+    assert "before ac_client.apply" in first["refused"]

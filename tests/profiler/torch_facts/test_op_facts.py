@@ -1,4 +1,4 @@
-"""What ops write and which of them communicate, where their schemas do not say."""
+"""Check what ops write and which of them communicate, where their schemas do not say."""
 
 from __future__ import annotations
 
