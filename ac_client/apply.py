@@ -90,7 +90,8 @@ def apply(
             "first": every batch runs under the policy of the first one.
         group: the torch.distributed ProcessGroup whose ranks run each forward together: they meet in the
             first one, and get the same policy, which keeps the budget on each of them (docs/integrations.md).
-            "auto": that of the model's DistributedDataParallel or `fully_shard`, and none for other models.
+            "auto": that of the model's DistributedDataParallel or `fully_shard`, and for other models that of
+            the collectives in its first forward, if they show one; a warning says if they do not.
             None: each rank plans for itself.
         loss: function from the model's output to the scalar that backward starts from, if the model's forward
             does not compute it. It is called while a step is profiled, and the plan counts what it needs;

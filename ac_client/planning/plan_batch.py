@@ -265,16 +265,19 @@ class BucketPlanner:
         self.profiler = profiler
         self.on_device = on_device
 
-    def plan(self, call: ModelCall, loop: Loop, *, running: bool = False) -> PlannedBucket:
+    def plan(
+        self, call: ModelCall, loop: Loop, *, running: bool = False, profile: Profile | None = None
+    ) -> PlannedBucket:
         """Profile the step of `call` and plan it.
 
         Args:
+            profile: of the step, if it was profiled just now.
             running: the model has a plan already, so take the tightest plan if none fits.
 
         Raises:
             ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
         """
-        profile = self.profiler.profile(call, loop)
+        profile = profile or self.profiler.profile(call, loop)
         others = self.on_device.others_nbytes()
         if running:
             made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)

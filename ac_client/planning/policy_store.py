@@ -17,7 +17,17 @@ from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, Profil
 from ac_client.planning.loop_watch import LoopWatch
 from ac_client.planning.peak_counter import allocator_peak
 from ac_client.planning.plan_batch import BucketPlanner, check_hooks, first_line
-from ac_client.planning.ranks import AUTO, Group, Need, Ranks, Terms, meet, ranks_of
+from ac_client.planning.ranks import (
+    AUTO,
+    Group,
+    Need,
+    Ranks,
+    Terms,
+    has_other_ranks,
+    meet,
+    ranks_of,
+    ranks_of_collectives,
+)
 from ac_client.planning.replan import PeakWatch, Replanner
 from ac_client.planning.shape_buckets import MOST_BUCKETS, Buckets
 from ac_client.planning.trained_parameters import TrainedKey, TrainedParameters
@@ -37,6 +47,7 @@ from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, NothingToProfile, ProfilerBusy, device_of
 from autoac.profiler.distributed.fsdp import process_group_of
 from autoac.profiler.errors import ProfilerError
+from autoac.profiler.torch_facts.process_groups import noting_groups
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
@@ -144,8 +155,8 @@ class PolicyStore:
         bucket = self._buckets.single_policy
         if self.ranks is None:
             self.ranks = ranks_of(model, self._group)
-        if self._to_meet and self.ranks is not None:
-            bucket = self._plan_with_ranks(ModelCall(model, args, kwargs), self.ranks, on_failure)
+        if self._to_meet and (self.ranks is not None or (self._group is AUTO and has_other_ranks())):
+            bucket = self._plan_with_ranks(ModelCall(model, args, kwargs), on_failure)
         elif bucket is None:
             key = key_of(args, kwargs)
             bucket = self._buckets.known.get(key)
@@ -211,9 +222,16 @@ class PolicyStore:
         return current
 
     def _plan_new_shape(
-        self, call: ModelCall, key: Key, on_failure: Callable[[], None]
+        self,
+        call: ModelCall,
+        key: Key,
+        on_failure: Callable[[], None],
+        profiled: Profile | Exception | None = None,
     ) -> PlannedBucket | None:
         """Return the bucket for a batch whose key is new, planned if no bucket covers it; None: unplanned.
+
+        Args:
+            profiled: the profile of the step if it was profiled just now, or the error of that.
 
         Raises:
             ShapeNotPlanned: strict, and no bucket covers the batch.
@@ -232,7 +250,7 @@ class PolicyStore:
                     return self._beyond(shape, key)
                 check_hooks()
                 try:
-                    bucket = self._plan(call)
+                    bucket = self._plan(call, profiled)
                 except ProfilerBusy as busy:
                     return self._unplanned_now(busy)
                 except (ProfilerError, PlannerError, RemoteError) as error:
@@ -251,8 +269,10 @@ class PolicyStore:
                 self._buckets.remember(key, bucket)
         return bucket
 
-    def _plan(self, call: ModelCall) -> PlannedBucket:
-        bucket = self._bucket_planner.plan(call, Loop(self._watch.forwards))
+    def _plan(self, call: ModelCall, profiled: Profile | Exception | None = None) -> PlannedBucket:
+        if isinstance(profiled, Exception):
+            raise profiled
+        bucket = self._bucket_planner.plan(call, Loop(self._watch.forwards), profile=profiled)
         self._add(call.model, bucket)
         return bucket
 
@@ -265,24 +285,35 @@ class PolicyStore:
             self._buckets.serve_all(bucket)
         self._log_policy("planned", bucket)
 
-    def _plan_with_ranks(
-        self, call: ModelCall, ranks: Ranks, on_failure: Callable[[], None]
-    ) -> PlannedBucket | None:
+    def _plan_with_ranks(self, call: ModelCall, on_failure: Callable[[], None]) -> PlannedBucket | None:
         """Return the bucket for the first batch, agreed on by all ranks; None: this time all run unplanned.
 
-        See NOTE [ Where ranks meet ] in ranks.py. Each rank profiles its own batch, and some plan.
+        See NOTE [ Where ranks meet ] in ranks.py. Each rank profiles its own batch, and some plan. If it is
+        not known which ranks run the forward, the collectives of the profile show it.
         """
         with self._lock:
-            if ranks.any(profiler_is_running()):
+            if self.ranks is not None and self.ranks.any(profiler_is_running()):
                 return self._unplanned_now(ProfilerBusy())
             shape, loop = call.shape, Loop(self._watch.forwards)
             profile: Profile | None = None
             need: Need | Exception
-            try:
-                profile = self._bucket_planner.profiler.profile(call, loop)
-                need = Need(shape, self._planner.limit, profile.static.total)
-            except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
-                need = error
+            with noting_groups() as groups:
+                try:
+                    profile = self._bucket_planner.profiler.profile(call, loop)
+                    need = Need(shape, self._planner.limit, profile.static.total)
+                except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
+                    need = error
+            if self.ranks is None:
+                self.ranks, unknown = ranks_of_collectives(groups, call.model)
+                if unknown:
+                    self._warn_of_unknown_ranks(unknown)
+            ranks = self.ranks
+            if ranks is None:
+                if not isinstance(need, ProfilerBusy):
+                    self._to_meet = False
+                key = key_of(call.args, call.kwargs)
+                profiled = need if isinstance(need, Exception) else profile
+                return self._plan_new_shape(call, key, on_failure, profiled)
             own_plan: list[Plan | None] = [None]
 
             def plan(terms: Terms) -> Policy:
@@ -319,6 +350,16 @@ class PolicyStore:
             if self._shapes == "first":
                 self._buckets.serve_all(covering)
             return covering
+
+    def _warn_of_unknown_ranks(self, reason: str) -> None:
+        self._planner.warn_once(
+            "ranks",
+            "%s: it is not known which ranks run each forward together (%s). Each rank plans alone, and an "
+            "error of one rank does not reach the others. Pass ac_client.apply(..., group=...) with the "
+            "group of all these ranks, or group=None to plan alone",
+            self._name,
+            reason,
+        )
 
     def _of_other_parameters(self, call: ModelCall, key: Key, error: InfeasibleBudget) -> PlannedBucket:
         """Return a bucket planned while other parameters trained, since no plan fits for the present ones."""

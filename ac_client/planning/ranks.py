@@ -2,11 +2,21 @@
 
 NOTE [ Where ranks meet ] A collective entered by only one rank deadlocks. So ranks meet once, in the first
 training forward of a model that is known to be run by all of them together: in DistributedDataParallel, under
-`fully_shard`, or because the user named the group. Later plans (for a new shape, for gradients that exist,
-for a correction) are made by each rank alone; policies that differ between ranks change no gradient and no
-collective.
+`fully_shard`, because the user named the group, or because of NOTE [ Ranks of collectives ]. Later plans (for
+a new shape, for gradients that exist, for a correction) are made by each rank alone; policies that differ
+between ranks change no gradient and no collective.
 
 Ranks send each other JSON, as bytes in a tensor. Nothing is pickled.
+
+NOTE [ Ranks of collectives ] Under tensor, expert and context parallelism no wrapper names the ranks. But a
+profiled forward communicates as every forward does, and all ranks of a collective's group enter it. So they
+are all in their first forward, and can meet after their profiles.
+
+A group inside of another one does not count. All members of a group agree on that, because they all enter the
+collectives of the larger one. If one group counts for each of its members, they meet in it. On a mesh of two
+dimensions several count for a member, and no group is known that has all ranks. The member says so in each of
+them, and all plan alone. Groups are asked in the order of their ranks, the same on all ranks, so that no two
+ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -27,6 +37,7 @@ from autoac.planner.errors import PlannerError, from_dict
 from autoac.planner.formats.policy_set import Extent, Shape
 from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, ShardsInUse, device_of
 from autoac.profiler.distributed.ddp import build_replicating, replicating
+from autoac.profiler.torch_facts.process_groups import Groups
 
 Group = Any
 """A `torch.distributed.ProcessGroup`; "auto" for that of the model's wrapper; None: each rank plans alone."""
@@ -103,6 +114,34 @@ def ranks_of(model: nn.Module, group: Group) -> Ranks | None:
     if resolved is None or dist.get_rank(resolved) < 0 or dist.get_world_size(resolved) == 1:
         return None
     return Ranks(resolved, device_of(model))
+
+
+def has_other_ranks() -> bool:
+    """Return True if there are several ranks in this job."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def ranks_of_collectives(groups: Groups, model: nn.Module) -> tuple[Ranks | None, str]:
+    """Return the ranks that run each forward together, and a reason if they are not known.
+
+    Every rank must call this after its profile. See NOTE [ Ranks of collectives ].
+
+    Args:
+        groups: those of the collectives of a profiled forward.
+        model: whose forward it is.
+    """
+    largest = sorted(
+        ranks for ranks in groups if len(ranks) > 1 and not any(set(ranks) < set(other) for other in groups)
+    )
+    if not largest:
+        return None, "" if not groups else "it communicates with no other rank"
+    device = device_of(model)
+    all_ranks = [Ranks(groups[ranks], device) for ranks in largest]
+    several = [ranks.any(len(largest) > 1) for ranks in all_ranks]
+    if any(several):
+        words = ", ".join(str(list(ranks)) for ranks in largest)
+        return None, f"collectives of its forward, here over the ranks {words}, are over groups that overlap"
+    return all_ranks[0], ""
 
 
 def _wrapper_group(model: nn.Module) -> Any:

@@ -248,14 +248,11 @@ class TrackedStorages:
         """Drop `version` as the origin of a storage, which what autograd saved of it reads from now on."""
         self.writes += 1
         for run in version.runs:
-            handles, run.handles = run.handles, []
-            alive = [handle for ref in handles if (handle := ref()) is not None]
-            if alive:
-                outside = held_version(tensor)
-                for handle in alive:
+            for ref in run.handles:
+                if (handle := ref()) is not None:
                     handle.contents = None
-                    handle.move_to(outside)
-                    outside.handles.append(weakref.ref(handle))
+            if run.handles:
+                move_handles(run, held_version(tensor), None)
         self.enter(tensor.untyped_storage(), _written_unseen)
 
     def copies_of_sources(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -30,6 +30,7 @@ from autoac.profiler.torch_facts.op_facts import (
     written_tensors,
 )
 from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, signature_of, tensors_in
+from autoac.profiler.torch_facts.process_groups import note_groups
 from autoac.profiler.torch_facts.rng import UsedGenerators
 from autoac.profiler.torch_facts.storage_table import (
     StorageTable,
@@ -197,6 +198,8 @@ class OpRecorder(RecordingMode):
         if not all(map(self.has_storage, tensors_in(args, kwargs))):
             must_save = must_save or "reads a tensor without a storage of its own"
         reads = self._reads(tensors_in(args, kwargs), index, unread, unread_argument(facts, args, kwargs))
+        if facts.collective:
+            note_groups(facts, args, kwargs)
         draws = facts.draws(args, kwargs)
         if draws:
             self.generators.note(args, kwargs)
@@ -271,8 +274,12 @@ class OpRecorder(RecordingMode):
         """Have the writer of `version` saved if someone unseen wrote it, now that its contents are read."""
         if self.record.versions[version].blank:
             self.force_save(version, UNSEEN)
-        if self.contents is not None:
+        if self.contents is not None and not self._arrives_later(version):
             self.contents.note_read(version, tensor, len(self.record.ops))
+
+    def _arrives_later(self, version: int) -> bool:
+        """Return True if the contents may arrive after the op that writes them has returned."""
+        return self.record.ops[self.record.versions[version].op].facts.collective
 
     def run_function(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any], apply: Apply) -> Any:
         """Run a Function and record it as one op."""
@@ -327,6 +334,8 @@ class OpRecorder(RecordingMode):
     ) -> Any:
         """Run an op inside of a Function, which is recorded as a whole."""
         call.note_op(facts, args, kwargs)
+        if facts.collective:
+            note_groups(facts, args, kwargs)
         if facts.draws(args, kwargs):
             self.generators.note(args, kwargs)
             self.record.ops[-1].random = True
@@ -451,7 +460,7 @@ class OpRecorder(RecordingMode):
         if previous >= 0:
             self.record.versions[previous].next = len(self.record.versions)
         self.record.versions.append(RecordedVersion(op, storage, previous))
-        if self.contents is not None:
+        if self.contents is not None and not self.record.ops[op].facts.collective:
             self.contents.note_written(len(self.record.versions) - 1, tensor)
 
     def _note_reader(self, tensor: Tensor, op: int) -> None:

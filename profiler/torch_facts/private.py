@@ -19,6 +19,7 @@ Private attributes are read where they are used, since a call would cost time fo
 - `Optimizer._optimizer_step_pre_hooks`, `_optimizer_step_post_hooks`: a copy of an optimizer must call none.
 - `DistributedDataParallel._module_parameters`, `_static_graph_delay_allreduce_enqueued`,
   `_get_active_ddp_module()`: what it reduces, and switches without a public form (`distributed/ddp.py`).
+- `ScriptObject._type`, `ProcessGroup.unbox`: which group an op of `c10d` takes (`process_groups.py`).
 - `replicate`'s state (`_ddp`, `_no_sync`, `_init_args`, `_init_kwargs`, `lazy_init`): it has its own DDP.
 - FSDP's state, parameter groups and communication: all of it is private (`distributed/fsdp.py`).
 """
@@ -247,6 +248,17 @@ def compiled_graph_class() -> Any:
     from torch._inductor.output_code import CompiledFxGraph
 
     return CompiledFxGraph
+
+
+def process_group_named(name: str) -> Any:
+    """Return the process group that functional collectives know by `name`; None if there is none."""
+    from torch._C import _distributed_c10d
+
+    resolve: Callable[[str], Any] = _distributed_c10d._resolve_process_group  # type: ignore[assignment]
+    try:
+        return resolve(name)
+    except (LookupError, RuntimeError, ValueError):
+        return None
 
 
 def replicate_states(model: nn.Module) -> list[tuple[nn.Module, Any]]:

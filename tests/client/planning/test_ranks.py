@@ -473,3 +473,81 @@ def test_reducer_that_the_first_forward_builds_reduces_the_real_gradients(tmp_pa
     assert first["off_path"] == second["off_path"] == ""
     assert "DistributedDataParallel" in first["refused"]
     assert "before ac_client.apply" in first["refused"]
+
+
+PARALLEL = """
+import logging
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import torch.distributed._functional_collectives as functional
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        dist.all_reduce(x, group=group)
+        return x
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+class Parallel(nn.Module):
+    def __init__(self, *groups):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in groups)
+        self.groups = groups
+    def forward(self, x):
+        for layer, group in zip(self.layers, self.groups):
+            x = Reduce.apply(layer(x).tanh() + x, group)
+        return x.square().mean()
+
+class Functional(Parallel):
+    def forward(self, x):
+        y = self.layers[0](x).tanh()
+        return functional.all_gather_tensor_autograd(y, 0, self.groups[0]).square().mean()
+
+def sharded():
+    layers = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    return parallelize_module(layers, mesh["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("outer", "inner"))
+inner, outer = mesh["inner"].get_group(), mesh["outer"].get_group()
+
+def attempt(model, budget_gb=1 + rank):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage()) if record.levelno > logging.INFO else None
+    logging.getLogger("ac_client").addHandler(handler)
+    ac_client.apply(model, budget_gb)
+    try:
+        step(model, batch(), 0)
+    except Exception as error:
+        said.append(type(error).__name__)
+        said.extend(note for note in error.__notes__)
+    else:
+        said.append(ac_client.applied(model).policy.budget_bytes // GIB)  # the smallest of the ranks that met
+    logging.getLogger("ac_client").removeHandler(handler)
+    return said
+
+results["one group"] = attempt(Functional(inner))
+results["in a larger one"] = attempt(Parallel(inner, dist.group.WORLD))
+results["mesh"] = attempt(Parallel(inner, outer))
+results["dtensor"] = attempt(sharded())
+results["none"] = attempt(nn.Linear(32, 4))
+results["one is too small"] = attempt(Parallel(inner), 1e-5 if rank == 1 else 1.0)
+"""
+
+
+def test_ranks_of_a_parallel_model_are_found_by_the_collectives_of_its_profile(tmp_path: Path) -> None:
+    outs = outputs_of_ranks(COMMON + PARALLEL + TOLD, tmp_path / "store", world=4, timeout=300)
+    found = [json.loads(out) for out in outs]
+
+    def by_rank(case: str) -> list[Any]:
+        return [one[case][-1] for one in found]
+
+    assert by_rank("one group") == by_rank("dtensor") == [1, 1, 3, 3]
+    assert by_rank("in a larger one") == [1, 1, 1, 1]
+    assert by_rank("mesh") == by_rank("none") == [1, 2, 3, 4]
+    assert all("groups that overlap" in one["mesh"][0] for one in found)
+    assert [len(one["none"]) for one in found] == [1] * 4, "nothing to say where no rank waits for another"
+    assert [one["one is too small"][0] for one in found] == ["InfeasibleBudget"] * 2 + [1] * 2
+    assert all("of 2 raised this error" in one["one is too small"][1] for one in found[:2])

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ac_client
 from ac_client.runtime.policy_context import save_recompute_policy
@@ -59,12 +60,26 @@ def steps(model: nn.Module, run: Run) -> list[Tensor]:
 def profiled_before(kind: str, net: nn.Module) -> nn.Module:
     """Run the forward that is profiled if `kind` draws numbers that a profile cannot restore."""
     if kind == "own noise":
-        loss_of(net(batch().requires_grad_())).backward()
+        for _ in range(2):  # with gradients from the first step, the second is profiled again
+            loss_of(net(batch().requires_grad_())).backward()
     return net
 
 
-def assert_plain(kind: str, model: nn.Module, run: Run) -> None:
-    plain = steps(network(kind), lambda net, x: net(x))
+# What this one writes after the last visible read is in no value that a recompute could make. A plan finds out,
+# since its profile looks when forward lets go of a tensor; a checkpoint does as torch's.
+AFTER_THE_LAST_READ = "after the last read"
+
+
+def in_torchs_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(net, nn.Sequential)
+    for block in net:
+        x = torch_checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def assert_plain(kind: str, model: nn.Module, run: Run, *, planned: bool = True) -> None:
+    as_torch = kind == AFTER_THE_LAST_READ and not planned
+    plain = steps(network(kind), in_torchs_checkpoints if as_torch else lambda net, x: net(x))
     ours = steps(profiled_before(kind, model), run)
     assert len(plain) == len(ours)
     differing = [i for i, (a, b) in enumerate(zip(plain, ours, strict=True)) if not torch.equal(a, b)]
@@ -108,6 +123,8 @@ def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
         assert_plain(kind, net, lambda net, x: net(x))
     except InfeasibleBudget:
         assert share == 0.0, "the first profile has another minimum"
+    except ac_client.ContentsDiffer:
+        assert kind == "swiglu over saved, read before", "its backward writes over what a plan may save"
 
 
 def in_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
@@ -122,14 +139,18 @@ def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
     log = EventLog()
     logging = partial(save_recompute_policy, log=log)
     with mock.patch("ac_client.runtime.checkpoint.save_recompute_policy", logging):
-        assert_plain(kind, network(kind), in_checkpoints)
+        assert_plain(kind, network(kind), in_checkpoints, planned=False)
     recomputed = [name for event, name in log.events if event == "recompute"]
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_of_the_model_has_the_plain_gradients(kind: str) -> None:
-    assert_plain(kind, network(kind), lambda net, x: ac_client.checkpoint(net, x, use_reentrant=False))
+    def run(net: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = ac_client.checkpoint(net, x, use_reentrant=False)
+        return y
+
+    assert_plain(kind, network(kind), run, planned=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,7 +161,7 @@ def test_region_that_recomputes_all_has_the_plain_gradients(kind: str) -> None:
         return y
 
     log = EventLog()
-    assert_plain(kind, network(kind), partial(run, log=log))
+    assert_plain(kind, network(kind), partial(run, log=log), planned=False)
     recomputed = [name for event, name in log.events if event == "recompute"]
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
