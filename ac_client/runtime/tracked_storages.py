@@ -248,9 +248,6 @@ class TrackedStorages:
         """Drop `version` as the origin of a storage, which what autograd saved of it reads from now on."""
         self.writes += 1
         for run in version.runs:
-            for ref in run.handles:
-                if (handle := ref()) is not None:
-                    handle.contents = None
             if run.handles:
                 move_handles(run, held_version(tensor), None)
         self.enter(tensor.untyped_storage(), _written_unseen)
@@ -397,6 +394,8 @@ def move_handles(old: StorageVersion, new: StorageVersion, written: Window | Non
         handle = ref()
         if handle is not None and (written is None or disjoint(written, window_of_recipe(handle.recipe))):
             handle.move_to(new)
+            if written is None:
+                handle.contents = None  # the contents changed
             new.handles.append(ref)
         else:
             staying.append(ref)

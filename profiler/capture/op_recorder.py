@@ -30,7 +30,7 @@ from autoac.profiler.torch_facts.op_facts import (
     written_tensors,
 )
 from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, signature_of, tensors_in
-from autoac.profiler.torch_facts.process_groups import note_groups
+from autoac.profiler.torch_facts.process_groups import note_groups, note_mesh
 from autoac.profiler.torch_facts.rng import UsedGenerators
 from autoac.profiler.torch_facts.storage_table import (
     StorageTable,
@@ -254,6 +254,7 @@ class OpRecorder(RecordingMode):
         reads: dict[int, None] = {}
         for tensor in tensors:
             if not self.has_storage(tensor):
+                note_mesh(tensor)
                 continue
             version = self.newest.get(tensor)
             if version is not None:

@@ -65,8 +65,8 @@ def profiled_before(kind: str, net: nn.Module) -> nn.Module:
     return net
 
 
-# What this one writes after the last visible read is in no value that a recompute could make. A plan finds out,
-# since its profile looks when forward lets go of a tensor; a checkpoint does as torch's.
+# This one writes after the last visible read, where no recompute repeats it. A plan finds out, since its
+# profile looks when forward lets go of a tensor; a checkpoint does as torch's.
 AFTER_THE_LAST_READ = "after the last read"
 
 
@@ -108,7 +108,7 @@ def test_pinned_unseen_layer_has_the_plain_gradients_or_is_refused(kind: str) ->
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "own noise"])  # each profile draws
 def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
     found = profile(network(kind), batch().requires_grad_(), loss=loss_of)
     smallest = find_minimum_peak(found).found
