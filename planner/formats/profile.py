@@ -42,6 +42,24 @@ ESTIMATED: Final = " (estimated)"  # ends the name of a device that was not ther
 DECIDES: Final = "its values decide"  # the user may lift this one (`Constraints.save_deciding`)
 PINNED: Final = "pinned"  # the user pinned the op
 UNSEEN: Final = "written by a kernel that PyTorch does not dispatch"
+OVERWRITTEN: Final = "reads what is overwritten later"
+# Reasons of a torch.autograd.Function:
+WRITES_ARGUMENTS: Final = "it writes its arguments"
+WRITES_OUTSIDE: Final = "it writes a tensor that it did not make"
+COMMUNICATES: Final = "it communicates"
+WRAPPED: Final = "its arguments include a tensor without a storage of its own"
+OWN_GENERATOR: Final = "it draws from a generator of its own"
+DIFFERS: Final = "it does not make the same numbers when it runs again"
+BEYOND_DISPATCH: Final = (
+    UNSEEN,
+    OVERWRITTEN,
+    WRITES_ARGUMENTS,
+    WRITES_OUTSIDE,
+    COMMUNICATES,
+    WRAPPED,
+    OWN_GENERATOR,
+    DIFFERS,
+)
 CROSSES: Final = "another FSDP unit reads it"
 ANOTHER_GRAPH: Final = "another compiled graph reads it, or an op outside of its graph"
 

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 from autoac.planner.errors import PlannerError, holdings_in_lines
 from autoac.planner.formats.policy import Policy
+from autoac.planner.formats.profile import BEYOND_DISPATCH
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.plan import Plan
+from autoac.planner.problem.graph import Graph
 from autoac.planner.report.by_module import (
     Decision,
     OpDecision,
@@ -53,10 +55,23 @@ def _plan(plan: Plan, *, table: bool) -> str:
         "",
         *(rows_as_table(rows) if table else rows_in_words(rows)),
         "",
+        *_beyond_dispatch(graph),
         f"The peak is at {plan.peak_at}, while these are live:",
         *holdings_in_lines(live_at_peak(graph, plan.save_set)),
     ]
     return "\n".join(lines)
+
+
+def _beyond_dispatch(graph: Graph) -> list[str]:
+    """Return lines on the ops that must be saved for what PyTorch does not dispatch, and what they make."""
+    lines = []
+    for reason in BEYOND_DISPATCH:
+        ops = [op for op in graph.ops if op.must_save == reason]
+        if ops:
+            nbytes = sum(graph.nbytes(version) for op in ops for version in op.writes)
+            more = f" and {len(ops) - 1} more" if len(ops) > 1 else ""
+            lines.append(f"{ops[0].name}{more} must be saved ({format_bytes(nbytes)}): {reason}.")
+    return [*lines, ""] if lines else []
 
 
 def _policy(policy: Policy) -> str:

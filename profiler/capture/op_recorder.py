@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, PINNED, UNSEEN
+from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, OVERWRITTEN, PINNED, UNSEEN
 from autoac.profiler.packing.dropout_masks import DRAW, SCALE, DrawnMasks, MaskKind
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
@@ -39,7 +39,7 @@ from autoac.profiler.torch_facts.storage_table import (
     window_of,
 )
 from autoac.profiler.torch_facts.streams import has_streams
-from autoac.profiler.unseen.contents import OVERWRITTEN, Contents
+from autoac.profiler.unseen.contents import Contents
 from autoac.profiler.unseen.function_calls import Apply, FunctionCall
 
 CROSSES_FORWARDS = "another forward reads it"

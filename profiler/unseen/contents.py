@@ -13,17 +13,14 @@ Fingerprints stay on the device until `unseen_writes` reads all of them at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from autoac.planner.formats.profile import UNSEEN
+from autoac.planner.formats.profile import OVERWRITTEN, UNSEEN
 from autoac.profiler.torch_facts.storage_table import StorageTable
 from autoac.profiler.unseen.fingerprints import KeptWeights, can_compare, storage_fingerprint
 from autoac.profiler.unseen.last_look import LastLook
-
-OVERWRITTEN: Final = "reads what is overwritten later"
 
 _AT_THE_END = 1 << 62  # in place of an op that reads
 

@@ -1,8 +1,8 @@
 """Fingerprint the bytes of a tensor, to compare contents instead of assuming who wrote them.
 
 A kernel that PyTorch does not dispatch (Triton, pybind, ctypes) writes through a pointer: no op shows the
-write, and no version counter moves. So whoever relies on contents takes a fingerprint when a visible op has
-written them and another when they are read. If the two differ, someone unseen wrote in between.
+write, and no version counter moves. So code that relies on contents takes a fingerprint when a visible op
+has written them and another when they are read. If the two differ, an unseen kernel wrote in between.
 
 A fingerprint is a sum, modulo 2**64, of the elements times one random odd weight for each position. So
 a permutation, a change of sign and a swapped half all change it, which a plain sum or an exclusive or does
@@ -118,7 +118,7 @@ def _sum(elements: Tensor) -> Tensor:
 class KeptWeights:
     """Keep the weights of all fingerprints that are taken while this object lives, for the next ones.
 
-    Without one, weights are made anew each time, so that no memory of the device stays in use.
+    Without one, weights are made again each time, so that no memory of the device stays in use.
     """
 
     __slots__ = ("__weakref__", "_tables", "tensors")

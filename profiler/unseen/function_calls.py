@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 Functions are the unit in which kernels come that PyTorch does not dispatch (Triton, pybind, ctypes). What
-such a kernel writes is no output of any visible op, so the ops inside of a Function must not run again one by
+such a kernel writes is not an output of a visible op, so the ops inside of a Function must not run again one by
 one. Its `forward` may, as a whole: it is the user's Python, and does what it did.
 
 While a recording mode is active, `Function.apply` goes through `run_function` of that mode. The mode makes a
@@ -34,6 +34,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from autoac.planner.formats.profile import (
+    COMMUNICATES,
+    DIFFERS,
+    OWN_GENERATOR,
+    WRAPPED,
+    WRITES_ARGUMENTS,
+    WRITES_OUTSIDE,
+)
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
@@ -47,18 +55,11 @@ from autoac.profiler.unseen.fingerprints import (
     storage_fingerprint,
 )
 
-WRITES_ARGUMENTS = "it writes its arguments"
-WRITES_OUTSIDE = "it writes a tensor that it did not make"
-COMMUNICATES = "it communicates"
-WRAPPED = "its arguments include a tensor without a storage of its own"
-OWN_GENERATOR = "it draws from a generator of its own"
-DIFFERS = "it does not make the same numbers when it runs again"
-
 Apply = Callable[..., Any]
 
 
 class _Kind(NamedTuple):
-    """What the calls of one kind do that no visible op shows."""
+    """Facts about the calls of one kind that no visible op shows."""
 
     reason: str  # why they must be saved; "" if they may run again
     written: tuple[int, ...]  # which of the storages of their arguments they write
