@@ -120,7 +120,7 @@ class RecordedFunction:
             for i, (_, node) in enumerate(self._later_runs):
                 node.outs = tuple(weakref.ref(version.runs[-1 - i]) for version in self._versions)
         contents = self.call.examine()
-        if self.call.reason and not self.saved:  # it is no op that may run again, as only its rerun showed
+        if self.call.reason and not self.saved:  # its second run showed that it must not run again
             for version, tensor in zip(self._versions, contents, strict=True):
                 for run in version.runs:
                     pin_version(run, tensor, next_order())

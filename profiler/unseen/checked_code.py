@@ -25,7 +25,7 @@ _checked_parameters: Any = WeakIdKeyDictionary()
 
 
 class CheckedCode:
-    """What one region runs: functions or with-statements, and parameters.
+    """The code of one region: functions or with-statements, and parameters.
 
     Attributes:
         is_new: True if some of it was not compared before, or must be compared each time.

@@ -4,8 +4,8 @@ Theory of operation
 ===================
 
 Functions are the unit in which kernels come that PyTorch does not dispatch (Triton, pybind, ctypes). What
-such a kernel writes is not an output of a visible op, so the ops inside of a Function must not run again one by
-one. Its `forward` may, as a whole: it is the user's Python, and does what it did.
+such a kernel writes is not an output of a visible op, so the ops inside of a Function must not run again one
+by one. Its `forward` may, as a whole: it is the user's Python, and does what it did.
 
 While a recording mode is active, `Function.apply` goes through `run_function` of that mode. The mode makes a
 `FunctionCall`, which watches the call:
