@@ -80,12 +80,14 @@ class Applied:
         loss: Loss | None = None,
         forwards_in_flight: int | None = None,
         verify: int | None = None,
+        take_over_checkpoints: bool = True,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._verify = verify
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._strict = strict
+        self._takes_over_checkpoints = take_over_checkpoints
         self._optimizers = ModelOptimizers(model, optimizer)
         planner = BudgetPlanner(
             self._name, budget_bytes, headroom_bytes, constraints, service, require_service
@@ -100,7 +102,13 @@ class Applied:
             waiting=self._watch.waiting,
         )
         takes_all = forwards_in_flight is not None and forwards_in_flight > 1
-        self._profiler = BatchProfiler(planner, self._optimizers, loss, loss_takes_all=takes_all)
+        self._profiler = BatchProfiler(
+            planner,
+            self._optimizers,
+            loss,
+            loss_takes_all=takes_all,
+            takes_over_checkpoints=take_over_checkpoints,
+        )
         buckets = BucketPlanner(planner, self._profiler, self._on_device)
         self._replanner = replanner = Replanner(buckets, self._optimizers)
         self._peaks = PeakWatch(model, self._optimizers, replanner)
@@ -396,6 +404,7 @@ class Applied:
             compares=compares,
             report=self._left_policy,
             wrappers=self._wrappers,
+            takes_over_checkpoints=self._takes_over_checkpoints,
         )
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:

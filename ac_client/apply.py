@@ -57,6 +57,7 @@ def apply(
     loss: Loss | None = None,
     forwards_in_flight: int | None = None,
     verify: int | None = None,
+    take_over_checkpoints: bool = True,
 ) -> Model:
     """Make `model`'s training steps fit in `budget_gb`, at the least extra time, with the same gradients.
 
@@ -66,7 +67,7 @@ def apply(
     planned in its first forward. Each phase logs one line at INFO on the logger "ac_client".
 
     Args:
-        model: the model, as it will be trained, or torch.compile of it. It must not checkpoint itself.
+        model: the model, as it will be trained, or torch.compile of it.
             torch.compile of the model or of its blocks may also follow.
         budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
             optimizer state included. Optional if `policy` is given.
@@ -100,6 +101,9 @@ def apply(
             loss, 4 for DPO). By default one; more are planned for once they occur (docs/budget.md).
         verify: compare what backward recomputes with what forward saved in every `verify`-th step, and not
             only in the first step of each plan (docs/semantics.md).
+        take_over_checkpoints: let the plan decide what the model's own calls of torch.utils.checkpoint,
+            torch_remat and `ac_client.checkpoint` recompute: planned forwards run these as plain calls. False
+            leaves them as they are, and refuses a model whose switch for checkpointing is on.
 
     Raises:
         TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
@@ -114,7 +118,7 @@ def apply(
         ServiceRefused: the service refused the request: a wrong key, no such alias.
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file without a policy.
-        CheckpointingActive: the model checkpoints itself.
+        CheckpointingActive: the model checkpoints itself, and `take_over_checkpoints` is False.
         CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
             model is traced, or for one of the reasons in docs/profiling.md.
         InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the first
@@ -127,12 +131,18 @@ def apply(
     check_model(model)
     given, model = model, uncompiled(model)  # type: ignore[assignment]
     check_optimizer(optimizer, model)
-    check_switches(strict=strict, require_service=require_service, shapes=shapes, group=group)
+    check_switches(
+        strict=strict,
+        require_service=require_service,
+        take_over_checkpoints=take_over_checkpoints,
+        shapes=shapes,
+        group=group,
+    )
     check_source(budget_gb, policy, alias, service, require_service=require_service)
     check_constraints(constraints, planned=policy is not None or alias is not None)
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
     check_loop(loss, forwards_in_flight, verify)
-    check_unplanned(model)
+    check_unplanned(model, may_checkpoint=take_over_checkpoints)
     if policy is None and alias is None:
         check_one_device(model)
     loaded = _read(policy)
@@ -163,6 +173,7 @@ def apply(
         loss=loss,
         forwards_in_flight=forwards_in_flight,
         verify=verify,
+        take_over_checkpoints=take_over_checkpoints,
     )
     return given
 

@@ -33,12 +33,15 @@ CHECKPOINTING_SWITCHES = (
 )  # since transformers 5.23; before
 
 
-def check_unplanned(model: nn.Module) -> None:
+def check_unplanned(model: nn.Module, *, may_checkpoint: bool) -> None:
     """Refuse a model that cannot be planned as it is.
+
+    Args:
+        may_checkpoint: the plan takes over the checkpoints of the model's own code.
 
     Raises:
         AlreadyApplied: the model, a part of it, or a model that it is part of, is planned already.
-        CheckpointingActive: the model checkpoints itself.
+        CheckpointingActive: the model checkpoints itself, and must not.
     """
     planned = planned_models()
     for whole in planned:
@@ -49,6 +52,8 @@ def check_unplanned(model: nn.Module) -> None:
         where = f"{type(module).__name__}{f' at {path}' if path else ''}"
         if any(module is one for one in planned):
             raise AlreadyApplied(where)
+        if may_checkpoint:
+            continue
         for attribute in CHECKPOINTING_SWITCHES:
             if vars(module).get(attribute) is True:
                 methods = (f"{switch}_disable" for switch in CHECKPOINTING_SWITCHES)
@@ -152,14 +157,22 @@ def check_constraints(constraints: Any, *, planned: bool) -> None:
         )
 
 
-def check_switches(*, strict: Any, require_service: Any, shapes: Any, group: Any) -> None:
+def check_switches(
+    *, strict: Any, require_service: Any, take_over_checkpoints: Any, shapes: Any, group: Any
+) -> None:
     """Check the arguments that have only a few valid values.
 
     Raises:
-        TypeError: `strict` or `require_service` is not a bool, or `group` is not a ProcessGroup.
+        TypeError: `strict`, `require_service` or `take_over_checkpoints` is not a bool, or `group` is not a
+            ProcessGroup.
         ValueError: `shapes` or `group` is a string other than the valid ones.
     """
-    for name, switch in (("strict", strict), ("require_service", require_service)):
+    switches = {
+        "strict": strict,
+        "require_service": require_service,
+        "take_over_checkpoints": take_over_checkpoints,
+    }
+    for name, switch in switches.items():
         if not isinstance(switch, bool):
             raise TypeError(f"{name} must be True or False, got {switch!r}")
     if shapes not in ("bucket", "first"):

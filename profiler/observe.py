@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from autoac.planner.formats.profile import Environment, Profile
 from autoac.profiler.capture.garbage_collection import frozen_heap, no_garbage_collection
+from autoac.profiler.checkpoints.own_checkpoints import checkpoints_left_alone
 from autoac.profiler.distributed.ddp import buckets_of, build_replicating
 from autoac.profiler.distributed.fsdp import check_sharded
 from autoac.profiler.environment import describe_leaf, environment_of_datasheet, environment_of_device
@@ -47,6 +49,7 @@ def profile(
     mode: Mode | None = None,
     times: Times | str | os.PathLike[str] | None = None,
     autocast: torch.dtype | None = None,
+    take_over_checkpoints: bool = True,
     **kwargs: Any,
 ) -> Profile:
     """Profile one training step `loss(model(*args, **kwargs)).backward()`.
@@ -72,6 +75,7 @@ def profile(
             variable AUTOAC_TIMES, if any.
         autocast: the type that the step is cast to, as under `torch.autocast`. By default that of the
             autocast around this call. Without a GPU, torch switches `torch.autocast("cuda")` off.
+        take_over_checkpoints: as for `ac_client.apply`.
 
     Raises:
         NothingToProfile: nothing requires a gradient.
@@ -87,7 +91,8 @@ def profile(
         ValueError: `mode` or `on` is invalid, they contradict each other, or the device of `on` is not here.
         TypeError: `model` is not a module, or `loss` did not return a tensor.
     """
-    return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times, autocast=autocast)
+    with nullcontext() if take_over_checkpoints else checkpoints_left_alone():
+        return observe(model, args, kwargs, loss=loss, on=on, mode=mode, times=times, autocast=autocast)
 
 
 @frozen_heap()
@@ -313,6 +318,7 @@ def _real_step(
     single = sum(step.op_times[key][2] == 1 for key in kinds)
     suffix = f"; {single} of them have one sample" if single else ""
     notes.append(f"measured: run times of {len(kinds)} kinds of op{suffix}")
+    notes += step.unplanned
     if step.timing_note:
         notes.append(step.timing_note)
     return step, notes

@@ -61,7 +61,8 @@ profiler/torch_facts:   base planner/formats
 profiler/unseen:        torch_facts planner/formats
 profiler/compiler:      torch_facts planner/formats
 profiler/distributed:   base torch_facts
-profiler/restore:       base torch_facts
+profiler/checkpoints:   torch_facts
+profiler/restore:       base torch_facts checkpoints
 profiler/packing:       torch_facts
 profiler/timing:        torch_facts unseen restore packing
 profiler/capture:       base torch_facts unseen restore packing timing planner/base planner/formats
@@ -69,22 +70,22 @@ profiler/static:        base torch_facts distributed timing planner/base planner
 profiler/joint_graph:   torch_facts compiler capture
 profiler/steps:         base torch_facts unseen compiler distributed restore timing capture joint_graph
                         planner/formats
-profiler/entry:         base torch_facts compiler distributed timing capture static steps planner/base
-                        planner/formats
+profiler/entry:         base torch_facts checkpoints compiler distributed timing capture static steps
+                        planner/base planner/formats
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats profiler/base
 ac_client/runtime:      base planner/formats profiler/torch_facts profiler/unseen profiler/packing
-                        profiler/distributed
+                        profiler/distributed profiler/checkpoints
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed
 ac_client/service_client: planner planner/base planner/formats planner/problem planner/memory planner/plans
 ac_client/compiled:     base planner planner/formats profiler/base profiler/torch_facts profiler/compiler
                         profiler/joint_graph
-ac_client/rerun:        runtime profiler/torch_facts profiler/unseen profiler/restore
+ac_client/rerun:        runtime profiler/torch_facts profiler/unseen profiler/restore profiler/checkpoints
 ac_client/planning:     base service_client runtime compiled rerun measure planner planner/base
                         planner/formats planner/problem planner/memory profiler profiler/base
                         profiler/torch_facts profiler/compiler profiler/distributed profiler/restore
-                        profiler/static
+                        profiler/static profiler/checkpoints
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
                         profiler profiler/base profiler/torch_facts profiler/compiler profiler/distributed
                         profiler/static

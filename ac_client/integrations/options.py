@@ -19,4 +19,5 @@ class Options(TypedDict, total=False):
     headroom_gb: float
     constraints: Constraints | None
     strict: bool
+    take_over_checkpoints: bool
     shapes: Shapes

@@ -19,8 +19,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from ac_client import Applied, ApplyError, CheckpointingActive, NotApplied, Report
-from ac_client.arguments import CHECKPOINTING_SWITCHES
+from ac_client import Applied, ApplyError, NotApplied, Report
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session
@@ -51,8 +50,7 @@ class AutoACCallback(TrainerCallback):
             allocator counts by itself, this is unnecessary, and resets its counter.
 
     Raises:
-        CheckpointingActive, ApplyError: from the Trainer's constructor or `train()`, for
-            arguments that leave nothing to plan.
+        ApplyError: from the Trainer's constructor or `train()`, for arguments that leave nothing to plan.
     """
 
     def __init__(
@@ -153,7 +151,7 @@ def planned(
         budget_gb, measure, options: as for `AutoACCallback`.
 
     Raises:
-        CheckpointingActive, ApplyError: as `AutoACCallback`.
+        ApplyError: as `AutoACCallback`.
     """
     callback = AutoACCallback(budget_gb, measure=measure, **options)
     _check(trainer.args)
@@ -169,11 +167,8 @@ def _check(args: TrainingArguments) -> None:
     """Refuse arguments that leave nothing to plan.
 
     Raises:
-        CheckpointingActive, ApplyError: the arguments leave nothing to plan.
+        ApplyError: the arguments leave nothing to plan.
     """
-    for name in CHECKPOINTING_SWITCHES:
-        if getattr(args, name, False):
-            raise CheckpointingActive("TrainingArguments", f"{name}=False")
     if args.n_gpu > 1:
         raise ApplyError(
             f"the Trainer would copy the model to {args.n_gpu} devices in every step (DataParallel), and a "

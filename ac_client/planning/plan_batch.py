@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile,
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, device_of, observe
+from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
 from autoac.profiler.static_memory import static_bytes
 
 log = logging.getLogger("ac_client")
@@ -183,15 +185,23 @@ class BatchProfiler:
         optimizers: whose state the profile counts.
         loss: as passed to `apply`.
         loss_takes_all: `loss` takes the outputs of all forwards in flight, in a list.
+        takes_over_checkpoints: the plan takes over checkpoints in the model's own code.
     """
 
     def __init__(
-        self, planner: BudgetPlanner, optimizers: ModelOptimizers, loss: Loss | None, *, loss_takes_all: bool
+        self,
+        planner: BudgetPlanner,
+        optimizers: ModelOptimizers,
+        loss: Loss | None,
+        *,
+        loss_takes_all: bool,
+        takes_over_checkpoints: bool = True,
     ) -> None:
         self._planner = planner
         self.optimizers = optimizers
         self._loss = loss
         self._loss_takes_all = loss_takes_all
+        self._takes_over_checkpoints = takes_over_checkpoints
         self._thread = _ThreadState()
 
     @property
@@ -213,16 +223,19 @@ class BatchProfiler:
         if loss is not None and loop.forwards > 1 and not self._loss_takes_all:
             loss = _summed(loss)
         try:
-            profile = observe(
-                call.model,
-                call.args,
-                call.kwargs,
-                loss=loss,
-                optimizer=self.optimizers.all,
-                accumulates=True if loop.retains else None,  # the second backward finds the first's gradients
-                loop=loop,
-                recall=True,
-            )
+            with nullcontext() if self._takes_over_checkpoints else checkpoints_left_alone():
+                profile = observe(
+                    call.model,
+                    call.args,
+                    call.kwargs,
+                    loss=loss,
+                    optimizer=self.optimizers.all,
+                    accumulates=True if loop.retains else None,  # the second finds the first's gradients
+                    loop=loop,
+                    recall=True,
+                )
+            for message in unplanned_in(profile):
+                self._planner.warn_once(message, "%s: %s", self._planner.name, message)
             if is_compiled(profile):
                 return profile  # compiled code records and replays nothing
             us = replay_us_of_process()
@@ -279,13 +292,18 @@ class BucketPlanner:
         """
         profile = profile or self.profiler.profile(call, loop)
         others = self.on_device.others_nbytes()
-        if running:
-            made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)
-        elif others:
-            made = self.planner.plan_running(profile, of_others(others), others)
-            self.on_device.ask_others_for_room(made[0].predicted.peak_bytes)
-        else:
-            made = self.planner.plan_within(profile, self.planner.limit)
+        try:
+            if running:
+                made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)
+            elif others:
+                made = self.planner.plan_running(profile, of_others(others), others)
+                self.on_device.ask_others_for_room(made[0].predicted.peak_bytes)
+            else:
+                made = self.planner.plan_within(profile, self.planner.limit)
+        except InfeasibleBudget as error:
+            for message in unplanned_in(profile):
+                error.add_note(f"autoac: {message}")
+            raise
         return self.bucket(call, profile, loop, made, others_nbytes=others)
 
     def bucket(
@@ -333,6 +351,11 @@ def _summed(loss: Loss) -> Loss:
         return total
 
     return of_all
+
+
+def unplanned_in(profile: Profile) -> list[str]:
+    """Return the messages on parts of the model that decide themselves what autograd holds."""
+    return [note for note in profile.notes if note.startswith(UNPLANNED)]
 
 
 def loop_in_words(loop: Loop) -> str:

@@ -20,6 +20,7 @@ from ac_client.runtime.nodes import UnsupportedTensor
 from ac_client.runtime.policy_context import active, save_recompute_policy
 from ac_client.runtime.replay import recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
+from autoac.profiler.checkpoints.own_checkpoints import plain_checkpoints
 from autoac.profiler.compiler.second_stage import set_carrier
 from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.module_paths import ROOT
@@ -44,6 +45,7 @@ class PlannedForward(threading.local):
         self._call: RecordedCall | None = None  # in which the mode is off
         self._audit: CallAudit | None = None
         self._audited_from = 0  # position in the route
+        self._checkpoints: plain_checkpoints | None = None  # which the plan took over
 
     def begin(
         self,
@@ -57,6 +59,7 @@ class PlannedForward(threading.local):
         compares: bool = False,
         report: Callable[[OffPath], None],
         wrappers: Set[str],
+        takes_over_checkpoints: bool = True,
     ) -> None:
         """Carry out the policy of `bucket` from here on.
 
@@ -69,6 +72,7 @@ class PlannedForward(threading.local):
             compares: backward compares what it recomputes.
             report: called if the forward leaves its policy.
             wrappers: paths of modules whose own ops are in no policy.
+            takes_over_checkpoints: run checkpoints in the model's own code as plain calls.
         """
         loaded = bucket.loaded
         self._bucket, self._unrecorded = bucket, 0
@@ -78,6 +82,9 @@ class PlannedForward(threading.local):
         if compiled or has_compiled_parts:
             self._carries = True
             set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
+        if takes_over_checkpoints and not compiled:
+            self._checkpoints = plain_checkpoints()
+            self._checkpoints.__enter__()
         if compiled:
             route.unrecorded = len(route.decisions)
         if compiled or not loaded.recomputes:
@@ -110,6 +117,9 @@ class PlannedForward(threading.local):
         if self._carries:  # the profiler's forwards have a carrier of their own
             self._carries = False
             set_carrier(None)
+        checkpoints, self._checkpoints = self._checkpoints, None
+        if checkpoints is not None:
+            checkpoints.__exit__()
         self._end_audit()
         if self._call is not None:  # interrupted
             self._call.end(None)

@@ -21,6 +21,7 @@ from torch.utils import checkpoint as torchs
 from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.nested_policies import TorchFunctionPolicy
 from ac_client.runtime.policy_context import save_recompute_policy
+from autoac.profiler.checkpoints.own_checkpoints import checkpoints_are_plain
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import dynamo_is_active
 from autoac.profiler.torch_facts.private import tree_leaves
@@ -97,7 +98,7 @@ def checkpoint(
         return call_torch()
     _check(context_fn, determinism_check, debug)
     first, second = context_fn()
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (context_fn is torchs.noop_context_fn and checkpoints_are_plain()):
         return function(*args, **kwargs)
     selective = _selective_policy(first, second)
     site = site_of_function(function)

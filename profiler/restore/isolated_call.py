@@ -9,13 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autoac.profiler.checkpoints.own_checkpoints import plain_checkpoints
 from autoac.profiler.restore.backward_hooks import BackwardHooks, backward_hooks
 from autoac.profiler.restore.batch import Batch
 from autoac.profiler.restore.module_state import clear_parametrization_cache, parametrization_cache_restored
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.gradients import free_gradient_when_accumulated
-from autoac.profiler.torch_facts.inductor import call_as_compiled
+from autoac.profiler.torch_facts.inductor import call_as_compiled, is_called_compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,17 @@ class Call:
     originals: Originals
     before: Callable[[], None]
     hooks: BackwardHooks
+    unplanned: dict[str, None]  # messages on what decides itself what autograd holds
 
     def __call__(self) -> Any:
         self.before()
         self.originals.restore()
         clear_parametrization_cache()
         args, kwargs = self.batch.arguments()
-        return call_as_compiled(self.entry, args, kwargs)
+        if is_called_compiled(self.entry):  # torch.compile handles checkpoints itself
+            return call_as_compiled(self.entry, args, kwargs)
+        with plain_checkpoints(self.unplanned):
+            return call_as_compiled(self.entry, args, kwargs)
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -93,7 +98,7 @@ def isolated_call(
         private.compiled_autograd_off(),  # it would trace what autograd holds in place of saved tensors
     ):
         try:
-            yield Call(model if entry is None else entry, batch, originals, before, hooks), leaves
+            yield Call(model if entry is None else entry, batch, originals, before, hooks, {}), leaves
         finally:
             batch.release()
             originals.restore()

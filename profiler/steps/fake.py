@@ -126,7 +126,7 @@ def run(
     else:
         op_times |= mask_times(masks)
     traced = HollowStep(recorder.record, saved, allocations, at, *backward, op_times=op_times)
-    return traced, [*allocations.notes, *(measured.notes if measured is not None else ())]
+    return traced, [*call.unplanned, *allocations.notes, *(measured.notes if measured is not None else ())]
 
 
 def _compile(call: Call) -> None:

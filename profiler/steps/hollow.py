@@ -132,6 +132,7 @@ class HollowStep:
     workspaces: Sequence[Block] = ()  # allocated in this step, and there in the whole of the next
     op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature, or BETWEEN_OPS
     timing_note: str = ""  # on times that may include time of the host
+    unplanned: Sequence[str] = ()  # messages on what decides itself what autograd holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,9 @@ def run(
                 **_time(step, traced, warm_up, known, time_ops),
                 **mask_times(masks_of(traced.forward), known),
             }
-            return replace(traced, op_times=op_times, timing_note=backlog.note())
+            return replace(
+                traced, op_times=op_times, timing_note=backlog.note(), unplanned=tuple(call.unplanned)
+            )
         finally:
             saved.closed = True
             torch.clear_autocast_cache()

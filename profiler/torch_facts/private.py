@@ -44,6 +44,7 @@ from torch.nn.utils import stateless as _stateless
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
 from torch.utils import weak as _weak
+from torch.utils import checkpoint as _checkpoint
 
 # Ops, and the containers of their arguments.
 OpOverload = _ops.OpOverload  # what a dispatch mode is called with
@@ -216,6 +217,18 @@ enable_profiler: Callable[..., None] = _autograd._enable_profiler  # the stub la
 disable_profiler: Callable[[], Any] = _autograd._disable_profiler
 begin_range: Callable[..., Any] = torch.ops.profiler._record_function_enter_new.default._op
 end_range: Callable[..., Any] = torch.ops.profiler._record_function_exit._RecordFunction._op
+
+# torch.utils.checkpoint: names that it looks up when it is called (own_checkpoints.py).
+CHECKPOINT_GENERATOR = _checkpoint._checkpoint_without_reentrant_generator.__name__
+CHECKPOINT_FUNCTION = _checkpoint.CheckpointFunction.__name__
+COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
+
+
+def checkpoint_debugs(debug: bool) -> bool:
+    """Return True if a checkpoint called with `debug` records its ops for error messages."""
+    enabled = _checkpoint._checkpoint_debug_enabled
+    return debug if enabled is None else enabled
+
 
 # Dynamo: imports none of its Python, which takes seconds.
 eval_frame = _C._dynamo.eval_frame

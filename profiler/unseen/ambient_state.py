@@ -1,4 +1,7 @@
-"""Capture what is around a call, and put it in force again: generators, autocast, flags of attention."""
+"""Capture what is around a call, and put it in force again.
+
+This is generators, autocast, flags of attention, and whether checkpoints are plain calls.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoac.profiler.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.rng import capture_generator, default_generator, generator_at
 
@@ -26,13 +30,14 @@ _SETTINGS: tuple[_Setting, ...] = (
 class AmbientState:
     """The state around a call that decides, with its arguments and attributes, what the call computes."""
 
-    __slots__ = ("_autocast", "_generators", "_settings")
+    __slots__ = ("_autocast", "_generators", "_plain", "_settings")
 
     def __init__(self, device: torch.device) -> None:
         self._generators = [capture_generator(torch.default_generator)]
         if device.type != "cpu":
             self._generators.append(capture_generator(default_generator(device)))
         self._autocast = [_autocast_of(kind) for kind in dict.fromkeys(("cpu", device.type))]
+        self._plain = checkpoints_are_plain()
         self._settings = [get() for get, _ in _SETTINGS]
 
     @contextmanager
@@ -46,6 +51,8 @@ class AmbientState:
                     stack.enter_context(
                         torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)
                     )
+            if self._plain:
+                stack.enter_context(plain_checkpoints())
             for (get, put), value in zip(_SETTINGS, self._settings, strict=True):
                 if (now := get()) != value:
                     put(value)

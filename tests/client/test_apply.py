@@ -192,22 +192,23 @@ def test_applying_twice_is_an_error_also_to_a_part() -> None:
     ac_client.apply(model, 1.0)
 
 
-def test_model_that_checkpoints_itself_is_refused() -> None:
+def test_model_that_checkpoints_itself_is_refused_if_it_is_not_taken_over() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = made()
     model.gradient_checkpointing = True
     with pytest.raises(ac_client.CheckpointingActive, match=r"gradient_checkpointing = False"):
-        ac_client.apply(model, 1.0)
+        ac_client.apply(model, 1.0, take_over_checkpoints=False)
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
     with pytest.raises(ac_client.CheckpointingActive):
-        ac_client.apply(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2))), 1.0)
+        ac_client.apply(wrapped, 1.0, take_over_checkpoints=False)
 
 
 def test_switch_of_transformers_is_recognized() -> None:
     model = gpt2(layers=1, width=8, heads=2, vocabulary=16)
     model.activation_checkpointing_enable()
     with pytest.raises(ac_client.CheckpointingActive, match=r"activation_checkpointing_disable\(\)"):
-        ac_client.apply(model, 1.0)
+        ac_client.apply(model, 1.0, take_over_checkpoints=False)
 
 
 def test_weights_of_functional_call_need_no_gradient(budget_gb: float) -> None:

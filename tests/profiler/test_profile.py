@@ -115,7 +115,7 @@ def test_checkpoint_recompute_in_backward_changes_no_buffer() -> None:
 
     model = Checkpointed()
     before = copy.deepcopy(model.state_dict())
-    profile(model, torch.randn(6, 4))
+    profile(model, torch.randn(6, 4), take_over_checkpoints=False)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
 
@@ -140,7 +140,7 @@ def test_checkpoint_that_fails_on_made_up_numbers_is_refused_with_advice(
             return out.exp()
 
     with pytest.raises(CannotProfile, match=advice):
-        profile(Checkpointed(), torch.linspace(-1, 1, 24).view(6, 4))
+        profile(Checkpointed(), torch.linspace(-1, 1, 24).view(6, 4), take_over_checkpoints=False)
 
 
 def test_hollow_step_needs_no_memory_for_saved_activations() -> None:

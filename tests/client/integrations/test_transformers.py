@@ -258,15 +258,19 @@ def test_service_makes_the_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
-def test_checkpointing_of_its_own_is_refused_when_the_trainer_is_made(tmp_path: Path, name: str) -> None:
+def test_checkpointing_of_its_own_is_taken_over(tmp_path: Path, name: str) -> None:
     if name not in TrainingArguments.__dataclass_fields__:
         pytest.skip(f"this transformers has no {name}")
-    with pytest.raises(ac_client.CheckpointingActive, match=r"TrainingArguments.*checkpointing=False"):
-        trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)], **{name: True})
+    callback = AutoACCallback(BUDGET_GB)
+    ours = trained(tmp_path / "ours", [callback], **{name: True})
+    assert_same(weights(ours.model), weights(trained(tmp_path / "plain", []).model))
+    assert callback.report is not None
+    assert callback.report.recomputed > 0
+    assert not callback.report.off_path
 
 
-def test_checkpointing_switched_on_in_the_model_is_refused_by_train(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, [AutoACCallback(BUDGET_GB)])
+def test_checkpointing_that_must_not_be_taken_over_is_refused_by_train(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [AutoACCallback(BUDGET_GB, take_over_checkpoints=False)])
     trainer.model.activation_checkpointing_enable()
     with pytest.raises(ac_client.CheckpointingActive, match="activation_checkpointing_disable"):
         trainer.train()

@@ -1,0 +1,199 @@
+"""Run the checkpoints of a model's own code as plain calls, so that a plan decides what is recomputed.
+
+`torch.utils.checkpoint.checkpoint` is imported by name into many libraries, so replacing it would not reach
+them. All its callers reach two names that it looks up in its module when it is called: a generator around
+the function (`use_reentrant=False`), and an autograd Function that calls it (`use_reentrant=True`). While a
+`plain_checkpoints` is open, both names lead to functions of this file, which call torch's outside of the
+threads that opened one. torch.compile knows `checkpoint` itself and looks up neither.
+
+Calls that cannot run plainly go to torch and are noted: those with contexts or `debug`, which do more than
+recompute. Saved-tensor hooks that a model enters, such as `save_on_cpu`, are noted as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torchs
+from torch import Tensor
+
+from autoac.profiler.torch_facts import private
+
+UNPLANNED = "not planned: "
+"""How the message on something that could not be taken over begins."""
+
+_CONTEXTS_OF_REMAT = "torch_remat"  # mark what its checkpoint recomputes; without them it runs plainly
+
+_OWN_PACKAGES = ("ac_client", "autoac")
+
+
+class _ThreadCalls(threading.local):
+    depth = 0  # of nested `plain_checkpoints`
+    left_alone = 0  # of nested `checkpoints_left_alone`
+    unplanned: dict[str, None] | None = None  # messages on what could not be taken over
+
+
+_thread = _ThreadCalls()
+_lock = threading.Lock()
+_open = 0  # `plain_checkpoints` on all threads
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name and original of what is replaced now
+
+
+def checkpoints_are_plain() -> bool:
+    """Return True if checkpoints run as plain calls on this thread now."""
+    return _thread.depth > 0 and not _thread.left_alone and not torch.compiler.is_compiling()
+
+
+class plain_checkpoints:
+    """Run checkpoints inside the body as plain calls, on this thread.
+
+    Args:
+        unplanned: gets a message for each thing in the body that a plan cannot take over.
+    """
+
+    __slots__ = ("_before", "_entered", "_unplanned")
+
+    def __init__(self, unplanned: dict[str, None] | None = None) -> None:
+        self._unplanned = unplanned
+
+    def __enter__(self) -> None:
+        global _open
+        self._entered = not _thread.left_alone
+        if not self._entered:
+            return
+        with _lock:
+            if _open == 0:
+                _replace()
+            _open += 1
+        _thread.depth += 1
+        self._before = _thread.unplanned
+        _thread.unplanned = self._unplanned
+
+    def __exit__(self, *_: Any) -> None:
+        global _open
+        if not self._entered:
+            return
+        _thread.depth -= 1
+        _thread.unplanned = self._before
+        with _lock:
+            _open -= 1
+            if _open == 0:
+                for owner, name, original in _replaced:
+                    setattr(owner, name, original)
+                _replaced.clear()
+
+
+class checkpoints_left_alone:
+    """Leave checkpoints to torch inside the body, on this thread, also inside `plain_checkpoints`."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _thread.left_alone += 1
+
+    def __exit__(self, *_: Any) -> None:
+        _thread.left_alone -= 1
+
+
+def _replace() -> None:
+    names: list[tuple[Any, str, Any]] = [
+        (torchs, private.CHECKPOINT_GENERATOR, _checkpoint_generator),
+        (torchs, private.CHECKPOINT_FUNCTION, _CheckpointFunction),
+        (torch.autograd.graph.saved_tensors_hooks, "__enter__", _enter_hooks),
+    ]
+    composable = sys.modules.get(private.COMPOSABLE_CHECKPOINT)
+    if isinstance(composable, ModuleType):  # imports the generator by name
+        names.append((composable, private.CHECKPOINT_GENERATOR, _checkpoint_generator))
+    for owner, name, replacement in names:
+        _replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, replacement)
+
+
+_generator: Callable[..., Generator[None]] = getattr(torchs, private.CHECKPOINT_GENERATOR)
+_function: Any = getattr(torchs, private.CHECKPOINT_FUNCTION)
+_enter: Callable[..., None] = torch.autograd.graph.saved_tensors_hooks.__enter__
+
+
+def _checkpoint_generator(
+    fn: Any,
+    preserve_rng_state: bool = True,
+    context_fn: Any = torchs.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Generator[None]:
+    """Return the generator around a checkpointed call."""
+    if not checkpoints_are_plain():
+        return _generator(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
+    if private.checkpoint_debugs(debug):
+        _note("torch.utils.checkpoint with debug=True", "leave debug=True out")
+    elif (getattr(context_fn, "__module__", None) or "").partition(".")[0] == _CONTEXTS_OF_REMAT:
+        return _plain_call()
+    else:
+        contexts = context_fn()
+        if type(contexts[0]) is contextlib.nullcontext:  # the other one is for backward
+            return _plain_call()
+        context_fn = functools.partial(tuple, contexts)
+        _note(
+            "torch.utils.checkpoint with a context_fn (selective checkpointing)",
+            "leave context_fn out, and pin what must be saved by constraints=",
+        )
+    return _left_to_torch(
+        _generator(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
+    )
+
+
+def _plain_call() -> Generator[None]:
+    yield
+
+
+def _left_to_torch(generator: Generator[None]) -> Generator[None]:
+    # Backward runs the function again, with all checkpoints inside. So must forward.
+    with checkpoints_left_alone():
+        yield from generator
+
+
+class _CheckpointFunction(_function):  # type: ignore[misc]
+    """Call the function of a reentrant checkpoint plainly."""
+
+    @classmethod
+    def apply(cls, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not checkpoints_are_plain():
+            return _function.apply(function, preserve_rng_state, *args)
+        if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            return function(*args)
+        torchs.check_backward_validity(args)  # warns: torch gives such a call no gradient at all
+        with torch.no_grad():
+            return function(*args)
+
+
+def _enter_hooks(hooks: Any) -> None:
+    """Enter saved-tensor hooks, and note those of the model."""
+    if _thread.unplanned is not None:
+        kind = type(hooks)
+        module = kind.__module__ if kind is not torch.autograd.graph.saved_tensors_hooks else None
+        module = module or getattr(hooks.pack_hook, "__module__", None) or ""
+        if module.partition(".")[0] not in _OWN_PACKAGES and module != torchs.__name__:
+            name = (
+                kind.__name__
+                if kind.__name__ != "saved_tensors_hooks"
+                else f"saved_tensors_hooks of {module}"
+            )
+            _note(name, "leave it out: the plan recomputes what it must")
+    _enter(hooks)
+
+
+def _note(what: str, next_move: str) -> None:
+    if _thread.unplanned is not None:
+        _thread.unplanned[
+            f"{UNPLANNED}{what}, used inside the model, decides what autograd holds, so no plan frees "
+            f"these tensors. To have them planned, {next_move}"
+        ] = None

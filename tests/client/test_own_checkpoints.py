@@ -1,0 +1,308 @@
+"""Test models whose own code checkpoints: a plan takes such calls over, or names them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint as torchs
+from blocks import Block
+from stepping import seed, timed_by_flops
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import ac_client
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.rerun.ambient_state import AmbientState
+from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
+from autoac.planner.units import GIB
+from autoac.profiler import profile
+from autoac.profiler.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
+from autoac.profiler.errors import CannotProfile
+from benchmarks.models.gpt2 import gpt2
+
+by_name = torchs.checkpoint  # as libraries import it
+GENERATOR, FUNCTION = torchs._checkpoint_without_reentrant_generator, torchs.CheckpointFunction
+ENTER = torch.autograd.graph.saved_tensors_hooks.__enter__
+
+
+class Net(nn.Module):
+    """Count how often the blocks run."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+        self.first = nn.Linear(32, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(functools.partial(self.counted, block), x)
+        return {"loss": x.square().mean()}
+
+    def counted(self, block: nn.Module, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = block(x)
+        return out
+
+
+def plainly(function: Any, x: Tensor) -> Tensor:
+    return function(x)  # type: ignore[no-any-return]
+
+
+def in_torch(function: Any, x: Tensor) -> Tensor:
+    return by_name(function, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def reentrant(function: Any, x: Tensor) -> Tensor:
+    return by_name(function, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def nested(function: Any, x: Tensor) -> Tensor:
+    return by_name(lambda x: in_torch(function, x), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def sequential(function: Any, x: Tensor) -> Tensor:
+    return torchs.checkpoint_sequential([function, torch.sin], 2, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def ours(function: Any, x: Tensor) -> Tensor:
+    return ac_client.checkpoint(function, x)
+
+
+def of_remat(function: Any, x: Tensor) -> Tensor:
+    remat = pytest.importorskip("torch_remat")
+
+    def body(x: Tensor) -> Tensor:
+        return remat.region(torch.sin, "inside", recompute=True)(function(x))  # type: ignore[no-any-return]
+
+    return remat.checkpoint(region_name="block")(body)(x)  # type: ignore[no-any-return]
+
+
+def selective(function: Any, x: Tensor) -> Tensor:
+    contexts = functools.partial(torchs.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    return by_name(lambda x: in_torch(function, x), x, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+
+def offloaded(function: Any, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return plainly(function, x)
+
+
+def with_sine(function: Any, x: Tensor) -> Tensor:
+    return plainly(function, x).sin()
+
+
+PLAIN = {sequential: with_sine, of_remat: with_sine}  # torch_remat alone draws other dropout masks again
+TAKEN = [in_torch, reentrant, nested, sequential, ours, of_remat]
+
+
+def batch() -> Tensor:
+    return torch.randn(64, 32, generator=torch.Generator().manual_seed(5))
+
+
+def made(call: Callable[[Any, Tensor], Tensor]) -> Net:
+    seed(0)
+    return Net(call)
+
+
+def trained(model: nn.Module, steps: int = 2) -> list[Tensor | None]:
+    for number in range(steps):
+        model.zero_grad()
+        seed(number)
+        model(batch())["loss"].backward()
+    return [p.grad for p in model.parameters()]
+
+
+def same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
+
+
+def tightest(model: nn.Module) -> Policy:
+    found = timed_by_flops(profile(model, batch()))
+    return plan(found, budget_bytes=find_minimum_peak(found, gap=0.05).found, gap=0.5).policy()
+
+
+@pytest.mark.parametrize("call", TAKEN, ids=lambda call: call.__name__)
+def test_plan_decides_in_place_of_a_checkpoint(call: Callable[[Any, Tensor], Tensor]) -> None:
+    policy = tightest(made(call))
+    model = ac_client.apply(made(call), policy=policy, strict=True)
+    gradients = trained(model)
+    assert model.calls == 2 * len(model.blocks)  # backward runs no function again
+    assert ac_client.applied(model).report().recomputed > 0
+    assert same(gradients, trained(made(PLAIN.get(call, plainly))))
+
+
+@pytest.mark.parametrize("call", TAKEN, ids=lambda call: call.__name__)
+def test_generous_plan_recomputes_nothing(call: Callable[[Any, Tensor], Tensor]) -> None:
+    model = ac_client.apply(made(call), 1.0)
+    trained(model, 1)
+    calls = model.calls
+    assert same(trained(model), trained(made(PLAIN.get(call, plainly))))
+    assert model.calls == calls + 2 * len(model.blocks)
+
+
+@pytest.mark.parametrize("call", [in_torch, reentrant, ours], ids=lambda call: call.__name__)
+def test_tightest_plan_is_no_larger_than_the_checkpoint(call: Callable[[Any, Tensor], Tensor]) -> None:
+    model, x = made(call), batch()
+    graph = build(timed_by_flops(profile(model, x)))
+    smallest = find_minimum_peak(graph, gap=0.05).found
+    with AllocatorTimeline(base=graph.static_bytes) as timeline:
+        model(x)["loss"].backward()
+    assert smallest <= timeline.peak_bytes
+    assert bounds(graph).ceiling > timeline.peak_bytes  # which the checkpoint lowers
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return nn.Sequential(*(checkpoint_wrapper(block) for block in model.children()))
+
+
+def composable(model: nn.Module) -> nn.Module:
+    for block in model.children():
+        composable_checkpoint(block)
+    return model
+
+
+@pytest.mark.parametrize("change", [wrapped, composable], ids=lambda change: change.__name__)
+def test_checkpoints_set_on_modules_are_taken_over(change: Callable[[nn.Module], nn.Module]) -> None:
+    def blocks() -> nn.Module:
+        seed(0)
+        return nn.Sequential(*(Block() for _ in range(3)))
+
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        seed(1)
+        model(batch()).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert profile(change(blocks()), batch()).saved == profile(blocks(), batch()).saved
+    policy = tightest(change(blocks()))
+    assert same(gradients(ac_client.apply(change(blocks()), policy=policy)), gradients(blocks()))
+
+
+def test_switch_of_transformers_is_taken_over() -> None:
+    def model(checkpointing: bool) -> nn.Module:
+        seed(0)
+        made = gpt2(layers=2, width=16, heads=2, vocabulary=32)
+        if checkpointing:
+            made.activation_checkpointing_enable()
+        return made.train()
+
+    ids = torch.arange(24).view(2, 12)
+
+    def gradients(model: nn.Module) -> list[Tensor | None]:
+        seed(1)
+        model(ids, labels=ids).loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    found = timed_by_flops(profile(model(True), ids, labels=ids))
+    policy = plan(found, budget_bytes=find_minimum_peak(found, gap=0.2).found, gap=0.5).policy()
+    planned = ac_client.apply(model(True), policy=policy, strict=True)
+    assert same(gradients(planned), gradients(model(False)))
+    assert ac_client.applied(planned).report().recomputed > 0
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_reentrant_checkpoint_of_inputs_without_a_gradient_still_gives_none() -> None:
+    class Front(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return super().forward(reentrant(self.first, x))
+
+    def front() -> Front:
+        seed(0)
+        return Front(in_torch)
+
+    gradients = trained(ac_client.apply(front(), policy=tightest(front())), 1)
+    assert same(gradients, trained(front(), 1))
+
+
+def test_checkpoints_are_left_alone_if_told_so() -> None:
+    model = ac_client.apply(made(in_torch), 1.0, take_over_checkpoints=False)
+    assert same(trained(model), trained(made(plainly)))
+    calls = model.calls
+    trained(model, 1)
+    assert model.calls == calls + 2 * len(model.blocks)
+    with pytest.raises(CannotProfile, match="use_reentrant"):
+        trained(ac_client.apply(made(reentrant), 1.0, take_over_checkpoints=False))
+    with pytest.raises(TypeError, match="take_over_checkpoints"):
+        ac_client.apply(made(in_torch), 1.0, take_over_checkpoints=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [(selective, "context_fn"), (offloaded, "save_on_cpu")], ids=["selective", "offload"]
+)
+def test_what_cannot_be_taken_over_is_named(
+    call: Callable[[Any, Tensor], Tensor], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="ac_client"):
+        model = ac_client.apply(made(call), 1.0)
+        assert same(trained(model), trained(made(plainly)))
+    assert [name in record.getMessage() for record in caplog.records] == [True]
+    with pytest.raises(ac_client.InfeasibleBudget) as error:
+        trained(ac_client.apply(made(call), 30_000 / GIB))
+    assert name in error.value.__notes__[0]
+
+
+def test_selective_checkpoint_is_carried_out_by_torch() -> None:
+    model = ac_client.apply(made(selective), 1.0)
+    trained(model, 1)
+    calls = model.calls
+    trained(model, 1)
+    assert model.calls > calls + len(model.blocks)  # again in backward
+
+
+def test_other_threads_and_models_keep_their_checkpoints() -> None:
+    counts: list[int] = []
+
+    def elsewhere() -> None:
+        other = made(in_torch)
+        trained(other, 1)
+        counts.append(other.calls)
+
+    def call(function: Any, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return in_torch(function, x)
+
+    model = ac_client.apply(made(call), policy=tightest(made(in_torch)))
+    trained(model, 1)
+    assert set(counts) == {2 * len(model.blocks)}
+    elsewhere()
+    assert counts[-1] == 2 * len(model.blocks)
+
+
+def test_torch_is_restored_after_a_forward_that_raises() -> None:
+    def call(function: Any, x: Tensor) -> Tensor:
+        if fails:
+            assert torchs.CheckpointFunction is not FUNCTION
+            raise KeyError("user")
+        return in_torch(function, x)
+
+    fails = False
+    model = ac_client.apply(made(call), 1.0)
+    trained(model, 1)
+    fails = True
+    with pytest.raises(KeyError, match="user"):
+        trained(model, 1)
+    assert torchs.CheckpointFunction is FUNCTION
+    assert torchs._checkpoint_without_reentrant_generator is GENERATOR
+    assert torch.autograd.graph.saved_tensors_hooks.__enter__ is ENTER
+    assert not checkpoints_are_plain()
+
+
+def test_module_that_runs_again_as_a_whole_takes_checkpoints_over() -> None:
+    with plain_checkpoints():
+        state = AmbientState(torch.device("cpu"))
+    assert not checkpoints_are_plain()
+    with state.restored():
+        assert checkpoints_are_plain()
+    with AmbientState(torch.device("cpu")).restored():
+        assert not checkpoints_are_plain()
