@@ -39,6 +39,7 @@ from ac_client.runtime.policy_context import active
 from ac_client.runtime.replay import recording_off
 from autoac.planner import Constraints, Plan, Policy, PolicySet
 from autoac.profiler import Loss, device_of
+from autoac.profiler.compiler.private_compiler import check_version, is_tested
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
 from autoac.profiler.distributed.ddp import wrapper_paths
 from autoac.profiler.errors import CannotProfile
@@ -350,6 +351,9 @@ class Applied:
             for handle in self._submodule_handles:
                 handle.remove()
             self._submodule_handles = []
+        if (self._compiled or parts) and not is_tested():
+            self.remove()
+            check_version()
         if parts != self._compiled_parts:
             self._compiled_parts = parts
         if not (self._compiled or self._submodule_handles):

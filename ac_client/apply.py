@@ -32,8 +32,9 @@ from autoac.planner import InfeasibleBudget, InvalidBudget, Policy
 from autoac.planner import PolicySet as PolicySet
 from autoac.planner.formats.policy_set import SET_FORMAT
 from autoac.profiler import Loss
+from autoac.profiler.compiler.private_compiler import check_version
 from autoac.profiler.model_device import check_one_device, device_of
-from autoac.profiler.torch_facts.inductor import uncompiled
+from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
 
 log = logging.getLogger("ac_client")
 
@@ -119,6 +120,8 @@ def apply(
         AlreadyApplied: the model, a part of it, or a model that it is part of is planned already.
         MalformedPolicy: `policy` is the path of a file without a policy.
         CheckpointingActive: the model checkpoints itself, and `take_over_checkpoints` is False.
+        UnsupportedTorch: the model is compiled, which is tested with one minor version of torch only; also
+            from a forward, if it was compiled later.
         CannotProfile: the model lies on several devices, or partly on the CPU. From a training forward: the
             model is traced, or for one of the reasons in docs/profiling.md.
         InvalidConstraints: a pattern matches nothing, or constraints contradict each other. From the first
@@ -143,6 +146,8 @@ def apply(
     budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
     check_loop(loss, forwards_in_flight, verify)
     check_unplanned(model, may_checkpoint=take_over_checkpoints)
+    if is_called_compiled(given) or compiled_parts(model):
+        check_version()
     if policy is None and alias is None:
         check_one_device(model)
     loaded = _read(policy)

@@ -7,6 +7,7 @@ from .errors import (
     ProfilerError,
     ShardsInUse,
     Unsteady,
+    UnsupportedTorch,
 )
 from .model_device import device_of
 from .observe import observe, profile
@@ -29,6 +30,7 @@ __all__ = [
     "ShardsInUse",
     "Times",
     "Unsteady",
+    "UnsupportedTorch",
     "datasheet_of_this_cpu",
     "device_name",
     "device_of",

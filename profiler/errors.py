@@ -8,9 +8,13 @@ ProfilerError
 +-- CannotFake        an op needs values, or a kernel, that a fake step does not have
 +-- Unsteady          two steps of the model on one batch differ
 +-- PinConflict       a module and a module inside it have different pins
++-- UnsupportedTorch  this version of torch was not tested, or lacks a private name; an ImportError too
 """
 
 from __future__ import annotations
+
+TESTED_TORCH = "2.13"
+"""The minor version of torch that the tests run on, as in pyproject.toml."""
 
 
 class ProfilerError(Exception):
@@ -99,3 +103,17 @@ class PinConflict(ProfilerError):
 
     def __reduce__(self) -> tuple[type[PinConflict], tuple[str, str, str, str]]:
         return PinConflict, (self.outer, self.outer_pin, self.inner, self.inner_pin)
+
+
+class UnsupportedTorch(ProfilerError, ImportError):
+    """This version of torch was not tested, or lacks a private name that autoac reads."""
+
+    def __init__(self, installed: str, why: str) -> None:
+        self.installed, self.why = installed, why
+        super().__init__(
+            f"torch must be {TESTED_TORCH}, got {installed}: {why}. Install torch=={TESTED_TORCH}.*, or a "
+            "version of autoac that was tested with this torch"
+        )
+
+    def __reduce__(self) -> tuple[type[UnsupportedTorch], tuple[str, str]]:
+        return UnsupportedTorch, (self.installed, self.why)

@@ -59,7 +59,7 @@ planner:                plans pipeline report
 profiler/base:
 profiler/torch_facts:   base planner/formats
 profiler/unseen:        torch_facts planner/formats
-profiler/compiler:      torch_facts planner/formats
+profiler/compiler:      base torch_facts planner/formats
 profiler/distributed:   base torch_facts
 profiler/checkpoints:   torch_facts
 profiler/restore:       base torch_facts checkpoints

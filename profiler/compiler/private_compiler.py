@@ -17,7 +17,27 @@ from typing import Any, cast
 import torch
 from torch import _guards
 
+from autoac.profiler.errors import TESTED_TORCH, UnsupportedTorch
 from autoac.profiler.torch_facts.private import HigherOrderOperator, eval_frame
+
+
+def check_version() -> None:
+    """Check that the names of this file were tested with the torch that is installed.
+
+    Raises:
+        UnsupportedTorch: they were not.
+    """
+    if not is_tested():
+        raise UnsupportedTorch(
+            torch.__version__,
+            "a plan for compiled code replaces parts of torch.compile, which differ between versions. Models "
+            "that are not compiled can be planned",
+        )
+
+
+def is_tested() -> bool:
+    """Return True if the names of this file were tested with the torch that is installed."""
+    return torch.__version__.startswith(f"{TESTED_TORCH}.")
 
 
 def aot_graph_compile() -> Any:

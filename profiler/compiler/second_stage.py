@@ -93,7 +93,13 @@ def carried_by(carrier: Carrier | None) -> Iterator[None]:
 
 
 def set_carrier(carrier: Carrier | None) -> Carrier | None:
-    """Make `carrier` decide what graphs called on this thread save; return the carrier before it."""
+    """Make `carrier` decide what graphs called on this thread save; return the carrier before it.
+
+    Raises:
+        UnsupportedTorch: this torch was not tested. Nothing was changed.
+    """
+    if carrier is not None:
+        private_compiler.check_version()
     before, _current.carrier = _current.carrier, carrier
     use_code_of_plans(carrier is not None)
     if carrier is not None and "torch._dynamo" in sys.modules:
@@ -325,7 +331,7 @@ def forget_code_that_calls(model: nn.Module) -> None:
 
     The model's own code stays: its hooks run before it, and planned forwards have code of their own.
     """
-    if "torch._dynamo" in sys.modules:
+    if private_compiler.is_tested() and "torch._dynamo" in sys.modules:
         private_compiler.reset_code_with(type(model), but=getattr(type(model).forward, "__code__", None))
 
 

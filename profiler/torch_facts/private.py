@@ -2,7 +2,8 @@
 
 Those that compiled models need are listed in profiler/compiler/private_compiler.py.
 
-torch promises nothing about these names, so a new release of torch is checked against this file first. Names
+torch promises nothing about these names, so a new release of torch is checked against this file first. If
+a name is missing, importing this package raises `UnsupportedTorch`, which names it. Names
 keep torch's spelling without the underscore. Some are only looked up when they are called, because a build
 without CUDA lacks them, or because importing them loads a part of torch that the user may not need.
 
@@ -298,3 +299,22 @@ def fsdp_mesh_classes() -> tuple[Any, Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     return FSDPMeshInfo, HSDPMeshInfo
+
+
+def _check_attributes() -> None:
+    """Read the private attributes that are listed above.
+
+    Raises:
+        AttributeError: torch has one of them no more.
+    """
+    for owner, names in (
+        (torch.Tensor, "_version _base _is_view _is_zerotensor"),
+        (torch.UntypedStorage, "_cdata"),
+        (torch.ops.aten.mm.default, "_schema _op _op_dk _overloadpacket _uncache_dispatch"),
+        (nn.Identity(), "_parameters _modules _backward_hooks _backward_pre_hooks _compiled_call_impl"),
+    ):
+        for name in names.split():
+            getattr(owner, name)
+
+
+_check_attributes()

@@ -19,12 +19,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.rerun.ambient_state import AmbientState
 from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 from autoac.profiler.checkpoints.own_checkpoints import checkpoints_are_plain, plain_checkpoints
 from autoac.profiler.errors import CannotProfile
+from autoac.profiler.unseen.ambient_state import AmbientState
 from benchmarks.models.gpt2 import gpt2
 
 by_name = torchs.checkpoint  # as libraries import it

@@ -1,0 +1,86 @@
+"""Test that a torch which was not tested is refused with words, before anything of it is replaced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from autoac.profiler.errors import TESTED_TORCH
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(code: str) -> None:
+    """Run `code` in a process of its own, which ends without an error."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_dependency_is_the_version_that_was_tested() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    major, minor = map(int, TESTED_TORCH.split("."))
+    assert f"torch>={TESTED_TORCH},<{major}.{minor + 1}" in project["dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [("torch._C", "_len_torch_dispatch_stack"), ("torch._ops.OpOverload", "_uncache_dispatch")],
+)
+def test_missing_private_name_is_named_at_import(owner: str, name: str) -> None:
+    run(
+        f"""
+        import torch
+        delattr({owner}, "{name}")
+        try:
+            from ac_client.apply import apply
+        except ImportError as error:
+            assert type(error).__name__ == "UnsupportedTorch", type(error)
+            assert "{name}" in str(error), error
+            assert torch.__version__ in str(error), error
+        else:
+            raise AssertionError("imported")
+        """
+    )
+
+
+@pytest.mark.parametrize("compiles", ["first", "later", "a part"])
+def test_compiled_model_is_refused_before_torch_is_changed(compiles: str) -> None:
+    run(
+        f"""
+        import torch, ac_client
+        from torch import nn
+        from torch._functorch._aot_autograd import graph_compile
+        from autoac.profiler.errors import UnsupportedTorch
+
+        second_stage = graph_compile.aot_stage2_autograd
+        torch.__version__ = "2.99.0+cpu"
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+        if "{compiles}" == "later":
+            ac_client.apply(model, 1.0)
+            model(x).sum().backward()
+        if "{compiles}" == "a part":
+            model[0].compile(backend="aot_eager")
+        else:
+            model.compile(backend="aot_eager")
+        try:
+            if "{compiles}" != "later":
+                ac_client.apply(model, 1.0)
+            model(x).sum().backward()
+        except UnsupportedTorch as error:
+            assert error.installed == "2.99.0+cpu"
+        else:
+            raise AssertionError("planned")
+        assert graph_compile.aot_stage2_autograd is second_stage
+        model(x).sum().backward()  # as a plain model
+        ac_client.apply(eager := nn.Linear(4, 4), 1.0)  # beside code that is compiled
+        eager(x).sum().backward()
+        assert graph_compile.aot_stage2_autograd is second_stage
+        """
+    )
