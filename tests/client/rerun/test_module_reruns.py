@@ -12,6 +12,7 @@ import torch
 from programs import COLUMNS, ROWS, Program
 from stepping import nothing_left, scalar
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
@@ -68,10 +69,27 @@ class Mix(nn.Module):
         return first.cos() * a, second.exp() + b
 
 
+class Checkpointed(nn.Module):
+    """A module that checkpoints itself, which it does not while it runs again as a whole."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(
+            lambda x: nn.functional.dropout(self.up(x).tanh().exp().sin(), 0.1, self.training),
+            x,
+            use_reentrant=False,
+        )
+        return out + x
+
+
 CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "transformer": (lambda: Transformer(layers=3, width=64), (4, 64, 64)),
     "convolutions": (ConvNet, (16, 3, 8, 8)),
     "gates": (Gated, (64, 32)),
+    "checkpoints": (lambda: nn.Sequential(nn.Linear(32, 32), *(Checkpointed() for _ in range(3))), (64, 32)),
 }
 
 
