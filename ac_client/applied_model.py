@@ -47,6 +47,7 @@ from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_calls
+from autoac.profiler.unseen.fingerprints import Comparison
 
 log = logging.getLogger("ac_client")
 
@@ -390,7 +391,8 @@ class Applied:
         bucket.statistics.steps += 1
         self._steps += 1
         route = bucket.loaded.route(waiting)
-        compares = not route.compared or (self._verify is not None and self._steps % self._verify == 0)
+        asked = self._verify is not None and self._steps % self._verify == 0
+        compares = Comparison.enabled and (asked or not route.compared)
         route.compared = True
         if not waiting:
             self._peaks.begin_step(bucket, compares=compares and bucket.loaded.recomputes)

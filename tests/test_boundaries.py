@@ -58,14 +58,15 @@ planner/report:         base formats problem memory solver plans
 planner:                plans pipeline report
 profiler/base:
 profiler/torch_facts:   base planner/formats
-profiler/unseen:        torch_facts planner/formats
+profiler/unseen:        torch_facts checkpoints planner/formats
 profiler/compiler:      base torch_facts planner/formats
 profiler/distributed:   base torch_facts
 profiler/checkpoints:   torch_facts
 profiler/restore:       base torch_facts checkpoints
 profiler/packing:       torch_facts
 profiler/timing:        torch_facts unseen restore packing
-profiler/capture:       base torch_facts unseen restore packing timing planner/base planner/formats
+profiler/capture:       base torch_facts unseen distributed restore packing timing planner/base
+                        planner/formats
 profiler/static:        base torch_facts distributed timing planner/base planner/formats
 profiler/joint_graph:   torch_facts compiler capture
 profiler/steps:         base torch_facts unseen compiler distributed restore timing capture joint_graph
@@ -87,8 +88,8 @@ ac_client/planning:     base service_client runtime compiled rerun measure plann
                         profiler/torch_facts profiler/compiler profiler/distributed profiler/restore
                         profiler/static profiler/checkpoints
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
-                        profiler profiler/base profiler/torch_facts profiler/compiler profiler/distributed
-                        profiler/static
+                        profiler profiler/base profiler/torch_facts profiler/unseen profiler/compiler
+                        profiler/distributed profiler/static
 ac_client:              base entry
 ac_client/integrations: base planning entry planner ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler ac_client

@@ -46,8 +46,8 @@ from autoac.planner.formats.policy_set import Bucket, Shape, shape_in_words
 from autoac.planner.units import format_bytes
 from autoac.profiler import Loop, NothingToProfile, ProfilerBusy, device_of
 from autoac.profiler.distributed.fsdp import process_group_of
+from autoac.profiler.distributed.process_groups import noting_groups
 from autoac.profiler.errors import ProfilerError
-from autoac.profiler.torch_facts.process_groups import noting_groups
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")

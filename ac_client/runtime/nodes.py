@@ -40,9 +40,10 @@ from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, recipe_of
 from ac_client.runtime.write_guard import StaleError, WriteGuard, detached_alias, version_counter
 from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.global_flags import current_flags
 from autoac.profiler.torch_facts.rng import GeneratorState
 from autoac.profiler.torch_facts.streams import event_on, streams_seen, wait_for
+from autoac.profiler.unseen.fingerprints import Fingerprint
+from autoac.profiler.unseen.global_flags import current_flags
 
 
 class Source:
@@ -162,7 +163,7 @@ class StorageVersion:
         self.first_counter = -1 if raw else 0  # the counter when this version was made; -1 if unknown
         self.suspect = False  # readers must first compare: someone unseen may have written it
         # Fingerprint of the storage; None if suspect: nobody has written it.
-        self.contents: Tensor | int | None = None
+        self.contents: Fingerprint | None = None
 
     def note_counter(self) -> bool:
         """Note the version counter of the tensor; return False if it cannot be read."""

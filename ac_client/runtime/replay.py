@@ -33,11 +33,11 @@ from ac_client.runtime.view_recipes import Recipe, make_view, matches_recipe, re
 from ac_client.runtime.write_guard import StaleError
 from autoac.planner.formats.op_key import name_in_keys
 from autoac.profiler.torch_facts import private, rng
-from autoac.profiler.torch_facts.global_flags import FlagSwitcher
 from autoac.profiler.torch_facts.nested_ops import AUTOCAST
 from autoac.profiler.torch_facts.op_signature import outputs_of
 from autoac.profiler.unseen.checked_code import CheckedCode
 from autoac.profiler.unseen.fingerprints import Comparison, KeptWeights
+from autoac.profiler.unseen.global_flags import FlagSwitcher
 
 
 class Pass:
@@ -223,6 +223,8 @@ class RegionGraph:
             else:
                 ended.cache.clear()
                 ended.handed_out.clear()
+                if self.weights is not None:
+                    self.weights.release()  # a loss that outlives backward holds this graph
 
     def discard_suspended(self) -> None:
         """Free the suspended pass: the split backward is over."""

@@ -15,7 +15,7 @@ from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
 from ac_client.runtime.write_guard import ContentsDiffer, WriteGuard, detached_alias
 from autoac.profiler.torch_facts.op_facts import LEAVE_BYTES_UNWRITTEN
-from autoac.profiler.unseen.fingerprints import can_compare, fingerprint, same_contents
+from autoac.profiler.unseen.fingerprints import Fingerprint, can_compare, fingerprint, same_contents
 
 
 class RecomputedHandle:
@@ -45,7 +45,7 @@ class RecomputedHandle:
         self.graph = graph
         self.device = device
         # Fingerprint of the tensor, where backward compares.
-        self.contents: Tensor | int | None = None
+        self.contents: Fingerprint | None = None
         self.key = graph.registry.register(self)
         self._last: weakref.ref[Tensor] | None = None  # the tensor that the last unpack returned
         self._last_task = -1  # the graph task of the last unpack

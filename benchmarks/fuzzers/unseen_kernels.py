@@ -45,6 +45,7 @@ OURS = (
     PlannerError,
     ProfilerError,
     ac_client.ApplyError,
+    ac_client.ContentsDiffer,
     ac_client.LeftThePath,
     ac_client.PolicyConflict,
     ac_client.StaleError,

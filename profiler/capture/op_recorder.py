@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, OVERWRITTEN, PINNED, UNSEEN
+from autoac.profiler.distributed.process_groups import note_groups, note_mesh
 from autoac.profiler.packing.dropout_masks import DRAW, SCALE, DrawnMasks, MaskKind
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
@@ -30,7 +31,6 @@ from autoac.profiler.torch_facts.op_facts import (
     written_tensors,
 )
 from autoac.profiler.torch_facts.op_signature import flops_of, outputs_of, signature_of, tensors_in
-from autoac.profiler.torch_facts.process_groups import note_groups, note_mesh
 from autoac.profiler.torch_facts.rng import UsedGenerators
 from autoac.profiler.torch_facts.storage_table import (
     StorageTable,

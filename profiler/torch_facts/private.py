@@ -44,8 +44,8 @@ from torch.nn.utils import parametrize as _parametrize
 from torch.nn.utils import stateless as _stateless
 from torch.optim import optimizer as _optimizer
 from torch.utils import _foreach_utils, _python_dispatch, _pytree
-from torch.utils import weak as _weak
 from torch.utils import checkpoint as _checkpoint
+from torch.utils import weak as _weak
 
 # Ops, and the containers of their arguments.
 OpOverload = _ops.OpOverload  # what a dispatch mode is called with

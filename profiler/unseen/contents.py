@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autoac.planner.formats.profile import OVERWRITTEN, UNSEEN
 from autoac.profiler.torch_facts.storage_table import StorageTable
-from autoac.profiler.unseen.fingerprints import KeptWeights, can_compare, storage_fingerprint
+from autoac.profiler.unseen.fingerprints import Fingerprint, KeptWeights, can_compare, storage_fingerprint
 from autoac.profiler.unseen.last_look import LastLook
 
 _AT_THE_END = 1 << 62  # in place of an op that reads
@@ -30,8 +30,8 @@ class Contents:
 
     def __init__(self) -> None:
         self._weights = KeptWeights()
-        self._last_look = LastLook[int](lambda tensor, version: self._add(version, _AT_THE_END, tensor))
-        self._fingerprints: list[Tensor] = []
+        self._last_look = LastLook[int]()
+        self._fingerprints: list[Fingerprint] = []
         self._events: list[
             tuple[int, int]
         ] = []  # of each: version, and the op that read it; -1 if it wrote it
@@ -41,9 +41,13 @@ class Contents:
 
     def note_written(self, version: int, tensor: Tensor) -> None:
         """Take the fingerprint of `version`, which an op has written to the storage of `tensor`."""
-        self._last_look.release()
+        self._look_last()
         self._add(version, -1, tensor)
         self._last_look.hold(tensor, version)
+
+    def _look_last(self, *, everything: bool = False) -> None:
+        for tensor, version in self._last_look.released(everything=everything):
+            self._add(version, _AT_THE_END, tensor)
 
     def note_read(self, version: int, tensor: Tensor, op: int) -> None:
         """Take the fingerprint of `version`, which `op` reads or autograd packs before `op`."""
@@ -75,7 +79,7 @@ class Contents:
         Args:
             writers: the op that wrote each version.
         """
-        self._last_look.release(everything=True)
+        self._look_last(everything=True)
         for number, tensor, nbytes in self._kept:
             # FSDP frees gathered parameters, and gathers them again for backward.
             if self._outside.get(tensor) == number and tensor.untyped_storage().nbytes() == nbytes:
@@ -99,10 +103,11 @@ class Contents:
         return found
 
 
-def _values(fingerprints: Sequence[Tensor]) -> list[int]:
-    values: list[int] = [0] * len(fingerprints)
-    for device in {fingerprint.device for fingerprint in fingerprints}:
-        here = [i for i, fingerprint in enumerate(fingerprints) if fingerprint.device == device]
-        for i, value in zip(here, torch.stack([fingerprints[i] for i in here]).tolist(), strict=True):
+def _values(fingerprints: Sequence[Fingerprint]) -> list[int]:
+    values = [value if isinstance(value, int) else 0 for value in fingerprints]
+    on_devices = [(i, value) for i, value in enumerate(fingerprints) if isinstance(value, Tensor)]
+    for device in {value.device for _, value in on_devices}:
+        here = [(i, value) for i, value in on_devices if value.device == device]
+        for (i, _), value in zip(here, torch.stack([value for _, value in here]).tolist(), strict=True):
             values[i] = value
     return values

@@ -4,17 +4,20 @@ A kernel that PyTorch does not dispatch (Triton, pybind, ctypes) writes through 
 write, and no version counter moves. So code that relies on contents takes a fingerprint when a visible op
 has written them and another when they are read. If the two differ, an unseen kernel wrote in between.
 
-A fingerprint is a sum, modulo 2**64, of the elements times one random odd weight for each position. So
-a permutation, a change of sign and a swapped half all change it, which a plain sum or an exclusive or does
-not see. Elements are the bytes as integers: payloads of NaN and the sign of zero count.
+On a device, a fingerprint is a sum, modulo 2**64, of the elements times one random odd weight for each
+position. So a permutation, a change of sign and a swapped half all change it, which a plain sum or an
+exclusive or does not see. Elements are the bytes as integers: payloads of NaN and the sign of zero count.
 
-Fingerprints are computed on the tensor's device, in its current stream. They stay there until someone reads
-them, so taking one does not synchronize.
+On a device, fingerprints are computed in its current stream. They stay there until they are read, so taking
+one does not synchronize, unless several streams are used. On the CPU, zlib computes them without allocating
+anything: two checksums, which also depend on positions.
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,6 +26,9 @@ from torch import Tensor
 
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.streams import has_streams, streams_seen
+
+Fingerprint = Tensor | int
+"""An int64 scalar on a device, or a number."""
 
 _ROW = 1 << 10  # elements
 _MOST_ROWS = 1 << 8  # at once; temporaries take 2 MiB then
@@ -43,23 +49,32 @@ class Comparison:
     enabled = True
 
 
-def fingerprint(tensor: Tensor) -> Tensor:
-    """Return the fingerprint of the elements that `tensor` views: an int64 scalar on its device.
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    """Return the fingerprint of the elements that `tensor` views.
 
     `tensor` must be a plain window on one storage.
     """
     with _unseen():
-        return _sum(_elements(tensor))
+        return _of(_elements(tensor))
 
 
-def storage_fingerprint(tensor: Tensor) -> Tensor:
+def storage_fingerprint(tensor: Tensor) -> Fingerprint:
     """Return the fingerprint of all bytes of `tensor`'s storage."""
     storage = tensor.untyped_storage()
     with _unseen():
-        return _sum(_window(storage, 0, storage.nbytes()))
+        return _of(_window(storage, 0, storage.nbytes()))
 
 
-def same_contents(first: Tensor | int, second: Tensor | int) -> bool:
+def _of(elements: Tensor) -> Fingerprint:
+    if elements.device.type != "cpu":
+        return _settled_sum(elements)
+    if not elements.numel():
+        return 0
+    contents = (ctypes.c_char * elements.nbytes).from_address(elements.data_ptr())
+    return zlib.crc32(contents) << 32 | zlib.adler32(contents)
+
+
+def same_contents(first: Fingerprint, second: Fingerprint) -> bool:
     """Return True if two fingerprints on one device are equal. Waits for the device."""
     with _unseen():
         return bool(first == second)
@@ -104,6 +119,22 @@ def _window(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Tensor:
     return window.set_(storage, offset // unit, (nbytes // unit,), (1,))
 
 
+_streams: set[int] = set()  # on which fingerprints were taken in this process
+
+
+def _settled_sum(elements: Tensor) -> Tensor:
+    """Return `_sum`, and with several streams wait for all of them: the tensor may be of another one."""
+    if has_streams():
+        _streams.add(private.current_stream())
+    if len(_streams) < 2 and not streams_seen.several:
+        return _sum(elements)
+    device = torch.get_device_module(elements.device)
+    device.synchronize(elements.device)
+    total = _sum(elements)
+    device.synchronize(elements.device)
+    return total
+
+
 def _sum(elements: Tensor) -> Tensor:
     weights = _weights(elements.device)
     whole = elements.numel() // _ROW
@@ -128,14 +159,20 @@ class KeptWeights:
         self._tables: dict[torch.device, tuple[Tensor, int]] = {}  # with the number of entries that are taken
         _keepers.add(self)
 
-    def keep(self, value: Tensor) -> Tensor | int:
+    def release(self) -> None:
+        """Keep no weights, and no memory for fingerprints that nobody has."""
+        self.tensors.clear()
+        self._tables.clear()
+
+    def keep(self, value: Fingerprint) -> Fingerprint:
         """Return a fingerprint in a form that takes eight bytes of a device, where a tensor takes 512.
 
-        On the CPU, where reading it is free, it is a number; and with several streams, of which one may not
-        read what another is still writing.
+        It is a number with several streams, of which one may not read what another is still writing.
         """
+        if isinstance(value, int):
+            return value
         with _unseen():
-            if value.device.type == "cpu" or streams_seen.several:
+            if len(_streams) > 1 or streams_seen.several:
                 return int(value)
             table, taken = self._tables.get(value.device, (value, _ROW))
             if taken == _ROW:

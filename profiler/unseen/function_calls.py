@@ -49,6 +49,7 @@ from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.unseen.ambient_state import AmbientState
 from autoac.profiler.unseen.fingerprints import (
     Comparison,
+    Fingerprint,
     KeptWeights,
     fingerprint,
     same_contents,
@@ -279,7 +280,7 @@ class FunctionCall:
         self._contents: list[Tensor] = []  # of the slots, while the call is examined
         self._storages = list({tensor.untyped_storage()._cdata: tensor for tensor in plain}.values())
         self.written = [self._storages[i] for i in known.written] if known is not None else []
-        self._before: list[Tensor] = []
+        self._before: list[Fingerprint] = []
         self._weights: KeptWeights | None = None
         self.rerun: FunctionRerun | None = None
         if not self.reason:
@@ -391,12 +392,9 @@ class FunctionCall:
 _RUN: CodeType = FunctionCall.run.__code__
 
 
-def _equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    """Return True if two lists of fingerprints, which may be on several devices, are equal."""
-    pairs: dict[torch.device, list[Tensor]] = {}
-    for a, b in zip(first, second, strict=True):
-        pairs.setdefault(a.device, []).append(a != b)
-    return not any(bool(torch.stack(differing).any()) for differing in pairs.values())
+def _equal(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> bool:
+    """Return True if two lists of fingerprints are equal."""
+    return len(first) == len(second) and all(map(same_contents, first, second))
 
 
 def _kind_of(arguments: CallArguments) -> Any:

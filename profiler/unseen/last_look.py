@@ -7,7 +7,7 @@ the next op, which compares it and lets it go.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -20,14 +20,9 @@ _OURS = 2  # references to a storage that only we hold: our alias, and the stora
 
 
 class LastLook(Generic[T]):
-    """The storages that are watched, each with the version that a recorded op has given it.
+    """The storages that are watched, each with the version that a recorded op has given it."""
 
-    Args:
-        look: called with a tensor on a storage, and its version, when nobody else holds the storage.
-    """
-
-    def __init__(self, look: Callable[[Tensor, T], None]) -> None:
-        self._look = look
+    def __init__(self) -> None:
         self._held: dict[int, tuple[Tensor, T]] = {}
 
     def hold(self, tensor: Tensor, version: T) -> None:
@@ -36,9 +31,9 @@ class LastLook(Generic[T]):
         self._held[tensor.untyped_storage()._cdata] = tensor.detach(), version
         del hidden
 
-    def release(self, *, everything: bool = False) -> None:
-        """Look at the storages that nobody else holds, or at everything, and let them go."""
+    def released(self, *, everything: bool = False) -> Iterator[tuple[Tensor, T]]:
+        """Let go of storages that nobody else holds, or of all; yield a tensor on each, and its version."""
         for address, (tensor, version) in list(self._held.items()):
             if everything or private.storage_use_count(address) <= _OURS:
                 del self._held[address]
-                self._look(tensor, version)
+                yield tensor, version

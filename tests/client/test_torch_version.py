@@ -79,7 +79,7 @@ def test_compiled_model_is_refused_before_torch_is_changed(compiles: str) -> Non
             raise AssertionError("planned")
         assert graph_compile.aot_stage2_autograd is second_stage
         model(x).sum().backward()  # as a plain model
-        ac_client.apply(eager := nn.Linear(4, 4), 1.0)  # beside code that is compiled
+        ac_client.apply(eager := nn.Linear(4, 4), 1.0)  # next to code that is compiled
         eager(x).sum().backward()
         assert graph_compile.aot_stage2_autograd is second_stage
         """

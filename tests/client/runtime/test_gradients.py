@@ -15,7 +15,7 @@ from torch import nn
 
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
-from autoac.profiler.torch_facts.global_flags import current_flags
+from autoac.profiler.unseen.global_flags import current_flags
 from benchmarks.models.modules import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {

@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ac_client
 from ac_client.runtime.policy_context import save_recompute_policy
@@ -66,20 +65,13 @@ def profiled_before(kind: str, net: nn.Module) -> nn.Module:
 
 
 # This one writes after the last visible read, where no recompute repeats it. A plan finds out, since its
-# profile looks when forward lets go of a tensor; a checkpoint does as torch's.
-AFTER_THE_LAST_READ = "after the last read"
+# profile looks when forward lets go of a tensor; checkpoints and regions do not, like torch's checkpoint.
+NOT_IN_CHECKPOINTS = {"after the last read"}
+RECOMPUTABLE = [kind for kind in KINDS if kind not in NOT_IN_CHECKPOINTS]
 
 
-def in_torchs_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(net, nn.Sequential)
-    for block in net:
-        x = torch_checkpoint(block, x, use_reentrant=False)
-    return x
-
-
-def assert_plain(kind: str, model: nn.Module, run: Run, *, planned: bool = True) -> None:
-    as_torch = kind == AFTER_THE_LAST_READ and not planned
-    plain = steps(network(kind), in_torchs_checkpoints if as_torch else lambda net, x: net(x))
+def assert_plain(kind: str, model: nn.Module, run: Run) -> None:
+    plain = steps(network(kind), lambda net, x: net(x))
     ours = steps(profiled_before(kind, model), run)
     assert len(plain) == len(ours)
     differing = [i for i, (a, b) in enumerate(zip(plain, ours, strict=True)) if not torch.equal(a, b)]
@@ -134,26 +126,26 @@ def in_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECOMPUTABLE)
 def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
     log = EventLog()
     logging = partial(save_recompute_policy, log=log)
     with mock.patch("ac_client.runtime.checkpoint.save_recompute_policy", logging):
-        assert_plain(kind, network(kind), in_checkpoints, planned=False)
+        assert_plain(kind, network(kind), in_checkpoints)
     recomputed = [name for event, name in log.events if event == "recompute"]
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECOMPUTABLE)
 def test_checkpoint_of_the_model_has_the_plain_gradients(kind: str) -> None:
     def run(net: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = ac_client.checkpoint(net, x, use_reentrant=False)
         return y
 
-    assert_plain(kind, network(kind), run, planned=False)
+    assert_plain(kind, network(kind), run)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", RECOMPUTABLE)
 def test_region_that_recomputes_all_has_the_plain_gradients(kind: str) -> None:
     def run(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
         with save_recompute_policy("recompute_all", log=log):
@@ -161,7 +153,7 @@ def test_region_that_recomputes_all_has_the_plain_gradients(kind: str) -> None:
         return y
 
     log = EventLog()
-    assert_plain(kind, network(kind), partial(run, log=log), planned=False)
+    assert_plain(kind, network(kind), partial(run, log=log))
     recomputed = [name for event, name in log.events if event == "recompute"]
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
