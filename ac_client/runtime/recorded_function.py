@@ -66,7 +66,7 @@ class RecordedFunction:
         if call.examined:
             self._copies = storages.copies_of_sources(tensors)
         else:
-            storages.before_write(call.written, untrack=True)
+            storages.before_silent_write(call.written)
 
     def _make_node(self, stream: int) -> FunctionNode:
         reads: dict[StorageVersion, None] = {}

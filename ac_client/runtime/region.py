@@ -367,7 +367,7 @@ class Region(RecordingMode):
                 return self._run_opaque(func, args, kwargs or {})
             written = list(written_tensors(facts, args, kwargs or {}))
             if facts.collective:
-                self.storages.before_collective(written)
+                self.storages.before_silent_write(written)
             else:
                 self.storages.before_write(written, untrack=True)
             if facts.name == DRAW:

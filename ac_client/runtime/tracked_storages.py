@@ -174,11 +174,11 @@ class TrackedStorages:
             elif untrack:
                 self._table.drop(tensor)
 
-    def before_collective(self, tensors: Sequence[Tensor]) -> None:
-        """Prepare for a collective that writes `tensors`: drop their origins, and let handles see the write.
+    def before_silent_write(self, tensors: Sequence[Tensor]) -> None:
+        """Prepare for a write to `tensors` that advances no version counter, by a collective or a Function.
 
-        A collective advances no version counter. So a tensor that autograd saved before reaches backward with
-        what the collective wrote; ops that read the old contents run again on the old contents.
+        Drop their origins, and let handles see the write: a tensor that autograd saved before reaches backward
+        with what was written. Ops that read the old contents run again on the old contents.
         """
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None

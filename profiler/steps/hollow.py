@@ -238,8 +238,9 @@ def _prepare(step: ProfiledStep, shards: Shards) -> _WarmUp:
 
 def _find_unseen_writes(step: ProfiledStep) -> list[tuple[int, OpFacts, str]]:
     """Run a forward that compares contents; return the ops to be saved by position, each with the reason."""
-    if not Comparison.enabled:
+    if not Comparison.enabled or is_called_compiled(step.call.entry):
         return []
+    step = replace(step, watch=None)
     recorder = OpRecorder(lambda: 0)
     recorder.contents = Contents()
     saved = SavedTensorRecorder(recorder, lambda: 0)
