@@ -177,8 +177,8 @@ class TrackedStorages:
     def before_silent_write(self, tensors: Sequence[Tensor]) -> None:
         """Prepare for a write to `tensors` that advances no version counter, by a collective or a Function.
 
-        Drop their origins, and let handles see the write: a tensor that autograd saved before reaches backward
-        with what was written. Ops that read the old contents run again on the old contents.
+        Drop their origins, and let handles see the write: a tensor that autograd saved before reaches
+        backward with what was written. Ops that read the old contents run again on the old contents.
         """
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None

@@ -187,9 +187,9 @@ class SavedTensorRecorder:
     def newest_unchanged(self, saved: int, until_op: int) -> int:
         """Return the newest version in which the bytes of saved tensor `saved` are still those it had.
 
-        Writes to other parts of its storage make such versions. So do collectives and Functions, whatever they
-        write: they advance no version counter, and backward gets what they wrote. Only writes before op `until_op` count,
-        where autograd dropped the saved tensor.
+        Writes to other parts of its storage make such versions. So do collectives and Functions, whatever
+        they write: they advance no version counter, and backward gets what they wrote. Only writes before op
+        `until_op` count, where autograd dropped the saved tensor.
         """
         version = self.versions[saved]
         record = self._recorder.record
