@@ -97,7 +97,9 @@ def timed(gpu: Gpu, model: nn.Module, backlog: Backlog) -> Samples:
     originals = Originals()
     batch = Batch((torch.ones(2),), {}, torch.Tensor.detach, originals)
     with Launching(gpu):
-        return timed_forward(Call(model, batch, originals, lambda: None, BackwardHooks()), DEVICE, backlog)
+        return timed_forward(
+            Call(model, batch, originals, lambda: None, BackwardHooks(), {}), DEVICE, backlog
+        )
 
 
 def test_op_takes_the_time_of_its_kernel_alone(gpu: Gpu) -> None:

@@ -123,7 +123,7 @@ def test_op_on_a_device_is_timed_by_events_of_its_stream(monkeypatch: pytest.Mon
     assert seconds(lambda: None, second) == pytest.approx(1.5e-6)
     originals = Originals()
     batch = Batch((torch.ones(2),), {}, torch.Tensor.detach, originals)
-    samples = timed_forward(Call(nn.Tanh(), batch, originals, lambda: None, BackwardHooks()), second)
+    samples = timed_forward(Call(nn.Tanh(), batch, originals, lambda: None, BackwardHooks(), {}), second)
     assert [value for found in samples.values() for value in found] == pytest.approx([1.5])
     assert stream.synchronized
 
