@@ -102,8 +102,8 @@ def main(torch: str, folder: Path) -> None:
     ):
         printed = run(autoac, *command, folder=folder).stdout
         check(f"`autoac {' '.join(command)}` prints JSON and nothing else", is_json(printed), printed)
-    told = run(autoac, "demo", folder=folder, code=1).stderr
-    check("`autoac demo` names its extra", "autoac[demo]" in told, told)
+    message = run(autoac, "demo", folder=folder, code=1).stderr
+    check("`autoac demo` names its extra", "autoac[demo]" in message, message)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ac_client.rerun.recorded_call import Arguments, CallSite
+from ac_client.rerun.recorded_call import CallSite, arguments_of
 from ac_client.runtime.nodes import StorageVersion, UnsupportedTensor
 from ac_client.runtime.region import Region
 from autoac.profiler.restore.module_state import ModuleState
@@ -54,7 +54,7 @@ class CallAudit(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.path = path
         self._modules = list(module.modules())
-        self._arguments = Arguments(args, kwargs).tensors
+        self._arguments = arguments_of(args, kwargs).tensors
         self._region = region
         self._fails = private.len_torch_function_stack() > 0 or not all(map(_is_simple, self._modules))
         if self._fails or not torch.is_grad_enabled() or any(private.FORWARD_HOOKS_OF_ALL_MODULES):

@@ -40,12 +40,9 @@ from ac_client.runtime.write_guard import StaleError, version_counter
 from autoac.profiler.torch_facts.private import tree_leaves
 from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.unseen.ambient_state import AmbientState
+from autoac.profiler.unseen.call_arguments import CallArguments
 
 _STRIDED = torch.strided
-
-_IMMUTABLE = frozenset(
-    {type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, type(...)}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,60 +59,16 @@ class CallSite:
     saved: tuple[bool, ...]  # True for each leaf of the output that the plan saves
 
 
-class Arguments:
-    """The arguments of a call: distinct tensors, and everything else with placeholders for tensors.
+def arguments_of(args: Sequence[Any], kwargs: dict[str, Any]) -> CallArguments:
+    """Return the arguments of a call that is recorded as one op.
 
     Raises:
-        UnsupportedTensor: an argument is neither a tensor nor immutable nor a container of these.
+        UnsupportedTensor: an argument is neither a plain tensor nor immutable nor a container of these.
     """
-
-    __slots__ = ("_args", "_kwargs", "requires_grad", "tensors")
-
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.tensors: list[Tensor] = []
-        positions: dict[int, int] = {}
-        self._args = [self._without_tensors(arg, positions) for arg in args]
-        self._kwargs = {name: self._without_tensors(arg, positions) for name, arg in kwargs.items()}
-        self.requires_grad = [tensor.requires_grad for tensor in self.tensors]
-
-    def _without_tensors(self, value: Any, positions: dict[int, int]) -> Any:
-        kind = type(value)
-        if kind is Tensor or kind is Parameter:
-            position = positions.setdefault(id(value), len(self.tensors))
-            if position == len(self.tensors):
-                self.tensors.append(value)
-            return _Placeholder(position)
-        if kind in _IMMUTABLE:
-            return value
-        if kind is tuple or kind is list:
-            return kind(self._without_tensors(item, positions) for item in value)
-        if kind is dict:
-            return {key: self._without_tensors(item, positions) for key, item in value.items()}
+    arguments = CallArguments(args, kwargs)
+    if arguments.wrapped or arguments.opaque:
         raise UnsupportedTensor
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return `args` and `kwargs` of the call, with `tensors` put where the call had its own tensors."""
-        fresh = [
-            tensor.detach().requires_grad_(requires)
-            for tensor, requires in zip(tensors, self.requires_grad, strict=True)
-        ]
-        args = [_fill(arg, fresh) for arg in self._args]
-        return args, {name: _fill(arg, fresh) for name, arg in self._kwargs.items()}
-
-
-class _Placeholder(int):
-    """The position of a tensor among the tensors of a call."""
-
-
-def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
-    kind = type(value)
-    if kind is _Placeholder:
-        return tensors[value]
-    if kind is tuple or kind is list:
-        return kind(_fill(item, tensors) for item in value)
-    if kind is dict:
-        return {key: _fill(item, tensors) for key, item in value.items()}
-    return value
+    return arguments
 
 
 class _AllCaptured(BaseException):
@@ -156,8 +109,9 @@ class RecordedCall:
         self._region: Region | None = region
         self._key, self._graph = region.storages.key, region.graph
         self._module = module
-        self._arguments = Arguments(args, kwargs)
-        tensors, self._arguments.tensors = self._arguments.tensors, []
+        self._arguments = arguments_of(args, kwargs)
+        tensors = self._arguments.tensors
+        self._arguments.release()
         self._namespaces, self._tensors = _state_of(site)
         reads: dict[StorageVersion, None] = {}
         stand_ins = region.storages.arguments(tensors, reads)

@@ -161,7 +161,7 @@ class StorageVersion:
         self.later_runs: tuple[tuple[UseGroup, StorageVersion], ...] = ()
         self.counter: int | None = None  # version counter of the tensor, noted before the mode pauses
         self.first_counter = -1 if raw else 0  # the counter when this version was made; -1 if unknown
-        self.suspect = False  # readers must first compare: someone unseen may have written it
+        self.suspect = False  # readers must first compare: an unseen kernel may have written it
         # Fingerprint of the storage; None if suspect: nobody has written it.
         self.contents: Fingerprint | None = None
 

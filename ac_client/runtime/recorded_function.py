@@ -1,6 +1,6 @@
 """Record a call of a `torch.autograd.Function` in a region as one op, which backward runs again as a whole.
 
-profiler/torch_facts/function_calls.py says what a call makes and whether it may run again. Here its slots
+profiler/unseen/function_calls.py says what a call makes and whether it may run again. Here its slots
 become StorageVersions of one FunctionNode: what it saved for backward and what it returned, if it made it.
 A call that is saved has no node, and its outputs are from outside.
 """

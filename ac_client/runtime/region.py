@@ -114,9 +114,8 @@ class Region(RecordingMode):
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
         self._function: RecordedFunction | None = None  # the call of a Function that is running
-        self._module: Callable[[], str] | None = (
-            None  # path of the module that runs, where contents are compared
-        )
+        # Returns the path of the module that runs, where contents are compared.
+        self._module: Callable[[], str] | None = None
         self._asks_inside = False  # policies are asked about the ops inside of that call
         self._has_streams = has_streams()
         self._stream = private.current_stream() if self._has_streams else 0  # that the last op ran on

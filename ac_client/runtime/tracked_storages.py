@@ -232,7 +232,7 @@ class TrackedStorages:
     def as_written(self, version: StorageVersion, tensor: Tensor) -> bool:
         """Return True if the storage of `tensor` has the contents that a recorded op gave to `version`.
 
-        If not, someone unseen has written it, and its contents are from outside from here on.
+        If not, an unseen kernel has written it, and its contents are from outside from here on.
         """
         if version.contents is None:
             self.save(tensor)

@@ -272,7 +272,7 @@ class OpRecorder(RecordingMode):
         return tuple(reads)
 
     def note_contents(self, version: int, tensor: Tensor) -> None:
-        """Have the writer of `version` saved if someone unseen wrote it, now that its contents are read."""
+        """Note that `version` is read, and have its op saved if an unseen kernel has written it since."""
         if self.record.versions[version].blank:
             self.force_save(version, UNSEEN)
         if self.contents is not None and not self._arrives_later(version):

@@ -156,14 +156,14 @@ class OpFacts:
     name: str  # "aten.addmm.default"
     name_in_keys: str  # the same, or what equivalent kernels share
     call: Callable[..., Any]  # calls the op from a mode, through the function that its own __call__ calls
-    view: bool  # returns a view, or computes nothing: not recorded
-    writes: tuple[int, ...]  # positional arguments that it writes
-    writes_named: tuple[str, ...]  # keyword arguments that it writes
-    in_place: bool  # returns only arguments that it writes
-    random: bool  # may draw from a generator
-    dropout_at: int  # position of the dropout probability; -1: draws for all arguments
-    must_save: str  # why its outputs are saved by default; "" if they are not
-    collective: bool  # communicates with other ranks, so it is never recomputed
+    view: bool = False  # returns a view, or computes nothing: not recorded
+    writes: tuple[int, ...] = ()  # positional arguments that it writes
+    writes_named: tuple[str, ...] = ()  # keyword arguments that it writes
+    in_place: bool = False  # returns only arguments that it writes
+    random: bool = False  # may draw from a generator
+    dropout_at: int = -1  # position of the dropout probability; -1: draws for all arguments
+    must_save: str = ""  # why its outputs are saved by default; "" if they are not
+    collective: bool = False  # communicates with other ranks, so it is never recomputed
     writes_any: bool = False  # may write any argument
     never_recomputed: bool = False  # whatever a policy says
     opaque: bool = False  # a higher-order op: the ops inside are not seen
@@ -217,14 +217,7 @@ def _derive(op: OpOverload[Any, Any] | HigherOrderOperator) -> OpFacts:
             name=f"higher_order.{op.name()}",
             name_in_keys=f"higher_order.{op.name()}",
             call=op,
-            view=False,
-            writes=(),
-            writes_named=(),
-            in_place=False,
-            random=False,
-            dropout_at=-1,
             must_save="higher-order op",
-            collective=False,
             writes_any=op.name() in _WRITING_HIGHER_ORDER,
             never_recomputed=True,
             opaque=True,

@@ -52,7 +52,7 @@ class CheckedCode:
             self.is_new = True
 
     def note_unseen_write(self, op: str) -> None:
-        """Note that someone unseen wrote over what `op` has written, so that the code is never trusted."""
+        """Note that an unseen kernel wrote over what `op` has written, so that the code is never trusted."""
         self._written_unseen = True
         _warn(op)
 

@@ -30,11 +30,10 @@ class Contents:
 
     def __init__(self) -> None:
         self._weights = KeptWeights()
-        self._last_look = LastLook[int]()
+        self._last_look = LastLook()
         self._fingerprints: list[Fingerprint] = []
-        self._events: list[
-            tuple[int, int]
-        ] = []  # of each: version, and the op that read it; -1 if it wrote it
+        # Of each fingerprint: version, and the op that read it; -1 for the op that wrote it.
+        self._events: list[tuple[int, int]] = []
         self._outside: StorageTable[int] = StorageTable()  # negative numbers of storages from outside
         # Storages from outside, to be compared at the end: number, a tensor on it, its bytes.
         self._kept: list[tuple[int, Tensor, int]] = []

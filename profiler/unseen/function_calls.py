@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from autoac.planner.formats.profile import (
     COMMUNICATES,
@@ -47,6 +46,7 @@ from autoac.profiler.torch_facts.op_facts import OpFacts, written_tensors
 from autoac.profiler.torch_facts.op_signature import outputs_of, tensors_in
 from autoac.profiler.torch_facts.storage_table import has_storage
 from autoac.profiler.unseen.ambient_state import AmbientState
+from autoac.profiler.unseen.call_arguments import CallArguments, Placeholder
 from autoac.profiler.unseen.fingerprints import (
     Comparison,
     Fingerprint,
@@ -103,81 +103,9 @@ def facts_of_function(cls: type) -> OpFacts:
             name=name,
             name_in_keys=name,
             call=cls,
-            view=False,
-            writes=(),
-            writes_named=(),
-            in_place=False,
-            random=False,
-            dropout_at=-1,
-            must_save="",
-            collective=False,
             function=True,
         )
     return facts
-
-
-class CallArguments:
-    """The arguments of a call: distinct tensors, and everything else with placeholders for tensors.
-
-    Attributes:
-        tensors: the distinct tensors, in lists and dictionaries too.
-        wrapped: True if one of them is of a subclass.
-    """
-
-    __slots__ = ("_args", "_kwargs", "_requires_grad", "needs_grad", "tensors", "wrapped")
-
-    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.tensors: list[Tensor] = []
-        self.wrapped = False
-        positions: dict[int, int] = {}
-        self._args = [self._without_tensors(arg, positions) for arg in args]
-        self._kwargs = {name: self._without_tensors(arg, positions) for name, arg in kwargs.items()}
-        self._requires_grad = [tensor.requires_grad for tensor in self.tensors]
-        grad = torch.is_grad_enabled()
-        self.needs_grad = tuple(grad and isinstance(arg, Tensor) and arg.requires_grad for arg in args)
-
-    def _without_tensors(self, value: Any, positions: dict[int, int]) -> Any:
-        kind = type(value)
-        if kind is Tensor or kind is Parameter:
-            position = positions.setdefault(id(value), len(self.tensors))
-            if position == len(self.tensors):
-                self.tensors.append(value)
-            return _Placeholder(position)
-        if kind is tuple or kind is list:
-            return kind(self._without_tensors(item, positions) for item in value)
-        if kind is dict:
-            return {key: self._without_tensors(item, positions) for key, item in value.items()}
-        if isinstance(value, Tensor):
-            self.wrapped = True
-        return value
-
-    def release(self) -> None:
-        """Forget the tensors; what else the call got stays."""
-        self.tensors = []
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """Return `args` and `kwargs` of the call, with `tensors` put where the call had its own."""
-        fresh = [
-            tensor.detach().requires_grad_(requires)
-            for tensor, requires in zip(tensors, self._requires_grad, strict=True)
-        ]
-        args = [_fill(arg, fresh) for arg in self._args]
-        return args, {name: _fill(arg, fresh) for name, arg in self._kwargs.items()}
-
-
-class _Placeholder(int):
-    """The position of a tensor among the tensors of a call."""
-
-
-def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
-    kind = type(value)
-    if kind is _Placeholder:
-        return tensors[value]
-    if kind is tuple or kind is list:
-        return kind(_fill(item, tensors) for item in value)
-    if kind is dict:
-        return {key: _fill(item, tensors) for key, item in value.items()}
-    return value
 
 
 class FunctionRerun:
@@ -402,7 +330,7 @@ def _kind_of(arguments: CallArguments) -> Any:
 
     def describe(value: Any) -> Any:
         kind = type(value)
-        if kind is _Placeholder:
+        if kind is Placeholder:
             tensor = arguments.tensors[value]
             return tensor.dtype, tensor.dim(), tensor.requires_grad, tensor.device.type
         if kind is tuple or kind is list:
@@ -411,5 +339,5 @@ def _kind_of(arguments: CallArguments) -> Any:
             return kind, tuple((str(key), describe(item)) for key, item in value.items())
         return value if kind in (bool, int, str, type(None)) else kind
 
-    named = tuple((name, describe(arg)) for name, arg in arguments._kwargs.items())
-    return (*(describe(arg) for arg in arguments._args), *named, torch.is_grad_enabled())
+    named = tuple((name, describe(arg)) for name, arg in arguments.kwargs.items())
+    return (*(describe(arg) for arg in arguments.args), *named, torch.is_grad_enabled())

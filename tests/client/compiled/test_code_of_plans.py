@@ -62,7 +62,7 @@ def norm(model: Net, x: Tensor, _number: float) -> Tensor:
 
 
 def constant(_model: Net, x: Tensor, number: float) -> Tensor:
-    return functional.leaky_relu(x, negative_slope=number)  # there is no op that takes a tensor
+    return functional.leaky_relu(x, negative_slope=number)  # its slope cannot be a tensor
 
 
 def scaled(_model: Net, x: Tensor, number: float) -> Tensor:
