@@ -421,6 +421,8 @@ class Region(RecordingMode):
     ) -> Any:
         """Run an op that may run again in backward, and record a node for it."""
         storages = self.storages
+        if storages.compares_reads:
+            storages.look_last()
         replayed_args = args
         if (
             facts.statistics

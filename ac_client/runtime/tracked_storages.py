@@ -33,6 +33,7 @@ from autoac.profiler.unseen.fingerprints import (
     same_contents,
     storage_fingerprint,
 )
+from autoac.profiler.unseen.last_look import LastLook
 
 Origin = StorageVersion | Callable[[], Source | None]
 """Where the contents of a storage are from: a recorded op, or outside."""
@@ -69,6 +70,7 @@ class TrackedStorages:
         self.orphans = 0
         self.compares_reads = False
         self.watches_code = False
+        self._last_look = LastLook[StorageVersion]()
         self._had_pause = False
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
@@ -91,6 +93,7 @@ class TrackedStorages:
 
     def close(self) -> None:
         """Forget all origins. From here on the write guards of the sources watch for writes."""
+        self.look_last(everything=True)
         self._renew_guards()
         self._table.clear()
 
@@ -221,6 +224,16 @@ class TrackedStorages:
         if self.compares_reads and weights is not None and can_compare(tensor):
             version.suspect = True
             version.contents = weights.keep(storage_fingerprint(tensor))
+            self._last_look.hold(tensor, version)
+
+    def look_last(self, *, everything: bool = False) -> None:
+        """Compare storages that the model has let go of with what recorded ops have written, or all storages.
+
+        An unseen kernel may have written what no op reads any more, but backward does.
+        """
+        for tensor, version in self._last_look.released(everything=everything):
+            if self._table.get(tensor) is version and version.contents is not None:
+                self.as_written(version, tensor)
 
     def note_blank(self, tensor: Tensor) -> None:
         """Note that an op has allocated the storage of `tensor` and left it to others to write it."""

@@ -30,7 +30,7 @@ class Contents:
 
     def __init__(self) -> None:
         self._weights = KeptWeights()
-        self._last_look = LastLook()
+        self._last_look = LastLook[int]()
         self._fingerprints: list[Fingerprint] = []
         # Of each fingerprint: version, and the op that read it; -1 for the op that wrote it.
         self._events: list[tuple[int, int]] = []

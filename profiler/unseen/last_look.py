@@ -8,27 +8,30 @@ the next op, which compares it and lets it go.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from autoac.profiler.torch_facts import private
 
+Version = TypeVar("Version")
+
 _OURS = 2  # references to a storage that only we hold: our alias, and the storage's Python object
 
 
-class LastLook:
+class LastLook(Generic[Version]):
     """The storages that are watched, each with the version that a recorded op has given it."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Tensor, int]] = {}
+        self._held: dict[int, tuple[Tensor, Version]] = {}
 
-    def hold(self, tensor: Tensor, version: int) -> None:
+    def hold(self, tensor: Tensor, version: Version) -> None:
         """Watch the storage of `tensor`, which has `version` from here on."""
         hidden = private.DisableTorchDispatch()  # in force until it is deleted
         self._held[tensor.untyped_storage()._cdata] = tensor.detach(), version
         del hidden
 
-    def released(self, *, everything: bool = False) -> Iterator[tuple[Tensor, int]]:
+    def released(self, *, everything: bool = False) -> Iterator[tuple[Tensor, Version]]:
         """Let go of storages that nobody else holds, or of all; yield a tensor on each, and its version."""
         for address, (tensor, version) in list(self._held.items()):
             if everything or private.storage_use_count(address) <= _OURS:

@@ -64,12 +64,6 @@ def examined_before(kind: str, net: nn.Module, run: Run) -> nn.Module:
     return net
 
 
-# This one writes after the last visible read, where no recompute repeats it. A plan finds out, since its
-# profile looks when forward lets go of a tensor; checkpoints and regions do not, like torch's checkpoint.
-NOT_IN_CHECKPOINTS = {"after the last read"}
-RECOMPUTABLE = [kind for kind in KINDS if kind not in NOT_IN_CHECKPOINTS]
-
-
 def assert_plain(kind: str, model: nn.Module, run: Run) -> None:
     plain = steps(network(kind), lambda net, x: net(x))
     ours = steps(examined_before(kind, model, run), run)
@@ -126,7 +120,7 @@ def in_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("kind", RECOMPUTABLE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
     log = EventLog()
     logging = partial(save_recompute_policy, log=log)
@@ -136,7 +130,7 @@ def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
 
-@pytest.mark.parametrize("kind", RECOMPUTABLE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_of_the_model_has_the_plain_gradients(kind: str) -> None:
     def run(net: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = ac_client.checkpoint(net, x, use_reentrant=False)
@@ -145,7 +139,7 @@ def test_checkpoint_of_the_model_has_the_plain_gradients(kind: str) -> None:
     assert_plain(kind, network(kind), run)
 
 
-@pytest.mark.parametrize("kind", RECOMPUTABLE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_region_that_recomputes_all_has_the_plain_gradients(kind: str) -> None:
     def run(net: nn.Module, x: Tensor, log: EventLog) -> Tensor:
         with save_recompute_policy("recompute_all", log=log):
