@@ -220,7 +220,7 @@ def observe(
             ),
             optimizer_workspace_nbytes=needs.workspace,
             notes=[*notes, *([needs.note] if needs.note else [])],
-        )
+        ).with_dropped_outputs(loop.drops)
     if on is None and times is not None:
         result = _with_cached_backward(result, times, machine(device, environment.device_name))
     if known is not None:
@@ -309,7 +309,10 @@ def _real_step(
         plain = run(plain=True, known=look_up)
         step = with_times_of(hollow_step, plain)
         peak = max([0, *accumulate(change.nbytes for change in plain.allocations.changes)])
-        notes.append(f"measured: a plain step held {peak} bytes at most in addition to the bytes before it")
+        notes.append(
+            f"measured: a plain step that dropped its outputs held {peak} bytes at most "
+            "in addition to the bytes before it"
+        )
     else:
         step = run(known=look_up)
     if times is not None:

@@ -11,6 +11,7 @@ from autoac.planner.formats.profile import (
     Environment,
     OpFlag,
     Ops,
+    Outputs,
     PackableValues,
     Profile,
     Ragged,
@@ -37,7 +38,7 @@ def assemble(
     optimizer_workspace_nbytes: int,
     notes: Sequence[str],
 ) -> Profile:
-    """Return the Profile of a profiled step."""
+    """Return the Profile of a profiled step, whose loop drops the outputs before backward."""
     record, saved, forward = step.allocations, step.saved, step.forward
     at = record.positions
     blocks = [_block_of(record, storage) for storage in forward.storages]
@@ -64,6 +65,11 @@ def assemble(
     for j, backward_step in enumerate(steps):
         for h in backward_step.drops:
             dropped[h] = n + j + 1
+    released = tuple(
+        moments.after(block.freed_at) if block and block.freed_at is not None else n + len(steps)
+        for block in blocks
+    )
+    rows = [(position, storage) for position, storage in forward.outputs if blocks[storage] is not None]
     modules = _Names(["."])
     overloads, nodes, reasons = _Names(), _Names(), _Names()
     op_times = [step.op_times[op.signature] for op in forward.ops]
@@ -107,10 +113,7 @@ def assemble(
             slack_nbytes=tuple(
                 block.nbytes - nbytes if block else 0 for block, nbytes in zip(blocks, requested, strict=True)
             ),
-            released=tuple(
-                moments.after(block.freed_at) if block and block.freed_at is not None else n + len(steps)
-                for block in blocks
-            ),
+            released=released,
         ),
         values=Values(
             storage=tuple(version.storage for version in forward.versions),
@@ -136,6 +139,11 @@ def assemble(
             ),
         ),
         packable=_packable(step, blocks, environment.allocator_rounding),
+        outputs=Outputs(
+            position=tuple(position for position, _ in rows),
+            storage=tuple(storage for _, storage in rows),
+            released=tuple(released[storage] for _, storage in rows),
+        ),
         modules=tuple(modules),
         overloads=tuple(overloads),
         nodes=tuple(nodes),

@@ -49,8 +49,8 @@ class ChildFailed(Exception):
 
     def __init__(self, row: str, output: str) -> None:
         self.row, self.output = row, output
-        last_line = output.strip().splitlines()[-1:] or ["no message"]
-        super().__init__(f"the process that measures {row!r} failed: {last_line[0]}")
+        lines = [line for line in output.strip().splitlines() if not line.startswith("autoac: ")]  # no notes
+        super().__init__(f"the process that measures {row!r} failed: {lines[-1] if lines else 'no message'}")
 
 
 def policy_path(folder: Path, row: str) -> Path:

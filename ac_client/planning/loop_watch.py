@@ -170,22 +170,24 @@ class LoopWatch:
         )
 
     def _judge_outputs(self, bucket: PlannedBucket, event: BackwardEvent) -> None:
-        drops, observed = bucket.step.loop.drops, bucket.observed
+        drops, observed, predicted = bucket.step.loop.drops, bucket.observed, bucket.policy.predicted
         if drops and not drops <= event.dropped:
             if observed.loop.drops:
                 observed.loop = replace(observed.loop, drops=frozenset())
                 observed.holds_outputs = True
-                self._warn(
-                    bucket,
-                    "outputs are held in backward that earlier steps had let go of",
-                    "hold them in every step, or in none",
-                    again=True,
-                )
+                held = bucket.profile.output_nbytes(drops - event.dropped) if bucket.profile else 0
+                if predicted.peak_bytes + held > self._planner.limit:
+                    self._warn(
+                        bucket,
+                        f"outputs of {format_bytes(held)} are held in backward, and the plan is for a loop "
+                        "that drops them before",
+                        "drop them in every step, as in loss = model(batch).loss, or hold them in every step",
+                        again=True,
+                    )
         elif (
             not drops
-            and bucket.loaded.recomputes
             and not observed.holds_outputs
-            and event.dropped_nbytes > FAR_UNDER * self._planner.limit
+            and event.dropped_nbytes > FAR_UNDER * min(self._planner.limit, predicted.peak_bytes)
         ):
             observed.loop = replace(observed.loop, drops=event.dropped)
 

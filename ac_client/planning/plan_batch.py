@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -292,19 +293,62 @@ class BucketPlanner:
         """
         profile = profile or self.profiler.profile(call, loop)
         others = self.on_device.others_nbytes()
-        try:
-            if running:
-                made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)
-            elif others:
+        if running:
+            made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)
+        else:
+            try:
+                made, profile, loop = self.plan_first(profile, loop, others)
+            except InfeasibleBudget:
+                if not others:
+                    raise
+                profile, loop = dropping(profile, loop, profile.droppable_outputs)
                 made = self.planner.plan_running(profile, of_others(others), others)
                 self.on_device.ask_others_for_room(made[0].predicted.peak_bytes)
-            else:
-                made = self.planner.plan_within(profile, self.planner.limit)
-        except InfeasibleBudget as error:
-            for message in unplanned_in(profile):
-                error.add_note(f"autoac: {message}")
-            raise
         return self.bucket(call, profile, loop, made, others_nbytes=others)
+
+    def plan_first(
+        self, profile: Profile, loop: Loop, others: int, limit: int | None = None
+    ) -> tuple[tuple[Policy, Plan], Profile, Loop]:
+        """Plan a loop that has not run yet: as one that drops the model's outputs, if no other plan fits.
+
+        Args:
+            others: bytes held beyond what the profile counts, by other models or on other ranks.
+            limit: of the peak; by default the planner's.
+
+        Returns:
+            Policy and plan, and the profile and the form of the loop that they are for.
+
+        Raises:
+            InfeasibleBudget: no plan fits, although the loop drops the outputs.
+        """
+        limit = self.planner.limit if limit is None else limit
+        try:
+            return self.planner.plan_within(profile, limit, others), profile, loop
+        except InfeasibleBudget as error:
+            drops = profile.droppable_outputs - loop.drops
+            if not drops:
+                _explain(error, profile)
+                raise
+        nbytes = format_bytes(profile.output_nbytes(drops))
+        profile, loop = dropping(profile, loop, drops)
+        try:
+            made = self.planner.plan_within(profile, limit, others)
+        except InfeasibleBudget as error:
+            error.add_note(
+                f"autoac: this is of a loop that drops the model's other outputs ({nbytes}) before backward, "
+                "as in loss = model(batch).loss. A loop that holds them needs more"
+            )
+            _explain(error, profile)
+            raise
+        self.planner.warn_once(
+            "outputs",
+            "%s: no plan keeps the budget of %s if the training loop holds all outputs of the model during "
+            "backward (%s). The plan is for a loop that drops them before, as in loss = model(batch).loss",
+            self.planner.name,
+            format_bytes(self.planner.budget_bytes or 0),
+            nbytes,
+        )
+        return made, profile, loop
 
     def bucket(
         self,
@@ -339,6 +383,16 @@ class BucketPlanner:
             skipped=skipped_modules(call.model, profile),
         )
         return PlannedBucket(shape, LoadedPolicy(*made), step)
+
+
+def dropping(profile: Profile, loop: Loop, drops: frozenset[int]) -> tuple[Profile, Loop]:
+    """Return the profile and the form of a loop that drops the outputs at the positions `drops`."""
+    return profile.with_dropped_outputs(drops), replace(loop, drops=drops)
+
+
+def _explain(error: InfeasibleBudget, profile: Profile) -> None:
+    for message in unplanned_in(profile):
+        error.add_note(f"autoac: {message}")
 
 
 def _summed(loss: Loss) -> Loss:

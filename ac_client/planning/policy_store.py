@@ -16,7 +16,7 @@ from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, largest
 from ac_client.planning.loop_watch import LoopWatch
 from ac_client.planning.peak_counter import allocator_peak
-from ac_client.planning.plan_batch import BucketPlanner, check_hooks, first_line
+from ac_client.planning.plan_batch import BucketPlanner, check_hooks, dropping, first_line
 from ac_client.planning.ranks import (
     AUTO,
     Group,
@@ -318,7 +318,8 @@ class PolicyStore:
 
             def plan(terms: Terms) -> Policy:
                 assert profile is not None
-                policy, own_plan[0] = self._planner.plan_within(profile, terms.limit, terms.extra_static)
+                made, _, _ = self._bucket_planner.plan_first(profile, loop, terms.extra_static, terms.limit)
+                policy, own_plan[0] = made
                 return policy
 
             try:
@@ -330,14 +331,16 @@ class PolicyStore:
                 raise
             self._to_meet = False
             assert profile is not None
+            extra = agreed.static - profile.static.total
+            dropped = dropping(profile, loop, profile.droppable_outputs)
             for one in agreed.policies:
+                of = dropped if one.policy.fingerprint == dropped[0].fingerprint else (profile, loop)
                 plan_made = own_plan[0] if one.planner == ranks.rank else None
                 if plan_made is None and one.shape == shape:
-                    plan_made = _plan_on(one.policy, profile)
+                    plan_made = _plan_on(one.policy, of[0])
                 if plan_made is not None:
-                    extra = agreed.static - profile.static.total
                     bucket = self._bucket_planner.bucket(
-                        call, profile, loop, (one.policy, plan_made), rank_nbytes=extra
+                        call, *of, (one.policy, plan_made), rank_nbytes=extra
                     )
                 else:
                     bucket = PlannedBucket(

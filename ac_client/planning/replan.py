@@ -91,7 +91,13 @@ class Replanner:
             return bucket  # wait for a batch like the one that was profiled
         with self._lock:
             try:
-                again = self._buckets.plan(call, loop, running=True)
+                known = None
+                if (
+                    bucket.profile is not None
+                    and replace(loop, drops=bucket.step.loop.drops) == bucket.step.loop
+                ):
+                    known = bucket.profile.with_dropped_outputs(loop.drops)  # no other bytes differ
+                again = self._buckets.plan(call, loop, running=True, profile=known)
             except ProfilerBusy:
                 return bucket
             except (ProfilerError, PlannerError, RemoteError) as error:

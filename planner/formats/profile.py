@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntFlag
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -210,6 +210,14 @@ class SavedTensors(Table):
     dropped: tuple[Index, ...]  # first moment at which autograd no longer holds the tensor
 
 
+class Outputs(Table):
+    """The tensors among the model's outputs on storages that forward made, which a training loop may hold."""
+
+    position: tuple[Index, ...] = ()  # among the tensors of one forward's output
+    storage: tuple[Index, ...] = ()
+    released: tuple[Index, ...] = ()  # of the storage, if the loop drops the output before backward
+
+
 class PackableValues(Table):
     """Values that can be held without loss in fewer bytes, such as a dropout mask as bits."""
 
@@ -252,6 +260,7 @@ class Profile(FrozenModel):
     saved: SavedTensors
     backward: BackwardSteps
     packable: Annotated[PackableValues, Field(exclude_if=lambda table: len(table) == 0)] = PackableValues()
+    outputs: Annotated[Outputs, Field(exclude_if=lambda table: len(table) == 0)] = Outputs()
     notes: tuple[Name, ...] = ()  # which numbers are estimates, and what the profiler could not record
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
@@ -273,6 +282,8 @@ class Profile(FrozenModel):
         within("saved.value", self.saved.value, len(self.values))
         within("saved.packed", self.saved.packed, n + 1)
         within("packable.value", self.packable.value, len(self.values))
+        within("outputs.storage", self.outputs.storage, len(self.storages))
+        within("outputs.released", self.outputs.released, end + 1)
         within("saved.dropped", self.saved.dropped, end + 1)
         within("storages.released", self.storages.released, end + 1)
         within("backward.name", self.backward.name, len(self.nodes))
@@ -337,6 +348,37 @@ class Profile(FrozenModel):
         return names
 
     @property
+    def droppable_outputs(self) -> frozenset[int]:
+        """Return the positions of the outputs of which a loop frees memory if it drops them before backward.
+
+        Outputs that backward starts from are not among them.
+        """
+        end = len(self.ops) + len(self.backward)
+        rows = zip(self.outputs.position, self.outputs.released, strict=True)
+        return frozenset(position for position, released in rows if released < end)
+
+    def with_dropped_outputs(self, dropped: Collection[int]) -> Profile:
+        """Return the profile of a loop that holds the other outputs until the end of backward.
+
+        Args:
+            dropped: positions of the outputs that the loop drops before backward.
+        """
+        end = len(self.ops) + len(self.backward)
+        rows = list(zip(self.outputs.position, self.outputs.storage, self.outputs.released, strict=True))
+        moments = {storage: released for _, storage, released in rows}
+        moments |= {storage: end for position, storage, _ in rows if position not in dropped}
+        released = tuple(moments.get(i, moment) for i, moment in enumerate(self.storages.released))
+        return self.model_copy(update={"storages": self.storages.model_copy(update={"released": released})})
+
+    def output_nbytes(self, positions: Collection[int]) -> int:
+        """Return the bytes of the storages of the outputs at `positions`."""
+        rows = zip(self.outputs.position, self.outputs.storage, strict=True)
+        sizes = self.storages.block_nbytes()
+        return sum(
+            sizes[storage] for storage in {storage for position, storage in rows if position in positions}
+        )
+
+    @property
     def digest(self) -> str:
         """Return the SHA-256 of the JSON with sorted keys. Equal profiles have equal digests."""
         return _sha256(self.model_dump(mode="json"))
@@ -347,7 +389,7 @@ class Profile(FrozenModel):
 
         The hash leaves out the numbers that vary between measurements: run times and replay times,
         workspaces, the allocator's slack, and the bytes of temporaries and gradients. It also leaves out
-        what can be packed, which follows from the ops.
+        what can be packed, and which storages are outputs: both follow from the ops.
         """
         content = self.model_dump(
             mode="json",
@@ -355,6 +397,7 @@ class Profile(FrozenModel):
                 "notes": True,
                 "replay_us": True,
                 "packable": True,
+                "outputs": True,
                 "gradient_nbytes": True,
                 "storages": {"slack_nbytes"},
                 "ops": {"runtime_us", "spread_us", "workspace_nbytes", "other_nbytes"},

@@ -18,6 +18,7 @@ from autoac.profiler.distributed.process_groups import note_groups, note_mesh
 from autoac.profiler.packing.dropout_masks import DRAW, SCALE, DrawnMasks, MaskKind
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import RecordingMode, keep_dynamo_out
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.module_pins import MUST_RECOMPUTE, MUST_SAVE
@@ -105,6 +106,7 @@ class ForwardRecord:
     ops: list[RecordedOp] = field(default_factory=list)
     versions: list[RecordedVersion] = field(default_factory=list)
     storages: list[RecordedStorage] = field(default_factory=list)
+    outputs: list[tuple[int, int]] = field(default_factory=list)  # of the model: position, storage
     forward_ends: list[int] = field(default_factory=list)  # by forward of the model: ops up to its end
 
 
@@ -366,9 +368,17 @@ class OpRecorder(RecordingMode):
             self._masks.note_draw(args[0])
         return self._masks.kind_of(args) if facts.name == SCALE and self.packs_masks else None
 
-    def end_forward(self) -> None:
-        """Mark the end of one forward of the model."""
+    def end_forward(self, output: Any) -> list[Tensor]:
+        """Mark the end of a forward that returned `output`; return the tensors on other storages."""
         self.record.forward_ends.append(len(self.record.ops))
+        others = []
+        for position, tensor in enumerate(batch_tensors([output])):
+            version = self.newest.get(tensor) if self.has_storage(tensor) else None
+            if version is None:
+                others.append(tensor)
+            else:
+                self.record.outputs.append((position, self.record.versions[version].storage))
+        return others
 
     def begin_loss(self) -> None:
         """Mark the end of the model: no plan covers the ops that follow."""

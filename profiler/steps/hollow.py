@@ -62,7 +62,7 @@ from autoac.profiler.joint_graph.hollow_part import HollowParts, PartWatch
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.first_backward import free_workspaces, is_first_backward_special
-from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of, outputs_held
+from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import OpTime
 from autoac.profiler.timing.mask_timer import mask_times
@@ -128,7 +128,7 @@ class HollowStep:
     allocations: Allocations
     times_ns: Sequence[int]  # of each mark
     backward_begin: int  # mark
-    backward_end: int  # mark; outputs of the model are still held
+    backward_end: int  # mark
     workspaces: Sequence[Block] = ()  # allocated in this step, and there in the whole of the next
     op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature, or BETWEEN_OPS
     timing_note: str = ""  # on times that may include time of the host
@@ -362,7 +362,7 @@ def take_step(
     step: ProfiledStep, recorder: OpRecorder, saved: SavedTensorRecorder, mark: Callable[[], int]
 ) -> tuple[int, int]:
     """Run forward under the recorder, then backward. Return the marks at which backward begins and ends."""
-    outputs, roots = _forward(step, recorder, saved)
+    held, roots = _forward(step, recorder, saved)
     if not roots:
         if not any(leaf.requires_grad for leaf in step.leaves):
             raise NothingToProfile(
@@ -378,6 +378,7 @@ def take_step(
     begin = mark()
     with torch.autocast(step.device.type, enabled=False), step.call.hooks.silenced():
         gradients = [torch.ones_like(root) for root in roots]
+        retained = [root.grad_fn for root in roots] if step.loop.retains else []
         leaves = [leaf for leaf in step.leaves if leaf.requires_grad]
         try:
             torch.autograd.backward(roots, gradients, step.loop.retains, inputs=leaves)
@@ -386,18 +387,20 @@ def take_step(
                 raise CannotProfile(type(step.model).__name__, *reason) from error
             error.add_note("autoac: raised in the backward of a profiled step, which runs on made-up numbers")
             raise
-    del gradients, roots
-    if step.loop.retains:
-        outputs.clear()  # until here, their graph holds everything that forward saved
+    del gradients, roots, retained  # a retained graph holds everything that forward saved until here
     end = mark()
-    del outputs
+    del held
     return begin, end
 
 
 def _forward(
     step: ProfiledStep, recorder: OpRecorder, saved: SavedTensorRecorder
 ) -> tuple[list[Any], list[Tensor]]:
-    """Run the forwards of the loop. Return the outputs that the loop holds, and the roots of backward."""
+    """Run the forwards of the loop. Return what no record of storages shows to be held, and backward's roots.
+
+    Outputs are let go of, so that the record shows when their storages are free. What holding them changes
+    follows from that: `Profile.with_dropped_outputs`.
+    """
     loss, loop, path = step.loss, step.loop, [recorder.module]
     recorder.originals = step.call.originals
     recorder.pins = pins_of(step.model)
@@ -423,24 +426,26 @@ def _forward(
             else nullcontext(),
             recorder,
         ):
+            held: list[Any] = []
             outputs: list[Any] = []
             roots: list[Tensor] = []
             for _ in range(loop.forwards):
                 output = step.call()
-                recorder.end_forward()
+                held += recorder.end_forward(output)
                 if loss is None:
                     roots += roots_of(output)
-                outputs.append(outputs_held(output, loop) if loss is None else output)
+                else:
+                    outputs.append(output)
                 del output
             if loss is not None:
                 recorder.begin_loss()
                 roots = [loss_of(loss, outputs if loop.forwards > 1 else outputs[0])]
-                outputs = [outputs_held(output, loop) for output in outputs]
+                del outputs
         saved.forward_over = True
     finally:
         for handle in handles:
             handle.remove()
-    return outputs, [root for root in roots if root.requires_grad]
+    return held, [root for root in roots if root.requires_grad]
 
 
 def runs_compiled(entry: Any) -> bool:

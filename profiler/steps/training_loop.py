@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-
 Loss = Callable[[Any], Tensor]
 
 
@@ -35,10 +33,3 @@ def loss_of(loss: Loss, output: Any) -> Tensor:
     if not isinstance(root, Tensor):
         raise TypeError(f"loss must return the tensor to differentiate, got a {type(root).__name__}")
     return root
-
-
-def outputs_held(output: Any, loop: Loop) -> Any:
-    """Return the part of an output that `loop` holds until the end of backward."""
-    if not loop.drops:
-        return output
-    return [tensor for i, tensor in enumerate(batch_tensors([output])) if i not in loop.drops]

@@ -551,3 +551,44 @@ def test_ranks_of_a_parallel_model_are_found_by_the_collectives_of_its_profile(t
     assert [len(one["none"]) for one in found] == [1] * 4, "nothing to say where no rank waits for another"
     assert [one["one is too small"][0] for one in found] == ["InfeasibleBudget"] * 2 + [1] * 2
     assert all("of 2 raised this error" in one["one is too small"][1] for one in found[:2])
+
+
+DROPPED_OUTPUTS = """
+from autoac.planner import find_minimum_peak
+from autoac.profiler.steps.training_loop import Loop
+
+class Head(nn.Module):
+    "A loss, and logits that are larger than all else."
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(32, 32), nn.GELU()), nn.Linear(32, 1024)
+    def forward(self, x):
+        logits = self.head(self.body(x)).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.long))
+        return {"loss": loss, "logits": logits}
+
+def made():
+    torch.manual_seed(0)
+    return DistributedDataParallel(Head())
+
+def step(model, x):
+    model.zero_grad()
+    model(x)["loss"].backward()
+
+plain, planned = made(), made()
+x = batch()
+smallest = find_minimum_peak(observe(planned, (x,), {})).proven
+dropped = observe(planned, (x,), {}, loop=Loop(drops=frozenset({1})))
+ac_client.apply(planned, (smallest + find_minimum_peak(dropped).found) / 2 / GIB)
+results["equal"] = []
+for _ in range(2):
+    step(plain, x), step(planned, x)
+    results["equal"].append(same(gradients(plain), gradients(planned)))
+report = ac_client.applied(planned).report()
+results["within"] = report.predicted_peak_bytes <= report.budget_bytes < smallest
+"""
+
+
+def test_ranks_agree_on_a_budget_that_only_a_loop_that_drops_outputs_keeps(tmp_path: Path) -> None:
+    for result in results_of(DROPPED_OUTPUTS, tmp_path):
+        assert result == {"equal": [True, True], "within": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import ac_client
 from ac_client import Report
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Policy, build, simulate
+from autoac.planner import Policy, build, find_minimum_peak, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import observe
 from autoac.profiler.steps.training_loop import Loop
@@ -403,16 +404,72 @@ def test_layers_that_the_first_batch_skipped_are_decided_like_their_siblings() -
     )
 
 
+def drops(model: nn.Module) -> None:
+    torch.manual_seed(2)
+    model(batches()[0]).loss.backward()
+
+
+def holds(model: nn.Module) -> None:
+    torch.manual_seed(2)
+    out = model(batches()[0])
+    out.loss.backward()
+
+
+def test_budget_that_only_a_loop_that_drops_outputs_keeps_is_kept_from_the_first_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    smallest_held = find_minimum_peak(observe(Head(), batches(), {})).proven
+    smallest_dropped = find_minimum_peak(
+        observe(Head(), batches(), {}, loop=Loop(drops=frozenset({1})))
+    ).found
+    budget = (smallest_held + smallest_dropped) // 2
+    assert smallest_dropped < budget < smallest_held
+    model = ac_client.apply(Head(), budget / GIB)
+    drops(model)
+    first = measured(model, drops)
+    assert first.measured_peak_bytes == first.predicted_peak_bytes <= budget
+    assert len(warnings(caplog)) == 1
+    assert "if the training loop holds all outputs" in warnings(caplog)[0]
+    model.zero_grad()
+    holds(model)
+    assert "outputs of 512.00 KiB are held" in warnings(caplog)[1]
+    assert_gradients_of_the_plain_model(model, Head(), drops)
+
+
+def test_refused_budget_says_that_outputs_count_as_dropped() -> None:
+    model = ac_client.apply(Head(), 0.8 * budget_for(Head(), 0.0) / GIB)
+    with pytest.raises(ac_client.InfeasibleBudget) as refused:
+        drops(model)
+    assert any("drops the model's other outputs (512.00 KiB)" in note for note in refused.value.__notes__)
+
+
+def test_peak_with_nothing_recomputed_is_that_of_the_loop_that_runs(caplog: pytest.LogCaptureFixture) -> None:
+    held, dropped = (budget_for(Head(), 1.0, loop=Loop(drops=d)) for d in (frozenset(), frozenset({1})))
+    model = ac_client.apply(Head(), 1.0)
+    drops(model)
+    assert ac_client.applied(model).report().save_all_peak_bytes == held
+    assert measured(model, drops).save_all_peak_bytes == dropped < held
+    model.zero_grad()
+    holds(model)
+    assert measured(model, holds).save_all_peak_bytes == held
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize("loss", [None, lambda out: out.loss], ids=["", "loss"])
+@pytest.mark.parametrize("retains", [False, True])
+def test_peaks_of_dropped_outputs_follow_from_one_profile(loss: Any, retains: bool) -> None:
+    def loop(*dropped: int) -> Loop:
+        return Loop(drops=frozenset(dropped), retains=retains)
+
+    held = observe(Head(), batches(), {}, loss=loss, loop=loop())
+    dropped = observe(Head(), batches(), {}, loss=loss, loop=loop(1))
+    assert held.droppable_outputs == {1}
+    assert held.output_nbytes({1}) == 4 * ROWS * 1024
+    assert held.with_dropped_outputs({1}).storages == dropped.storages != held.storages
+    assert dropped.with_dropped_outputs(()).storages == held.storages
+
+
 def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogCaptureFixture) -> None:
-    def drops(model: nn.Module) -> None:
-        torch.manual_seed(2)
-        model(batches()[0]).loss.backward()
-
-    def holds(model: nn.Module) -> None:
-        torch.manual_seed(2)
-        out = model(batches()[0])
-        out.loss.backward()
-
     budget = budget_for(Head(), 0.97)
     model = ac_client.apply(Head(), budget / GIB)
     drops(model)
@@ -427,7 +484,7 @@ def test_outputs_that_the_loop_drops_are_not_planned_as_held(caplog: pytest.LogC
     assert not warnings(caplog)
     model.zero_grad()
     holds(model)
-    assert "outputs are held" in warnings(caplog)[0]
+    assert "outputs of 512.00 KiB are held" in warnings(caplog)[0]
     for step in (holds, drops, holds):
         model.zero_grad()
         step(model)

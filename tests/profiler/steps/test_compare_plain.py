@@ -53,13 +53,13 @@ def test_plain_step_equals_the_hollow_one_and_its_peak_the_predicted_one(
     assert measured.ops.workspace_nbytes == hollow.ops.workspace_nbytes
     assert measured.ops.other_nbytes == hollow.ops.other_nbytes
     assert measured.backward.peak_nbytes == hollow.backward.peak_nbytes
-    graph = build(measured)
+    graph = build(measured.with_dropped_outputs(measured.droppable_outputs))
     before_optimizer = [
         i for i in simulate(graph, graph.everything).instants if not isinstance(i.event, OptimizerStep)
     ]
     above = max(i.live_bytes for i in before_optimizer) - graph.static_bytes
-    note = f"measured: a plain step held {above} bytes at most in addition to the bytes before it"
-    assert note in measured.notes
+    held = f"measured: a plain step that dropped its outputs held {above} bytes at most"
+    assert any(note.startswith(f"{held} in addition") for note in measured.notes)
 
 
 @pytest.mark.parametrize("mode", ["hollow", "measured"])
