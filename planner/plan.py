@@ -220,7 +220,11 @@ def _find_save_set(
     stopped = search.run(polish=True)
     if stopped is Stopped.INFEASIBLE:
         evidence = search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK))
-        raise infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
+        search.best.offer(evidence.save_set)  # with use groups, it may be one that no row of (17) describes
+        if search.best.save_set is None:
+            raise infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
+        search.best.raise_bound(search.best.cost)
+        stopped = Stopped.OPTIMAL
     if search.best.save_set is not None:
         return search.best.save_set, search, stopped
     smallest = search_peak_within(problem, allowance.with_work(FLOOR_WORK_LIMIT), budget)

@@ -10,7 +10,7 @@ import oracles
 import pulp
 import pytest
 
-from autoac.planner import Graph, Stopped, build
+from autoac.planner import Graph, InfeasibleBudget, Stopped, build, find_minimum_peak, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, chain
@@ -84,6 +84,19 @@ def test_every_save_set_with_use_groups_satisfies_every_row() -> None:
             assert (rows.activity(values) <= rows.upper + 1e-9).all()
             assert values[built.peak_column] * built.cost_scale <= peak_bytes(graph, save_set) + 1e-6
     assert count > 10
+
+
+@pytest.mark.parametrize("seed", [2664, 3709])
+def test_smallest_peak_with_use_groups_is_a_budget_that_is_planned(seed: int) -> None:
+    # In the schedule with this peak a run serves a later run alone, which no row describes.
+    graph = small(seed, with_groups=True)
+    smallest = find_minimum_peak(graph).found
+    assert smallest == min(peak_bytes(graph, save_set) for save_set in oracles.every_save_set(graph))
+    found = plan(graph, budget_bytes=smallest)
+    assert found.peak == smallest
+    assert found.gap == 0
+    with pytest.raises(InfeasibleBudget):
+        plan(graph, budget_bytes=smallest - 1)
 
 
 def test_every_save_set_with_packing_satisfies_every_row_at_no_more_than_its_time() -> None:
