@@ -27,6 +27,8 @@ from autoac.profiler.steps.hollow import HollowStep
 from autoac.profiler.timing.mask_timer import pack_signature, unpack_signature
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
 
+GRADIENT = "backward returns it as a gradient"
+
 
 def assemble(
     step: HollowStep,
@@ -60,15 +62,22 @@ def assemble(
 
     dropped = [n + len(steps)] * len(saved.versions)
     for event in saved.events:
-        if event.kind == "drop":
+        if event.kind == "drop" and event.mark < step.backward_begin:
             dropped[event.saved] = moments.in_forward(at[event.mark])
     for j, backward_step in enumerate(steps):
         for h in backward_step.drops:
             dropped[h] = n + j + 1
+    gradients = _returned_as_gradients(step)
+    freed = [block.freed_at if block is not None else None for block in blocks]
+    for v, position in gradients.items():
+        storage = forward.versions[v].storage
+        freed[storage] = _later(freed[storage], position)
     released = tuple(
-        moments.after(block.freed_at) if block and block.freed_at is not None else n + len(steps)
-        for block in blocks
+        moments.after(position) if position is not None else n + len(steps) for position in freed
     )
+    must_save = [op.must_save for op in forward.ops]
+    for v in gradients:
+        must_save[forward.versions[v].op] = must_save[forward.versions[v].op] or GRADIENT
     rows = [(position, storage) for position, storage in forward.outputs if blocks[storage] is not None]
     modules = _Names(["."])
     overloads, nodes, reasons = _Names(), _Names(), _Names()
@@ -78,10 +87,10 @@ def assemble(
         OpFlag.RANDOM * op.random
         | OpFlag.MUTATES * op.facts.mutates
         | OpFlag.COLLECTIVE * op.facts.collective
-        | OpFlag.MUST_RECOMPUTE * op.must_recompute
+        | OpFlag.MUST_RECOMPUTE * (op.must_recompute and not reason)
         | OpFlag.COMPILED * op.compiled
         | OpFlag.GRAPH_BEGINS * op.begins_graph
-        for op in forward.ops
+        for op, reason in zip(forward.ops, must_save, strict=True)
     ]
     return Profile(
         model=model,
@@ -106,7 +115,7 @@ def assemble(
             ),
             other_nbytes=tuple(other.at[at[op.begin_mark]] for op in forward.ops),
             flags=tuple(int(flag) for flag in flags),
-            must_save=tuple(reasons.index(op.must_save) if op.must_save else -1 for op in forward.ops),
+            must_save=tuple(reasons.index(reason) if reason else -1 for reason in must_save),
         ),
         storages=Storages(
             nbytes=requested,
@@ -172,6 +181,34 @@ def _packable(step: HollowStep, blocks: Sequence[Block | None], rounding: int) -
 def _block_of(record: Allocations, storage: RecordedStorage) -> Block | None:
     """Return the block of a storage; None if the device's allocator did not allocate it."""
     return record.block_at(storage.address, storage.mark) if storage.address else None
+
+
+def _returned_as_gradients(step: HollowStep) -> dict[int, int | None]:
+    """Return the versions that backward returned as gradients: where each is freed, None if it outlived all.
+
+    A Function may return a saved tensor as a gradient, as Liger's fused cross-entropy does. In training the
+    storage then lives on as the gradient after autograd has dropped the saved tensor. In the hollow step the
+    stand-in does, which is not counted.
+    """
+    record, versions = step.allocations, step.forward.versions
+    at = record.positions
+    dropped = {event.saved: at[event.mark] for event in step.saved.events if event.kind == "drop"}
+    found: dict[int, int | None] = {}
+    for event in step.saved.events:
+        if event.stand_in is None or event.saved not in dropped or event.mark < step.backward_begin:
+            continue
+        version = step.saved.versions[event.saved]
+        block = _block_of(record, event.stand_in)
+        if block is None or step.forward.ops[versions[version].op].compiled:
+            continue  # compiled code frees what it unpacks where it likes, and returns none of it
+        if block.freed_at is None or block.freed_at >= dropped[event.saved]:
+            found[version] = _later(found.get(version, 0), block.freed_at)
+    return found
+
+
+def _later(a: int | None, b: int | None) -> int | None:
+    """Return the later of two positions; None is the end."""
+    return None if a is None or b is None else max(a, b)
 
 
 def _temporaries(record: Allocations, begin: int, end: int) -> list[Block]:

@@ -170,6 +170,8 @@ class SavedTensorRecorder:
         event.end_mark = self._mark()
         event.stand_in = RecordedStorage(recorder.locate(ones.untyped_storage()), event.end_mark)
         self.copies.append(event.stand_in)
+        if recorder.contents is not None:
+            recorder.contents.note_made_up(ones)
         ones = private.neg_view(ones) if packed.negative else ones
         return self._note_unpack_in_forward(ones.conj() if packed.conjugate else ones, packed)
 

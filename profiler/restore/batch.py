@@ -110,6 +110,13 @@ class Batch:
         for holder, content in self._objects:
             _set_content(holder, content)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return True if `tensor` is a window on the memory of an argument."""
+        return has_storage(tensor) and any(
+            has_storage(alias) and alias.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+            for alias in self._aliases.values()
+        )
+
     def _stand_in(self, tensor: Tensor) -> Tensor:
         alias = self._alias_of(tensor)
         if tensor.requires_grad:

@@ -77,7 +77,7 @@ from autoac.profiler.timing.op_timer import (
     sample_forwards,
     timed_forward,
 )
-from autoac.profiler.torch_facts.gradients import gradient_of, roots_of
+from autoac.profiler.torch_facts.gradients import gradient_of, leaves_of, roots_of
 from autoac.profiler.torch_facts.inductor import (
     compiled_parts,
     is_called_compiled,
@@ -380,6 +380,7 @@ def take_step(
         gradients = [torch.ones_like(root) for root in roots]
         retained = [root.grad_fn for root in roots] if step.loop.retains else []
         leaves = [leaf for leaf in step.leaves if leaf.requires_grad]
+        leaves += _leaves_made(step, recorder, roots)
         try:
             torch.autograd.backward(roots, gradients, step.loop.retains, inputs=leaves)
         except RuntimeError as error:
@@ -387,10 +388,29 @@ def take_step(
                 raise CannotProfile(type(step.model).__name__, *reason) from error
             error.add_note("autoac: raised in the backward of a profiled step, which runs on made-up numbers")
             raise
+    del leaves  # those that forward made end with the graph
     del gradients, roots, retained  # a retained graph holds everything that forward saved until here
     end = mark()
     del held
     return begin, end
+
+
+def _leaves_made(step: ProfiledStep, recorder: OpRecorder, roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that forward itself made, as `x.requires_grad_()` does to differentiate by `x`.
+
+    Backward gives them gradients in training. Other leaves that are not in `step.leaves` are the user's own.
+    """
+    known = {id(leaf) for leaf in step.leaves}
+    return [
+        leaf
+        for leaf in leaves_of(roots)
+        if id(leaf) not in known
+        and recorder.has_storage(leaf)
+        and (
+            recorder.newest.get(leaf) is not None
+            or (not isinstance(leaf, nn.Parameter) and step.call.batch.holds(leaf))
+        )
+    ]
 
 
 def _forward(

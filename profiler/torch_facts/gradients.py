@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,22 @@ def roots_of(output: Any) -> list[Tensor]:
         return [loss]
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves to which a backward from `roots` gives gradients."""
+    leaves = [root for root in roots if root.grad_fn is None]
+    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return leaves
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

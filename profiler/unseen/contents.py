@@ -34,6 +34,7 @@ class Contents:
         self._fingerprints: list[Fingerprint] = []
         # Of each fingerprint: version, and the op that read it; -1 for the op that wrote it.
         self._events: list[tuple[int, int]] = []
+        self._made_up: StorageTable[bool] = StorageTable()  # storages with numbers of the profiler's own
         self._outside: StorageTable[int] = StorageTable()  # negative numbers of storages from outside
         # Storages from outside, to be compared at the end: number, a tensor on it, its bytes.
         self._kept: list[tuple[int, Tensor, int]] = []
@@ -66,8 +67,12 @@ class Contents:
         """Let a recorded op write the storage of `tensor`, which forward did not make."""
         self._outside.drop(tensor)
 
+    def note_made_up(self, tensor: Tensor) -> None:
+        """Leave out the storage of `tensor`, which stands in for a saved tensor in forward."""
+        self._made_up.set(tensor, True)
+
     def _add(self, version: int, op: int, tensor: Tensor) -> None:
-        if not can_compare(tensor):
+        if not can_compare(tensor) or self._made_up.get(tensor):
             return
         self._events.append((version, op))
         self._fingerprints.append(storage_fingerprint(tensor))

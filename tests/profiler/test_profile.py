@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Profile, build, simulate
 from autoac.profiler import CannotProfile, NothingToProfile, ProfilerBusy, profile
+from autoac.profiler.capture.saved_tensor_recorder import UNPACKED
+from autoac.profiler.to_profile import GRADIENT
 from benchmarks.models.modules import ConvNet, Recurrent, Routed, Transformer
 
 
@@ -315,3 +318,77 @@ def test_tied_parameters_are_counted_once() -> None:
     found = profile(Tied(), torch.randn(2, 8))
     assert found.static.parameters == 8 * 8 * 4
     assert scalar(Tied()(torch.randn(2, 8))).requires_grad
+
+
+class Penalty(nn.Module):
+    """Differentiate by the argument itself, and use a leaf that belongs to neither model nor batch."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.linear, self.shifts = nn.Linear(4, 16), (shift,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.exp(self.linear(x.requires_grad_() + self.shifts[0])).sum()
+        return torch.autograd.grad(y, x, create_graph=True)[0].square().sum()
+
+
+def test_gradients_of_leaves_that_forward_makes_are_recorded() -> None:
+    x, shift = torch.randn(8, 4), torch.zeros(4, requires_grad=True)
+    model = Penalty(shift)
+    found = profile(model, x)
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert found.gradient_nbytes == parameters + x.nbytes
+    assert not x.requires_grad
+    assert x.grad is shift.grad is None
+
+
+def test_saved_tensors_that_backward_does_not_reach_are_held_to_the_end() -> None:
+    shift = torch.zeros(4, requires_grad=True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Scaled(shift))
+    handles = build(profile(model, X, loss=torch.sum)).saved_tensors
+    reached = [h.dropped for h in handles if h.unpacked]
+    unreached = [h.dropped for h in handles if not h.unpacked]
+    assert reached
+    assert unreached
+    assert min(unreached) > max(reached)
+
+
+class Scaled(nn.Module):
+    """Use a function of a leaf of the user's own, to which a profiled step gives no gradient."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.shifts = (shift,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.exp(self.shifts[0] * 2)
+
+
+def test_backward_inside_forward_is_not_taken_for_an_unseen_write() -> None:
+    found = profile(Penalty(torch.zeros(4)), X)
+    assert set(found.reasons) <= {UNPACKED}
+
+
+def test_saved_tensors_that_become_gradients_are_saved() -> None:
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x.cos())
+            return x.sin().sum()
+
+        @staticmethod
+        def backward(ctx: Any, _gradient: Tensor) -> Tensor:
+            return ctx.saved_tensors[0]  # type: ignore[no-any-return]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64))
+
+        def forward(self) -> Tensor:
+            return Fused.apply(self.weight)  # type: ignore[no-any-return]
+
+    graph = build(profile(Model()))
+    (gradient,) = (s for s in graph.storages if s.nbytes == 64 * 4)
+    assert gradient.released == graph.end
+    assert {op.must_save for op in graph.ops if op.must_save} == {GRADIENT}

@@ -48,6 +48,50 @@ class Penalised(nn.Module):
         return y + slope.sin().square().sum(1, keepdim=True)
 
 
+class Forces(nn.Module):
+    """Differentiate by a leaf that forward makes, so backward gives that leaf a gradient too."""
+
+    def __init__(self, energy: Callable[[torch.Tensor], torch.Tensor], *, copies: bool) -> None:
+        super().__init__()
+        self.energy, self.copies = energy, copies
+        self.inner = nn.Linear(24, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x.clone() if self.copies else x.detach()).requires_grad_()
+        distances = (x[:, :1] - torch.linspace(0, 5, 24)) ** 2
+        y = self.inner(self.energy(-distances)).square().sum()
+        (force,) = torch.autograd.grad(y, x, create_graph=True)
+        return force.square()
+
+
+class Differentiated(torch.autograd.Function):
+    """Compute the gradients in forward, as Liger's fused cross-entropy does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w.t()).tanh()
+        slope = 1 - y * y
+        ctx.save_for_backward((slope @ w).detach(), (slope.t() @ x).detach())
+        return y.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        of_x, of_w = ctx.saved_tensors
+        return of_x, of_w
+
+
+class FusedLoss(nn.Module):
+    """Return saved tensors as the gradients of a leaf and of an activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(16, 512), nn.GELU(), nn.Linear(512, 64), nn.Tanh())
+        self.head = nn.Linear(64, 4096, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Differentiated.apply(self.before(x), self.head.weight)  # type: ignore[no-any-return]
+
+
 CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "transformer": (lambda: Transformer(layers=3, width=64), (4, 64, 64)),
     "convolutions": (ConvNet, (16, 3, 8, 8)),
@@ -55,6 +99,9 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "views": (Views, (64, 8)),
     "chunks in place": (Gates, (64, 16)),
     "backward in forward": (Penalised, (64, 16)),
+    "forces, exp": (lambda: Forces(torch.exp, copies=True), (500, 3)),
+    "forces, tanh": (lambda: Forces(torch.tanh, copies=False), (500, 3)),
+    "saved tensors as gradients": (FusedLoss, (2, 16)),
 }
 
 
