@@ -25,6 +25,7 @@ from autoac.profiler.torch_facts.inductor import keep_dynamo_out
 from autoac.profiler.torch_facts.storage_table import Window, disjoint, window_of
 
 UNPACKED = "a backward inside forward reads it"
+DIFFERENTIATED = "a hook of backward differentiates it"
 
 _WHOLE = Window(0, 1, (1,), (0,))  # compiled code writes no part of a storage, so any window will do
 _BYTE_OF_ONES = 0x3F  # four of these bytes are 0.747 in float32, two are 0.746 in bfloat16
@@ -38,6 +39,7 @@ class SavedEvent:
     saved: int
     mark: int
     node: str  # autograd node that unpacked it
+    task: int = -1  # the graph task of backward that unpacked it
     end_mark: int = -1  # of an unpack
     stand_in: RecordedStorage | None = None  # the ones that backward got in place of the activation
 
@@ -155,6 +157,8 @@ class SavedTensorRecorder:
             return tensor
         node = private.current_autograd_node()
         event = SavedEvent("unpack", packed.index, self._mark(), node.name() if node is not None else "")
+        if self.forward_over:
+            event.task = private.current_graph_task_id()
         self.events.append(event)
         recorder = self._recorder
         writer = recorder.record.versions[self.versions[packed.index]].op
@@ -185,6 +189,17 @@ class SavedTensorRecorder:
             self._recorder.newest.set(tensor, version)
             self._recorder.force_save(version, UNPACKED)
         return tensor
+
+    def save_differentiated(self) -> None:
+        """Have saved what a hook of backward differentiates.
+
+        Such a hook runs graph tasks of its own. The runtime recomputes for each graph task by itself, and the
+        schedule of a plan has one.
+        """
+        first = min((event.task for event in self.events if event.task >= 0), default=-1)
+        for event in self.events:
+            if event.task > first:
+                self._recorder.force_save(self.versions[event.saved], DIFFERENTIATED)
 
     def newest_unchanged(self, saved: int, until_op: int) -> int:
         """Return the newest version in which the bytes of saved tensor `saved` are still those it had.

@@ -5,7 +5,9 @@ a healthy model, a hook that logs gradients would log garbage, and anomaly mode 
 backward hooks and pre-hooks of modules, and the hooks that forward sets on tensors and autograd nodes, are
 not called. They stay registered with all that they hold, so that tensors live as long as in training.
 
-A backward that the model runs inside its forward calls them: their effect may be part of the result.
+Hooks are called in two cases, because what they do is a part of the step. One is a backward that the model
+runs inside its forward. The other is a hook that differentiates, as deep equilibrium models set on an
+activation: its own backward takes time and memory, and makes the gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,6 +26,10 @@ from autoac.profiler.torch_facts import private
 
 _PARTS_OF_THE_STEP = ("torch.utils.hooks", "torch.distributed.")
 """Modules of torch whose hooks always run: they call a module's own hooks, or belong to FSDP."""
+
+
+_DIFFERENTIATE = frozenset({"grad", "backward", "vjp"})  # names that occur in code that differentiates
+_MOST_LOOKED_AT = 1_000  # objects that a hook holds
 
 
 class BackwardHooks:
@@ -52,7 +59,45 @@ class _SilenceableHook:
         self._hook, self._step = hook, step
 
     def __call__(self, *args: Any) -> Any:
-        return None if self._step.silent else self._hook(*args)
+        if self._step.silent and not _differentiates(self._hook):
+            return None
+        return self._hook(*args)
+
+
+def _differentiates(hook: Any) -> bool:
+    """Return True if `hook` holds a part of the graph, and its code names a function that differentiates."""
+    names_one = holds_graph = False
+    waiting, seen = [hook], set[int]()
+    while waiting and len(seen) < _MOST_LOOKED_AT:
+        item = waiting.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        match item:
+            case Tensor():
+                holds_graph = holds_graph or item.grad_fn is not None
+            case FunctionType():
+                waiting += [item.__code__, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+                waiting += [content for cell in item.__closure__ or () for content in _content_of(cell)]
+            case CodeType():
+                names_one = names_one or not _DIFFERENTIATE.isdisjoint(item.co_names)
+                waiting += [constant for constant in item.co_consts if isinstance(constant, CodeType)]
+            case MethodType():
+                waiting += [item.__func__, *getattr(item.__self__, "__dict__", {}).values()]
+            case partial():
+                waiting += [item.func, *item.args, *item.keywords.values()]
+            case list() | tuple():
+                waiting += item
+            case dict():
+                waiting += item.values()
+    return names_one and holds_graph
+
+
+def _content_of(cell: Any) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # the variable is not set yet
+        return []
 
 
 def _module_of(hook: Any) -> str:

@@ -11,7 +11,8 @@ Theory of operation:
    among the allocations and frees, so every byte belongs to an op or a node without a clock.
 4. The step works on aliases of the parameters and on copies of the buffers, and everything else that a
    forward may change is restored (isolated_call.py, module_state.py, rng.py). Gradients and the hooks of
-   parameters (an optimizer in backward, DDP) are not touched. The user's other backward hooks are not called.
+   parameters (an optimizer in backward, DDP) are not touched. Of the user's other backward hooks,
+   only those that differentiate are called (backward_hooks.py).
 5. One step has three phases. *Prepare* runs one forward that warms up, and on a GPU a whole step, since first
    backwards are unlike all others. *Trace* runs the recorded step. *Time* runs further forwards, without
    records, for kinds of op whose run time is not known well.
@@ -388,6 +389,7 @@ def take_step(
                 raise CannotProfile(type(step.model).__name__, *reason) from error
             error.add_note("autoac: raised in the backward of a profiled step, which runs on made-up numbers")
             raise
+    saved.save_differentiated()
     del leaves  # those that forward made end with the graph
     del gradients, roots, retained  # a retained graph holds everything that forward saved until here
     end = mark()

@@ -64,6 +64,30 @@ class Forces(nn.Module):
         return force.square()
 
 
+class Implicit(nn.Module):
+    """Solve for the gradient of a fixed point in a hook, as deep equilibrium models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.inner = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        z = torch.tanh(self.inner(x) + x)
+        point = z.detach().clone().requires_grad_()
+        again = torch.tanh(self.inner(point) + x)
+
+        def solve(gradient: torch.Tensor) -> torch.Tensor:
+            solution = gradient
+            for _ in range(3):
+                solution = torch.autograd.grad(again, point, solution, retain_graph=True)[0] + gradient
+            return solution
+
+        z.register_hook(solve)
+        return z.sin()
+
+
 class Differentiated(torch.autograd.Function):
     """Compute the gradients in forward, as Liger's fused cross-entropy does."""
 
@@ -101,6 +125,7 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
     "backward in forward": (Penalised, (64, 16)),
     "forces, exp": (lambda: Forces(torch.exp, copies=True), (500, 3)),
     "forces, tanh": (lambda: Forces(torch.tanh, copies=False), (500, 3)),
+    "hook that differentiates": (Implicit, (64, 16)),
     "saved tensors as gradients": (FusedLoss, (2, 16)),
 }
 

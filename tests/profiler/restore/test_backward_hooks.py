@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.modules.module import (
 import ac_client
 from autoac.planner import build, simulate
 from autoac.profiler import DATASHEETS, profile
+from autoac.profiler.capture.saved_tensor_recorder import DIFFERENTIATED
 
 X = torch.linspace(-1, 2, 32).view(8, 4)
 CALLS: list[Tensor] = []
@@ -100,6 +102,63 @@ def test_no_mode_calls_hooks(mode: Any) -> None:
     CALLS.clear()
     profile(model, X, mode=mode, on=DATASHEETS["h100"] if mode == "fake" else None)
     assert not CALLS
+
+
+def on_square(model: nn.Sequential, make: Callable[[Tensor, Tensor], Callable[[Tensor], Any]]) -> None:
+    """Set a hook on the output of a module, made from a leaf and its square."""
+
+    def register(out: Tensor) -> None:
+        leaf = out.detach().clone().requires_grad_()
+        out.register_hook(make(leaf, leaf.square()))
+
+    on_output(model, register)
+
+
+def differentiating(leaf: Tensor, square: Tensor) -> Callable[[Tensor], Any]:
+    def solve(gradient: Tensor) -> Tensor:
+        CALLS.append(gradient)
+        return torch.autograd.grad(square, leaf, gradient, retain_graph=True)[0]
+
+    return solve
+
+
+def holding_a_graph(_leaf: Tensor, square: Tensor) -> Callable[[Tensor], Any]:
+    return lambda gradient: CALLS.append(gradient * square.detach())
+
+
+def naming_grad(leaf: Tensor, _square: Tensor) -> Callable[[Tensor], Any]:
+    return lambda gradient: CALLS.append(gradient if leaf.grad is None else leaf.grad)
+
+
+class Solver:
+    """Differentiate in a bound method, behind a helper."""
+
+    def __init__(self, leaf: Tensor, square: Tensor) -> None:
+        self.leaf, self.graph = leaf, [square]
+
+    def solve(self, scale: float, gradient: Tensor) -> Tensor:
+        CALLS.append(gradient)
+        return scale * torch.autograd.grad(self.graph[0], self.leaf, gradient, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("mode", ["hollow", "measured", "fake"])
+@pytest.mark.parametrize(
+    ("make", "calls"),
+    [
+        (differentiating, True),
+        (lambda leaf, square: functools.partial(Solver(leaf, square).solve, 2.0), True),
+        (holding_a_graph, False),
+        (naming_grad, False),
+    ],
+)
+def test_hooks_that_differentiate_are_called_in_a_profile(make: Any, calls: bool, mode: Any) -> None:
+    model = made()
+    on_square(model, make)
+    CALLS.clear()
+    found = profile(model, X, mode=mode, on=DATASHEETS["h100"] if mode == "fake" else None)
+    assert bool(CALLS) is calls
+    assert (DIFFERENTIATED in found.reasons) is calls
+    CALLS.clear()
 
 
 def test_profile_leaves_torch_unpatched() -> None:
