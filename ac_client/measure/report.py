@@ -120,7 +120,7 @@ class Report:
         if measured is None:
             if not self.steps:
                 return "not measured yet"
-            return "not measured yet (run a step in `with ac_client.applied(model).measure():`)"
+            return "not measured yet (on a CPU, run a step in `with ac_client.applied(model).measure():`)"
         off_by = ""
         if measured and self.predicted_peak_bytes:
             off_by = f" ({measured / self.predicted_peak_bytes - 1:+.2%})"

@@ -88,6 +88,7 @@ class PolicyStore:
         self._peaks = peaks
         self._strict = strict
         self._shapes = shapes
+        self._said_how_to_compare = False
         self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
         self.ranks: Ranks | None = None
         self._to_meet = policy is None and group is not None  # the ranks, in the first forward
@@ -284,6 +285,13 @@ class PolicyStore:
         if self._shapes == "first" and serve_all:
             self._buckets.serve_all(bucket)
         self._log_policy("planned", bucket)
+        if self._peaks.allocator is None and not self._said_how_to_compare:
+            self._said_how_to_compare = True
+            log.info(
+                "%s: on a CPU nothing compares the measured peak with the predicted one by itself. To "
+                "compare them, run a step in `with ac_client.applied(model).measure():`",
+                self._name,
+            )
 
     def _plan_with_ranks(self, call: ModelCall, on_failure: Callable[[], None]) -> PlannedBucket | None:
         """Return the bucket for the first batch, agreed on by all ranks; None: this time all run unplanned.

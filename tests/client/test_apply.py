@@ -63,11 +63,12 @@ def test_first_planned_step_logs_one_line_per_phase(caplog: pytest.LogCaptureFix
         for _ in range(2):
             model.zero_grad()
             model(torch.randn(2, 4)).sum().backward()
-    profiling, planning, planned = caplog.messages
+    profiling, planning, planned, measuring = caplog.messages
     assert profiling == "Sequential: profiling one step"
     assert planning == "Sequential: planning 2 ops for 1.00 GiB"
     assert planned.startswith("Sequential: planned: predicted peak ")
     assert planned.endswith(" of 1.00 GiB, 0.0% of the step recomputed (0 of 2 ops)")
+    assert measuring.startswith("Sequential: on a CPU nothing compares ")
 
 
 def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:

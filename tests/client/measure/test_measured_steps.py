@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -175,13 +176,24 @@ def test_measuring_changes_no_gradient(budget: int) -> None:
         assert torch.equal(a.grad, b.grad)
 
 
+def test_first_plan_on_a_cpu_says_once_that_nothing_compares(
+    budget: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ac_client.apply(made(), budget / GIB)
+    with caplog.at_level(logging.INFO, "ac_client"):
+        step(model)
+        model(torch.cat([BATCH, BATCH]))  # planned too
+    assert len([m for m in caplog.messages if "planned: predicted peak" in m]) == 2
+    assert len([m for m in caplog.messages if ".measure():" in m]) == 1
+
+
 def test_report_on_a_cpu_says_how_to_measure_the_peak(budget: int) -> None:
     model = ac_client.apply(made(), budget / GIB)
     at = ac_client.applied(model)
     assert "peak" not in str(at.report())
     step(model)
     text = str(at.report())
-    assert "not measured yet (run a step in `with ac_client.applied(model).measure():`)" in text
+    assert "not measured yet (on a CPU, run a step in `with ac_client.applied(model).measure():`)" in text
     assert "measured not" not in text
     with at.measure():
         step(model)
