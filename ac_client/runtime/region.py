@@ -313,14 +313,18 @@ class Region(RecordingMode):
         if self._log is not None:
             self._log.add("compute", call.facts.name)
         decided = self._policy.saves_function(call.facts)
-        function = RecordedFunction(
-            call,
-            self.storages,
-            self.graph,
-            self._grouping,
-            self._stream,
-            saved=decided is True,
-        )
+        recording_off.depth += 1  # copies of what the call may write are no ops of the model
+        try:
+            function = RecordedFunction(
+                call,
+                self.storages,
+                self.graph,
+                self._grouping,
+                self._stream,
+                saved=decided is True,
+            )
+        finally:
+            recording_off.depth -= 1
         self._function, self._asks_inside = function, decided is None
         self._hooks.pack_in_call = function.pack
         try:
