@@ -415,10 +415,15 @@ class Applied:
 
     def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
         error = sys.exception()
-        bucket = None if self.planning else self._forward.end(whole=error is None)
+        raised = self._forward.raises
+        bucket = None if self.planning else self._forward.end(whole=not raised)
         self._read_counter()
-        if bucket is not None and error is None:
+        if bucket is not None and not raised:
             self._watch.forward_ended(bucket, out)
+        elif bucket is not None:  # the step will not end
+            self._peaks.discard()
+            for route in bucket.loaded.forwards:
+                route.compared = False
         if out is None and is_out_of_memory(error):
             assert error is not None
             subject = "Profiling a step" if self.planning else "A planned forward"

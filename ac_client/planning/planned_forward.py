@@ -40,6 +40,7 @@ class PlannedForward(threading.local):
         self._strict = False
         self._report: Callable[[OffPath], None] = lambda _off: None
         self._paths = [ROOT]  # of the modules that are being called
+        self._handled = [_exception()]  # where each of these calls began
         self._unrecorded_depth = 0  # of nested module calls in which the mode is off
         self._writes_before: list[int] = []  # one for each module call that is recorded
         self._call: RecordedCall | None = None  # in which the mode is off
@@ -78,7 +79,7 @@ class PlannedForward(threading.local):
         self._bucket, self._unrecorded = bucket, 0
         route = loaded.route(waiting)
         self._strict, self._report = strict, report
-        self._paths = [ROOT]
+        self._paths, self._handled = [ROOT], [_exception()]
         if compiled or has_compiled_parts:
             self._carries = True
             set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
@@ -104,6 +105,11 @@ class PlannedForward(threading.local):
         self._region = region
         if active.region is not None and compares:
             active.region.compare(self._innermost)
+
+    @property
+    def raises(self) -> bool:
+        """Return True while an exception leaves the innermost call, other than one that was being handled."""
+        return self._handled[-1] != _exception()
 
     def end(self, *, whole: bool = False) -> PlannedBucket | None:
         """End the forward, if one is running, and return the bucket it ran under.
@@ -133,7 +139,7 @@ class PlannedForward(threading.local):
                 route.call_sites = dict.fromkeys(route.reruns)
             region.__exit__(None, None, None)
         bucket, self._bucket = self._bucket, None
-        if route is not None:
+        if whole and route is not None:
             route.unrecorded = self._unrecorded
         if whole and cursor is not None:
             cursor.finish()
@@ -144,6 +150,7 @@ class PlannedForward(threading.local):
         if recording_off.reruns:
             return
         self._paths.append(path)
+        self._handled.append(_exception())
         if self._bucket is not None and path in self._bucket.step.skipped:
             self._bucket.ran_skipped.add(path)
         region = active.region
@@ -199,11 +206,13 @@ class PlannedForward(threading.local):
                 region.resume()
 
     def leave(self, path: str, output: Any) -> None:
-        """Mark the return of the module at `path`."""
-        if recording_off.reruns:
-            return
+        """Mark the end of the call of the module at `path`. A route learns from calls that return."""
+        if recording_off.reruns or self._paths[-1] != path:
+            return  # the latter: a hook of the user's raised before `enter`
+        raised = self.raises
         if len(self._paths) > 1:
             self._paths.pop()
+            self._handled.pop()
         region = active.region
         if self._cursor is None or self._route is None or region is None:
             return
@@ -216,9 +225,12 @@ class PlannedForward(threading.local):
                 self._call = None
             else:
                 region.resume()
-        audit = self._end_audit(path)
+        audit = self._end_audit(None if raised else path)
         called = self._cursor.leave(path)
         writes = self._writes_before.pop() if self._writes_before else -1
+        if raised:  # calls around this one did not run all their ops either
+            self._writes_before = [-1] * len(self._writes_before)
+            return
         if called is not None and writes == region.storages.writes and self._cursor.saves_all(called):
             self._route.quiet_calls[path, called[0]] = called[1]
         if audit is not None:
@@ -254,6 +266,11 @@ class PlannedForward(threading.local):
         self._audit = None
         audit.close()
         return audit
+
+
+def _exception() -> int:
+    """Return the identity of the exception that is being handled or raised; it is alive that long."""
+    return id(sys.exception())
 
 
 def _is_called(model: weakref.ref[nn.Module]) -> bool:
