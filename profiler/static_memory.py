@@ -30,6 +30,9 @@ from autoac.profiler.torch_facts.private import (
 from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage_or_fake
 
 
+ONLY_PRESENT_STATE = "only its present state is counted"
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
     """Bytes that an optimizer needs on the device."""
@@ -136,7 +139,10 @@ def optimizer_bytes(
         state, workspace = _fake_step(optimizer, device, on)
     except Exception as error:  # noqa: BLE001 - the optimizer is the user's code, and may run on real tensors
         note = f"{type(optimizer).__name__} could not be run on fake tensors ({type(error).__name__})"
-        return OptimizerBytes(existing, 0, f"{note}: only its present state is counted")
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        complete = all(parameter in optimizer.state for parameter in trained)
+        missing = "what its step needs besides its state is not counted" if complete else ONLY_PRESENT_STATE
+        return OptimizerBytes(existing, 0, f"{note}: {missing}")
     return OptimizerBytes(max(existing, state), workspace)
 
 
@@ -187,9 +193,10 @@ def _fake_step(optimizer: torch.optim.Optimizer, device: torch.device, on: Devic
                     torch.empty_strided(
                         shard.size(),
                         shard.stride(),
-                        dtype=shard.dtype,
+                        dtype=torch.uint8 if shard.is_quantized else shard.dtype,  # which fakes cannot be
                         device=shard.device if on is None else device_type,
-                    )
+                    ),
+                    requires_grad=parameter.requires_grad,  # integers cannot
                 )
                 if parameter.requires_grad:
                     fake.grad = torch.empty_like(fake)

@@ -31,7 +31,7 @@ from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, device_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
-from autoac.profiler.static_memory import static_bytes
+from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
 
 log = logging.getLogger("ac_client")
 
@@ -237,6 +237,15 @@ class BatchProfiler:
                 )
             for message in unplanned_in(profile):
                 self._planner.warn_once(message, "%s: %s", self._planner.name, message)
+            for note in profile.notes:
+                if ONLY_PRESENT_STATE in note:
+                    self._planner.warn_once(
+                        "state",
+                        "%s: %s, so later steps may go over the budget. Leave headroom_gb for the state that "
+                        "its first step makes",
+                        self._planner.name,
+                        note,
+                    )
             if is_compiled(profile):
                 return profile  # compiled code records and replays nothing
             us = replay_us_of_process()

@@ -316,6 +316,18 @@ def test_optimizer_on_a_cpu_updates_one_parameter_after_another() -> None:
     assert 64 * 64 * 4 <= needs.workspace < 4 * 64 * 64 * 4
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bool, torch.quint8])
+def test_parameter_that_never_trains_takes_no_state_from_the_others(dtype: torch.dtype) -> None:
+    zeros = torch.zeros(10)
+    frozen = torch.quantize_per_tensor(zeros, 0.1, 0, dtype) if dtype is torch.quint8 else zeros.to(dtype)
+    trained = nn.Parameter(torch.zeros(64, 64))
+    parameters = [trained, nn.Parameter(frozen, requires_grad=False)]
+    needs = optimizer_bytes(torch.optim.AdamW(parameters), torch.device("cpu"))
+    assert needs == optimizer_bytes(torch.optim.AdamW([trained]), torch.device("cpu"))
+    assert needs.note == ""
+
+
 def test_model_may_differentiate_inside_its_forward() -> None:
     class Penalised(nn.Module):
         def __init__(self) -> None:
