@@ -143,16 +143,20 @@ def other_environment(policy: Policy, device: torch.device) -> str:
 def skipped_modules(model: nn.Module, profile: Profile) -> frozenset[str]:
     """Return the paths of modules with their own parameters that `profile` did not run.
 
-    The set is empty if a part of the model is compiled, since compiled parts hide their modules.
+    A module has run if a module inside it has: a list of parametrizations runs no op of its own. The set is empty if a part of the model is compiled, since compiled parts hide their modules.
     """
     if compiled_parts(model):
         return frozenset()
-    ran = set(profile.modules)
+    ran = {module[:end] for module in profile.modules for end in _ends_of_parts(module)}
     return frozenset(
         path
         for path, module in model.named_modules()
         if path and path not in ran and any(True for _ in module.parameters(recurse=False))
     )
+
+
+def _ends_of_parts(path: str) -> list[int]:
+    return [*(i for i, letter in enumerate(path) if letter == "."), len(path)]
 
 
 @dataclass(frozen=True, slots=True)

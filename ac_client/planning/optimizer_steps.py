@@ -25,7 +25,8 @@ log = logging.getLogger("ac_client")
 class ModelOptimizers:
     """The optimizers of one model's parameters, and how often they have stepped.
 
-    Version counters do not show every step: a fused kernel writes and counts nothing.
+    Version counters do not show every step: a fused kernel writes and counts nothing. Once one of them
+    has stepped, none is kept alive: one that the user drops or replaces frees its state and counts no longer.
 
     Attributes:
         steps: number of their steps since the model was planned.
@@ -38,7 +39,8 @@ class ModelOptimizers:
         self.adopted = 0
         self.after_step: Callable[[], Callable[[torch.optim.Optimizer], None] | None] = _nothing
         self._model = weakref.ref(model)
-        self._given = given
+        self._not_stepped = given  # kept alive until then, since the first plan counts its state
+        self._given = weakref.ref(innermost(given)) if given is not None else _nothing
         self._adopted: list[weakref.ref[torch.optim.Optimizer]] = []
         self._of_others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         _watch(self)
@@ -46,8 +48,13 @@ class ModelOptimizers:
     @property
     def all(self) -> list[torch.optim.Optimizer]:
         """Return the known optimizers, each without its wrappers."""
-        adopted = [optimizer for ref in self._adopted if (optimizer := ref()) is not None]
-        return [*([innermost(self._given)] if self._given is not None else []), *adopted]
+        given = self._given()
+        return [*([given] if given is not None else []), *self.not_passed]
+
+    @property
+    def not_passed(self) -> list[torch.optim.Optimizer]:
+        """Return the known optimizers that were not passed to `apply`."""
+        return [optimizer for ref in self._adopted if (optimizer := ref()) is not None]
 
     def state_nbytes(self, device: torch.device) -> int:
         """Return the bytes of optimizer state on `device` now."""
@@ -71,11 +78,13 @@ class ModelOptimizers:
         elif innermost(optimizer) is optimizer:  # a wrapper makes the inner one step
             self._adopted.append(weakref.ref(optimizer))
             self.adopted += 1
+            self._not_stepped = None
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of a known optimizer."""
         if any(optimizer is one for one in self.all):
             self.steps += 1
+            self._not_stepped = None
             if (after := self.after_step()) is not None:
                 after(optimizer)
 

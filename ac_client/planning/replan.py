@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ac_client.planning.batch_shape import ModelCall
@@ -151,17 +153,16 @@ class Replanner:
         with self._lock:
             needs = optimizer_bytes(self._optimizers.all, device_of(model))
             bucket.step = replace(bucket.step, n_adopted=adopted)
-            if needs.state <= profile.static.optimizer_state and (
+            if needs.state == profile.static.optimizer_state and (
                 needs.workspace <= profile.optimizer_workspace_nbytes
             ):
                 return
-            more = needs.state - profile.static.optimizer_state
             static = profile.static.model_copy(update={"optimizer_state": needs.state})
             profile = profile.model_copy(
                 update={"static": static, "optimizer_workspace_nbytes": needs.workspace}
             )
             bucket.step = replace(bucket.step, profile=profile)
-            names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers.all))
+            names = _types(self._optimizers.all)
             reason = f"{format_bytes(needs.state)} of it the state of {names}"
             try:
                 bucket.load(*self._planner.plan_running(profile, reason, bucket.step.extra_static))
@@ -170,12 +171,12 @@ class Replanner:
                     "%s: %s steps it, and no plan leaves room for the state of %s (%s). The present plan "
                     "stays",
                     self._name,
-                    names,
+                    _types(self._optimizers.not_passed),
                     names,
                     first_line(error),
                 )
                 return
-        log.info("%s: planned again, with %s of state of %s", self._name, format_bytes(more), names)
+        log.info("%s: planned again, with %s of state of %s", self._name, format_bytes(needs.state), names)
 
     def warn_of_uncounted_state(self, model: nn.Module, bucket: PlannedBucket) -> None:
         """Warn of an optimizer that was not passed to `apply`, in the step in which it makes its state."""
@@ -187,14 +188,13 @@ class Replanner:
         self._adopted_checked = adopted
         more = optimizer_bytes(self._optimizers.all, device_of(model)).state - profile.static.optimizer_state
         if more > 0:
-            names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers.all))
             self._planner.warn_once(
                 "optimizer",
                 "%s: %s steps it and was not passed to ac_client.apply. This plan does not count the "
                 "optimizer's state of %s, so this step may go over the budget. The next step is planned with "
                 "the state. Pass optimizer=... to have it counted from the first step on",
                 self._name,
-                names,
+                _types(self._optimizers.not_passed),
                 format_bytes(more),
             )
 
@@ -370,6 +370,10 @@ class Replanner:
         bucket.correction = correction
         bucket.load(corrected(policy, correction.nbytes, correction.total), made)
         return needs
+
+
+def _types(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    return ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
 
 
 @dataclass(slots=True)

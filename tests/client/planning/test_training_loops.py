@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -255,6 +256,70 @@ def test_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytest.L
     )
 
 
+def test_optimizer_that_is_replaced_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    model = WithLoss()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    ac_client.apply(model, 1.0, optimizer=optimizer)
+
+    def train(steps: int) -> int:
+        for _ in range(steps):
+            several(1)(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return ac_client.applied(model).policy.predicted.static_bytes
+
+    with_adam = train(2)
+    replaced = weakref.ref(optimizer)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert replaced() is None
+    assert train(2) == with_adam
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    assert train(2) == with_adam - 2 * sum(p.nbytes + 2 for p in model.parameters())
+    assert not warnings(caplog)
+
+
+def test_optimizer_that_only_the_call_of_apply_named_is_counted() -> None:
+    model = WithLoss()
+    ac_client.apply(model, 1.0, optimizer=torch.optim.AdamW(model.parameters()))
+    several(1)(model)
+    static = ac_client.applied(model).policy.predicted.static_bytes
+    assert static > 3 * sum(p.nbytes for p in model.parameters())
+
+
+def test_warning_names_only_the_optimizer_that_was_not_passed(caplog: pytest.LogCaptureFixture) -> None:
+    model = WithLoss()
+    passed = torch.optim.AdamW(model[0].parameters())
+    other = torch.optim.SGD(model[3].parameters(), 0.1, momentum=0.9)
+    ac_client.apply(model, 1.0, optimizer=passed)
+    for _ in range(2):
+        several(1)(model)
+        passed.step()
+        other.step()
+        model.zero_grad()
+    (said,) = warnings(caplog)
+    assert "SGD steps it" in said
+    assert "AdamW" not in said
+
+
+def test_optimizer_whose_state_cannot_be_known_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Unknown(torch.optim.AdamW):
+        """Reads the address of what it updates, as a kernel of its own does."""
+
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.numpy()
+            return super().step(closure)
+
+    model = WithLoss()
+    optimizer = Unknown(model.parameters())
+    ac_client.apply(model, 1.0, optimizer=optimizer)
+    several(1)(model)
+    (said,) = warnings(caplog)
+    assert "Unknown" in said
+    assert "headroom_gb" in said
+
+
 def test_optimizer_of_another_model_is_not_adopted() -> None:
     model, other = ac_client.apply(WithLoss(), 1.0), WithLoss()
     adam = torch.optim.AdamW(other.parameters())
@@ -379,6 +444,23 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.clone().add_(self.down(self.up(x.sin()).relu_().square()))
+
+
+def test_parametrized_module_is_not_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    """Its list of parametrizations has parameters, and runs ops only in the modules inside it."""
+
+    def made() -> WithLoss:
+        model = WithLoss()
+        nn.utils.parametrizations.weight_norm(model[3])
+        return model
+
+    model = ac_client.apply(made(), budget_for(made(), 0.5) / GIB)
+    caplog.set_level(logging.INFO)
+    for _ in range(4):
+        several(1)(model)
+        model.zero_grad()
+    assert not warnings(caplog)
+    assert sum("profiling one step" in message for message in caplog.messages) == 1
 
 
 def test_layers_that_the_first_batch_skipped_are_decided_like_their_siblings() -> None:
