@@ -47,6 +47,7 @@ from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
 from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
 from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_calls
+from autoac.profiler.torch_facts.streams import is_capturing
 from autoac.profiler.unseen.fingerprints import Comparison
 
 log = logging.getLogger("ac_client")
@@ -369,6 +370,9 @@ class Applied:
         if not torch.is_grad_enabled() or not self._unplanned.trains_in(model):
             if not model.training:
                 self._forward.end()  # as below; such a forward is not part of one in training
+                bucket = self._store.current
+                if bucket is not None and torch.is_grad_enabled() and self.budget_bytes is not None:
+                    self._unplanned.evaluates(bucket.policy.predicted.save_all_peak_bytes, self.budget_bytes)
             return
         self._forwards += 1
         if torch.compiler.is_compiling() or private.get_tracing_state() is not None:
@@ -376,6 +380,12 @@ class Applied:
                 self._name,
                 "torch.export or torch.jit traces the model, and would trace the plan as well",
                 "call ac_client.applied(model).remove() first, or trace it in eval() under torch.no_grad()",
+            )
+        if self._store.latest is None and is_capturing():
+            raise CannotProfile(
+                self._name,
+                "the stream is being captured into a CUDA graph, and a profile synchronizes the device",
+                "run one training step before the capture, which makes the plan",
             )
         # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
         # itself: then the rest of the outer call runs unplanned.

@@ -22,13 +22,14 @@ class ProfilerError(Exception):
 
 
 class ProfilerBusy(ProfilerError):
-    """torch.profiler is already running on this thread. Try again when it has ended."""
+    """No step can be profiled now: torch.profiler is running on this thread, or for another reason."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "torch.profiler is running on this thread, and a profile needs it to measure memory: profile the "
-            "model outside the other profiler's range"
-        )
+    def __init__(
+        self,
+        why: str = "torch.profiler is running on this thread, and a profile needs it to measure memory: "
+        "profile the model outside the other profiler's range",
+    ) -> None:
+        super().__init__(why)
 
 
 class ShardsInUse(ProfilerBusy):

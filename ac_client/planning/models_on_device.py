@@ -116,6 +116,19 @@ class ModelOnDevice:
             ):
                 bucket.withhold(needs - self._limit)
 
+    def name_others(self, error: Exception) -> None:
+        """Add to `error` what the other planned models on the device hold, whether or not they train."""
+        others = [
+            f"{other._name} holds {format_bytes(other.standing_nbytes())}"
+            for other in list(_all)
+            if other is not self and other.device() == self.device()
+        ]
+        if others:
+            error.add_note(
+                "autoac: the budget is for the device, and other planned models are on it: "
+                f"{', '.join(others)} between steps. That has to fit as well"
+            )
+
     def _others(self) -> Iterator[ModelOnDevice]:
         """Yield the models on the same device that have trained since this one was planned."""
         for other in list(_all):

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from autoac.planner import Profile
+from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import parameters_of
 from autoac.profiler.static_memory import innermost, optimizer_state_nbytes
@@ -145,6 +146,24 @@ class UnplannedSteps:
             return True
         self._in_eval = True
         return self._trains_in_eval
+
+    def evaluates(self, needs: int, limit: int) -> None:
+        """Warn of an evaluation whose graph is held, if one that saves everything is over the budget.
+
+        Args:
+            needs: the peak of a training step in which nothing is recomputed.
+            limit: of the planned peaks.
+        """
+        if needs > limit:
+            self._warn_once(
+                "evaluation",
+                "%s: a forward in eval() runs with gradients enabled. It is not planned, so all that "
+                "backward needs is saved: a batch of the size that was planned may take %s, over the budget "
+                "of %s. Evaluate under torch.no_grad()",
+                self._name,
+                format_bytes(needs),
+                format_bytes(limit),
+            )
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
         """Take note of a step after a total of `forwards` training forwards."""

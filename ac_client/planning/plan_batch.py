@@ -29,9 +29,10 @@ from ac_client.service_client.policy_requests import request_policy
 from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile, as_planned, plan
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
-from autoac.profiler import Loop, Loss, device_of, observe
+from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, observe
 from autoac.profiler.checkpoints.own_checkpoints import UNPLANNED, checkpoints_left_alone
 from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
+from autoac.profiler.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
 
@@ -216,6 +217,8 @@ class BatchProfiler:
         Raises:
             ProfilerError: the step cannot be profiled.
         """
+        if is_capturing():
+            raise ProfilerBusy("a CUDA graph is being captured, and a profile synchronizes the device")
         log.info("%s: profiling one step", self._planner.name)
         check_hooks()
         self._warn_of_copies(call)
@@ -307,8 +310,9 @@ class BucketPlanner:
         else:
             try:
                 made, profile, loop = self.plan_first(profile, loop, others)
-            except InfeasibleBudget:
+            except InfeasibleBudget as error:
                 if not others:
+                    self.on_device.name_others(error)
                     raise
                 profile, loop = dropping(profile, loop, profile.droppable_outputs)
                 made = self.planner.plan_running(profile, of_others(others), others)

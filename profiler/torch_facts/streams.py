@@ -30,6 +30,11 @@ def has_streams() -> bool:
     return device is not None and device.type != "mps" and torch.get_device_module(device).is_initialized()
 
 
+def is_capturing() -> bool:
+    """Return True if work on the current stream is captured into a CUDA graph, and does not run."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class StreamsSeen:
     """The streams on which the recorded ops of this process ran.
 

@@ -128,6 +128,7 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
     torch.UntypedStorage.clone = clone  # torch's clones and resizes storages of CUDA in a build for CUDA only
     torch.UntypedStorage.resize_ = resize_
     cuda._lazy_init = lambda: None
+    cuda.is_current_stream_capturing = lambda: False
     cuda.is_initialized = cuda.memory.is_initialized = lambda: True
     cuda.device_count = device.device_count
     cuda.get_device_name = lambda which=None: Properties.name

@@ -13,6 +13,7 @@ import ac_client
 from ac_client.planning.peak_counter import WATCHED_STEPS
 from autoac.planner import Bounds, bounds, build
 from autoac.planner.units import GIB
+from autoac.profiler import CannotProfile
 from standin.tasks import bounds_of, task_of
 from standin.training import Task, Training, step
 
@@ -69,6 +70,31 @@ def test_step_over_its_budget_is_corrected_if_the_counter_is_reset_each_step(
     assert report.predicted_peak_bytes == peaks[-1]
     assert (report.corrections, report.corrected_by_bytes) == (1, EXTRA)
     assert sum("planned again" in message for message in caplog.messages) == 1
+
+
+def test_first_step_is_refused_while_a_graph_is_captured(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_of("cuda:1")
+    model, optimizer, batch = task.made()
+    ac_client.apply(model, between(bounds_of("cuda:1"), 0.7) / GIB, optimizer=optimizer)
+
+    def train_once() -> None:
+        step(task, model, optimizer, batch, Training(None))
+
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(CannotProfile, match="captured into a CUDA graph"):
+            train_once()
+        assert ac_client.applied(model).policy is None
+    train_once()
+    policy = ac_client.applied(model).policy
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        train_once()  # gradients exist by now, for which a plan is made after the capture
+        assert ac_client.applied(model).policy is policy
+    train_once()
+    assert ac_client.applied(model).policy is not policy
 
 
 def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: ModuleType) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import ac_client
 from ac_client import Report
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import Policy, build, find_minimum_peak, simulate
-from autoac.planner.units import GIB
+from autoac.planner import InfeasibleBudget, Policy, build, find_minimum_peak, simulate
+from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import observe
 from autoac.profiler.steps.training_loop import Loop
 
@@ -385,6 +385,14 @@ def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogC
     assert peak() <= budget
     assert not warnings(caplog)
     assert any(ac_client.applied(model).report().recomputed for model in models)
+
+
+def test_refused_budget_names_the_other_models_on_the_device() -> None:
+    other, model = ac_client.apply(Net(), 1.0), ac_client.apply(WithLoss(), 1e-6)
+    with pytest.raises(InfeasibleBudget) as raised:
+        several(1)(model)
+    notes = "\n".join(raised.value.__notes__)
+    assert f"Net holds {format_bytes(sum(p.nbytes for p in other.parameters()))}" in notes
 
 
 def test_planned_model_that_does_not_train_takes_no_room() -> None:

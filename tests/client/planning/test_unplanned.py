@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ac_client
 from ac_client import applied
 from autoac.planner import build, find_minimum_peak, simulate
-from autoac.planner.units import GIB
+from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
 
@@ -70,6 +70,21 @@ def test_evaluation_with_gradients_is_not_planned(budget_gb: float, caplog: pyte
         model.eval()(BATCH)
     assert applied(model).report().steps == 2
     assert not caplog.messages
+
+
+def test_evaluation_with_gradients_that_may_go_over_the_budget_is_named(
+    budget_gb: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ac_client.apply(made(), budget_gb)
+    train(model, model, steps=1)
+    with torch.no_grad():
+        model.eval()(BATCH)
+    assert not caplog.messages
+    for _ in range(2):
+        model(BATCH)
+    (said,) = caplog.messages
+    assert "a forward in eval() runs with gradients enabled" in said
+    assert format_bytes(applied(model).report().save_all_peak_bytes) in said
 
 
 def test_each_mode_has_a_plan_of_its_own(budget_gb: float) -> None:
