@@ -87,7 +87,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_budget(budget_gb: Any, headroom_gb: Any, model: nn.Module) -> tuple[int | None, int]:
-    """Return budget and headroom in bytes; warn if `model`'s GPU has less memory than the budget.
+    """Return budget and headroom in bytes; warn if `model`'s device has less memory than the budget.
 
     Raises:
         InvalidBudget: budget or headroom is not a number of GiB, or the headroom uses up the budget.
@@ -99,16 +99,24 @@ def check_budget(budget_gb: Any, headroom_gb: Any, model: nn.Module) -> tuple[in
     if headroom >= budget:
         raise InvalidBudget(f"headroom_gb must be below budget_gb={budget_gb!r}, got {headroom_gb!r}")
     device = device_of(model)
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        if budget > total:
-            log.warning(
-                "budget_gb=%r is more than the %s that %s has, so the plan may not fit; budget_gb is in GiB",
-                budget_gb,
-                format_bytes(total),
-                device,
-            )
+    total = _memory_nbytes(device)
+    if total is not None and budget > total:
+        log.warning(
+            "budget_gb=%r is more than the %s that %s has, so the plan may not fit; budget_gb is in GiB",
+            budget_gb,
+            format_bytes(total),
+            "this machine" if device.type == "cpu" else device,
+        )
     return budget, headroom
+
+
+def _memory_nbytes(device: torch.device) -> int | None:
+    """Return the memory of `device`; None if it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
 
 
 def check_source(budget_gb: Any, policy: Any, alias: Any, service: Any, *, require_service: bool) -> None:

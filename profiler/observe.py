@@ -147,7 +147,8 @@ def observe(
             raise CannotProfile(
                 type(model).__name__,
                 "it is on the meta device, where no op runs",
-                "move it to the device that it trains on (to_empty), or profile it with on=DATASHEETS[...]",
+                "move it to the device that it trains on (to_empty), or plan it without one: "
+                "autoac.profiler.profile(model, ..., on=DATASHEETS[...])",
             )
         with autocast_to(device.type, autocast):
             environment = environment_of_device(model, device)

@@ -98,6 +98,13 @@ def test_optimizer_of_another_model_is_counted_with_a_warning(caplog: pytest.Log
     assert "none of them belongs to this Linear" in caplog.text
 
 
+def test_budget_above_the_memory_of_the_machine_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    ac_client.apply(model(), budget_gb=40_000)
+    (message,) = caplog.messages
+    assert "budget_gb=40000 is more than the" in message
+    assert "this machine" in message
+
+
 def test_error_for_a_frozen_model_names_requires_grad() -> None:
     with pytest.raises(NothingToProfile, match=r"requires_grad_\(\)"):
         ac_client.apply(model().requires_grad_(False), 1.0)(torch.ones(1, 2))
@@ -106,7 +113,7 @@ def test_error_for_a_frozen_model_names_requires_grad() -> None:
 def test_error_for_a_model_on_meta_names_the_device() -> None:
     with torch.device("meta"):
         subject = model()
-    with pytest.raises(CannotProfile, match="move it to the device"):
+    with pytest.raises(CannotProfile, match=r"move it to the device.*autoac.profiler.profile\(.*on="):
         ac_client.apply(subject, 1.0)(torch.ones(1, 2, device="meta"))
 
 
