@@ -120,6 +120,13 @@ class OomRetry:
         error.add_note(f"autoac: {what}")
         if noted:
             return
+        if self._store.latest is None:
+            error.add_note(
+                "The first step is profiled before it is planned, so no plan limits its memory. Train on "
+                "a smaller batch first, or plan without the device: autoac.profiler.profile(model, ..., "
+                "on=DATASHEETS[...]), and pass the plan to ac_client.apply as policy=...."
+            )
+            return
         budget = self._planner.budget_bytes
         if (bucket := self._store.latest) is not None:
             of = f" of a budget of {format_bytes(budget)}" if budget is not None else ""

@@ -231,6 +231,20 @@ def test_out_of_memory_in_a_plain_loop_has_advice(budget_gb: float) -> None:
     assert nothing_open()
 
 
+@pytest.mark.parametrize("in_step", [False, True])
+def test_out_of_memory_in_the_first_step_is_not_advised_to_retry(budget_gb: float, in_step: bool) -> None:
+    model = ac_client.apply(made(), budget_gb)
+    model.trap.aim.where, model.trap.aim.times = "forward", 1
+    at = ac_client.applied(model)
+    step = partial(at.step, partial(run, model), retry_oom=True) if in_step else partial(run, model)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        step()
+    notes = "\n".join(raised.value.__notes__)
+    assert "Profiling a step ran out of memory" in notes
+    assert "policy=" in notes
+    assert "retry_oom" not in notes
+
+
 def test_second_out_of_memory_error_is_raised(budget_gb: float) -> None:
     model, step = planned(budget_gb)
     model.trap.aim.where, model.trap.aim.times = "backward", 2
