@@ -29,7 +29,6 @@ from autoac.profiler.torch_facts.private import (
 )
 from autoac.profiler.torch_facts.storage_table import StorageTable, has_storage_or_fake
 
-
 ONLY_PRESENT_STATE = "only its present state is counted"
 
 

@@ -143,7 +143,8 @@ def other_environment(policy: Policy, device: torch.device) -> str:
 def skipped_modules(model: nn.Module, profile: Profile) -> frozenset[str]:
     """Return the paths of modules with their own parameters that `profile` did not run.
 
-    A module has run if a module inside it has: a list of parametrizations runs no op of its own. The set is empty if a part of the model is compiled, since compiled parts hide their modules.
+    A module has run if a module inside it has: a list of parametrizations runs no op of its own. The set is
+    empty if a part of the model is compiled, since compiled parts hide their modules.
     """
     if compiled_parts(model):
         return frozenset()
