@@ -3,7 +3,11 @@
 // Requests are rounded to 512 bytes. Up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of
 // 20 MiB, and larger ones have a segment of their own, rounded to 2 MiB. A free block serves requests of the stream
 // that it was allocated on. It is split unless less than 512 bytes (of a small block) or no more than 1 MiB (of a
-// large one) would remain, and merges with its free neighbours.
+// large one) would remain, and merges with its free neighbours. Of equally large blocks, that of the oldest segment
+// serves a request, as if segments had rising addresses.
+//
+// The limit is of what the segments take, as on a GPU. A segment for which too little is left is tried once more when
+// all segments without an allocated block have been given back. planner/memory/caching_allocator.py has the same rules.
 //
 // Memory that nothing has written holds NaN, in every floating-point type.
 #pragma once
@@ -32,6 +36,7 @@ struct Block {
   DeviceIndex device;
   c10::StreamId stream;  // that it was allocated on
   bool small;
+  int64_t segment;          // a later one has a higher number
   Block* before = nullptr;  // in its segment
   Block* after = nullptr;
   bool allocated = false;
@@ -46,7 +51,8 @@ struct Block {
 
 struct FitsBetter {
   bool operator()(const Block* a, const Block* b) const {
-    return std::tie(a->stream, a->nbytes, a->address) < std::tie(b->stream, b->nbytes, b->address);
+    return std::tie(a->stream, a->nbytes, a->segment, a->address) <
+           std::tie(b->stream, b->nbytes, b->segment, b->address);
   }
 };
 
@@ -69,7 +75,8 @@ struct Memory {
   std::array<std::array<Counter, kPools>, kQuantities> counters;
   std::set<Block*, FitsBetter> free[kPools];
   std::vector<std::pair<Block*, std::vector<Launch>>> in_use;  // freed, but a stream still works on them
-  int64_t limit = int64_t(1) << 50;                            // of allocated bytes
+  int64_t limit = int64_t(1) << 50;                            // of reserved bytes
+  int64_t segments = 0;                                        // so far
 
   Counter& allocated() { return counters[kAllocatedBytes][kAll]; }
   void count(const Block& block, Quantity quantity, int64_t amount) {
@@ -187,10 +194,13 @@ void empty_cache(DeviceIndex device) {
 
 Block* new_segment(Memory& memory, int64_t nbytes, Queue queue, bool small) {
   nbytes = small ? kSmallSegment : nbytes < kLargeRequest ? kLargeSegment : rounded(nbytes, kSegmentRounding);
+  const int64_t& reserved = memory.counters[kReservedBytes][kAll].current;
+  if (reserved + nbytes > memory.limit) empty_cache(queue.first);
+  if (reserved + nbytes > memory.limit) return nullptr;
   void* address = nullptr;
   if (posix_memalign(&address, kRounding, nbytes)) return nullptr;
   memset(address, kNaN, nbytes);
-  auto* block = new Block{static_cast<char*>(address), nbytes, queue.first, queue.second, small};
+  auto* block = new Block{static_cast<char*>(address), nbytes, queue.first, queue.second, small, ++memory.segments};
   memory.count(*block, kSegment, 1);
   memory.count(*block, kReservedBytes, nbytes);
   return block;
@@ -199,7 +209,7 @@ Block* new_segment(Memory& memory, int64_t nbytes, Queue queue, bool small) {
 void split(Memory& memory, Block* block, int64_t nbytes) {
   const int64_t remaining = block->nbytes - nbytes;
   if (block->small ? remaining < kRounding : remaining <= kSmallRequest) return;
-  auto* rest = new Block{block->address + nbytes, remaining, block->device, block->stream, block->small};
+  auto* rest = new Block{block->address + nbytes, remaining, block->device, block->stream, block->small, block->segment};
   rest->before = block;
   rest->after = block->after;
   if (rest->after) rest->after->before = rest;
@@ -213,10 +223,9 @@ Block* take_block(int64_t requested, Queue queue) {
   Memory& memory = memories[queue.first];
   free_finished(memory);
   const int64_t nbytes = rounded(requested, kRounding) + slack_nbytes;
-  if (memory.allocated().current + nbytes > memory.limit) return nullptr;
   const bool small = nbytes <= kSmallRequest;
   auto& free_blocks = memory.free[small ? kSmall : kLarge];
-  Block least{nullptr, nbytes, queue.first, queue.second, small};
+  Block least{nullptr, nbytes, queue.first, queue.second, small, 0};
   auto found = free_blocks.lower_bound(&least);
   Block* block;
   if (found != free_blocks.end() && (*found)->stream == queue.second) {

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
 import torch
+
+from autoac.planner.memory.caching_allocator import Allocate, Release, replay
 
 MIB = 1 << 20
 
@@ -143,3 +147,67 @@ def test_copies_between_devices_wait_for_each_other(gpu: ModuleType) -> None:
     y = x.to("cuda:1") + 1
     assert y.tolist() == [3.0] * 4
     assert x.mul_(0).to("cuda:1").tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("share", [None, 0.9, 0.6])
+def test_random_allocations_reserve_what_the_planner_predicts(gpu: ModuleType, share: float | None) -> None:
+    """Replay logs of two streams on the device and in the model, some under a limit below the peak."""
+    streams = [torch.cuda.default_stream(0), torch.cuda.Stream(0)]
+    gave_back = full = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        log: list[Allocate | Release] = []
+        live: list[int] = []
+        for name in range(60):
+            if live and rng.random() < 0.45:
+                log.append(Release(live.pop(rng.randrange(len(live)))))
+            else:
+                nbytes = rng.choice([700, 40_000, MIB, 3 * MIB, 9 * MIB, 11 * MIB, 21 * MIB]) + rng.randrange(
+                    9
+                )
+                log.append(Allocate(name, nbytes, rng.choice([0, 0, 1])))
+                live.append(name)
+        limit = None if share is None else int(share * replay(log).peak)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == 0
+        gpu.set_limit(0, 1 << 50 if limit is None else limit)
+        held: dict[int, torch.Tensor] = {}
+        reserved = []
+        for event in log:
+            if isinstance(event, Allocate):
+                with torch.cuda.stream(streams[event.stream]):
+                    try:
+                        (held[event.name],) = blocks_of(event.nbytes)
+                    except torch.OutOfMemoryError:
+                        break
+            else:
+                del held[event.name]
+            reserved.append(torch.cuda.memory_reserved())
+        predicted = replay(log, limit=limit)
+        assert tuple(reserved) == predicted.reserved, seed
+        gave_back += any(b < a for a, b in pairwise(reserved))
+        full += predicted.out_of_memory is not None
+        held.clear()
+    assert (gave_back + full > 0) == (share is not None)
+
+
+def test_full_device_gives_back_its_cache_before_it_is_out_of_memory(gpu: ModuleType) -> None:
+    torch.cuda.empty_cache()
+    gpu.set_limit(0, 40 * MIB)
+    held = blocks_of(12 * MIB, 12 * MIB)
+    del held[0]
+    held += blocks_of(28 * MIB)  # in the place of the first segment
+    assert torch.cuda.memory_reserved() == 40 * MIB
+    with pytest.raises(torch.OutOfMemoryError):
+        blocks_of(1)
+
+
+def test_limit_counts_fragments(gpu: ModuleType) -> None:
+    torch.cuda.empty_cache()
+    gpu.set_limit(0, 30 * MIB)
+    held = blocks_of(9 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        blocks_of(12 * MIB)  # 21 MiB of 30 would be allocated, but the first segment takes 20
+    del held
+    assert blocks_of(12 * MIB)[0].numel() == 12 * MIB
