@@ -313,7 +313,7 @@ class Region(RecordingMode):
         if self._log is not None:
             self._log.add("compute", call.facts.name)
         decided = self._policy.saves_function(call.facts)
-        recording_off.depth += 1  # copies of what the call may write are no ops of the model
+        recording_off.depth += 1  # the model does not run the copies of what the call may write
         try:
             function = RecordedFunction(
                 call,

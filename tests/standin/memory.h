@@ -7,7 +7,7 @@
 // serves a request, as if segments had rising addresses.
 //
 // The limit is of what the segments take, as on a GPU. A segment for which too little is left is tried once more when
-// all segments without an allocated block have been given back. planner/memory/caching_allocator.py has the same rules.
+// all segments without an allocated block have been given back. caching_allocator.py has the same rules.
 //
 // Memory that nothing has written holds NaN, in every floating-point type.
 #pragma once

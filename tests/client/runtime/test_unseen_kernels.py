@@ -80,7 +80,7 @@ def test_plan_that_recomputes_all_it_may_has_the_plain_gradients(kind: str) -> N
     assert_plain(kind, net, lambda net, x: net(x))
     report = ac_client.applied(net).report()
     assert report.recomputed >= 4, "the visible layers can be recomputed"
-    assert not report.off_path, "copies that the runtime makes are no ops of the model"
+    assert not report.off_path, "the model does not run the copies that the runtime makes"
 
 
 @pytest.mark.parametrize("kind", KINDS)
