@@ -220,11 +220,10 @@ def _find_save_set(
     stopped = search.run(polish=True)
     if stopped is Stopped.INFEASIBLE:
         evidence = search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK))
-        search.best.offer(evidence.save_set)  # with use groups, it may be one that no row of (17) describes
-        if search.best.save_set is None:
-            raise infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
-        search.best.raise_bound(search.best.cost)
-        stopped = Stopped.OPTIMAL
+        if evidence.found <= budget:  # the simulator has the last word: nothing is proven
+            search.best.bound = 0.0
+            return evidence.save_set, search, Stopped.FAILED
+        raise infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
     if search.best.save_set is not None:
         return search.best.save_set, search, stopped
     smallest = search_peak_within(problem, allowance.with_work(FLOOR_WORK_LIMIT), budget)

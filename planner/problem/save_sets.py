@@ -15,8 +15,8 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
     These are the ops that must be saved, and the ops that only write in place over saved versions. The old
     version is lost, so the new one is saved instead. If the new version carries a saved tensor of the old
     one, the op of the old one is saved as well. Ops that must be recomputed are left out. If an op with use
-    groups is saved, so are its runs in backward. If a version is saved that can be packed, and its bits are
-    not, then the version itself is saved.
+    groups is saved, so are its runs in backward; a run whose run before makes nothing is not kept. If a version
+    is saved that can be packed, and its bits are not, then the version itself is saved.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
     for value in reversed(graph.versions):
@@ -36,7 +36,34 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
             result.add(writer)
         elif writer in result and pack.bits not in result:
             result.add(pack.unpack)
+    return _without_vain_keeps(graph, frozenset(result)) if graph.runs else frozenset(result)
+
+
+def _without_vain_keeps(graph: Graph, save_set: SaveSet) -> SaveSet:
+    """Return `save_set` without the runs of use groups whose run before makes nothing that could be kept."""
+    result = set(save_set)
+    again = [False] * len(graph.ops)
+    row_of = {row[-1]: row for row in graph.runs}  # by the last run, the first one in this order
+    for op in reversed(graph.ops):
+        if op.id in row_of:
+            row = row_of[op.id]
+            is_made = row[0] in save_set
+            for run in row:
+                if run not in save_set or not is_made:
+                    result.discard(run)
+                    is_made = may_be_needed(graph, graph.ops[run], again)
+        again[op.id] = op.id not in result and may_be_needed(graph, op, again)
     return frozenset(result)
+
+
+def may_be_needed(graph: Graph, op: Op, again: Sequence[bool]) -> bool:
+    """Return True if autograd holds a saved tensor of an output of `op`, or an op in `again` reads one."""
+    n = len(graph.ops)
+    return any(
+        any(graph.saved_tensors[h].dropped > n for h in graph.versions[w].saved_tensors)
+        or any(again[reader] for reader in graph.versions[w].readers)
+        for w in op.writes
+    )
 
 
 def chosen_use_groups(graph: Graph, save_set: SaveSet) -> tuple[UseGroups, SaveSet]:
@@ -156,4 +183,4 @@ def without_cost_free_recomputes(graph: Graph, ops: Iterable[OpId]) -> SaveSet:
     for pack in graph.packs:
         if not is_packed(pack, save_set):
             run[pack.bits] = run[pack.unpack] = run[graph.versions[pack.version].op]
-    return (save_set | frozenset(op.id for op in graph.ops if not run[op.id])) & graph.everything
+    return frozenset(op.id for op in graph.ops if not run[op.id]) & graph.everything

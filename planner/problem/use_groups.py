@@ -23,7 +23,8 @@ there. A save set treats them alike, with two rules of its own:
 
 - If the first run is saved, there is nothing to recompute: all other runs are saved.
 - If another run is saved, the outputs of the run before it are kept for its uses. So {a, a@2} saves a, {a@2}
-  recomputes a once, and {} recomputes it twice.
+  recomputes a once, and {} recomputes it twice. If nothing needs the run before, there is nothing to keep,
+  and the other run runs itself.
 
 `joined` gives the uses of saved runs to the runs before them. Its result has the plain meaning of a graph.
 """

@@ -33,7 +33,7 @@ from itertools import pairwise
 
 from autoac.planner.problem.graph import Graph, Op, OpId, SavedTensorId, SaveSet, VersionId
 from autoac.planner.problem.packing import added_ops
-from autoac.planner.problem.save_sets import with_forced_saves
+from autoac.planner.problem.save_sets import may_be_needed, with_forced_saves
 
 NEVER = 1 << 60
 """In place of a state: none."""
@@ -213,16 +213,16 @@ def canonical(windows: Windows, save_set: SaveSet) -> SaveSet:
     graph, n = windows.graph, len(windows.graph.ops)
     saved = with_forced_saves(graph, save_set)
     leaders = {windows.leader[op] for op in saved if windows.role[op] is Role.FOLLOWS}
-    saved |= with_forced_saves(graph, saved | leaders)
+    saved = with_forced_saves(graph, saved | leaders)
     recomputed = [False] * n
     result: set[OpId] = set()
     row_of = {row[-1]: row for row in graph.runs}  # by the last run, the first one in this order
     for op in reversed(graph.ops):
-        needed = _is_needed(graph, op, recomputed)
+        needed = may_be_needed(graph, op, recomputed)
         if op.id in row_of:
             row = row_of[op.id]
-            kept, used = _kept(row, saved, [_is_needed(graph, graph.ops[r], recomputed) for r in row])
-            saved -= frozenset(row) - kept
+            needed_runs = [may_be_needed(graph, graph.ops[r], recomputed) for r in row]
+            used = _used_runs(row, saved, needed_runs)
             result |= {run for run in used if windows.role[run] is Role.FREE}
         if needed and op.id not in saved:
             recomputed[op.id] = True
@@ -240,32 +240,15 @@ def reads_overwritten(graph: Graph, op: Op) -> bool:
     )
 
 
-def _is_needed(graph: Graph, op: Op, recomputed: Sequence[bool]) -> bool:
-    """Return True if autograd holds a saved tensor of an output of `op`, or a recomputed op reads one."""
-    n = len(graph.ops)
-    return any(
-        any(graph.saved_tensors[h].dropped > n for h in graph.versions[w].saved_tensors)
-        or any(recomputed[r] for r in graph.versions[w].readers)
-        for w in op.writes
-    )
-
-
-def _kept(row: Sequence[OpId], saved: SaveSet, needed: Sequence[bool]) -> tuple[set[OpId], set[OpId]]:
-    """Return the saved runs of `row` that have something to keep, and those with outputs needed later."""
-    kept: set[OpId] = set()
-    available = row[0] in saved
-    for run, is_needed in zip(row, needed, strict=True):
-        if run in saved and available:
-            kept.add(run)
-        else:
-            available = is_needed
+def _used_runs(row: Sequence[OpId], saved: SaveSet, needed: Sequence[bool]) -> set[OpId]:
+    """Return the saved runs of `row` whose outputs, or those of a run kept after them, are needed."""
     used: set[OpId] = set()
     later = False
     for run, is_needed in zip(reversed(row), reversed(needed), strict=True):
-        later = run in kept and (later or is_needed)
+        later = run in saved and (later or is_needed)
         if later:
             used.add(run)
-    return kept, used
+    return used
 
 
 def first_runs(windows: Windows, save_set: SaveSet) -> list[int]:

@@ -91,6 +91,20 @@ def test_no_plan_is_lost_to_merging_or_to_the_canonical_form(seed: int, budget: 
     assert made.bound_us <= least_us
 
 
+def test_save_set_that_fits_outweighs_a_proof_that_none_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = build(graphs.greedy_trap())
+    smallest = find_minimum_peak(graph, gap=0.0)
+    monkeypatch.setattr(sys.modules[plan_of.__module__], "Search", _SearchWithAWrongProof)
+    made = plan(graph, budget_bytes=smallest.found)
+    assert made.peak <= smallest.found
+    assert (made.stopped, made.bound_us) == (Stopped.FAILED, 0.0)
+
+
+class _SearchWithAWrongProof(search_module.Search):
+    def run(self, *, polish: bool = False) -> Stopped:
+        return Stopped.INFEASIBLE
+
+
 @few
 @given(seeds)
 def test_replay_time_is_part_of_the_cost(seed: int) -> None:
