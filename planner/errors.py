@@ -248,7 +248,8 @@ class InfeasibleBudget(PlannerError):
         self.peak_at, self.live = peak_at, tuple(live)
         needed = smallest_found if smallest_found is not None else proven_floor
         lines = [
-            f"No plan fits in {exact_bytes(budget)}: the step needs at least {exact_bytes(proven_floor)}."
+            f"No plan fits in {exact_bytes(budget)}: the step needs at least {exact_bytes(proven_floor)} "
+            "under every schedule that the planner considers."
         ]
         if smallest_found is not None:
             lines.append(f"The smallest peak found is {exact_bytes(smallest_found)}.")

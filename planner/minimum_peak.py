@@ -79,12 +79,18 @@ def search_minimum_peak(problem: Problem, allowance: Allowance, gap: float = GAP
 
 
 def search_peak_within(problem: Problem, allowance: Allowance, budget: int) -> MinimumPeak:
-    """Search until a save set within `budget` is found or proven not to exist, if the work is enough."""
+    """Search until a save set within `budget` is found or proven not to exist, if the work is enough.
+
+    If none exists, go on to the smallest peak, as evidence of what would fit.
+    """
     search = _peak_search(problem, allowance, GAP)
     search.enough = budget
     stopped = search.run()
-    if stopped is Stopped.OPTIMAL:  # perhaps only up to the gap
+    if stopped is Stopped.OPTIMAL and search.best.bound <= budget:  # perhaps only up to the gap
         search.gap = 0.0
+        stopped = search.run()
+    if search.best.bound > budget:
+        search.enough, search.gap = None, GAP
         stopped = search.run()
     return _result(search, stopped)
 

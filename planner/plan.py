@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from autoac.planner.budget import budget_in_bytes
-from autoac.planner.errors import InfeasibleBudget, InvalidBudget, PlannerError, SolverOutOfTime
+from autoac.planner.errors import InfeasibleBudget, InvalidBudget, InvalidLimit, PlannerError, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import (
     PACK,
@@ -42,8 +42,9 @@ DEFAULT_GAP = 0.01
 DEFAULT_WORK_LIMIT = 60.0  # see NOTE [ Work ] in highs.py
 DEFAULT_TIME_LIMIT_S = 600.0
 """Defaults of a plan, also for requests to the service."""
-FLOOR_SHARE = 1 / 4  # of the time, kept for the search of the smallest peak while no plan is found
-ONCE_WORK = 10.0  # for a first plan without use groups, if ops have any
+STEP_SHARE = 0.1  # of the gap: the share of the step's time within which a plan is good enough, too
+GROUPS_GAIN = 0.005  # of the step: use groups are tried where they may save more than this,
+GROUPS_WORK = 1.0  # with so much work
 SHARED_WORK = 3.0  # if blocks share compiled code: the best plan has more variants than is allowed
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 
@@ -65,7 +66,9 @@ class Plan:
     peak_at: str
     ceiling: int  # the peak with nothing recomputed
     recompute_us: float
-    bound_us: float  # proven: no plan within the budget recomputes less
+    bound_us: (
+        float  # proven: no plan considered (each op recomputed once, or once for each use group) takes less
+    )
     stopped: Stopped
     rounds: int  # how many relaxations were solved
     solver_s: float = field(default=0.0, compare=False)  # seconds of the solver's own clock
@@ -89,8 +92,7 @@ class Plan:
     @property
     def step_us(self) -> float:
         """Return the time of forward and backward with nothing recomputed."""
-        forward_us = sum(op.runtime_us for op in self.graph.ops)
-        return forward_us + sum(step.runtime_us for step in self.graph.steps)
+        return step_time_us(self.graph)
 
     def policy(self) -> Policy:
         """Return the plan as the runtime loads it. The same plan gives the same text."""
@@ -122,6 +124,11 @@ class Plan:
         )
 
 
+def step_time_us(graph: Graph) -> float:
+    """Return the time of forward and backward with nothing recomputed."""
+    return sum(op.runtime_us for op in graph.ops) + sum(step.runtime_us for step in graph.steps)
+
+
 def plan(
     profile: Profile | Graph,
     *,
@@ -136,6 +143,7 @@ def plan(
     start: Iterable[SaveSet] = (),
     progress: OnProgress | None = None,
     options: Options | None = None,
+    step_gap: float | None = None,
 ) -> Plan:
     """Find the save set that fits in the budget at the least recompute time.
 
@@ -148,7 +156,9 @@ def plan(
         budget_bytes: the same in bytes.
         headroom_bytes: how much of the budget to leave unused.
         constraints: rules in addition to the budget. Bounds hold under these rules.
-        gap: stop once the recompute time is proven to be within this fraction of the least.
+        gap: stop once the recompute time is proven to be within this fraction of the least, or
+        step_gap: once it is proven to be within this fraction of the step's time, whichever comes first.
+            None: a tenth of `gap`, so by default 1 % of the recompute or 0.1 % of the step.
         work_limit: units of work over all rounds, each about a second of one core; a count, not a clock.
         time_limit_s: seconds on `clock`, or else of the solver's own. A safety net: see `stopped`.
         clock: such as `time.monotonic`.
@@ -166,6 +176,8 @@ def plan(
     """
     budget = _budget(budget_gb, budget_bytes, headroom_bytes)
     check_limits(gap, time_limit_s, work_limit)
+    if step_gap is not None and not 0 <= step_gap <= 1:
+        raise InvalidLimit("step_gap", step_gap, "from 0 to 1")
     constraints = constraints if constraints is not None else Constraints()
     forward = _forward_limit(constraints, headroom_bytes)
     graph = constrained(profile, constraints)
@@ -176,16 +188,20 @@ def plan(
         work_limit = min(work_limit, SHARED_WORK)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
     try:
-        save_set, search, stopped = _find_save_set(problem, budget, gap, allowance, start)
+        step_us = step_time_us(graph)
+        tolerance_us = step_us * (STEP_SHARE * gap if step_gap is None else step_gap)
+        rule = _Rule(gap, tolerance_us, step_us * GROUPS_GAIN)
+        chosen, save_set, search, stopped = _find_save_set(problem, budget, rule, allowance, start)
     except InfeasibleBudget as error:
         raise with_blame(error, profile, constraints, forward) from None
     if shares_code:
-        save_set = with_few_variants(problem.graph, save_set, budget)
-        spent = recompute_us(problem.graph, save_set)
-        if search and stopped is Stopped.OPTIMAL and relative_gap(spent, search.best.bound) > gap:
+        save_set = with_few_variants(chosen.graph, save_set, budget)
+        spent = recompute_us(chosen.graph, save_set)
+        allowed_us = max(gap * spent, tolerance_us)
+        if search and stopped is Stopped.OPTIMAL and spent - search.best.bound > allowed_us:
             stopped = Stopped.FEW_VARIANTS
     return plan_of(
-        problem if problem.step is graph else Problem(graph, options),
+        chosen if chosen.step is graph else Problem(graph, chosen.options),
         None if isinstance(profile, Graph) else profile,
         budget,
         save_set,
@@ -196,42 +212,87 @@ def plan(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """When a plan is good enough: proven within a share of its recompute time or of the step."""
+
+    gap: float
+    tolerance_us: float
+    worth_groups_us: float  # use groups that save less are not worth a search
+
+
 def _find_save_set(
-    problem: Problem, budget: int, gap: float, allowance: Allowance, start: Iterable[SaveSet]
-) -> tuple[SaveSet, Search | None, Stopped]:
-    """Return a save set that fits, the search that found it (None: nothing was solved), and why it stopped.
+    problem: Problem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
+) -> tuple[Problem, SaveSet, Search | None, Stopped]:
+    """Return a save set that fits, with the problem that it is of, its search, and why that stopped.
+
+    The problem has each op recomputed at most once, unless use groups make the plan faster or make one fit.
+    The search is None if nothing was solved.
 
     Raises:
         InfeasibleBudget: no save set fits.
         SolverOutOfTime: the limits were reached before a save set was found.
     """
-    graph = problem.graph
+    once, graph, starts = problem.without_groups, problem.graph, tuple(start)
     if problem.ceiling <= budget:
-        return graph.everything, None, Stopped.OPTIMAL
+        return once, once.graph.everything, None, Stopped.OPTIMAL
     if problem.bounds.floor > budget:
         raise infeasible(graph, budget, search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK)))
-    allowance.reserved_s = allowance.time_limit_s * FLOOR_SHARE
-    if problem.graph.runs and problem.once is not None:
-        first = Search(problem.once, budget, gap=gap, allowance=allowance.with_work_up_to(ONCE_WORK))
-        first.run()
-        if first.best.save_set is not None:
-            start = (*start, problem.from_step(first.best.save_set))
-    search = Search(problem, budget, gap=gap, allowance=allowance, start=start)
+    if once is problem:
+        return _search(problem, budget, rule, allowance, starts)
+    of_step = [once.from_step(problem.to_step(save_set)) for save_set in starts]
+    search = Search(
+        once, budget, gap=rule.gap, allowance=allowance, start=of_step, tolerance=rule.tolerance_us
+    )
+    if search.best.save_set is None:
+        return _search(problem, budget, rule, allowance, starts)
     stopped = search.run(polish=True)
-    if stopped is Stopped.INFEASIBLE:
-        evidence = search_minimum_peak(problem, allowance.with_work(EVIDENCE_WORK))
-        if evidence.found <= budget:  # the simulator has the last word: nothing is proven
-            search.best.bound = 0.0
-            return evidence.save_set, search, Stopped.FAILED
-        raise infeasible(graph, budget, replace(evidence, proven=max(evidence.proven, budget + 1)))
+    assert search.best.save_set is not None
+    same = problem.from_step(once.to_step(search.best.save_set))
+    if search.best.cost <= rule.worth_groups_us or allowance.over:
+        return once, search.best.save_set, search, stopped
+    grouped = Search(
+        problem,
+        budget,
+        gap=rule.gap,
+        allowance=allowance.with_work_up_to(GROUPS_WORK),
+        start=(*starts, same),
+    )
+    grouped.enough = search.best.cost - rule.worth_groups_us
+    grouped.run()
+    if grouped.best.bound <= grouped.enough and not grouped.allowance.over:
+        grouped.enough, grouped.tolerance = None, rule.tolerance_us
+        stopped_grouped = grouped.run()
+    else:
+        stopped_grouped = grouped.allowance.stopped
+    assert grouped.best.save_set is not None
+    if grouped.best.cost < search.best.cost - rule.tolerance_us:
+        return problem, grouped.best.save_set, grouped, stopped_grouped
+    return once, search.best.save_set, search, stopped
+
+
+def _search(
+    problem: Problem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
+) -> tuple[Problem, SaveSet, Search | None, Stopped]:
+    """Search `problem` alone; returns and raises as `_find_save_set` does.
+
+    If no start fits, the smallest peak is searched first: its bound proves soonest that nothing fits.
+    """
+    search = Search(
+        problem, budget, gap=rule.gap, allowance=allowance, start=start, tolerance=rule.tolerance_us
+    )
+    if search.best.save_set is None:
+        smallest = search_peak_within(problem, allowance.with_work(FLOOR_WORK_LIMIT), budget)
+        if smallest.proven > budget:
+            raise infeasible(problem.graph, budget, smallest)
+        search.best.offer(smallest.save_set)
+    stopped = search.run(polish=True)
     if search.best.save_set is not None:
-        return search.best.save_set, search, stopped
-    smallest = search_peak_within(problem, allowance.with_work(FLOOR_WORK_LIMIT), budget)
-    if smallest.proven > budget:
-        raise infeasible(graph, budget, smallest)
-    if smallest.found > budget:
-        raise SolverOutOfTime(budget, allowance.time_limit_s, smallest.proven, smallest.found)
-    return smallest.save_set, search, stopped
+        return problem, search.best.save_set, search, stopped
+    if stopped is Stopped.INFEASIBLE:
+        evidence = replace(smallest, proven=max(smallest.proven, budget + 1))
+        raise infeasible(problem.graph, budget, evidence)
+    raise SolverOutOfTime(budget, allowance.time_limit_s, smallest.proven, smallest.found)
 
 
 def plan_of(

@@ -15,8 +15,8 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
     These are the ops that must be saved, and the ops that only write in place over saved versions. The old
     version is lost, so the new one is saved instead. If the new version carries a saved tensor of the old
     one, the op of the old one is saved as well. Ops that must be recomputed are left out. If an op with use
-    groups is saved, so are its runs in backward; a run whose run before makes nothing is not kept. If a version
-    is saved that can be packed, and its bits are not, then the version itself is saved.
+    groups is saved, so are its runs in backward; a run is not kept if the run before it makes nothing. If a
+    version is saved that can be packed, and its bits are not, then the version itself is saved.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
     for value in reversed(graph.versions):

@@ -21,7 +21,10 @@ from autoac.planner.report.by_module import (
     runs_added_up,
 )
 from autoac.planner.solver.highs import Stopped
+from autoac.planner.solver.time_limit import relative_gap
 from autoac.planner.units import format_bytes, format_us
+
+LARGE_GAP = 0.05  # of the recompute: said in words
 
 
 def explain(subject: Plan | Policy | PlannerError, *, table: bool = False) -> str:
@@ -51,7 +54,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
         f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
         f" recomputed it would be {format_bytes(plan.ceiling)}.",
         _cost(plan.recompute_us, plan.step_us, decisions),
-        _proof(plan.gap, plan.bound_us, plan.stopped.value),
+        _proof(plan.recompute_us, plan.bound_us, plan.step_us, plan.stopped.value),
         "",
         *(rows_as_table(rows) if table else rows_in_words(rows)),
         "",
@@ -84,7 +87,7 @@ def _policy(policy: Policy) -> str:
         f" {format_bytes(predicted.save_all_peak_bytes)}.",
         f"The peak is at {predicted.peak_at}.",
         _cost(predicted.recompute_us, predicted.step_us, decisions),
-        _proof(predicted.gap, predicted.recompute_bound_us, policy.stopped),
+        _proof(predicted.recompute_us, predicted.recompute_bound_us, predicted.step_us, policy.stopped),
         "",
         *rows_in_words(by_module(decisions)),
     ]
@@ -101,12 +104,21 @@ def _cost(recompute_us: float, step_us: float, decisions: Iterable[OpDecision]) 
     return f"{len(runs)} ops run again in backward{repeated}, which takes {format_us(recompute_us)}{share}."
 
 
-def _proof(gap: float, bound_us: float, stopped: str) -> str:
+def _proof(recompute_us: float, bound_us: float, step_us: float, stopped: str) -> str:
+    """Return what is proven of the schedules that the planner considers (docs/formulation.md)."""
+    gap = relative_gap(recompute_us, bound_us)
     if gap == 0:
-        return "No plan within this budget recomputes less (proven)."
+        return "No plan considered recomputes less within this budget (proven)."
+    of_step = f" and {(recompute_us - bound_us) / step_us:.2%} of the step" if step_us > 0 else ""
     proven = (
-        f"No plan within this budget recomputes less than {format_us(bound_us)} (proven), a gap of {gap:.1%}"
+        f"No plan considered within this budget recomputes less than {format_us(bound_us)} (proven): "
+        f"a gap of {gap:.1%} of the recompute{of_step}"
     )
-    if stopped == Stopped.OPTIMAL.value:
+    if stopped != Stopped.OPTIMAL.value:
+        proven = f"{proven}; the solver stopped early: {stopped}"
+        if gap > LARGE_GAP:
+            return f"{proven}. The gap is large: a longer search may find a faster plan."
         return f"{proven}."
-    return f"{proven}; the solver stopped early: {stopped}."
+    if gap > LARGE_GAP:
+        return f"{proven}, too little of the step to search on."
+    return f"{proven}."

@@ -51,7 +51,6 @@ class Incumbent:
         if cost < self.cost:
             self.cost, self.save_set = cost, save_set
             self.bound = min(self.bound, cost)  # it may be larger by rounding
-        self._allowance.reserved_s = 0.0  # no other search is needed to find a first one
 
     def raise_bound(self, bound: float) -> None:
         """Raise the proven bound to `bound`, if it is larger and finite, and report the progress.

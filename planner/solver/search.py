@@ -79,6 +79,7 @@ class Search:
         start: Iterable[SaveSet] = (),
         moments: Iterable[ConstrainedMoment] = (),
         bound: float = 0.0,
+        tolerance: float = 0.0,
     ) -> None:
         """Prepare a search.
 
@@ -90,13 +91,17 @@ class Search:
             start: save sets to compare with; at least one to minimise the peak.
             moments: the first rows of the budget, such as those of a neighboring budget.
             bound: a cost that is already proven to be the least.
+            tolerance: stop as well once the best cost is proven to be within this of the least.
         """
         self.problem, self.graph, self.windows = problem, problem.graph, problem.windows
         self.budget, self.gap, self.options = budget, gap, problem.options
+        self.tolerance = tolerance
         self.allowance, self.rounds = allowance, 0
         self._work_limit = allowance.work_left
         self.best = Incumbent(self.graph, budget, bound, allowance)
-        self.enough: int | None = None  # a best cost of no more than this, or a bound above it, is an answer
+        self.enough: float | None = (
+            None  # a best cost of no more than this, or a bound above it, is an answer
+        )
         self.excluded: list[SaveSet] = []
         self._dearest_us = float(problem.arrays.cost_us.sum())  # recompute time of everything
         self._slack = 0.0  # cost above the bound that the next cutoff allows
@@ -142,7 +147,12 @@ class Search:
         """Return True if the best cost is proven to be within the gap, or `enough` is decided."""
         if self.enough is not None and (self.best.cost <= self.enough or self.best.bound > self.enough):
             return True
-        return self.best.gap <= max(self.gap, CLOSED)
+        return self.best.gap <= max(self._enough_gap, CLOSED)
+
+    @property
+    def _enough_gap(self) -> float:
+        """Return the gap that is small enough: `gap`, or what `tolerance` is of the best cost."""
+        return max(self.gap, min(self.tolerance / self.best.cost, 1.0) if self.best.cost > 0 else 0.0)
 
     def _refine(self) -> Stopped:
         """Solve round after round, each with the rows that the last one lacked.
@@ -160,6 +170,9 @@ class Search:
                 return self.allowance.stopped
             built, relaxed = self._relaxation()
             if relaxed.stopped is Stopped.INFEASIBLE:
+                if self.best.save_set is not None and not self.excluded:  # it fits, so the program is wrong
+                    self.best.bound = 0.0
+                    return Stopped.FAILED
                 return Stopped.INFEASIBLE
             if relaxed.stopped is not Stopped.OPTIMAL:
                 if self.allowance.over:
@@ -367,7 +380,7 @@ class Search:
         """Branch until the best plan is good enough, none is left, a limit is reached or it stalls."""
         assert self._tree is not None
         self._fill()
-        self._up_to_best = self._branch_up_to(self.gap * SHARE)
+        self._up_to_best = self._branch_up_to(self._enough_gap * SHARE)
         return replace(relaxed, values=None, stopped=Stopped.INFEASIBLE)
 
     def _branch_up_to(self, gap: float, most_work: float = math.inf, *, dive: bool = False) -> bool:
@@ -411,7 +424,9 @@ class Search:
             return relaxed
         known, cutoff_cost = self.best.save_set, self.best.cost
         if self.budget is not None:
-            cutoff_cost *= 1 - self.gap * SHARE  # if nothing is better than this, the best is good enough
+            cutoff_cost *= (
+                1 - self._enough_gap * SHARE
+            )  # if nothing is better than this, the best is good enough
             if self.best.bound + self._slack < self._dearest_us:
                 cutoff_cost = min(self.best.bound + self._slack, cutoff_cost)
         self._slack *= 2
@@ -425,7 +440,7 @@ class Search:
         outcome = self.allowance.solve(
             program,
             built.cost_scale,
-            gap=self.gap * SHARE,
+            gap=self._enough_gap * SHARE,
             target=None if self.budget is None else self._target / built.cost_scale,
             start=assignment(self.windows, built, known) if known is not None and self._up_to_best else None,
         )
@@ -436,7 +451,8 @@ class Search:
     @property
     def _target(self) -> float:
         """Return the cost up to which a plan is proven to be good enough."""
-        return self.best.bound / max(1 - self.gap * SHARE, 0.01)
+        by_gap = self.best.bound / max(1 - self.gap * SHARE, 0.01)
+        return max(by_gap, self.best.bound + self.tolerance * SHARE)
 
     # Candidates
 

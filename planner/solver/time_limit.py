@@ -64,7 +64,6 @@ class Allowance:
 
     def __init__(self, work_limit: float, stopwatch: Stopwatch, progress: OnProgress | None) -> None:
         self.work_left = work_limit
-        self.reserved_s = 0.0  # of the time, kept for a search that follows
         self.interrupted = self.out_of_time = False
         self._stopwatch, self._progress = stopwatch, progress
 
@@ -83,7 +82,7 @@ class Allowance:
 
     @property
     def _left_s(self) -> float:
-        return max(self._stopwatch.left_s - self.reserved_s, 0.0)
+        return max(self._stopwatch.left_s, 0.0)
 
     @property
     def over(self) -> bool:

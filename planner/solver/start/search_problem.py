@@ -8,7 +8,7 @@ from functools import cached_property
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.distant_uses import distant_uses
-from autoac.planner.problem.graph import Graph, SaveSet
+from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.packing import added_ops, with_packing, worth_packing
 from autoac.planner.problem.save_sets import chosen_packing, chosen_use_groups
 from autoac.planner.problem.use_groups import later_runs, with_use_groups
@@ -42,6 +42,17 @@ class Problem:
         if self.graph is self.step:
             return None
         return Problem(self.step, replace(self.options, use_groups=False, packing=False))
+
+    @cached_property
+    def without_groups(self) -> Problem:
+        """Return the problem without use groups: each op is recomputed at most once. It may have packing."""
+        return Problem(self.step, replace(self.options, use_groups=False)) if self.graph.runs else self
+
+    def to_step(self, save_set: SaveSet) -> SaveSet:
+        """Return the save set of `step` that saves what `save_set` of `graph` does."""
+        others = added_ops(self.graph)
+        ids = [op.id for op in self.graph.ops if op.id not in others]
+        return frozenset(OpId(i) for i, op in enumerate(ids) if op in save_set)
 
     def from_step(self, save_set: SaveSet) -> SaveSet:
         """Return the save set of `graph` that recomputes what `save_set` of `step` does, each op once."""

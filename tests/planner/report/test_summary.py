@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoac.planner import bounds, build, explain, plan
+from autoac.planner import Stopped, bounds, build, explain, plan
 from autoac.planner.memory.schedule import Compute, Free, schedule
 from autoac.planner.problem.graph import OpId, chain
+from autoac.planner.report import summary
 from autoac.planner.report.by_module import (
     Decision,
     OpDecision,
@@ -112,3 +113,10 @@ def test_explanation_of_equal_layers_has_fewer_lines_than_modules() -> None:
     assert "each " not in table
     assert "\nall  " in table
     assert made.peak_at in table
+
+
+def test_gap_of_more_than_five_percent_is_said_in_words() -> None:
+    says = summary._proof(100.0, 90.0, 1e6, Stopped.WORK_LIMIT.value)
+    assert "a gap of 10.0% of the recompute and 0.00% of the step" in says
+    assert "The gap is large" in says
+    assert "large" not in summary._proof(100.0, 99.0, 1e6, Stopped.WORK_LIMIT.value)
