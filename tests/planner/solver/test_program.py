@@ -88,7 +88,7 @@ def test_every_save_set_with_use_groups_satisfies_every_row() -> None:
 
 @pytest.mark.parametrize("seed", [2664, 3709])
 def test_smallest_peak_with_use_groups_is_a_budget_that_is_planned(seed: int) -> None:
-    # In the schedule with this peak a run serves a later run alone, which no row describes.
+    # A run that serves a later run alone would have a smaller peak, and no row describes it.
     graph = small(seed, with_groups=True)
     smallest = find_minimum_peak(graph).found
     assert smallest == min(peak_bytes(graph, save_set) for save_set in oracles.every_save_set(graph))
