@@ -43,8 +43,8 @@ DEFAULT_WORK_LIMIT = 60.0  # see NOTE [ Work ] in highs.py
 DEFAULT_TIME_LIMIT_S = 600.0
 """Defaults of a plan, also for requests to the service."""
 STEP_SHARE = 0.1  # of the gap: the share of the step's time within which a plan is good enough, too
-GROUPS_GAIN = 0.005  # of the step: use groups are tried where they may save more than this,
-GROUPS_WORK = 1.0  # with so much work
+GROUPS_GAIN = 0.001  # of the step: use groups are tried where they may save more than this,
+GROUPS_WORK = 2.0  # with so much work
 SHARED_WORK = 3.0  # if blocks share compiled code: the best plan has more variants than is allowed
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 
@@ -66,9 +66,7 @@ class Plan:
     peak_at: str
     ceiling: int  # the peak with nothing recomputed
     recompute_us: float
-    bound_us: (
-        float  # proven: no plan considered (each op recomputed once, or once for each use group) takes less
-    )
+    bound_us: float  # proven: no plan considered takes less; docs/formulation.md, section 9
     stopped: Stopped
     rounds: int  # how many relaxations were solved
     solver_s: float = field(default=0.0, compare=False)  # seconds of the solver's own clock
@@ -265,9 +263,9 @@ def _find_save_set(
         stopped_grouped = grouped.run()
     else:
         stopped_grouped = grouped.allowance.stopped
-    assert grouped.best.save_set is not None
-    if grouped.best.cost < search.best.cost - rule.tolerance_us:
-        return problem, grouped.best.save_set, grouped, stopped_grouped
+    found = grouped.best.save_set  # None: without the packing of the plan to beat, none was found that fits
+    if found is not None and grouped.best.cost < search.best.cost - rule.tolerance_us:
+        return problem, found, grouped, stopped_grouped
     return once, search.best.save_set, search, stopped
 
 

@@ -99,9 +99,7 @@ class Search:
         self.allowance, self.rounds = allowance, 0
         self._work_limit = allowance.work_left
         self.best = Incumbent(self.graph, budget, bound, allowance)
-        self.enough: float | None = (
-            None  # a best cost of no more than this, or a bound above it, is an answer
-        )
+        self.enough: float | None = None  # a cost of no more than this, or a bound above it, is an answer
         self.excluded: list[SaveSet] = []
         self._dearest_us = float(problem.arrays.cost_us.sum())  # recompute time of everything
         self._slack = 0.0  # cost above the bound that the next cutoff allows
@@ -424,9 +422,8 @@ class Search:
             return relaxed
         known, cutoff_cost = self.best.save_set, self.best.cost
         if self.budget is not None:
-            cutoff_cost *= (
-                1 - self._enough_gap * SHARE
-            )  # if nothing is better than this, the best is good enough
+            # If nothing is better than this, the best is good enough.
+            cutoff_cost *= 1 - self._enough_gap * SHARE
             if self.best.bound + self._slack < self._dearest_us:
                 cutoff_cost = min(self.best.bound + self._slack, cutoff_cost)
         self._slack *= 2
