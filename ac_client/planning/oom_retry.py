@@ -120,7 +120,8 @@ class OomRetry:
         error.add_note(f"autoac: {what}")
         if noted:
             return
-        if self._store.latest is None:
+        bucket = self._store.latest
+        if bucket is None:
             error.add_note(
                 "The first step is profiled before it is planned, so no plan limits its memory. Train on "
                 "a smaller batch first, or plan without the device: autoac.profiler.profile(model, ..., "
@@ -128,9 +129,8 @@ class OomRetry:
             )
             return
         budget = self._planner.budget_bytes
-        if (bucket := self._store.latest) is not None:
-            of = f" of a budget of {format_bytes(budget)}" if budget is not None else ""
-            error.add_note(f"The planned peak was {format_bytes(bucket.policy.predicted.peak_bytes)}{of}.")
+        of = f" of a budget of {format_bytes(budget)}" if budget is not None else ""
+        error.add_note(f"The planned peak was {format_bytes(bucket.policy.predicted.peak_bytes)}{of}.")
         error.add_note(
             "Pass a smaller budget_gb or more headroom_gb to ac_client.apply, use a smaller batch, or run "
             "the step as ac_client.applied(model).step(fn, retry_oom=True)."

@@ -314,7 +314,7 @@ class BucketPlanner:
                 if not others:
                     self.on_device.name_others(error)
                     raise
-                profile, loop = dropping(profile, loop, profile.droppable_outputs)
+                profile, loop = dropping_all(profile, loop)
                 made = self.planner.plan_running(profile, of_others(others), others)
                 self.on_device.ask_others_for_room(made[0].predicted.peak_bytes)
         return self.bucket(call, profile, loop, made, others_nbytes=others)
@@ -343,7 +343,7 @@ class BucketPlanner:
                 _explain(error, profile)
                 raise
         nbytes = format_bytes(profile.output_nbytes(drops))
-        profile, loop = dropping(profile, loop, drops)
+        profile, loop = dropping_all(profile, loop)
         try:
             made = self.planner.plan_within(profile, limit, others)
         except InfeasibleBudget as error:
@@ -398,8 +398,9 @@ class BucketPlanner:
         return PlannedBucket(shape, LoadedPolicy(*made), step)
 
 
-def dropping(profile: Profile, loop: Loop, drops: frozenset[int]) -> tuple[Profile, Loop]:
-    """Return the profile and the form of a loop that drops the outputs at the positions `drops`."""
+def dropping_all(profile: Profile, loop: Loop) -> tuple[Profile, Loop]:
+    """Return the profile and the form of a loop that drops every output whose memory that frees."""
+    drops = loop.drops | profile.droppable_outputs
     return profile.with_dropped_outputs(drops), replace(loop, drops=drops)
 
 

@@ -16,7 +16,7 @@ from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, largest
 from ac_client.planning.loop_watch import LoopWatch
 from ac_client.planning.peak_counter import allocator_peak
-from ac_client.planning.plan_batch import BucketPlanner, check_hooks, dropping, first_line
+from ac_client.planning.plan_batch import BucketPlanner, check_hooks, dropping_all, first_line
 from ac_client.planning.ranks import (
     AUTO,
     Group,
@@ -340,7 +340,7 @@ class PolicyStore:
             self._to_meet = False
             assert profile is not None
             extra = agreed.static - profile.static.total
-            dropped = dropping(profile, loop, profile.droppable_outputs)
+            dropped = dropping_all(profile, loop)
             for one in agreed.policies:
                 of = dropped if one.policy.fingerprint == dropped[0].fingerprint else (profile, loop)
                 plan_made = own_plan[0] if one.planner == ranks.rank else None

@@ -418,7 +418,7 @@ def _leaves_made(step: ProfiledStep, recorder: OpRecorder, roots: Sequence[Tenso
 def _forward(
     step: ProfiledStep, recorder: OpRecorder, saved: SavedTensorRecorder
 ) -> tuple[list[Any], list[Tensor]]:
-    """Run the forwards of the loop. Return what no record of storages shows to be held, and backward's roots.
+    """Run the forwards of the loop. Return the outputs on storages that they did not make, and the roots.
 
     Outputs are let go of, so that the record shows when their storages are free. What holding them changes
     follows from that: `Profile.with_dropped_outputs`.
