@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
-.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-packing bench-packed-masks bench-unseen bench-collectives bench-block-bounds bench-random-plans clean
+.PHONY: setup demo test test-fast nightly check check-install schema browser policies policies-check fmt bench bench-plans bench-minimum bench-public bench-public-steps bench-peak bench-compiled bench-profile bench-streams bench-nested bench-use-groups bench-unseen bench-collectives bench-block-bounds bench-random-plans clean
 
 setup: $(READY)
 
@@ -110,10 +110,6 @@ bench-nested: $(READY)
 bench-use-groups: $(READY)
 	$(BIN)/python -m benchmarks.fuzzers.use_groups
 
-# 1,000 random networks with random dropout masks saved as bits: ops, peak and gradients. Some minutes.
-bench-packed-masks: $(READY)
-	$(BIN)/python -m benchmarks.fuzzers.packed_masks
-
 # 2,000 random networks with kernels that PyTorch does not dispatch, in all our ways: half an hour.
 bench-unseen: $(READY)
 	$(BIN)/python -m benchmarks.fuzzers.unseen_kernels
@@ -129,10 +125,6 @@ bench-block-bounds: $(READY)
 # Plans and bounds of 4,000 small random graphs, next to brute force: some minutes.
 bench-random-plans: $(READY)
 	PYTHONPATH=tests/planner $(BIN)/python -m random_plans
-
-# GPT-2 and BERT with and without dropout masks as bits, and what other packing could buy: half an hour.
-bench-packing: $(READY)
-	$(BIN)/python -m benchmarks.packing
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

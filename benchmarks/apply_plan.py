@@ -26,5 +26,5 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
 
 def apply_save_set(model: nn.Module, profile: Profile, save_set: SaveSet) -> nn.Module:
     """Apply the plan that saves these ops of `build(profile)` and recomputes each other op once."""
-    problem = Problem(build(profile), Options(use_groups=False, packing=False))
+    problem = Problem(build(profile), Options(use_groups=False))
     return apply_plan(model, plan_of(problem, profile, 1 << 40, save_set))

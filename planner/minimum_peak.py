@@ -97,10 +97,8 @@ def search_peak_within(problem: Problem, allowance: Allowance, budget: int) -> M
 
 def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
     start = chain(problem.segments.smallest(), (save_set for _, save_set in problem.simple))
-    if problem.once is not None:
-        # Packing hardly changes the smallest peak, since backward unpacks what was packed. Use groups do.
-        share = allowance.with_work_up_to(ONCE_WORK) if problem.graph.runs else allowance
-        once = _peak_search(problem.once, share, gap)
+    if problem.without_groups is not problem:
+        once = _peak_search(problem.without_groups, allowance.with_work_up_to(ONCE_WORK), gap)
         once.run()
         assert once.best.save_set is not None
         start = chain(start, [problem.from_step(once.best.save_set)])

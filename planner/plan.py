@@ -11,7 +11,6 @@ from autoac.planner.budget import budget_in_bytes
 from autoac.planner.errors import InfeasibleBudget, InvalidBudget, InvalidLimit, PlannerError, SolverOutOfTime
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import (
-    PACK,
     Policy,
     Predicted,
     decisions,
@@ -27,8 +26,8 @@ from autoac.planner.minimum_peak import WORK_LIMIT as FLOOR_WORK_LIMIT
 from autoac.planner.minimum_peak import search_minimum_peak, search_peak_within
 from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
-from autoac.planner.problem.packing import added_ops, is_packed
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
+from autoac.planner.problem.use_groups import later_runs
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.search import Search
@@ -263,9 +262,9 @@ def _find_save_set(
         stopped_grouped = grouped.run()
     else:
         stopped_grouped = grouped.allowance.stopped
-    found = grouped.best.save_set  # None: without the packing of the plan to beat, none was found that fits
-    if found is not None and grouped.best.cost < search.best.cost - rule.tolerance_us:
-        return problem, found, grouped, stopped_grouped
+    if grouped.best.cost < search.best.cost - rule.tolerance_us:
+        assert grouped.best.save_set is not None
+        return problem, grouped.best.save_set, grouped, stopped_grouped
     return once, search.best.save_set, search, stopped
 
 
@@ -371,9 +370,9 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet) -> dict[str, Any]
     """Return the fields of a policy that hold decisions: `decisions`, and `use_groups` if there are any.
 
     Args:
-        graph: built from `profile`, perhaps with use groups or packing.
+        graph: built from `profile`, perhaps with use groups.
     """
-    others = added_ops(graph)
+    others = later_runs(graph)
     ops = (op.id for op in graph.ops if op.id not in others)
     key_of = dict(zip(ops, profile.keys(), strict=True))
     fates = decisions(profile, frozenset(i for i, op in enumerate(key_of) if op in save_set))
@@ -383,11 +382,4 @@ def decided(profile: Profile, graph: Graph, save_set: SaveSet) -> dict[str, Any]
             use_groups[key_of[row[0]]] = tuple(key_of[OpId(graph.ops[run].latest_use)] for run in row)
             if len(row) > 1:
                 fates[key_of[row[0]]] = f"recompute@{len(row)}"
-    for pack in graph.packs:
-        if is_packed(pack, save_set):
-            *before, writer = (
-                graph.versions[v].op for v in graph.storages[graph.versions[pack.version].storage].versions
-            )
-            fates |= {key_of[op]: "save" for op in before} | {key_of[writer]: PACK}
-    version = version_for(fates, use_groups)
-    return {"version": version, "decisions": fates, "use_groups": use_groups}
+    return {"version": version_for(use_groups), "decisions": fates, "use_groups": use_groups}

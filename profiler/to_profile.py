@@ -12,7 +12,6 @@ from autoac.planner.formats.profile import (
     OpFlag,
     Ops,
     Outputs,
-    PackableValues,
     Profile,
     Ragged,
     SavedTensors,
@@ -24,7 +23,6 @@ from autoac.planner.units import rounded_bytes
 from autoac.profiler.capture.allocations import Allocations, Block
 from autoac.profiler.capture.op_recorder import RecordedStorage
 from autoac.profiler.steps.hollow import HollowStep
-from autoac.profiler.timing.mask_timer import pack_signature, unpack_signature
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
 
 GRADIENT = "backward returns it as a gradient"
@@ -147,7 +145,6 @@ def assemble(
                 for s, end in zip(steps, ends, strict=True)
             ),
         ),
-        packable=_packable(step, blocks, environment.allocator_rounding),
         outputs=Outputs(
             position=tuple(position for position, _ in rows),
             storage=tuple(storage for _, storage in rows),
@@ -160,22 +157,6 @@ def assemble(
         notes=tuple(notes),
         forward_ends=tuple(forward.forward_ends) if len(forward.forward_ends) > 1 else (),
     )
-
-
-def _packable(step: HollowStep, blocks: Sequence[Block | None], rounding: int) -> PackableValues:
-    """Return the versions that can be packed, with the measured times."""
-    rows = [
-        (
-            v,
-            rounded_bytes(version.mask.packed_nbytes, rounding),
-            step.op_times[pack_signature(version.mask)][0],
-            step.op_times[unpack_signature(version.mask)][0],
-        )
-        for v, version in enumerate(step.forward.versions)
-        if version.mask is not None and blocks[version.storage] is not None
-    ]
-    value, nbytes, pack_us, unpack_us = zip(*rows, strict=True) if rows else ((),) * 4
-    return PackableValues(value=value, nbytes=nbytes, pack_us=pack_us, unpack_us=unpack_us)
 
 
 def _block_of(record: Allocations, storage: RecordedStorage) -> Block | None:

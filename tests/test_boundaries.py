@@ -63,9 +63,8 @@ profiler/compiler:      base torch_facts planner/formats
 profiler/distributed:   base torch_facts
 profiler/checkpoints:   torch_facts
 profiler/restore:       base torch_facts checkpoints
-profiler/packing:       torch_facts
-profiler/timing:        torch_facts unseen restore packing
-profiler/capture:       base torch_facts unseen distributed restore packing timing planner/base
+profiler/timing:        torch_facts unseen restore
+profiler/capture:       base torch_facts unseen distributed restore timing planner/base
                         planner/formats
 profiler/static:        base torch_facts distributed timing planner/base planner/formats
 profiler/joint_graph:   torch_facts compiler capture
@@ -75,7 +74,7 @@ profiler/entry:         base torch_facts checkpoints compiler distributed timing
                         planner/base planner/formats
 profiler:               base timing static entry
 ac_client/base:         planner planner/base planner/formats profiler/base
-ac_client/runtime:      base planner/formats profiler/torch_facts profiler/unseen profiler/packing
+ac_client/runtime:      base planner/formats profiler/torch_facts profiler/unseen
                         profiler/distributed profiler/checkpoints
 ac_client/measure:      base runtime planner planner/base planner/report profiler profiler/torch_facts
                         profiler/distributed

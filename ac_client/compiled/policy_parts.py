@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.policy import SAVE, SAVED, Decision
+from autoac.planner.formats.policy import SAVE, Decision
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.decided_part import OpName, compile_decided, ops_of
 from autoac.profiler.joint_graph.joint_graph import joined
@@ -90,5 +90,5 @@ class PolicyParts:
         for name in ops:
             key = str(OpKey(*name, seen[name]))
             seen[name] += 1
-            saved.append(known.decisions.get(key, SAVE) in SAVED)
+            saved.append(known.decisions.get(key, SAVE) == SAVE)
         return PartCall(part, outer, begin, end, compile_decided(part, tuple(saved)))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from ac_client.runtime.cursor import Cursor, UseGroup
-from autoac.planner.formats.policy import PACK, SAVE, SAVED
+from autoac.planner.formats.policy import SAVE
 from autoac.planner.formats.profile import DECIDES
 from autoac.profiler.torch_facts.op_facts import OpFacts
 from autoac.profiler.torch_facts.private import OpOverload, OpOverloadPacket
@@ -167,7 +167,7 @@ class PlannedPolicy:
         decision = self.cursor.next_decision(facts.name_in_keys)
         if decision is None:
             return None
-        return CheckpointPolicy.PREFER_SAVE if decision in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.PREFER_SAVE if decision == SAVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 OpPolicy = ConstantPolicy | OpListPolicy | FunctionPolicy | TorchFunctionPolicy | PlannedPolicy
@@ -294,7 +294,6 @@ class PolicyStack:
         saves_all: True if every op is saved.
         recomputes_all: True if every op is recomputed, except those with `OpFacts.must_save`.
         forced_by: the policy that said MUST_RECOMPUTE for the op decided last; "" if none did.
-        packs: True if a plan, the only policy, has the op decided last packed. The region sets it back.
     """
 
     __slots__ = (
@@ -305,7 +304,6 @@ class PolicyStack:
         "grouping",
         "needs_output",
         "packing",
-        "packs",
         "recomputes_all",
         "saves_all",
     )
@@ -314,7 +312,6 @@ class PolicyStack:
         self.frames = tuple(frames)
         self.needs_output = any(frame.policy.needs_output for frame in self.frames)
         self.forced_by = ""
-        self.packs = False
         self.packing = next((f.packing for f in reversed(self.frames) if f.packing is not None), None)
         # Two common stacks of a single policy need no resolving.
         only = self.frames[0].policy if len(self.frames) == 1 else None
@@ -340,8 +337,6 @@ class PolicyStack:
             # A plan recomputes ops whose results decide only where the user lifted the default.
             decision_of_plan = self._cursor.next_decision(facts.name_in_keys)
             saved = decision_of_plan is None or decision_of_plan == SAVE
-            if decision_of_plan == PACK:
-                saved = self.packs = True
             return saved or facts.must_save not in ("", DECIDES)
         decision = self._constant
         if decision is None:

@@ -20,8 +20,7 @@ Rule 5. The version counters of torch detect writes that the mode does not see. 
 Rule 6. While the mode is paused (`pause`), over ops that are all saved, nothing is recorded. Counters noted
         before the pause show which storages were written during it.
 Rule 7. Ops run by replays, by compiled code and by hooks around the region are never recorded.
-Rule 8. A mask that is saved packed is a version whose node reads nothing and holds the bits.
-Rule 9. What one stream makes and another reads is saved: NOTE [ Streams ] in torch_facts/streams.py.
+Rule 8. What one stream makes and another reads is saved: NOTE [ Streams ] in torch_facts/streams.py.
 
 A worked example, under a policy that saves only `o`:
 
@@ -69,7 +68,6 @@ from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
 from ac_client.runtime.tracked_storages import TrackedStorages, move_handles
 from autoac.profiler.distributed.fsdp import watch_sharding
-from autoac.profiler.packing.dropout_masks import DRAW, SCALE, DrawnMasks, PackedMask
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.inductor import RecordingMode, anything_compiled, watch_compiled
 from autoac.profiler.torch_facts.op_facts import (
@@ -110,7 +108,6 @@ class Region(RecordingMode):
         self._frames: list[PolicyFrame] = []
         self._policy = PolicyStack(())
         self.policies_pushed = 0
-        self._masks = DrawnMasks()
         self._compiled_unseen = False  # nothing was compiled in this process when the region was opened
         self._paused = False
         self._function: RecordedFunction | None = None  # the call of a Function that is running
@@ -291,9 +288,6 @@ class Region(RecordingMode):
             if not saved and facts.in_place and not self.storages.writes_a_version(facts, args, kwargs):
                 saved = True  # it writes a tensor from outside, whose new contents are from outside too
             if saved or facts.never_recomputed:
-                if policy.packs:
-                    policy.packs = False
-                    return self._run_packed(func, facts, args, kwargs)
                 return self._run_saved(func, facts, args, kwargs)
         elif facts.never_recomputed:
             out = self._run_saved(func, facts, args, kwargs)
@@ -373,28 +367,7 @@ class Region(RecordingMode):
                 self.storages.before_silent_write(written)
             else:
                 self.storages.before_write(written, untrack=True)
-            if facts.name == DRAW:
-                self._masks.note_draw(args[0])
         return facts.call(*args, **kwargs) if kwargs else facts.call(*args)
-
-    def _run_packed(
-        self, func: Any, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None
-    ) -> Any:
-        """Run an op whose output is saved packed: as a version that a node unpacks.
-
-        Whatever a policy says, only the mask of a dropout is packed. All else is saved as it is.
-        """
-        is_mask = facts.name == SCALE and has_storage(args[0]) and self._masks.kind_of(args) is not None
-        out = self._run_saved(func, facts, args, kwargs)
-        if is_mask:
-            if self._log is not None:
-                self._log.add("compute", f"{facts.name}@bits")
-            unpack = PackedMask(args[0]).unpack
-            node = Node(next_order(), f"{facts.name}@unpack", unpack, (), {}, (), None, self._stream)
-            version = StorageVersion(node, args[0], raw=True)
-            node.outs = (weakref.ref(version),)
-            self.storages.enter(args[0].untyped_storage(), version)
-        return out
 
     def _run_opaque(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a higher-order op; version counters show afterwards which of its operands it wrote."""

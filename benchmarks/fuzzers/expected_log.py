@@ -11,10 +11,7 @@ from autoac.planner.problem.graph import SaveSet
 def expected_log(graph: Graph, save_set: SaveSet) -> list[tuple[str, str]]:
     """Return the events that the runtime must log for a step under `save_set`."""
     events: list[tuple[str, str]] = []
-    unpack = {pack.unpack for pack in graph.packs}  # forward does not run it
     for event in schedule(graph, save_set):
-        if isinstance(event, Compute) and event.op in unpack:
-            continue
         if isinstance(event, Compute | Recompute):
             op = OpKey.parse(graph.ops[event.op].name).op
             events.append((type(event).__name__.lower(), op))

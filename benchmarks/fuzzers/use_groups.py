@@ -39,7 +39,7 @@ from benchmarks.fuzzers.nested_checkpoints import BATCH, LENGTH, WIDTH, Layer
 from benchmarks.fuzzers.random_programs import run_programs
 
 STEPS = 3  # the second runs modules without the mode of which everything is saved
-AS_IT_IS = Options(use_groups=False, packing=False)  # the graph has what it needs
+AS_IT_IS = Options(use_groups=False)  # the graph has what it needs
 CHANCES_TO_SAVE = (0.05, 0.2, 0.5)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -23,14 +23,10 @@ from autoac.planner.formats.profile import Environment, Profile
 FORMAT: Final = "autoac.policy"
 VERSION: Final = 1
 VERSION_WITH_USE_GROUPS: Final = 2
-VERSION_WITH_PACKING: Final = 3
 
 SAVE: Final = "save"
-PACK: Final = "pack"
-SAVED: Final = frozenset({SAVE, PACK})
-Decision = Annotated[str, Field(pattern=r"^(save|pack|recompute(@[2-9]|@[1-9][0-9])?)$")]
-"""pack: saved without loss in fewer bytes, such as a dropout mask as bits. recompute@2: backward recomputes
-the op twice, once for each of its use groups."""
+Decision = Annotated[str, Field(pattern=r"^(save|recompute(@[2-9]|@[1-9][0-9])?)$")]
+"""recompute@2: backward recomputes the op twice, once for each of its use groups."""
 Bytes = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)]  # may be negative
 
 
@@ -51,7 +47,7 @@ class Policy(FrozenModel):
     """The decisions of a plan, with its predictions, in the format that is stored, sent and carried out."""
 
     format: Literal["autoac.policy"] = FORMAT
-    version: Literal[1, 2, 3] = VERSION  # 2 if there are use groups, 3 if something is packed
+    version: Literal[1, 2] = VERSION  # 2 if there are use groups
     model: Name
     fingerprint: Name  # of the profile: the same model, shapes and kind of device
     profile_digest: Name
@@ -105,12 +101,12 @@ class Policy(FrozenModel):
     @property
     def recomputed(self) -> int:
         """Return the number of ops that backward recomputes."""
-        return sum(decision not in SAVED for decision in self.decisions.values())
+        return sum(decision != SAVE for decision in self.decisions.values())
 
     @model_validator(mode="after")
     def _use_groups_are_of_decisions(self) -> Self:
-        if self.version != (version := version_for(self.decisions, self.use_groups)):
-            raise ValueError(f"version must be {version} for these decisions, got {self.version}")
+        if self.version != (version := version_for(self.use_groups)):
+            raise ValueError(f"version must be {version} for these use_groups, got {self.version}")
         position = {key: i for i, key in enumerate(self.decisions)}
         for key, latest in self.use_groups.items():
             decided = self.decisions.get(key, "save")
@@ -133,10 +129,8 @@ class Policy(FrozenModel):
         return read(cls, text, MalformedPolicy)
 
 
-def version_for(decisions: Mapping[str, Decision], use_groups: Collection[str]) -> int:
-    """Return the version of a policy with these decisions: the oldest, so that older clients can read it."""
-    if PACK in decisions.values():
-        return VERSION_WITH_PACKING
+def version_for(use_groups: Collection[str]) -> int:
+    """Return the version of a policy with these use groups: the oldest, so that older clients can read it."""
     return VERSION_WITH_USE_GROUPS if use_groups else VERSION
 
 

@@ -218,15 +218,6 @@ class Outputs(Table):
     released: tuple[Index, ...] = ()  # of the storage, if the loop drops the output before backward
 
 
-class PackableValues(Table):
-    """Values that can be held without loss in fewer bytes, such as a dropout mask as bits."""
-
-    value: tuple[Index, ...] = ()  # row of Values
-    nbytes: tuple[Count, ...] = ()  # packed, rounded by the allocator
-    pack_us: tuple[Microseconds, ...] = ()
-    unpack_us: tuple[Microseconds, ...] = ()
-
-
 class BackwardSteps(Table):
     """Backward, divided into steps. A step unpacks saved tensors, then works, then releases memory."""
 
@@ -259,11 +250,16 @@ class Profile(FrozenModel):
     ops: Ops
     saved: SavedTensors
     backward: BackwardSteps
-    packable: Annotated[PackableValues, Field(exclude_if=lambda table: len(table) == 0)] = PackableValues()
     outputs: Annotated[Outputs, Field(exclude_if=lambda table: len(table) == 0)] = Outputs()
     notes: tuple[Name, ...] = ()  # which numbers are estimates, and what the profiler could not record
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_packable_values(cls, data: Any) -> Any:
+        """Leave out the table in which earlier releases listed dropout masks that could be saved as bits."""
+        return {k: v for k, v in data.items() if k != "packable"} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
@@ -281,7 +277,6 @@ class Profile(FrozenModel):
         within("values.storage", self.values.storage, len(self.storages))
         within("saved.value", self.saved.value, len(self.values))
         within("saved.packed", self.saved.packed, n + 1)
-        within("packable.value", self.packable.value, len(self.values))
         within("outputs.storage", self.outputs.storage, len(self.storages))
         within("outputs.released", self.outputs.released, end + 1)
         within("saved.dropped", self.saved.dropped, end + 1)
@@ -389,14 +384,13 @@ class Profile(FrozenModel):
 
         The hash leaves out the numbers that vary between measurements: run times and replay times,
         workspaces, the allocator's slack, and the bytes of temporaries and gradients. It also leaves out
-        what can be packed, and which storages are outputs: both follow from the ops.
+        which storages are outputs, which follows from the ops.
         """
         content = self.model_dump(
             mode="json",
             exclude={
                 "notes": True,
                 "replay_us": True,
-                "packable": True,
                 "outputs": True,
                 "gradient_nbytes": True,
                 "storages": {"slack_nbytes"},

@@ -31,8 +31,6 @@ def module_reruns(graph: Graph, save_set: SaveSet) -> tuple[Span, ...]:
         return ()  # rule h
     if graph.runs:
         return ()  # rule j: a call has one run
-    if graph.packs:
-        return ()  # rule k: a rerun would not pack
     candidates = list(Candidates(graph, save_set).outermost())
     if not candidates:
         return ()

@@ -35,10 +35,6 @@ i. *Rerun.* The ops of a rerun span, one call of a module, are recorded as one o
 j. *Use groups.* An op may be recomputed once for each group of its uses. Each of these runs is an op with
    outputs of its own, and rules c to g apply to it. NOTE [ Use groups ] in problem/use_groups.py says which
    uses are in which group. Forward runs the op once.
-k. *Packed.* A version may be saved packed: right after its op, forward packs it, and autograd and recorded
-   ops hold only the result. The version counts as recomputed by an op that reads the packed bytes. NOTE
-   [ Packing ] in problem/packing.py has the two ops. In forward, the second one takes over the memory of the
-   version: freed before the first, it is allocated again, and nothing happens in between.
 """
 
 from __future__ import annotations
@@ -57,9 +53,8 @@ from autoac.planner.problem.graph import (
     StorageId,
     VersionId,
 )
-from autoac.planner.problem.packing import added_ops, resolved
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
-from autoac.planner.problem.use_groups import joined
+from autoac.planner.problem.use_groups import joined, later_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +115,7 @@ def schedule(graph: Graph, save_set: SaveSet, reruns: Sequence[Span] = ()) -> It
         if not 0 <= op < len(graph.ops):
             raise UnknownOp(op, len(graph.ops))
     save_set = with_forced_saves(graph, save_set)
-    return _Replay(resolved(joined(graph, save_set), save_set), save_set, reruns).events()
+    return _Replay(joined(graph, save_set), save_set, reruns).events()
 
 
 def held_until(graph: Graph, save_set: SaveSet) -> list[int]:
@@ -196,7 +191,7 @@ class ForwardMemory:
         memory = cls({}, {}, {})
         until, dropped = readers_until(graph, save_set, reruns), _dropped(graph)
         by_uses, uses = held_by_uses(graph, save_set), uses_of(graph, save_set, reruns)
-        absent = added_ops(graph)
+        absent = later_runs(graph)
         for storage in graph.storages:
             last = storage.versions[-1]
             op = graph.versions[last].op
@@ -307,7 +302,7 @@ class _Replay:
 
     def events(self) -> Iterator[Event]:
         graph, n = self.graph, len(self.graph.ops)
-        absent = added_ops(graph)
+        absent = later_runs(graph)
         for op in graph.ops:
             yield from self._frees(op.id)
             if op.id not in absent:

@@ -14,7 +14,6 @@ from autoac.planner.problem.graph import (
     Moment,
     Op,
     OpId,
-    Packable,
     SavedTensor,
     SavedTensorId,
     StepId,
@@ -122,16 +121,6 @@ def build(profile: Profile) -> Graph:
             for j in range(len(profile.backward))
         ),
         static_bytes=profile.static.total,
-        packable=tuple(
-            Packable(VersionId(v), nbytes, pack_us, unpack_us)
-            for v, nbytes, pack_us, unpack_us in zip(
-                profile.packable.value,
-                profile.packable.nbytes,
-                profile.packable.pack_us,
-                profile.packable.unpack_us,
-                strict=True,
-            )
-        ),
         closing_bytes=profile.gradient_nbytes + profile.optimizer_workspace_nbytes,
     )
     pinned = [OpId(i) for i, flags in enumerate(columns.flags) if flags & OpFlag.MUST_RECOMPUTE]

@@ -116,25 +116,6 @@ class BackwardStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Packable:
-    """A version that can be held packed without loss, such as a mask with one bit per element."""
-
-    version: VersionId
-    nbytes: int  # packed
-    pack_us: float
-    unpack_us: float
-
-
-@dataclass(frozen=True, slots=True)
-class PackedVersion:
-    """The ops by which a version may be saved packed: NOTE [ Packing ] in packing.py."""
-
-    version: VersionId
-    bits: OpId
-    unpack: OpId
-
-
-@dataclass(frozen=True, slots=True)
 class Graph:
     """One training step, at the level of storages.
 
@@ -152,8 +133,6 @@ class Graph:
         0  # other microbatches in flight; each holds what this one holds after forward
     )
     runs: tuple[tuple[OpId, ...], ...] = ()  # of each op with use groups; see use_groups.py
-    packable: tuple[Packable, ...] = ()
-    packs: tuple[PackedVersion, ...] = ()  # see packing.py
 
     @property
     def end(self) -> Moment:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoac.planner.problem.graph import Graph, Op, OpId, SaveSet
-from autoac.planner.problem.packing import added_ops, is_packed, resolved, with_packing
 from autoac.planner.problem.use_groups import UseGroups, joined, later_runs
 
 
@@ -15,8 +14,7 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
     These are the ops that must be saved, and the ops that only write in place over saved versions. The old
     version is lost, so the new one is saved instead. If the new version carries a saved tensor of the old
     one, the op of the old one is saved as well. Ops that must be recomputed are left out. If an op with use
-    groups is saved, so are its runs in backward; a run is not kept if the run before it makes nothing. If a
-    version is saved that can be packed, and its bits are not, then the version itself is saved.
+    groups is saved, so are its runs in backward; a run is not kept if the run before it makes nothing.
     """
     result = {op for op in save_set | graph.must_save if not graph.ops[op].must_recompute}
     for value in reversed(graph.versions):
@@ -30,12 +28,6 @@ def with_forced_saves(graph: Graph, save_set: SaveSet) -> SaveSet:
     for first, *others in graph.runs:
         if first in result:
             result.update(others)
-    for pack in graph.packs:
-        writer = graph.versions[pack.version].op
-        if pack.unpack in result:
-            result.add(writer)
-        elif writer in result and pack.bits not in result:
-            result.add(pack.unpack)
     return _without_vain_keeps(graph, frozenset(result)) if graph.runs else frozenset(result)
 
 
@@ -85,25 +77,6 @@ def chosen_use_groups(graph: Graph, save_set: SaveSet) -> tuple[UseGroups, SaveS
         if len(row) > 1 or any(v in several for r in row for v in runs.ops[r].reads)
     }
     return chosen, frozenset(old_id[op] for op in save_set if op in old_id)
-
-
-def chosen_packing(step: Graph, graph: Graph, save_set: SaveSet) -> tuple[Graph, SaveSet]:
-    """Return `step` with the ops of those versions that `save_set` saves packed, and its save set.
-
-    Args:
-        step: the step as it was profiled.
-        graph: `step` with the ops of all versions that can be packed.
-        save_set: of `graph`.
-    """
-    save_set = with_forced_saves(graph, save_set)
-    run = may_be_recomputed(graph, save_set)
-    packed = {p.version for p in graph.packs if is_packed(p, save_set) and run[p.unpack]}
-    chosen = with_packing(step, [p for p in step.packable if p.version in packed])
-    others, ours = added_ops(graph), added_ops(chosen)
-    step_ids = [op.id for op in graph.ops if op.id not in others]
-    ids = [op.id for op in chosen.ops if op.id not in ours]
-    saved = {new for new, old in zip(ids, step_ids, strict=True) if old in save_set}
-    return chosen, frozenset(saved | {pack.bits for pack in chosen.packs})
 
 
 def carried_over(graph: Graph, op: Op) -> Iterator[OpId]:
@@ -157,7 +130,7 @@ def _needed(graph: Graph, save_set: SaveSet, counts: Sequence[bool]) -> list[boo
     """Return for each op True if it is recomputed so that backward gets the saved tensors in `counts`."""
     run = [False] * len(graph.ops)
     save_set = with_forced_saves(graph, save_set)
-    graph = resolved(joined(graph, save_set), save_set)
+    graph = joined(graph, save_set)
     for op in reversed(graph.ops):
         if op.id in save_set:
             continue
@@ -180,7 +153,4 @@ def without_cost_free_recomputes(graph: Graph, ops: Iterable[OpId]) -> SaveSet:
     run = may_be_recomputed(graph, save_set)
     for first, *others in graph.runs:
         run[first] |= any(run[other] for other in others)  # saving it would save all of them
-    for pack in graph.packs:
-        if not is_packed(pack, save_set):
-            run[pack.bits] = run[pack.unpack] = run[graph.versions[pack.version].op]
     return frozenset(op.id for op in graph.ops if not run[op.id]) & graph.everything

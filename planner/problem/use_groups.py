@@ -31,8 +31,9 @@ there. A save set treats them alike, with two rules of its own:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from autoac.planner.problem.graph import (
     Graph,
@@ -46,7 +47,6 @@ from autoac.planner.problem.graph import (
     StorageVersion,
     VersionId,
 )
-from autoac.planner.problem.inserted_ops import with_room
 
 UseGroups = Mapping[OpId, tuple[OpId, ...]]
 """By op with use groups: the position of the latest use in each group, the latest first, as in backward."""
@@ -60,7 +60,7 @@ def with_use_groups(graph: Graph, groups: UseGroups) -> Graph:
     """
     if not groups:
         return graph
-    new_id, moved = with_room(graph, (len(groups.get(op.id, (op.id,))) for op in graph.ops))
+    new_id, moved = _with_room(graph, (len(groups.get(op.id, (op.id,))) for op in graph.ops))
     ops: list[Op] = []
     versions, storages = list(moved.versions), list(moved.storages)
     for op in graph.ops:
@@ -96,6 +96,33 @@ def with_use_groups(graph: Graph, groups: UseGroups) -> Graph:
         ),
     )
     return _assigned(inserted, inserted.runs)
+
+
+def _with_room(graph: Graph, places: Iterable[int]) -> tuple[list[OpId], Graph]:
+    """Return the new ids of the ops of `graph`, and `graph` with these ids everywhere but in its ops.
+
+    Versions, storages, saved tensors and steps keep their ids.
+
+    Args:
+        places: by op, how many ops there will be in its place, itself included.
+    """
+    *new_id, count = (OpId(i) for i in accumulate(places, initial=0))
+    n = len(graph.ops)
+
+    def moment(m: int) -> Moment:
+        return Moment(new_id[m] if m < n else m - n + count)
+
+    return new_id, replace(
+        graph,
+        versions=tuple(
+            replace(v, op=new_id[v.op], readers=tuple(new_id[r] for r in v.readers)) for v in graph.versions
+        ),
+        storages=tuple(replace(s, released=moment(s.released)) for s in graph.storages),
+        saved_tensors=tuple(
+            replace(h, packed=new_id[h.packed - 1] + 1 if h.packed else 0, dropped=moment(h.dropped))
+            for h in graph.saved_tensors
+        ),
+    )
 
 
 def later_runs(graph: Graph) -> frozenset[OpId]:

@@ -82,7 +82,7 @@ class AlignedStep:
     time_us: tuple[float, ...]  # for each of MeasuredStep.time_us
     end_us: float
     matched: int  # events of the simulated step that were found in the measured one
-    of: int  # all of them, less what packs and unpacks: the profiler has no name for it
+    of: int  # all of them
 
 
 def align(graph: Graph, timeline: Timeline, clock: KernelTimes, step: MeasuredStep) -> AlignedStep:
@@ -110,9 +110,7 @@ def align(graph: Graph, timeline: Timeline, clock: KernelTimes, step: MeasuredSt
     measured.append(measured[-1] + max(tail, 1.0))
     simulated.append(simulated[-1] + max(tail, 1.0) * scale)
     drawn = np.interp(np.asarray((*step.time_us, step.end_us)), measured, simulated)
-    unseen = {op for pack in graph.packs for op in (pack.bits, pack.unpack)}
-    named = [e for e in kernels if not (isinstance(e, Compute | Recompute) and e.op in unseen)]
-    return AlignedStep(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(named))
+    return AlignedStep(tuple(drawn[:-1].tolist()), float(drawn[-1]), len(pairs), len(kernels))
 
 
 def op_names(keys: Sequence[str]) -> frozenset[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.formats.policy import SAVED, Policy
+from autoac.planner.formats.policy import SAVE, Policy
 from autoac.planner.memory.schedule import held_until, readers_until
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
@@ -88,7 +88,7 @@ def policy_decisions(policy: Policy) -> list[OpDecision]:
     """Return the decisions of `policy`. Bytes are 0. An op that backward does not need may count as saved."""
     return [
         OpDecision(key, Decision.SAVED)
-        if decision in SAVED
+        if decision == SAVE
         else OpDecision(key, Decision.RECOMPUTED, runs=int(decision.partition("@")[2] or 1))
         for key, decision in policy.decisions.items()
     ]

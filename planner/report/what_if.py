@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoac.planner.errors import OtherProfile, UnknownKey
-from autoac.planner.formats.policy import PACK, SAVE, SAVED, Policy
+from autoac.planner.formats.policy import SAVE, Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.memory.schedule import Compute, recompute_us
 from autoac.planner.memory.simulate import Timeline, instant_name, simulate
@@ -19,7 +19,6 @@ from autoac.planner.plan import plan as plan_again
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId
-from autoac.planner.problem.packing import with_packing, worth_packing
 from autoac.planner.problem.save_sets import (
     unsaved_with,
     with_forced_saves,
@@ -259,18 +258,13 @@ def carried(policy: Policy, profile: Profile) -> Plan:
         for key, latest in policy.use_groups.items()
         if key in position and all(name in position for name in latest)
     }
-    packed = [
-        p
-        for p in worth_packing(graph)
-        if policy.decisions.get(graph.ops[graph.versions[p.version].op].name) == PACK
-    ]
-    graph = with_use_groups(graph, groups) if groups else with_packing(graph, packed)
+    graph = with_use_groups(graph, groups)
     saved = frozenset(
-        op.id for op in graph.ops if op.name in position and policy.decisions.get(op.name, SAVE) in SAVED
-    ) | {pack.bits for pack in graph.packs}
+        op.id for op in graph.ops if op.name in position and policy.decisions.get(op.name, SAVE) == SAVE
+    )
     known = policy.stopped in {stopped.value for stopped in Stopped}
     stopped = Stopped(policy.stopped) if known else Stopped.TIME_LIMIT
-    problem = Problem(graph, Options(use_groups=False, packing=False))  # the graph has those of the policy
+    problem = Problem(graph, Options(use_groups=False))  # the graph has those of the policy
     plan = plan_of(problem, profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
     return replace(plan, bound_us=0.0)
 

@@ -40,7 +40,6 @@ class GraphArrays:
     earliest: Ints
     latest: Ints
     cost_us: Floats  # by free op
-    save_us: Floats
 
     op: Ints  # by version: the op that wrote it
     nbytes: Ints
@@ -50,7 +49,6 @@ class GraphArrays:
     held_at_most: Ints
     extra_from: Ints
     kept_from: Ints  # by version: version of the run before, whose memory a saved run keeps; -1 if none
-    packed: Bools  # by version: bits, which take no memory in backward unless they are saved
 
     pair_version: Ints  # by (version, reader that may run again)
     pair_reader: Ints
@@ -106,7 +104,6 @@ def as_arrays(windows: Windows) -> GraphArrays:
         earliest=_ints(windows.earliest)[free],
         latest=_ints(windows.latest)[free],
         cost_us=np.array(windows.cost_us, np.float64)[free],
-        save_us=np.array(windows.save_us, np.float64)[free],
         op=_ints(v.op for v in graph.versions),
         nbytes=_ints(graph.nbytes(v.id) for v in graph.versions),
         last_use=_ints(windows.last_use),
@@ -115,7 +112,6 @@ def as_arrays(windows: Windows) -> GraphArrays:
         held_at_most=_ints(windows.held_at_most),
         extra_from=_ints(windows.extra_from),
         kept_from=_kept_from(graph),
-        packed=np.isin(_ints(v.op for v in graph.versions), [pack.bits for pack in graph.packs]),
         pair_version=pair_version,
         pair_reader=pair_reader,
         pair_overwrites=np.array(pair_overwrites, bool),

@@ -185,7 +185,7 @@ class MemoryConstraints:
         x = variables.x
         row = arrays.row[arrays.op]
         recomputed = x[row, np.where(arrays.op <= at, after, before)]
-        live = (arrays.nbytes > 0) & ~arrays.packed & (row >= 0) & (recomputed != ZERO)
+        live = (arrays.nbytes > 0) & (row >= 0) & (recomputed != ZERO)
         due = live & (arrays.last_use >= step)
         total.add(recomputed[due], arrays.nbytes[due])
 

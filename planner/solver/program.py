@@ -135,7 +135,6 @@ def build_program(
         costs[0] = price[(again < 0) | (again == ONE)].sum()
         priced = (again != ZERO) & (again != ONE)
         np.add.at(costs, np.abs(again[priced]) - 1, np.sign(again[priced]) * price[priced])
-        costs[s_columns] += arrays.save_us[variables.s > 0] / cost_scale
     return BuiltProgram(
         program=Program(costs, lower, upper, integer, table.finish()),
         ops=tuple(OpId(op) for op in arrays.free[variables.s > 0].tolist()),

@@ -32,8 +32,8 @@ from enum import Enum, auto
 from itertools import pairwise
 
 from autoac.planner.problem.graph import Graph, Op, OpId, SavedTensorId, SaveSet, VersionId
-from autoac.planner.problem.packing import added_ops
 from autoac.planner.problem.save_sets import may_be_needed, with_forced_saves
+from autoac.planner.problem.use_groups import later_runs
 
 NEVER = 1 << 60
 """In place of a state: none."""
@@ -66,7 +66,6 @@ class Windows:
     earliest: tuple[int, ...]  # by op: first state in which a save set can have run it again
     latest: tuple[int, ...]  # by op: last state in which it can start, if it runs again at all
     cost_us: tuple[float, ...]  # by op: run time of it and its followers
-    save_us: tuple[float, ...]  # by op: time to pack and unpack, if it is one that packs
     sources: tuple[tuple[OpId, ...], ...]  # by leader: other leaders that it and its followers read
     readers: tuple[tuple[OpId, ...], ...]  # by op: other leaders of the ops that may read it again
     may_not_run: tuple[bool, ...]  # by op: backward may hold memory for it and never run it (rule f)
@@ -109,7 +108,7 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
         tuple(dict.fromkeys(r for w in op.writes for r in versions[w].readers if may_run[r])) for op in ops
     ]
 
-    absent = added_ops(graph)
+    absent = later_runs(graph)
     released = tuple(
         max(storage.released, versions[storage.versions[-1]].op + 1)
         if storage.versions and versions[storage.versions[0]].op not in absent
@@ -153,16 +152,13 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
         else Role.FREE
         for op in ops
     )
-    cost, save_us = [0.0] * n, [0.0] * n
-    for pack in graph.packs:
-        save_us[pack.bits] = ops[pack.unpack].recompute_us
-    unpack_ops = {pack.unpack for pack in graph.packs}
+    cost = [0.0] * n
     sources: list[dict[OpId, None]] = [{} for _ in ops]
     earliest, latest, may_not_run = [NEVER] * n, [-1] * n, [False] * n
     run_before = _runs_before(graph)
     for op in ops:
         if may_run[op.id]:
-            cost[leader[op.id]] += 0.0 if op.id in unpack_ops else op.recompute_us
+            cost[leader[op.id]] += op.recompute_us
             reads = (leader[versions[v].op] for v in op.reads)
             sources[leader[op.id]].update((source, None) for source in reads if source != leader[op.id])
     for op in reversed(ops):
@@ -187,7 +183,6 @@ def find_windows(graph: Graph, *, merge_followers: bool = True) -> Windows:
         earliest=tuple(earliest),
         latest=tuple(latest),
         cost_us=tuple(cost),
-        save_us=tuple(save_us),
         sources=tuple(tuple(row) for row in sources),
         readers=tuple(
             tuple(dict.fromkeys(leader[r] for r in rereaders[op.id] if leader[r] != leader[op.id]))
@@ -333,11 +328,6 @@ def _leader(
     (other,) = leaders
     if graph.ops[other].must_recompute or reads_overwritten(graph, graph.ops[op]):
         return op
-    if any(
-        pack.bits == other and versions[pack.version].storage not in {versions[w].storage for w in writes}
-        for pack in graph.packs
-    ):
-        return op  # packing takes time, which saving this op instead would not
     if any(_last(graph, w) != w or versions[w].carries_older_saved_tensor for w in graph.ops[other].writes):
         return op  # saving the other op would force one more to be saved
     mine, theirs = _holdable(graph, op), _holdable(graph, other)

@@ -36,7 +36,6 @@ class Options:
     sparse_stride: int = 4  # (2) and of the earlier states every so many; 1: all
     fix_by_price: bool = True  # (15) columns that the relaxation's prices rule out are fixed in advance
     use_groups: bool = True  # (17) an op whose uses lie far apart may run again for each group of them
-    packing: bool = True  # (18) a mask may be saved as bits
     repeat_in_blocks: bool = True  # (16) a moment that lacks a row in one block gets it in all alike
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from autoac.planner.formats.profile import ANOTHER_GRAPH, CROSSES, DECIDES, OVERWRITTEN, PINNED, UNSEEN
 from autoac.profiler.distributed.process_groups import note_groups, note_mesh
-from autoac.profiler.packing.dropout_masks import DRAW, SCALE, DrawnMasks, MaskKind
 from autoac.profiler.restore.written_tensors import Originals
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
@@ -86,7 +85,6 @@ class RecordedVersion:
     previous: int  # the version it overwrote; -1: the storage is new
     next: int = -1  # the version that overwrote it; -1: none
     window: Window | None = None  # where it differs from `previous`; None: anywhere
-    mask: MaskKind | None = None  # if it can be packed as the mask of a dropout
     blank: bool = False  # nobody has written it, as far as is seen
 
 
@@ -110,11 +108,6 @@ class ForwardRecord:
     forward_ends: list[int] = field(default_factory=list)  # by forward of the model: ops up to its end
 
 
-def masks_of(record: ForwardRecord) -> set[MaskKind]:
-    """Return the kinds of dropout masks that forward made."""
-    return {version.mask for version in record.versions if version.mask is not None}
-
-
 class OpRecorder(RecordingMode):
     """Record ops while the mode is active.
 
@@ -129,7 +122,6 @@ class OpRecorder(RecordingMode):
         originals: keeps the contents of external storages that forward writes.
         generators: the generators that forward drew from.
         compiled: True if torch.compile runs the model as a whole.
-        packs_masks: True if the device of the step is a CPU, where masks of dropouts can be packed.
         contents: compares what ops read with what ops wrote, if set.
         function: the call of a Function that is running.
     """
@@ -153,10 +145,8 @@ class OpRecorder(RecordingMode):
         self.originals: Originals | None = None
         self.generators = UsedGenerators()
         self.compiled = False
-        self.packs_masks = True
         self.contents: Contents | None = None
         self.function: FunctionCall | None = None
-        self._masks = DrawnMasks()
         self._readers: StorageTable[list[int]] = StorageTable()  # ops that read an external storage
         self._compiled_depth = 0  # compiled parts that are running, nested
         self._graph_begins = False  # the next op is the first one of a compiled graph
@@ -231,11 +221,8 @@ class OpRecorder(RecordingMode):
             op.must_save = DECIDES
         written += [tensor for tensor, version in operands if tensor._version != version]
         only_write = facts.in_place and len(written) == 1
-        mask = self._mask_kind(facts, args) if facts.mutates else None
         for tensor in written:
             self._new_version(tensor, index, only_write=only_write)
-        if mask is not None and self.record.versions and self.record.versions[-1].op == index:
-            self.record.versions[-1].mask = mask
         for tensor in outputs_of(out):
             self._new_output(tensor, index, args, kwargs)
         return out
@@ -361,12 +348,6 @@ class OpRecorder(RecordingMode):
         if call.saved_slot(tensor) is not None:
             self._new_output(tensor, len(self.record.ops) - 1, (), {})
         return True
-
-    def _mask_kind(self, facts: OpFacts, args: Sequence[Any]) -> MaskKind | None:
-        """Return the kind of dropout mask that a call has made; None if it has made none."""
-        if facts.name == DRAW:
-            self._masks.note_draw(args[0])
-        return self._masks.kind_of(args) if facts.name == SCALE and self.packs_masks else None
 
     def end_forward(self, output: Any) -> list[Tensor]:
         """Mark the end of a forward that returned `output`; return the tensors on other storages."""

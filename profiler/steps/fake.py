@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autoac.profiler.capture.fake_allocations import FakeAllocations, copy_if_known, fake_like
-from autoac.profiler.capture.op_recorder import OpRecorder, masks_of
+from autoac.profiler.capture.op_recorder import OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
@@ -34,7 +34,6 @@ from autoac.profiler.steps.gpu_dispatch import gpu_kernels
 from autoac.profiler.steps.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.steps.hollow import HollowStep, ProfiledStep, runs_compiled, take_step
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
-from autoac.profiler.timing.mask_timer import mask_moves, mask_times
 from autoac.profiler.timing.on_device import OpTimesOnDevice
 from autoac.profiler.timing.op_timer import median_and_spread
 from autoac.profiler.timing.roofline import Device
@@ -85,7 +84,6 @@ def run(
         device.allocator_rounding, (measured or device).runtime_us, GPU_FAKE_KERNELS if is_gpu else {}
     )
     recorder = OpRecorder(allocations.mark, allocations.locate, has_storage_or_fake)
-    recorder.packs_masks = not is_gpu
     saved = SavedTensorRecorder(recorder, allocations.mark)
     allocations.idle = lambda: recorder.is_idle
     with (
@@ -120,11 +118,6 @@ def run(
     at, ops = allocations.times_ns, recorder.record.ops
     op_times_us = [(at[op.end_mark] - at[op.begin_mark]) / 1e3 for op in ops]
     op_times = median_and_spread(op_times_us, [op.signature for op in ops], {})
-    masks = masks_of(recorder.record)
-    if measured is None:
-        op_times |= {s: (us, 0.0, 1) for s, us in mask_moves(masks, device.copy_us).items()}
-    else:
-        op_times |= mask_times(masks)
     traced = HollowStep(recorder.record, saved, allocations, at, *backward, op_times=op_times)
     return traced, [*call.unplanned, *allocations.notes, *(measured.notes if measured is not None else ())]
 

@@ -53,7 +53,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from autoac.planner.formats.profile import CROSSES
 from autoac.profiler.capture.allocations import AllocationRecord, Allocations, Block
-from autoac.profiler.capture.op_recorder import ForwardRecord, OpRecorder, masks_of
+from autoac.profiler.capture.op_recorder import ForwardRecord, OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
@@ -66,7 +66,6 @@ from autoac.profiler.steps.first_backward import free_workspaces, is_first_backw
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import OpTime
-from autoac.profiler.timing.mask_timer import mask_times
 from autoac.profiler.timing.op_timer import (
     BETWEEN_OPS,
     EXTRA_S,
@@ -208,10 +207,7 @@ def run(
             unseen = _find_unseen_writes(step)
             traced = _trace(step, shards, recorder, saved, allocations)
             _save_unseen(traced.forward, unseen)
-            op_times = {
-                **_time(step, traced, warm_up, known, time_ops),
-                **mask_times(masks_of(traced.forward), known),
-            }
+            op_times = _time(step, traced, warm_up, known, time_ops)
             return replace(
                 traced, op_times=op_times, timing_note=backlog.note(), unplanned=tuple(call.unplanned)
             )

@@ -132,10 +132,6 @@ class Device:
         at_peak_s = max(flops / peak, moved / self.bytes_per_s)
         return self.launch_us + 1e6 * at_peak_s / self.efficiency[kind_of(func, name, flops)]
 
-    def copy_us(self, nbytes: int) -> float:
-        """Return the estimated time in microseconds of a kernel that moves `nbytes`."""
-        return self.launch_us + 1e6 * nbytes / self.bytes_per_s / self.efficiency[KernelKind.POINTWISE]
-
 
 def _argument(op: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what a call passes for an argument of its schema; None if it passes nothing."""

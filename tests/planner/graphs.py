@@ -17,8 +17,7 @@ from autoac.planner.formats.profile import (
     Storages,
     Values,
 )
-from autoac.planner.problem.graph import Graph, Packable
-from autoac.planner.problem.packing import worth_packing
+from autoac.planner.problem.graph import Graph
 
 
 @dataclass
@@ -411,18 +410,6 @@ def resized(graph: Graph, rng: random.Random) -> Graph:
         ),
         ops=tuple(replace(op, runtime_us=float(rng.choice((1, 2, 5, 20)))) for op in graph.ops),
     )
-
-
-def with_packable(graph: Graph, rng: random.Random, most: int = 2) -> Graph:
-    """Return `graph` with up to `most` versions that can be packed, if it has any that may be."""
-    packable = [
-        Packable(
-            v.id, rng.randrange(1 + graph.nbytes(v.id) // 2), rng.choice((0, 0.1, 1)), rng.choice((0, 0.2))
-        )
-        for v in graph.versions
-        if graph.nbytes(v.id) > 1
-    ]
-    return replace(graph, packable=worth_packing(replace(graph, packable=tuple(packable)))[:most])
 
 
 def greedy_trap() -> Profile:

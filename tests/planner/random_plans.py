@@ -21,7 +21,7 @@ from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.recompute_windows import Role, canonical, find_windows
 from autoac.planner.solver.variables import Options
 
-ONCE = Options(use_groups=False, packing=False)
+ONCE = Options(use_groups=False)
 ROUNDING_US = 1e-6
 
 

@@ -39,7 +39,6 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits, peak_bytes, peak_of, simulate
 from autoac.planner.plan import plan_of
 from autoac.planner.problem.graph import OpId, chain
-from autoac.planner.problem.packing import with_packing
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.solver import search as search_module
 from autoac.planner.solver.highs import Outcome
@@ -277,18 +276,6 @@ def test_a_dropout_mask_is_run_again_as_a_whole_or_not_at_all() -> None:
     for budget in range(bounds(graph).floor, bounds(graph).ceiling + 1):
         made = plan(graph, budget_bytes=budget, gap=0.0)
         assert made.save_set & chain_ops in (frozenset(), frozenset(chain_ops))
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_plan_with_packing_is_the_fastest_save_set_that_fits(seed: int) -> None:
-    rng, once = random.Random(seed), Options(use_groups=False)
-    step = graphs.with_packable(build(graphs.random_profile(rng, 6)), rng)
-    graph = with_packing(step, step.packable)
-    table = oracles.peaks_and_times(graph)
-    for budget in sorted({peak for peak, _ in table.values()})[:3]:
-        found = plan(step, budget_bytes=budget, gap=0.0, options=once)
-        assert found.recompute_us == pytest.approx(oracles.least_time(table, budget))
-        assert found.peak == peak_bytes(found.graph, found.save_set) <= budget
 
 
 def test_a_budget_at_the_ceiling_costs_nothing_and_solves_nothing() -> None:
@@ -599,7 +586,7 @@ def test_policy_saves_every_op_that_must_be_saved(seed: int) -> None:
     """The runtime knows only some of the reasons by itself, and a program decides the other ops only."""
     found = graphs.random_profile(random.Random(seed), 6)
     graph = build(found)
-    made = plan_of(Problem(graph, Options(packing=False)), found, 1 << 40, frozenset())
+    made = plan_of(Problem(graph), found, 1 << 40, frozenset())
     decisions = list(made.policy().decisions.values())
     assert {decisions[op] for op in graph.must_save} <= {"save"}
 

@@ -24,8 +24,7 @@ decisions whole and counts fewer bytes. It counts a subset of the bytes of the p
   saves to run again may go there, and so would not be held in all of backward of later blocks.
 
 Only the largest ops of a block are decided (menus.py; one_op_at_a_time.py decides more). The others take no
-bytes and no time. Ops that pack are not decided (NOTE [ Packing ] in problem/packing.py): bits take no bytes,
-and what is unpacked costs the lesser of the times to pack and to recompute it.
+bytes and no time.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from autoac.planner.solver.arrays import Floats, GraphArrays, Ints, bytes_in_any_case
+from autoac.planner.solver.arrays import GraphArrays, Ints, bytes_in_any_case
 from autoac.planner.solver.recompute_windows import NEVER
 
 SMALL = 1e-4  # an op with outputs of less than this share of the largest peak does not keep a block together
@@ -183,7 +182,6 @@ class _Chain:
         self.exits, self.tiny = self._exits(ceiling), TINY * ceiling
         self.ends = sorted({*self.exits, n_rows - 1} - {-1})
         self.block_of_step = self._blocks_of_steps()
-        self.cost_us = _cost_of_either(arrays)
         self.may_count = np.isin(arrays.op, arrays.free)
         self.overwrites = set(
             zip(
@@ -297,7 +295,7 @@ class _Chain:
         needed = int(arrays.first_needed[row])
         readers = [int(arrays.row[r]) for r in self.windows.readers[arrays.free[row]]]
         return BlockOp(
-            cost_us=float(self.cost_us[row]) if self.timed else 0.0,
+            cost_us=float(arrays.cost_us[row]) if self.timed else 0.0,
             first_needed=needed - state if needed < NEVER else NEVER,
             is_pinned=bool(arrays.pinned[row]),
             readers=_inside(readers, place.rows),
@@ -330,7 +328,7 @@ class _Chain:
     def _is_decided(self, v: int) -> bool:
         """Return True if an op that a block may decide writes `v`, and no follower of one."""
         op = self.arrays.op[v]
-        return bool(self.arrays.free[self.arrays.row[op]] == op) and not self.arrays.packed[v]
+        return bool(self.arrays.free[self.arrays.row[op]] == op)
 
     def _forward(
         self, place: _Place, base: int, entry: int | None, is_last: bool
@@ -350,17 +348,6 @@ class _Chain:
             nbytes = int(arrays.nbytes[entry]) if is_twice else 0
             moments.append(ForwardMoment(op - place.op, int(self.certain[op]) - twice - base, nbytes))
         return tuple(moments)
-
-
-def _cost_of_either(arrays: GraphArrays) -> Floats:
-    """Return by free op its cost; of an op that unpacks, the lesser of the times to pack and to recompute."""
-    cost_us = arrays.cost_us.copy()
-    for pack in arrays.windows.graph.packs:
-        bits, unpack = arrays.row[[pack.bits, pack.unpack]]
-        if bits >= 0 and unpack >= 0:
-            cost_us[unpack] = min(arrays.save_us[bits], arrays.cost_us[bits])
-            cost_us[bits] = 0.0
-    return cost_us
 
 
 def _inside(readers: Iterable[int], rows: range) -> tuple[int, ...]:

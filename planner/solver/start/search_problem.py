@@ -9,8 +9,7 @@ from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.distant_uses import distant_uses
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
-from autoac.planner.problem.packing import added_ops, with_packing, worth_packing
-from autoac.planner.problem.save_sets import chosen_packing, chosen_use_groups
+from autoac.planner.problem.save_sets import chosen_use_groups
 from autoac.planner.problem.use_groups import later_runs, with_use_groups
 from autoac.planner.solver.arrays import GraphArrays, as_arrays
 from autoac.planner.solver.bounds import Bounds, bounds_of
@@ -33,42 +32,32 @@ class Problem:
         self.step = graph  # as it was given
         use_groups = distant_uses(graph) if self.options.use_groups and not graph.runs else {}
         self.graph = with_use_groups(graph, use_groups)
-        if self.options.packing and not (self.graph.runs or graph.packs):
-            self.graph = with_packing(graph, worth_packing(graph))
-
-    @cached_property
-    def once(self) -> Problem | None:
-        """Return the problem without use groups and packing, which is smaller; None if it has neither."""
-        if self.graph is self.step:
-            return None
-        return Problem(self.step, replace(self.options, use_groups=False, packing=False))
 
     @cached_property
     def without_groups(self) -> Problem:
-        """Return the problem without use groups: each op is recomputed at most once. It may have packing."""
-        return Problem(self.step, replace(self.options, use_groups=False)) if self.graph.runs else self
+        """Return the problem of the step as it was given: without use groups of ours."""
+        has_ours = self.graph is not self.step
+        return Problem(self.step, replace(self.options, use_groups=False)) if has_ours else self
 
     def to_step(self, save_set: SaveSet) -> SaveSet:
         """Return the save set of `step` that saves what `save_set` of `graph` does."""
-        others = added_ops(self.graph)
+        others = later_runs(self.graph)
         ids = [op.id for op in self.graph.ops if op.id not in others]
         return frozenset(OpId(i) for i, op in enumerate(ids) if op in save_set)
 
     def from_step(self, save_set: SaveSet) -> SaveSet:
         """Return the save set of `graph` that recomputes what `save_set` of `step` does, each op once."""
-        others = added_ops(self.graph)
+        others = later_runs(self.graph)
         ids = [op.id for op in self.graph.ops if op.id not in others]
         return frozenset(ids[op] for op in save_set) | later_runs(self.graph)
 
     def chosen(self, save_set: SaveSet) -> tuple[Graph, SaveSet]:
         """Return the graph of the step with only what `save_set` uses of it, and its save set.
 
-        Use groups are left out in which nothing runs, and ops that pack nothing.
+        Use groups are left out in which nothing runs.
         """
         if self.graph is self.step:
             return self.step, save_set
-        if self.graph.packs:
-            return chosen_packing(self.step, self.graph, save_set)
         groups, saved = chosen_use_groups(self.graph, save_set)
         graph = with_use_groups(self.step, groups)
         others = later_runs(graph)

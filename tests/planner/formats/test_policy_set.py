@@ -107,7 +107,7 @@ def test_policy_without_a_correction_omits_the_field() -> None:
     [
         ("[]", MalformedPolicy),
         ("{", MalformedPolicy),
-        ('{"format": "autoac.policy-set", "version": 4}', UnknownVersion),
+        ('{"format": "autoac.policy-set", "version": 3}', UnknownVersion),
         ('{"format": "autoac.policy-set", "version": 1, "buckets": [{}]}', MalformedPolicy),
         ('{"format": "autoac.policy", "version": 1, "buckets": []}', MalformedPolicy),
     ],

@@ -29,22 +29,9 @@ def blockwise(graph: Graph, *, timed: bool = True) -> Blockwise:
 @pytest.mark.parametrize("seed", range(40))
 def test_no_save_set_beats_the_bounds(seed: int) -> None:
     rng = random.Random(seed)
-    step = block_bounds.random_graph(rng, packing=seed % 2 == 0)
+    step = block_bounds.random_graph(rng)
     with block_bounds.random_sizes(rng):
         assert not block_bounds.wrong_bounds(step)
-
-
-def test_no_block_ends_with_an_op_that_packs() -> None:
-    """A block does not decide on such an op, so later blocks would not know how they get its output."""
-    rng = random.Random(142)
-    step = graphs.with_packable(build(graphs.random_profile(rng, 6)), rng)
-    problem = Problem(step, block_bounds.ONCE)
-    table = oracles.peaks_and_times(problem.graph)
-    assert problem.blockwise is not None
-    found = problem.blockwise.within(25)
-    assert found is not None
-    assert found.cost_us <= oracles.least_time(table, 25) == pytest.approx(0.2)
-    assert not block_bounds.wrong_bounds(step)
 
 
 @pytest.mark.parametrize(("seed", "n_ops"), [(1565, 7), (2664, 8)])

@@ -11,10 +11,8 @@ import pulp
 import pytest
 
 from autoac.planner import Graph, InfeasibleBudget, Stopped, build, find_minimum_peak, plan
-from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import OpId, chain
-from autoac.planner.problem.packing import with_packing
 from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.highs import Program, Rows, solve
@@ -97,29 +95,6 @@ def test_smallest_peak_with_use_groups_is_a_budget_that_is_planned(seed: int) ->
     assert found.gap == 0
     with pytest.raises(InfeasibleBudget):
         plan(graph, budget_bytes=smallest - 1)
-
-
-def test_every_save_set_with_packing_satisfies_every_row_at_no_more_than_its_time() -> None:
-    count = 0
-    for seed in (*range(50), 368):  # 368: a burst runs an op before those that follow an op that packs
-        rng = random.Random(seed)
-        step = graphs.with_packable(build(graphs.random_profile(rng, 6)), rng, most=2 if seed > 50 else 1)
-        graph = with_packing(step, step.packable)
-        if not graph.packs:
-            continue
-        count += 1
-        windows = find_windows(graph)
-        arrays = as_arrays(windows)
-        peaks = build_program(arrays, None, every_moment(windows))
-        times = build_program(arrays, 1 << 20, every_moment(windows)[:3])
-        assert peaks.peak_column is not None
-        for save_set in oracles.every_save_set(graph):
-            values, rows = assignment(windows, peaks, save_set), peaks.program.rows
-            assert (rows.activity(values) <= rows.upper + 1e-9).all()
-            assert values[peaks.peak_column] * peaks.cost_scale <= peak_bytes(graph, save_set) + 1e-6
-            cost = times.program.costs @ assignment(windows, times, save_set)
-            assert cost * times.cost_scale <= recompute_us(graph, save_set) + 1e-6
-    assert count > 6
 
 
 def test_least_peak_of_most_graphs_is_exact_with_all_moments() -> None:

@@ -1,1 +1,0 @@
-"""Hold saved tensors without loss in fewer bytes."""
