@@ -7,5 +7,5 @@ planners/         (graph, budget) -> events, one file for each family
 planner_graph.py  StepGraph <-> the planner's Graph; its schedule -> events
 instances.py      graphs and budgets
 training.py       real steps at equal measured peak; torch_ways.py has the other ways
-run.py, page.py   rows; the page with its picture, from the text in page.md
+run.py, page.py   rows; the page with its picture and CSV file, from the text in page.md
 """

@@ -3,7 +3,8 @@
     python -m benchmarks.public [GRAPHS ...] [--page FILE]
 
 GRAPHS are files or folders with graphs that were fetched by hand (the README next to this file says how). Own
-and random graphs are always part of it. Rows go to build/bench/public/, the page and its picture to FILE.
+and random graphs are always part of it. Rows go to build/bench/public/, the page to FILE, its picture and
+its CSV file next to it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Violation(Exception):
 
 
 def judge(graph: Any, events: Any, budget: int | None = None) -> dict[str, float]:
-    """Return {"peak_bytes", "us", "again_us"}: the most bytes live, the time of all runs, that of reruns.
+    """Return {"peak_bytes", "us", "again_us"}: the most bytes live, the time of all runs, that of recomputes.
 
     Raises:
         Violation: an event breaks a rule, or the peak is above `budget`.

@@ -1,9 +1,9 @@
-"""Bound the time of reruns from below, for every schedule: any op may run again, at any time.
+"""Bound the time of recomputes from below, for every schedule: any op may run again, at any time.
 
 NOTE [ One moment ]
 
 Look at the first run of op k. What is live then must fit. What was written before, is not live and is read
-later has to be written again, from what is live or by further reruns:
+later has to be written again, from what is live or by further recomputes:
 
     s[v]  value v is live at k     bytes that op k needs + sum of nbytes * s <= budget
     r[o]  op o runs again after k  s[v] + r[op of v] >= 1    if op k + 1 or a later one reads v

@@ -1,7 +1,9 @@
-"""Write the page of the benchmark, all rows and losses first, with one picture."""
+"""Write the page of the benchmark, losses first, with a picture and a CSV file of all planners."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -26,7 +28,7 @@ class Case:
         self.first = rows[0]
 
     def extra(self, planner: str) -> float | None:
-        """Return a planner's time of reruns as a fraction of the step."""
+        """Return a planner's time of recomputes as a fraction of the step."""
         return row.extra if (row := self.rows.get(planner)) else None
 
     @property
@@ -127,24 +129,46 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2f}"
 
 
-def instances_table(cases: Sequence[Case]) -> str:
-    """Return a row for each instance: ours, the best other, and every planner."""
+def graphs_table(cases: Sequence[Case]) -> str:
+    """Return a row for each graph: its budgets, and for each of them ours, the bound and the best other."""
+    graphs: dict[str, list[Case]] = {}
+    for case in cases:
+        graphs.setdefault(case.first.graph, []).append(case)
+    rows = []
+    for graph, group in graphs.items():
+        group.sort(key=lambda case: case.first.budget)
+        ours = [f"**{_cell(case, OURS)}**" if case.loss > SAME else _cell(case, OURS) for case in group]
+        others = ["-" if case.best_other is None else _percent(case.best_other) for case in group]
+        cells = (
+            [format_bytes(c.first.budget) for c in group],
+            ours,
+            [_cell(c, BOUND) for c in group],
+            others,
+        )
+        rows.append([graph, *map(", ".join, cells)])
+    return markdown_table(["graph", "budgets", OURS, BOUND, "best other"], rows)
+
+
+def all_planners_table(cases: Sequence[Case]) -> str:
+    """Return a row for each instance with every planner's time, as CSV."""
     own = (OURS, BOUND, STATED)
     names = list(dict.fromkeys(name for case in cases for name in case.rows if name not in own))
-    rows = []
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["graph", "budget", "ours is", OURS, BOUND, *names])
     for case in cases:
         cells = [case.first.graph, format_bytes(case.first.budget), _outcome(case)]
         cells += [_cell(case, OURS), _cell(case, BOUND)]
         for name in names:
             stated = name == PUBLISHED and case.extra(name) is None and STATED in case.rows
             cells.append(f"{_cell(case, STATED)} *" if stated else _cell(case, name))
-        rows.append(cells)
-    return markdown_table(["graph", "budget", "ours is", OURS, BOUND, *names], rows)
+        table.writerow(cells)
+    return text.getvalue().rstrip()
 
 
 def _outcome(case: Case) -> str:
     if case.loss > SAME:
-        return "**worse**"
+        return "worse"
     if abs(case.loss) <= SAME:
         return "equal"
     return "better"
@@ -175,19 +199,20 @@ def planners_table(rows: Sequence[Row]) -> str:
     return markdown_table(["planner", "schedules", "median CPU s", "most", "why not"], lines)
 
 
-def page(rows: Sequence[Row], picture: str, steps: str = "") -> str:
-    """Return the whole page; `steps` is the table of training.py."""
+def page(rows: Sequence[Row], name: str, steps: str = "") -> str:
+    """Return the whole page; `name` is that of its files, `steps` the table of training.py."""
     cases = cases_of(rows)
     sections = {
         "summary": summary(rows),
-        "picture": f"![Share of instances solved within an extra time]({picture})",
-        "instances": instances_table(cases),
+        "picture": f"![Share of instances solved within an extra time]({name}.svg)",
+        "table": f"[{name}.csv]({name}.csv)",
+        "instances": graphs_table(cases),
         "planners": planners_table(rows),
         "steps": steps or "Not measured in this run.",
     }
     text = TEXT.read_text().rstrip()
-    for name, section in sections.items():
-        text = text.replace(f"<!-- {name} -->", section)
+    for key, section in sections.items():
+        text = text.replace(f"<!-- {key} -->", section)
     return text
 
 
@@ -233,9 +258,10 @@ def steps_of(text: str) -> str:
 
 
 def write(rows: Sequence[Row], target: Path, steps: str = "") -> None:
-    """Write the page, and its picture next to it. Without `steps`, the page keeps those that it has."""
-    picture = target.with_suffix(".svg")
-    draw(cases_of(rows), picture)
+    """Write the page, its picture and its table. Without `steps`, the page keeps those that it has."""
+    cases = cases_of(rows)
+    draw(cases, target.with_suffix(".svg"))
+    write_result(all_planners_table(cases), target.with_suffix(".csv"))
     if not steps and target.exists():
         steps = steps_of(target.read_text())
-    write_result(page(rows, picture.name, steps), target)
+    write_result(page(rows, target.stem, steps), target)

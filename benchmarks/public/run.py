@@ -36,7 +36,7 @@ class Row:
     step_us: float
     budget: int
     planner: str
-    again_us: float | None  # time of reruns; None: no schedule, and `note` says why
+    again_us: float | None  # time of recomputes; None: no schedule, and `note` says why
     peak: int | None
     note: str
     cpu_s: float
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def extra(self) -> float | None:
-        """Return the time of reruns as a fraction of the step, or None without a schedule."""
+        """Return the time of recomputes as a fraction of the step, or None without a schedule."""
         return None if self.again_us is None else self.again_us / self.step_us
 
 

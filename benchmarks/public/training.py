@@ -210,7 +210,7 @@ def measure_case(case: TrainingCase, machine: Machine, rounds: int) -> list[Trai
 
 
 HEAD = (
-    *("model", "other way", "its peak", "ours, predicted", "ours, measured", "error", "gradients"),
+    *("model", "other way", "its peak", "our peak", "error of ours", "gradients"),
     *("its step / plain", "our step / plain", "ours / its"),
 )
 
@@ -221,7 +221,7 @@ def render(rows: Sequence[TrainingRow], device: str) -> str:
     exact = sum(row.predicted == row.ours for row in done)
     lines = [
         [
-            *(row.case, row.way, *map(format_bytes, (row.theirs or 0, row.predicted or 0, row.ours or 0))),
+            *(row.case, row.way, format_bytes(row.theirs or 0), format_bytes(row.ours or 0)),
             f"{(row.ours or 0) / (row.predicted or 1) - 1:+.2%}",
             "equal"
             if row.equal and row.theirs_equal
@@ -235,7 +235,7 @@ def render(rows: Sequence[TrainingRow], device: str) -> str:
         for row in done
     ]
     lines += [
-        [row.case, row.way, "" if row.theirs is None else format_bytes(row.theirs), row.note, *[""] * 6]
+        [row.case, row.way, "" if row.theirs is None else format_bytes(row.theirs), row.note, *[""] * 5]
         for row in rows
         if not row.ours_s
     ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.public.step_graph import Event, NoSchedule, Planner, StepGraph
 
-THRASHING = 3.0  # give up once reruns take this many steps' time
+THRASHING = 3.0  # give up once recomputes take this many steps' time
 
 
 class _Classes:
@@ -136,7 +136,7 @@ class _Runtime:
         if not first:
             self.again_us += op.us
             if self.again_us > THRASHING * graph.us:
-                raise NoSchedule(f"thrashes: more than {THRASHING:g} steps of reruns")
+                raise NoSchedule(f"thrashes: more than {THRASHING:g} steps of recompute")
         for w in graph.writes[number]:
             self.last_access[w] = self.clock
             if not self.live[w]:

@@ -32,7 +32,7 @@ def from_family(family: Baseline) -> Planner:
     def plan(graph: StepGraph, budget: int) -> list[Event]:
         found = judged(graph)
         if not found:
-            raise NoSchedule("does not apply: no such modules or ops")
+            raise NoSchedule("no such modules or ops")
         fitting = [entry for entry in found if entry[1] <= budget]
         if not fitting:
             raise NoSchedule("no setting fits")

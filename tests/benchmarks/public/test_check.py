@@ -50,11 +50,11 @@ AGAIN = [
 ]
 
 
-def test_a_schedule_without_reruns_takes_the_time_of_the_step():
+def test_a_schedule_without_recomputes_takes_the_time_of_the_step():
     assert judge(CHAIN.to_json(), SAVE_ALL) == {"peak_bytes": 135, "us": 15, "again_us": 0}
 
 
-def test_a_rerun_costs_time_and_its_peak_is_counted():
+def test_a_recompute_costs_time_and_its_peak_is_counted():
     assert judge(CHAIN.to_json(), AGAIN) == {"peak_bytes": 130, "us": 16, "again_us": 1}
 
 
@@ -97,7 +97,7 @@ def test_a_peak_above_the_budget_is_a_violation():
         judge(CHAIN.to_json(), SAVE_ALL, 134)
 
 
-def test_bytes_of_first_runs_reruns_and_workspace_are_counted():
+def test_bytes_of_first_runs_recomputes_and_workspace_are_counted():
     ops = (StepOp("a", 1, (), workspace_bytes=3), StepOp("b", 1, (0,), first_bytes=50, before_bytes=20))
     graph = StepGraph("", "", (*ops, StepOp("c", 1, ())), (StepValue(0, 10), StepValue(1, 1)), 1)
     once = [("compute", 0), ("compute", 1), ("compute", 2)]

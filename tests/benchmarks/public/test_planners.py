@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import random
 from dataclasses import replace
@@ -17,7 +18,7 @@ from autoac.planner.problem.validate import broken_graph_rules
 from benchmarks.public.check import judge
 from benchmarks.public.instances import Instance, instance_of, least_bytes, save_all_peak
 from benchmarks.public.lower_bound import least_again_us
-from benchmarks.public.page import cases_of, page, steps_of, summary
+from benchmarks.public.page import all_planners_table, cases_of, page, steps_of, summary
 from benchmarks.public.planner_graph import events_of, graph_of, step_graph_of
 from benchmarks.public.planners import checkmate_program
 from benchmarks.public.planners.ours import ours
@@ -104,7 +105,7 @@ def test_every_planner_is_judged_and_none_breaks_a_rule():
     assert all(row.again_us for row in rows if row.planner in (OURS, "DTR") and row.budget < most)
 
 
-def test_the_bound_counts_what_a_rerun_needs_and_what_is_held():
+def test_the_bound_counts_what_a_recompute_needs_and_what_is_held():
     """The first op of backward reads the output of d, so a, b and c compete for the other bytes."""
     ops = [StepOp("a", 1, ()), StepOp("b", 5, (0,)), StepOp("c", 7, (1,)), StepOp("d", 1, (2,))]
     back = [StepOp("back", 1, (4 + j - 1, 3 - j) if j else (3,), repeatable=False) for j in range(4)]
@@ -128,7 +129,7 @@ def test_online_eviction_recomputes_only_below_the_save_all_peak():
         assert judge(step.to_json(), plan(step, most - 1), most - 1)["again_us"] > 0
 
 
-def test_online_eviction_never_reruns_what_is_not_repeatable_and_says_when_it_is_out_of_memory():
+def test_online_eviction_never_recomputes_what_is_not_repeatable_and_says_when_it_is_out_of_memory():
     ops = [StepOp(str(i), 1, (i - 1,) if i else (), repeatable=i != 1) for i in range(6)]
     ops += [StepOp("back", 1, (i, 5 + j) if j else (i,), repeatable=False) for j, i in enumerate((5, 3, 1))]
     values = [StepValue(op, nbytes) for op, nbytes in enumerate((10, 1, 2, 10, 10, 10, 5, 5, 5))]
@@ -156,14 +157,35 @@ def test_the_page_shows_all_rows_and_losses_first():
     lost = [row for row in rows if row.planner != OURS]
     cases = cases_of([*rows, *(_renamed(row, "other graph") for row in lost)])
     assert [case.first.graph for case in cases] == ["other graph", step.name]
-    text = page([*rows, *(_renamed(row, "other graph") for row in lost)], "picture.svg")
+    text = page([*rows, *(_renamed(row, "other graph") for row in lost)], "name")
     assert text.index("| other graph |") < text.index(f"| {step.name} |")
     assert "<!--" not in text
+    assert "](name.svg)" in text
+    assert "](name.csv)" in text
     assert steps_of(text) == "Not measured in this run."
-    assert steps_of(page(rows, "picture.svg", "| a row |\n| another |")) == "| a row |\n| another |"
+    assert steps_of(page(rows, "name", "| a row |\n| another |")) == "| a row |\n| another |"
     assert "worse than the best other on\n  1," in summary(
         [*rows, *(_renamed(row, "other graph") for row in lost)]
     )
+
+
+def test_the_page_has_the_best_other_planner_and_the_csv_file_has_all():
+    step = random_graphs.layered(1, 6)
+    budgets = instance_of(step).budgets[:2]
+    cases = cases_of(rows_of(Instance(step, budgets), cap_s=2.0))
+    small, large = sorted(cases, key=lambda case: case.first.budget)
+    (line,) = [
+        line for line in page(_rows(cases), "name").splitlines() if line.startswith(f"| {step.name} |")
+    ]
+    others = [f"{100 * case.best_other:.2f}" for case in (small, large)]
+    assert line.endswith(f"| {', '.join(others)} |")
+    for case, cells in zip(cases, csv.DictReader(all_planners_table(cases).splitlines()), strict=True):
+        found = {name: f"{100 * row.extra:.2f}" for name, row in case.rows.items() if row.extra is not None}
+        assert {name: cell for name, cell in cells.items() if name in case.rows and cell != "-"} == found
+
+
+def _rows(cases):
+    return [row for case in cases for row in case.rows.values()]
 
 
 def _renamed(row, graph):
