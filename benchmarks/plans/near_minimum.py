@@ -4,8 +4,9 @@
 
 For each profile (default: all models of `profiles.py` but the small ones) the minimum peak is searched. Then
 plans are made 2, 5 and 10 % above it, each twice: with a few seconds, for the first plan that fits, and with
-a minute, for a gap of 1 %. Time is CPU time of the process, and the limits count it as well. With --share,
-the budgets lie this far from the minimum peak to the peak without recomputation.
+a minute, for a gap of 1 %. A row has the times and gaps at all budgets. Time is CPU time of the process, and
+the limits count it as well. With --share, the budgets lie this far from the minimum peak to the peak without
+recomputation.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FIRST_LIMIT_S = {32: 1.5, 80: 4.0}
 FIRST_LIMIT_OF_MORE_S = 12.0
 TIME_LIMIT_S = 60.0
 FIRST, BEST = "first plan, s", "plan, s"
-HEAD = ("model", "ops", "layers", "minimum peak", "proven", "s", "budget above", FIRST, "gap", BEST, "gap")
+HEAD = ("model", "ops", "layers", "minimum peak", "proven", "s", FIRST, "gap, %", BEST, "gap, %")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,14 @@ class Timed:
     gap: float | None  # None: no plan
 
 
-def seconds(timed: Timed) -> str:
-    """Return the time as text."""
-    return f"{timed.cpu_s:.1f}"
+def seconds(calls: Sequence[Timed]) -> str:
+    """Return the times as text, one for each budget."""
+    return ", ".join(f"{call.cpu_s:.1f}" for call in calls)
 
 
-def percent(gap: float | None) -> str:
-    """Return the gap as text."""
-    return "none" if gap is None else f"{gap:.2%}"
+def percents(calls: Sequence[Timed]) -> str:
+    """Return the gaps as text, one for each budget."""
+    return ", ".join("none" if call.gap is None else f"{100 * call.gap:.2f}" for call in calls)
 
 
 def layers_of(profile: Profile) -> int:
@@ -68,32 +69,30 @@ def timed_plan(profile: Profile, budget: int, limit_s: float) -> Timed:
     return Timed(time.process_time() - began, gap)
 
 
-def budgets_of(profile: Profile, least: int, shares: Sequence[float]) -> dict[str, int]:
-    """Return the budgets by name: at `shares` of the way to the ceiling, or else a little above `least`."""
+def budgets_of(profile: Profile, least: int, shares: Sequence[float]) -> list[int]:
+    """Return the budgets: at `shares` of the way to the ceiling, or else a little above `least`."""
     if not shares:
-        return {f"{above:.0%}": int(least * (1 + above)) for above in ABOVE}
+        return [int(least * (1 + above)) for above in ABOVE]
     ceiling = bounds(build(profile)).ceiling
-    return {f"{share:.0%} of the way": int(least + share * (ceiling - least)) for share in shares}
+    return [int(least + share * (ceiling - least)) for share in shares]
 
 
-def rows_of(name: str, profile: Profile, shares: Sequence[float]) -> list[list[str]]:
-    """Return a row for each budget, and print it."""
+def row_of(name: str, profile: Profile, shares: Sequence[float]) -> list[str]:
+    """Return the row of a model."""
     began = time.process_time()
     smallest: MinimumPeak = find_minimum_peak(profile, work_limit=FLOOR_WORK)
     smallest_s = time.process_time() - began
     layers = layers_of(profile)
     first_s = next((s for most, s in FIRST_LIMIT_S.items() if layers <= most), FIRST_LIMIT_OF_MORE_S)
-    rows = []
-    for above, budget in budgets_of(profile, smallest.found, shares).items():
-        first = timed_plan(profile, budget, first_s)
-        best = timed_plan(profile, budget, TIME_LIMIT_S)
-        rows.append(
-            [name, f"{len(profile.ops):,}", str(layers), f"{smallest.found / 2**30:.2f} GiB",
-             f"{smallest.proven / smallest.found:.1%}", f"{smallest_s:.1f}", above,
-             seconds(first), percent(first.gap), seconds(best), percent(best.gap)]
-        )  # fmt: skip
-        print("  ".join(rows[-1]), flush=True)
-    return rows
+    first, best = [], []
+    for budget in budgets_of(profile, smallest.found, shares):
+        first.append(timed_plan(profile, budget, first_s))
+        best.append(timed_plan(profile, budget, TIME_LIMIT_S))
+    return [
+        name, f"{len(profile.ops):,}", str(layers), f"{smallest.found / 2**30:.2f} GiB",
+        f"{smallest.proven / smallest.found:.1%}", f"{smallest_s:.1f}",
+        seconds(first), percents(first), seconds(best), percents(best)
+    ]  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,9 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default=DEVICES[0])
     add_out_argument(parser)
     options = parser.parse_args(arguments)
-    rows = []
+    rows: list[list[str]] = []
     for name in options.names or [name for name in CASES if name not in FEW_LAYERS]:
-        rows += rows_of(name, load(name, options.device), options.share)
+        rows.append(row_of(name, load(name, options.device), options.share))
+        print("  ".join(rows[-1]), flush=True)
     write_result(markdown_table(HEAD, rows), options.out)
 
 
