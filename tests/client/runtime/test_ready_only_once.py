@@ -49,6 +49,7 @@ print(json.dumps({
     "plain": step(plain),
     "ours": step(ac_client.checkpoint),
     "planned": step(plain, planned=True),
+    "taken over": step(reentrant, planned=True),
     "reentrant": step(reentrant),
 }))
 """
@@ -61,3 +62,4 @@ def test_parameters_of_checkpoints_are_marked_ready_once_under_ddp(tmp_path: Pat
         assert isinstance(results["plain"], list)
         assert results["ours"] == results["plain"]
         assert results["planned"] == results["plain"]
+        assert results["taken over"] == results["plain"]
