@@ -2,7 +2,7 @@
 
 NOTE [ Rules of the schedule ]
 
-The runtime and this module follow the same rules. docs/memory-model.md explains them in full.
+The runtime and this module follow the same rules. docs/memory-model.md has the terms and an example.
 
 a. *Hold.* A saved version is held from the op that wrote it if autograd packed it or an op of the recompute
    set reads it. Otherwise it is not held for backward. It is held until autograd has dropped its last saved
