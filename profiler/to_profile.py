@@ -108,7 +108,7 @@ def assemble(
             spread_us=tuple(spread for _, spread, _ in op_times),
             flops=tuple(op.flops for op in forward.ops),
             workspace_nbytes=tuple(
-                other.workspace(at[op.begin_mark], at[op.end_mark], op_outputs)
+                op.workspace + other.workspace(at[op.begin_mark], at[op.end_mark], op_outputs)
                 for op, op_outputs in zip(forward.ops, outputs, strict=True)
             ),
             other_nbytes=tuple(other.at[at[op.begin_mark]] for op in forward.ops),

@@ -67,6 +67,7 @@ class RecordedOp:
     compiled: bool = False  # part of a graph of torch.compile
     time_share: float = 1.0  # of its run time that remains where it is fused with its neighbors
     begins_graph: bool = False  # the first op of a call of such a graph
+    workspace: int = 0  # bytes that it holds if it runs again, in addition to what it held here
     begin_mark: int = -1
     end_mark: int = -1
 

@@ -308,6 +308,13 @@ def extract_forward_and_backward(
     return _extract_fwd_bwd_modules(module, saved, saved_sym_nodes=sizes, num_fwd_outputs=num_fwd_outputs)
 
 
+def functions_with_rng_state() -> tuple[Any, Any]:
+    """Return what runs an op and also returns the generator's state before, and what runs it from a state."""
+    from torch._prims import rng_prims
+
+    return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state
+
+
 def is_size_node(node: Any) -> bool:
     """Return True if a node of a graph is arithmetic on sizes."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -10,6 +10,7 @@ from torch import fx
 from autoac.profiler.compiler.second_stage import BoxedCall, CompiledPart
 from autoac.profiler.joint_graph.cut import cut
 from autoac.profiler.joint_graph.joint_graph import JointGraph, module_path, never_again, simplify
+from autoac.profiler.joint_graph.random_ops import restore_states
 from autoac.profiler.torch_facts.op_facts import facts_of
 
 OpName = tuple[str, str]
@@ -55,6 +56,8 @@ def compile_decided(part: CompiledPart, saved: tuple[bool, ...]) -> BoxedCall:
             assert len(joint.ops) == len(saved), "the backend's passes gave another joint graph"
             return {node: save or node.name in forced for node, save in zip(joint.ops, saved, strict=True)}
 
-        return cut(module, num_fwd_outputs, is_saved)
+        forward, backward = cut(module, num_fwd_outputs, is_saved)
+        restore_states(forward, backward)
+        return forward, backward
 
     return part.decided(saved, partition)

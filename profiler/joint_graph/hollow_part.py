@@ -36,7 +36,9 @@ from autoac.profiler.joint_graph.joint_graph import (
     results_of,
     storages_read,
 )
+from autoac.profiler.joint_graph.random_ops import RNG_STATE, without_state
 from autoac.profiler.torch_facts.inductor import keep_dynamo_out
+from autoac.profiler.torch_facts.op_signature import outputs_of
 
 # Dynamo skips the forwards of torch's own modules, but not what they call: autograd calls `pack` from them.
 keep_dynamo_out(SavedTensorRecorder.pack, "it runs while eager ops do", recursively=True)
@@ -215,11 +217,16 @@ class _Halves:
         outer = recorder.module
         recorder.module = joined(outer, module_path(node))
         try:
-            out = recorder.run(node.target, args, kwargs)
+            out = recorder.run(node.target, args, without_state(kwargs))
         finally:
             recorder.module = outer
         op = recorder.record.ops[-1]
         op.time_share = self._time_shares.get(node.name, 1.0)
+        state: Any = kwargs.get(RNG_STATE)
+        if state is not None and (version := recorder.newest.get(state)) is not None:
+            op.reads = (*op.reads, version)
+            if all(tensor.device == state.device for tensor in outputs_of(out)):
+                op.workspace = state.nbytes  # a run from a state keeps the present one
         if node.name in self._never_again:
             op.force_save(self._never_again[node.name])
         return out
@@ -314,7 +321,7 @@ def _run(module: fx.GraphModule, node: Any, env: dict[fx.Node, Any], value: Any 
             found = getattr(found, name)
         return found
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value or env.__getitem__)
-    return call_node(node, args, kwargs)
+    return call_node(node, args, without_state(kwargs))
 
 
 def _placed(module: fx.GraphModule, args: Sequence[Any]) -> dict[fx.Node, Any]:

@@ -28,6 +28,7 @@ from typing import Any
 from torch import fx
 
 from autoac.profiler.compiler.private_compiler import is_size_node, merge_equal_nodes
+from autoac.profiler.joint_graph.random_ops import RNG_STATE, add_states
 from autoac.profiler.torch_facts.module_paths import ROOT
 from autoac.profiler.torch_facts.op_facts import facts_of, old_statistics
 from autoac.profiler.torch_facts.private import HigherOrderOperator, OpOverload
@@ -71,7 +72,7 @@ class JointGraph:
 
 
 def simplify(module: fx.GraphModule, num_fwd_outputs: int) -> None:
-    """Remove dead nodes from a joint graph, and merge nodes of forward that compute the same.
+    """Remove dead nodes from a joint graph, merge nodes of forward that compute the same, add RNG states.
 
     Backward stays as it is. It often computes a cheap value of forward again, such as the inner part of a
     GELU. Merged, that value would be one more tensor to save, and plans would take far longer to find.
@@ -79,6 +80,7 @@ def simplify(module: fx.GraphModule, num_fwd_outputs: int) -> None:
     module.graph.eliminate_dead_code()
     joint = JointGraph.of(module.graph, num_fwd_outputs)
     merge_equal_nodes(module, apart=[node for node in joint.backward if node.op == "call_function"])
+    add_states(module.graph, JointGraph.of(module.graph, num_fwd_outputs).ops)
 
 
 def results_of(graph: fx.Graph) -> tuple[Any, ...]:
@@ -139,7 +141,7 @@ def never_again(graph: fx.Graph, joint: JointGraph, mutated: Sequence[bool]) -> 
         unread = old_statistics(facts.name, node.args)
         if facts.never_recomputed or facts.collective or facts.mutates or _has_effect(node):
             reasons[node.name] = facts.must_save or "it has an effect"
-        elif facts.draws(node.args, node.kwargs):
+        elif facts.draws(node.args, node.kwargs) and RNG_STATE not in node.kwargs:
             reasons[node.name] = "it draws random numbers inside compiled code"
         elif any(read in written for read in storages_read(node) if read not in unread):
             reasons[node.name] = "it reads an input that forward writes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -313,3 +314,62 @@ def test_plan_decides_for_torchs_checkpoints_in_compiled_code() -> None:
     predicted = ac_client.applied(model).policy.predicted  # type: ignore[union-attr]
     assert (predicted.save_all_peak_bytes, predicted.peak_bytes < highest) == (highest, True)
     assert measured_peak(model, compiled, batch) + predicted.static_bytes == predicted.peak_bytes
+
+
+class Draws(nn.Module):
+    """A layer after each of several ways to draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        draws: tuple[Callable[[Tensor], Tensor], ...] = (
+            nn.functional.dropout,
+            lambda y: nn.functional.alpha_dropout(y, training=True),
+            lambda y: nn.functional.feature_alpha_dropout(y, training=True),
+            lambda y: y * torch.rand_like(y),
+            lambda y: y * torch.randn(y.shape, device=y.device),
+            lambda y: y * torch.bernoulli(y.sigmoid()),
+            lambda y: nn.functional.rrelu(y, training=True),
+        )
+        for layer, draw in zip(self.layers, draws, strict=True):
+            x = draw(layer(x).sin()).exp().cos()
+        return x.square().mean()
+
+
+def test_random_numbers_are_drawn_again_in_backward() -> None:
+    torch.manual_seed(0)
+    plain = Draws()
+
+    def trained(planned: bool) -> list[Tensor]:
+        torch.compiler.reset()
+        model = copy.deepcopy(plain)
+        call = torch.compile(model, backend=BACKEND)
+        if planned:
+            call = ac_client.apply(call, lowest / 2**30)
+            decisions = {}
+        torch.manual_seed(2)
+        loss = call(**rows())
+        drawn = torch.rand(8)  # between forward and backward
+        loss.backward()
+        if planned:
+            decisions = ac_client.applied(model).policy.decisions  # type: ignore[union-attr]
+            states = [key for key in decisions if "rng_state" in key]
+            assert len(states) == len(plain.layers)
+            draws = ("dropout", "rand", "bernoulli", "rrelu")
+            assert any(
+                decision == "recompute" and any(draw in key for draw in draws)
+                for key, decision in decisions.items()
+            )
+        return [p.grad for p in model.parameters()] + [drawn, torch.rand(8)]  # type: ignore[misc]
+
+    lowest = find_minimum_peak(profile(torch.compile(plain, backend=BACKEND), **rows())).found
+    want = trained(planned=False)
+    assert all(map(torch.equal, trained(planned=True), want))
+
+
+def test_dropout_needs_no_more_memory_compiled_than_eager() -> None:
+    model, batch = language_model(), tokens()
+    eager = find_minimum_peak(profile(model, **batch)).found
+    assert find_minimum_peak(profile(torch.compile(model, backend=BACKEND), **batch)).found <= eager
