@@ -33,7 +33,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import ac_client
 from ac_client import Constraints, checkpoint, save_recompute_policy
 from autoac.planner import Policy, build, plan, simulate
-from autoac.planner.errors import InfeasibleBudget
+from autoac.planner.errors import InfeasibleBudget, SolverOutOfTime
 from autoac.profiler import profile
 
 ROWS = WIDTH = 8  # ROWS is a multiple of each number of ranks
@@ -535,7 +535,7 @@ def random_policy(found: Any, chance: random.Random) -> Policy:
     budget = int(graph.static_bytes + chance.uniform(0.3, 1.0) * (most - graph.static_bytes))
     try:
         return plan(drawn, budget_bytes=budget).policy()
-    except InfeasibleBudget as error:
+    except (InfeasibleBudget, SolverOutOfTime) as error:
         return plan(drawn, budget_bytes=error.smallest_found).policy()
 
 
