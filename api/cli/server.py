@@ -44,7 +44,7 @@ def serve(
         if database.is_sqlite:
             database.upgrade()
         else:
-            database.refuse_newer()
+            database.refuse_unknown()
         check_reach(settings, database)
     except BaseException:  # from here on the app closes it
         database.close()

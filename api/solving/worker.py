@@ -37,7 +37,7 @@ def run_worker(settings: Settings, solver: Solver | None = None) -> None:
             raise InvalidSettings(
                 "AUTOAC_DATABASE_URL: workers need PostgreSQL; with SQLite `autoac serve` solves by itself"
             )
-        database.refuse_newer()
+        database.refuse_unknown()
         metrics = Metrics()
         runs = JobRuns(database, settings, PostgresQueue())
         runner = JobRunner(settings, runs, solver or SpawnedSolver.of(settings), metrics)

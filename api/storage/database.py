@@ -157,7 +157,7 @@ class Database:
         with self.write() as connection:
             # Two replicas that start at once would both migrate.
             self.lock(connection, "migrations")
-            _refuse_newer(MigrationContext.configure(connection).get_current_revision())
+            _refuse_unknown(MigrationContext.configure(connection).get_current_revision())
             config = Config()
             config.set_main_option("script_location", str(MIGRATIONS))
             config.attributes["connection"] = connection
@@ -179,24 +179,24 @@ class Database:
             DatabaseNotReady: the tables are those of another release.
         """
         found, newest = self.revision(), newest_revision()
-        _refuse_newer(found)
+        _refuse_unknown(found)
         if found != newest:
             raise DatabaseNotReady(
                 f"the database is at migration {found or 'none'} and this release needs {newest}",
                 "run `autoac db upgrade`",
             )
 
-    def refuse_newer(self) -> None:
-        """Check that no newer release upgraded the tables, unless the database is away: then go on.
+    def refuse_unknown(self) -> None:
+        """Check that this release can upgrade the tables, unless the database is away: then go on.
 
         Raises:
-            DatabaseNotReady: a newer release upgraded them, so that waiting does not help.
+            DatabaseNotReady: another release made the tables, so that waiting does not help.
         """
         try:
             found = self.revision()
         except AWAY:
             return
-        _refuse_newer(found)
+        _refuse_unknown(found)
 
     def check_writable(self) -> None:
         """Check, without writing, that the database takes writes.
@@ -249,15 +249,22 @@ class Database:
         self.close()
 
 
-def _refuse_newer(found: str | None) -> None:
+def _refuse_unknown(found: str | None) -> None:
     """Raise DatabaseNotReady if `found` is a migration that this release does not have."""
     known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
-    if found is not None and found not in known:
+    if found is None or found in known:
+        return
+    if found < min(known):
         raise DatabaseNotReady(
-            f"the database is at migration {found}, which a newer release made; "
-            f"this release knows migrations up to {newest_revision()}",
-            "install that release here, or restore an earlier backup",
+            f"the database is at migration {found}, of a version before the first release; "
+            f"this release knows migrations from {min(known)} on",
+            "start with an empty database: point AUTOAC_DATABASE_URL at another one",
         )
+    raise DatabaseNotReady(
+        f"the database is at migration {found}, which a newer release made; "
+        f"this release knows migrations up to {newest_revision()}",
+        "install that release here, or restore an earlier backup",
+    )
 
 
 def _make_private(file: Path) -> None:

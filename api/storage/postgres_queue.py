@@ -11,8 +11,8 @@ from procrastinate.exceptions import AlreadyEnqueued, ConnectorException
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-QUEUE = "autoac-jobs"  # not "autoac": workers of earlier releases drop what they find there
-TASK = "autoac.run_job"  # migration 0005 uses these two names
+QUEUE = "autoac-jobs"
+TASK = "autoac.run_job"
 
 
 class PostgresQueue:

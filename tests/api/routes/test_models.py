@@ -6,16 +6,12 @@ import gzip
 import json
 
 import pytest
-from alembic.command import downgrade
-from alembic.config import Config
 from service_app import BOTH, Serve
 from service_fakes import InProcess, chain_profile, request
-from sqlalchemy import text
 from starlette.testclient import TestClient
 
 from autoac.api import policy_plot as drawing
 from autoac.api.policy_plot import outline
-from autoac.api.storage.database import MIGRATIONS, Database
 from autoac.planner import find_frontier, plan, simulate
 from autoac.planner.formats.profile import Profile
 
@@ -149,21 +145,3 @@ def test_profiles_list_their_shapes(serve: Serve, profile: Profile) -> None:
         (found,) = http.get(f"/v1/{listed}").json()["items"]
         assert found["inputs"] == list(profile.inputs) != []
         assert found["parameter_bytes"] == profile.static.parameters > 0
-
-
-@BOTH
-def test_upgrade_reads_shapes_from_stored_profiles(
-    serve: Serve, profile: Profile, database: Database
-) -> None:
-    http = serve()
-    http.post("/v1/profiles", content=profile.to_json(), headers=JSON)
-    before = http.get("/v1/profiles").json()
-    with database.write() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        config.attributes["connection"] = connection
-        downgrade(config, "0003")
-        columns = connection.execute(text("SELECT * FROM profiles")).keys()
-        assert not {"inputs", "parameter_bytes"} & set(columns)
-    database.upgrade()
-    assert http.get("/v1/profiles").json() == before

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from alembic.command import downgrade
-from alembic.config import Config
 from service_app import BOTH
 from service_fakes import chain_profile, request, save_all
 from sqlalchemy import text
@@ -17,7 +15,7 @@ from sqlalchemy import text
 from autoac.api import Settings
 from autoac.api.requests import Answer, Kind, parse_request
 from autoac.api.storage import queue_of
-from autoac.api.storage.database import MIGRATIONS, Database
+from autoac.api.storage.database import Database
 from autoac.api.storage.job_requests import JobRequests
 from autoac.api.storage.job_runs import JobRuns, OwnerBusy
 from autoac.api.storage.job_store import Job, JobState, JobStore, prune_jobs
@@ -167,30 +165,6 @@ def test_cancelled_job_leaves_no_delivery(database: Database, profile: Profile) 
     table.requests.cancel(table.submit(profile))
     with database.read() as connection:
         assert connection.scalar(text("SELECT count(*) FROM procrastinate_jobs")) == 0
-
-
-@BOTH
-def test_upgrade_from_leases_delivers_live_jobs(database: Database, profile: Profile) -> None:
-    """A job that ran under a lease of an earlier release is claimed after the upgrade."""
-    id = Table.of(database).submit(profile)
-    with database.write() as connection:
-        config = Config()
-        config.set_main_option("script_location", str(MIGRATIONS))
-        config.attributes["connection"] = connection
-        downgrade(config, "0004")
-        connection.execute(
-            text("UPDATE jobs SET state = 'running', attempt = 1, runner = 'r', lease_until = 0")
-        )
-        if not database.is_sqlite:
-            connection.execute(text("DELETE FROM procrastinate_jobs"))
-    database.upgrade()
-    table = Table.of(database)
-    if database.is_sqlite:
-        assert table.runs.interrupted() == [id]
-        assert table.interrupt(id)
-    claimed = table.claim()
-    assert claimed is not None
-    assert (claimed.id, claimed.attempt) == (id, 2)
 
 
 @BOTH
