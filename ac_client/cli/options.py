@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -26,86 +29,98 @@ TimeLimit = Annotated[
     ),
 ]
 
-# Constraints, of every command that plans.
-PinSave = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin-save",
-        metavar="PATTERN",
-        help="Ops that are always saved: a key, a module (h.*.attn), or ops in one (h.*/aten.mm). Like every "
-        "option with a PATTERN, may be given several times.",
-    ),
-]
-PinRecompute = Annotated[
-    list[str] | None,
-    typer.Option("--pin-recompute", metavar="PATTERN", help="Ops whose outputs are never saved."),
-]
-RecomputeOnly = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--recompute-only", metavar="PATTERN", help="Ops that may be recomputed; all others are saved."
-    ),
-]
-FsdpUnit = Annotated[
-    list[str] | None,
-    typer.Option("--fsdp-unit", metavar="PATTERN", help="Modules whose inputs from other modules are saved."),
-]
-LiftDeciding = Annotated[
-    bool, typer.Option("--lift-deciding", help="Allow recomputing outputs that decide (top-k, comparisons).")
-]
-ForwardBudget = Annotated[
-    float | None, typer.Option("--forward-budget-gb", help="GiB that may be live on the device in forward.")
-]
-ExtraStatic = Annotated[
-    float,
-    typer.Option("--extra-static-gb", help="GiB that are live over the whole step and not in the profile."),
-]
+
+@dataclass(frozen=True, slots=True)
+class PlanningOptions:
+    """Options of every command that writes plans: what they must obey, and when to stop."""
+
+    headroom_gb: Annotated[float, typer.Option(help="GiB of the budget to leave unused.")] = 0.0
+    pin_save: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Ops that are always saved: a key, a module (h.*.attn), or ops in one (h.*/aten.mm). Like "
+            "every option with a PATTERN, may be given several times.",
+        ),
+    ] = None
+    pin_recompute: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN", help="Ops whose outputs are never saved.")
+    ] = None
+    recompute_only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Ops that may be recomputed; all others are saved."),
+    ] = None
+    fsdp_units: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fsdp-unit", metavar="PATTERN", help="Modules whose inputs from other modules are saved."
+        ),
+    ] = None
+    lift_deciding: Annotated[
+        bool,
+        typer.Option("--lift-deciding", help="Allow recomputing outputs that decide (top-k, comparisons)."),
+    ] = False
+    forward_budget_gb: Annotated[
+        float | None, typer.Option(help="GiB that may be live on the device in forward.")
+    ] = None
+    extra_static_gb: Annotated[
+        float, typer.Option(help="GiB that are live over the whole step and not in the profile.")
+    ] = 0.0
+    gap: Gap = 0.01
+    time_limit_s: TimeLimit = 600.0
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Return `--headroom-gb` in bytes."""
+        from autoac.planner.budget import headroom_in_bytes
+
+        return headroom_in_bytes(self.headroom_gb, "--headroom-gb")
+
+    def constraints(
+        self, gradients: Literal["present", "absent", "as profiled"] | None = None
+    ) -> Constraints:
+        """Return the constraints; `gradients` says if gradients exist before the step."""
+        from pydantic import ValidationError
+
+        from autoac.planner import Constraints
+        from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
+        from autoac.planner.formats.base import complaints
+
+        forward = self.forward_budget_gb
+        try:
+            return Constraints(
+                pin_save=tuple(self.pin_save or ()),
+                pin_recompute=tuple(self.pin_recompute or ()),
+                recompute_only=tuple(self.recompute_only or ()),
+                fsdp_units=tuple(self.fsdp_units or ()),
+                save_deciding=not self.lift_deciding,
+                forward_budget_bytes=(
+                    None if forward is None else budget_in_bytes(forward, "--forward-budget-gb")
+                ),
+                extra_static_bytes=headroom_in_bytes(self.extra_static_gb, "--extra-static-gb"),
+                gradients=gradients or "as profiled",
+            )
+        except ValidationError as error:
+            raise typer.BadParameter("; ".join(complaints(error))) from None
 
 
-class GradientsBefore(StrEnum):
-    """Say if gradients exist before the step."""
+def spread_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Show typer each field of a command's `options` as a parameter; the command gets them as one value."""
+    signature = inspect.signature(command, eval_str=True)
+    kind = signature.parameters["options"].annotation
+    hints = get_type_hints(kind, include_extras=True)
+    spread = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hint)
+        for field, hint in zip(fields(kind), hints.values(), strict=True)
+    ]
 
-    PRESENT = "present"
-    ABSENT = "absent"
+    @wraps(command)
+    def run(**values: Any) -> None:
+        command(options=kind(**{field.name: values.pop(field.name) for field in fields(kind)}), **values)
 
-
-GradientsOption = Annotated[
-    GradientsBefore | None,
-    typer.Option("--gradients", help="Whether gradients exist before the step; the default is as profiled."),
-]
-
-
-def constraints_of(
-    pin_save: list[str] | None,
-    pin_recompute: list[str] | None,
-    recompute_only: list[str] | None,
-    fsdp_units: list[str] | None,
-    *,
-    lift_deciding: bool,
-    forward_budget_gb: float | None,
-    extra_static_gb: float,
-    gradients: GradientsBefore | None,
-) -> Constraints:
-    """Build the constraints from the options."""
-    from pydantic import ValidationError
-
-    from autoac.planner import Constraints
-    from autoac.planner.budget import budget_in_bytes, headroom_in_bytes
-    from autoac.planner.formats.base import complaints
-
-    forward_budget_bytes = (
-        None if forward_budget_gb is None else budget_in_bytes(forward_budget_gb, "--forward-budget-gb")
-    )
-    try:
-        return Constraints(
-            pin_save=tuple(pin_save or ()),
-            pin_recompute=tuple(pin_recompute or ()),
-            recompute_only=tuple(recompute_only or ()),
-            fsdp_units=tuple(fsdp_units or ()),
-            save_deciding=not lift_deciding,
-            forward_budget_bytes=forward_budget_bytes,
-            extra_static_bytes=headroom_in_bytes(extra_static_gb, "--extra-static-gb"),
-            gradients="as profiled" if gradients is None else gradients.value,
-        )
-    except ValidationError as error:
-        raise typer.BadParameter("; ".join(complaints(error))) from None
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        parameters += spread if parameter.name == "options" else own
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run

@@ -10,21 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ac_client.cli.options import (
-    ExtraStatic,
-    ForwardBudget,
-    FsdpUnit,
-    Gap,
-    GradientsOption,
-    Json,
-    LiftDeciding,
-    PinRecompute,
-    PinSave,
-    ProfileFile,
-    RecomputeOnly,
-    TimeLimit,
-    constraints_of,
-)
+from ac_client.cli.options import Gap, Json, PlanningOptions, ProfileFile, TimeLimit, spread_options
 from ac_client.cli.output import (
     check_output,
     deliver,
@@ -122,6 +108,7 @@ def profile(
     )
 
 
+@spread_options
 def plan(
     profile_file: ProfileFile,
     budget_gb: Annotated[
@@ -131,17 +118,12 @@ def plan(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write; - for stdout.")] = Path(
         "policy.json"
     ),
-    headroom_gb: Annotated[float, typer.Option(help="GiB of the budget to leave unused.")] = 0.0,
-    pin_save: PinSave = None,
-    pin_recompute: PinRecompute = None,
-    recompute_only: RecomputeOnly = None,
-    fsdp_units: FsdpUnit = None,
-    lift_deciding: LiftDeciding = False,
-    forward_budget_gb: ForwardBudget = None,
-    extra_static_gb: ExtraStatic = 0.0,
-    gradients: GradientsOption = None,
-    gap: Gap = 0.01,
-    time_limit_s: TimeLimit = 600.0,
+    gradients: Annotated[
+        Literal["present", "absent"] | None,
+        typer.Option(help="Whether gradients exist before the step; the default is as profiled."),
+    ] = None,
+    *,
+    options: PlanningOptions,
     as_json: Json = False,
 ) -> None:
     """Plan a profile for a memory budget.
@@ -149,30 +131,19 @@ def plan(
     Finds the save set that fits the budget with the least recompute time, and writes it as a policy.
     """
     from autoac.planner import plan as plan_profile
-    from autoac.planner.budget import headroom_in_bytes
     from autoac.planner.units import format_bytes, format_us
 
     check_output(output)
     observed = read_profile(profile_file)
-    headroom_bytes = headroom_in_bytes(headroom_gb, "--headroom-gb")
-    constraints = constraints_of(
-        pin_save,
-        pin_recompute,
-        recompute_only,
-        fsdp_units,
-        lift_deciding=lift_deciding,
-        forward_budget_gb=forward_budget_gb,
-        extra_static_gb=extra_static_gb,
-        gradients=gradients,
-    )
+    headroom_bytes, constraints = options.headroom_bytes, options.constraints(gradients)
     with show_progress(f"planning {observed.model}") as progress:
         planned = plan_profile(
             observed,
             budget_gb=budget_gb,
             headroom_bytes=headroom_bytes,
             constraints=constraints,
-            gap=gap,
-            time_limit_s=time_limit_s,
+            gap=options.gap,
+            time_limit_s=options.time_limit_s,
             clock=time.monotonic,
             progress=progress.solving,
         )
@@ -188,11 +159,13 @@ def plan(
     )
 
 
+@spread_options
 def stages(
     profile_files: Annotated[
         list[Path],
         typer.Option(
             "--profile",
+            metavar="FILE",
             help="One for each stage, in order: the step of one microbatch on one of its chunks. "
             "More profiles may follow as plain arguments.",
         ),
@@ -201,6 +174,7 @@ def stages(
         list[float],
         typer.Option(
             "--budget-gb",
+            metavar="GB",
             help="GiB that may be live on each device; once for all stages, or once for each.",
         ),
     ],
@@ -208,7 +182,7 @@ def stages(
         int, typer.Option("--microbatches", min=1, help="Number of microbatches in one step.")
     ],
     more_profiles: Annotated[
-        list[Path] | None, typer.Argument(metavar="[PROFILE]...", help="Profiles of the further stages.")
+        list[Path] | None, typer.Argument(metavar="PROFILE", help="Profiles of the further stages.")
     ] = None,
     schedule: Annotated[
         str, typer.Option(help="gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2 or zb-v.")
@@ -222,19 +196,12 @@ def stages(
     weight_half_gb: Annotated[
         list[float] | None,
         typer.Option(
-            help="GiB that a microbatch holds between the halves of a split backward; once for each stage."
+            metavar="GB",
+            help="GiB that a microbatch holds between the halves of a split backward; once for each stage.",
         ),
     ] = None,
-    headroom_gb: Annotated[float, typer.Option(help="GiB of each budget to leave unused.")] = 0.0,
-    pin_save: PinSave = None,
-    pin_recompute: PinRecompute = None,
-    recompute_only: RecomputeOnly = None,
-    fsdp_units: FsdpUnit = None,
-    lift_deciding: LiftDeciding = False,
-    forward_budget_gb: ForwardBudget = None,
-    extra_static_gb: ExtraStatic = 0.0,
-    gap: Gap = 0.01,
-    time_limit_s: TimeLimit = 600.0,
+    *,
+    options: PlanningOptions,
     as_json: Json = False,
 ) -> None:
     """Plan every stage of a pipeline.
@@ -251,19 +218,9 @@ def stages(
             "must be given once before all files, or once before each", param_hint="--profile"
         )
     paths = [*profile_files, *(more_profiles or [])]
-    headroom_bytes = headroom_in_bytes(headroom_gb, "--headroom-gb")
+    headroom_bytes, constraints = options.headroom_bytes, options.constraints()
     weight_half_bytes = [headroom_in_bytes(gb, "--weight-half-gb") for gb in weight_half_gb or []]
     observed = [read_profile(path) for path in paths]
-    constraints = constraints_of(
-        pin_save,
-        pin_recompute,
-        recompute_only,
-        fsdp_units,
-        lift_deciding=lift_deciding,
-        forward_budget_gb=forward_budget_gb,
-        extra_static_gb=extra_static_gb,
-        gradients=None,
-    )
     files = [output / f"stage-{s}.json" for s in range(len(paths))]
     folder = next(folder for folder in (output, *output.parents) if folder.exists())
     for path in files:
@@ -279,8 +236,8 @@ def stages(
                 weight_half_bytes=weight_half_bytes or None,
                 headroom_bytes=headroom_bytes,
                 constraints=constraints,
-                gap=gap,
-                time_limit_s=time_limit_s,
+                gap=options.gap,
+                time_limit_s=options.time_limit_s,
                 clock=time.monotonic,
             )
         except InfeasibleBudget as error:

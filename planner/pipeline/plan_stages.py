@@ -13,16 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
 
 from autoac.planner.errors import InfeasibleBudget, InvalidConstraints, InvalidPipeline
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
 from autoac.planner.pipeline.schedules import Cost, Kind, Schedule, Times, stage_loads, times
-from autoac.planner.plan import DEFAULT_GAP, DEFAULT_TIME_LIMIT_S, Plan, plan
+from autoac.planner.plan import Plan, plan
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
 from autoac.planner.solver.time_limit import Clock
+
+
+class PlanOptions(TypedDict, total=False):
+    """Options that go to `plan` as they are."""
+
+    headroom_bytes: int
+    gap: float
+    step_gap: float | None
+    work_limit: float
+    time_limit_s: float
+    clock: Clock | None
+    progress: OnProgress | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +97,8 @@ def plan_stage(
     budget_gb: float | None = None,
     budget_bytes: int | None = None,
     beside_bytes: int = 0,
-    headroom_bytes: int = 0,
     constraints: Constraints | None = None,
-    gap: float = DEFAULT_GAP,
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
-    clock: Clock | None = None,
-    progress: OnProgress | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Plan:
     """Plan a stage that holds `in_flight` microbatches at its fullest, as `plan` does.
 
@@ -99,7 +108,7 @@ def plan_stage(
         beside_bytes: other bytes on the device, such as the parameters of its other chunks.
         constraints: as for `plan`, except that the gradients of a stage exist for all microbatches but
             the first, as `stage_graph` has it.
-        budget_gb, budget_bytes, headroom_bytes, gap, time_limit_s, clock, progress: as for `plan`.
+        budget_gb, budget_bytes, options: as for `plan`.
 
     Raises:
         InvalidPipeline: fewer than one microbatch, or negative bytes.
@@ -118,12 +127,8 @@ def plan_stage(
         stage_graph(profile, in_flight, beside_bytes=beside_bytes),
         budget_gb=budget_gb,
         budget_bytes=budget_bytes,
-        headroom_bytes=headroom_bytes,
         constraints=for_plan,
-        gap=gap,
-        time_limit_s=time_limit_s,
-        clock=clock,
-        progress=progress,
+        **options,
     )
     recorded = None if constraints == Constraints() else constraints
     return replace(stage_plan, profile=None if isinstance(profile, Graph) else profile, constraints=recorded)
@@ -138,11 +143,8 @@ def plan_stages(
     chunks: int | None = None,
     weight_half_bytes: Sequence[int] | None = None,
     weight_share: float = 0.5,
-    headroom_bytes: int = 0,
     constraints: Constraints | Sequence[Constraints | None] | None = None,
-    gap: float = DEFAULT_GAP,
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
-    clock: Clock | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Stages:
     """Plan each stage within its device's budget, and replay the time of a step.
 
@@ -157,10 +159,9 @@ def plan_stages(
             the schedule splits them. Without it such a microbatch counts like any other in flight, which
             is too little where the runtime keeps recomputed values for the weight half.
         weight_share: of backward's time, the weight half's.
-        headroom_bytes: of each device's budget, what to leave unused.
         constraints: as for `plan_stage`; one for each stage, or one for all, whose patterns must then stand
             for something in every stage.
-        gap, time_limit_s, clock: as for `plan`, each stage by itself.
+        options: as for `plan`, for each stage by itself.
 
     Raises:
         InvalidPipeline: as `schedules.in_flight`; or a list has not one entry for each stage.
@@ -198,11 +199,8 @@ def plan_stages(
                 in_flight=n,
                 budget_gb=budgets[s],
                 beside_bytes=waiting_bytes + (n_chunks - 1) * _chunk_bytes(profile),
-                headroom_bytes=headroom_bytes,
                 constraints=rules[s],
-                gap=gap,
-                time_limit_s=time_limit_s,
-                clock=clock,
+                **options,
             )
         except (InfeasibleBudget, InvalidConstraints) as error:
             error.add_note(f"This is stage {s} of {p}, which holds {n} microbatches under {schedule}.")
