@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, Field
 from sqlalchemy import Connection
 
@@ -34,6 +34,7 @@ from autoac.api.storage.alias_registry import get_alias
 from autoac.api.storage.keys import note
 from autoac.api.storage.plot_cache import plot_version, read_plot
 from autoac.api.storage.policy_registry import (
+    PolicyFilter,
     PolicyOptions,
     delete_policy,
     get_policy,
@@ -92,6 +93,41 @@ class DifferenceView(BaseModel):
     words: str  # the same as text
 
 
+async def _options(
+    service: ServiceOf,
+    headroom_bytes: Annotated[int | None, Query(ge=0, le=MAX_INT)] = None,
+    gap: Annotated[float | None, Query(ge=0, le=1, allow_inf_nan=False)] = None,
+    time_limit_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
+    constraints_digest: Annotated[str | None, Query(pattern="^([0-9a-f]{64})?$")] = None,
+) -> PolicyOptions | None:
+    if (headroom_bytes, gap, time_limit_s, constraints_digest) == (None, None, None, None):
+        return None
+    return PolicyOptions(
+        headroom_bytes=headroom_bytes or 0,
+        gap=DEFAULT_GAP if gap is None else gap,
+        time_limit_s=min(time_limit_s or DEFAULT_TIME_LIMIT_S, service.settings.solve_time_limit_s),
+        constraints_digest=constraints_digest or "",
+    )
+
+
+async def _filter(
+    options: Annotated[PolicyOptions | None, Depends(_options)],
+    model: Text = None,
+    fingerprint: Text = None,
+    device: Text = None,
+    budget_gb: Annotated[float | None, Query(gt=0, le=MAX_INT / GIB, allow_inf_nan=False)] = None,
+    budget_bytes: Annotated[int | None, Query(gt=0, le=MAX_INT)] = None,
+) -> PolicyFilter:
+    refuse_nul(model=model, fingerprint=fingerprint, device=device)
+    if budget_gb is not None and budget_bytes is not None:
+        raise MalformedRequest(["query.budget_gb: give at most one of budget_gb and budget_bytes"])
+    budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
+    return PolicyFilter(model, fingerprint, device, budget, options)
+
+
+FilterOf = Annotated[PolicyFilter, Depends(_filter)]
+
+
 @router.get(
     "/policies",
     summary="Policies, newest first",
@@ -102,15 +138,7 @@ async def get_policies(
     service: ServiceOf,
     caller: Reader,
     piece: PieceOf,
-    model: Text = None,
-    fingerprint: Text = None,
-    device: Text = None,
-    budget_gb: Annotated[float | None, Query(gt=0, le=MAX_INT / GIB, allow_inf_nan=False)] = None,
-    budget_bytes: Annotated[int | None, Query(gt=0, le=MAX_INT)] = None,
-    headroom_bytes: Annotated[int | None, Query(ge=0, le=MAX_INT)] = None,
-    gap: Annotated[float | None, Query(ge=0, le=1, allow_inf_nan=False)] = None,
-    time_limit_s: Annotated[float | None, Query(gt=0, allow_inf_nan=False)] = None,
-    constraints_digest: Annotated[str | None, Query(pattern="^([0-9a-f]{64})?$")] = None,
+    wanted: FilterOf,
 ) -> Response:
     """List policies without their decisions; `url` of each has the policy itself.
 
@@ -118,37 +146,16 @@ async def get_policies(
     Options that are not given have the defaults of a solve. `constraints_digest` is the SHA-256 of the
     constraints' JSON with sorted keys, or empty without constraints.
     """
-    refuse_nul(model=model, fingerprint=fingerprint, device=device)
-    if budget_gb is not None and budget_bytes is not None:
-        raise MalformedRequest(["query.budget_gb: give at most one of budget_gb and budget_bytes"])
-    budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
-    options = None
-    if (headroom_bytes, gap, time_limit_s, constraints_digest) != (None, None, None, None):
-        options = PolicyOptions(
-            headroom_bytes=headroom_bytes or 0,
-            gap=DEFAULT_GAP if gap is None else gap,
-            time_limit_s=min(time_limit_s or DEFAULT_TIME_LIMIT_S, service.settings.solve_time_limit_s),
-            constraints_digest=constraints_digest or "",
-        )
 
     def look(connection: Connection) -> str:
-        found = list_policies(
-            connection,
-            model=model,
-            fingerprint=fingerprint,
-            device=device,
-            budget_bytes=budget,
-            options=options,
-            before=piece.before,
-            limit=piece.rows,
-        )
+        found = list_policies(connection, wanted, before=piece.before, limit=piece.rows)
         return piece.page(found, PolicyView.of).model_dump_json()
 
     def read() -> str:
         with service.database.read() as connection:
             return look(connection)
 
-    few = fingerprint is not None and budget is not None
+    few = wanted.fingerprint is not None and wanted.budget_bytes is not None
     return json_text(await (service.read_on_loop(look) if few else to_thread.run_sync(read)))
 
 

@@ -79,6 +79,21 @@ class PolicyOptions:
     constraints_digest: str  # "" for none
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyFilter:
+    """What a list of policies must match; None matches all.
+
+    With `options`, only policies match that answer a request with these options: the same headroom, gap and
+    constraints, and a solver that reached the gap or had at least as much time.
+    """
+
+    model: str | None
+    fingerprint: str | None
+    device: str | None
+    budget_bytes: int | None
+    options: PolicyOptions | None
+
+
 _POLICY = tuple(policies.c[name] for name in StoredPolicy.__slots__)
 
 
@@ -166,30 +181,13 @@ def get_policy(connection: Connection, id: str) -> StoredPolicy:
 
 
 def list_policies(
-    connection: Connection,
-    *,
-    model: str | None = None,
-    fingerprint: str | None = None,
-    device: str | None = None,
-    budget_bytes: int | None = None,
-    options: PolicyOptions | None = None,
-    before: int | None = None,
-    limit: int,
+    connection: Connection, wanted: PolicyFilter, *, before: int | None = None, limit: int
 ) -> list[StoredPolicy]:
-    """Return policies, newest first, starting below the number `before`.
-
-    With `options`, return only those that answer a request with these options: the same headroom, gap and
-    constraints, and a solver that reached the gap or had at least as much time.
-    """
-    wanted = {
-        "model": model,
-        "fingerprint": fingerprint,
-        "device": device,
-        "budget_bytes": budget_bytes,
-        "before": before,
-    }
-    given = {name: value for name, value in wanted.items() if value is not None}
+    """Return policies, newest first, starting below the number `before`."""
+    matched = {name: getattr(wanted, name) for name in wanted.__slots__ if name != "options"}
+    given = {name: value for name, value in (matched | {"before": before}).items() if value is not None}
     values = given | {"limit": limit}
+    options = wanted.options
     if options is not None:
         values |= {f"asked_{name}": getattr(options, name) for name in options.__slots__}
     query = _policies_query(frozenset(given), options is not None)
