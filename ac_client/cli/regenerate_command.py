@@ -46,7 +46,7 @@ def regenerate(
     ] = False,
     output_format: Annotated[
         OutputFormat,
-        typer.Option(help="text; json: one object; github: annotations and a job summary."),
+        typer.Option(help="text; json: one object; github: annotations, and the text as the job's summary."),
     ] = OutputFormat.TEXT,
 ) -> None:
     """Keep the policies of autoac.toml up to date.
@@ -68,8 +68,8 @@ def regenerate(
         ) from None
     except InvalidConfig as error:
         if output_format is OutputFormat.GITHUB:
-            print(formats.problems_as_annotations(error))
-        raise CommandError(str(error)) from error
+            print(formats.config_as_annotation(error))
+        raise
     for name in only or []:
         if name not in listed.models:
             raise typer.BadParameter(
@@ -89,17 +89,18 @@ def regenerate(
             print(json.dumps(formats.as_data(outcome), indent=1))
         case OutputFormat.GITHUB:
             print(formats.as_annotations(outcome))
+            _append_to("GITHUB_STEP_SUMMARY", f"```text\n{formats.as_text(outcome)}\n```")
+            _append_to("GITHUB_OUTPUT", f"drifted={str(outcome.out_of_date).lower()}")
         case OutputFormat.TEXT:
             print(formats.as_text(outcome))
-    summary = os.environ.get("GITHUB_STEP_SUMMARY")
-    if output_format is OutputFormat.GITHUB and summary:
-        with open(summary, "a", encoding="utf-8") as file:
-            file.write(formats.as_summary(outcome))
-    outputs = os.environ.get("GITHUB_OUTPUT")
-    if output_format is OutputFormat.GITHUB and outputs:
-        with open(outputs, "a", encoding="utf-8") as file:
-            file.write(f"drifted={str(outcome.out_of_date).lower()}\n")
     if outcome.failed:
         raise typer.Exit(ERROR)
     if outcome.drifted:
         raise typer.Exit(DRIFT)
+
+
+def _append_to(variable: str, text: str) -> None:
+    """Append `text` to the file that a job of GitHub names in an environment variable."""
+    if path := os.environ.get(variable):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(text + "\n")

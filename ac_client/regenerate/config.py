@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ac_client.errors import CommandError
+from autoac.planner.formats.base import complaints
 from autoac.planner.formats.constraints import Constraints, Gradients, Patterns
 from autoac.planner.units import bytes_from_gb
 
@@ -26,26 +26,12 @@ Gb = Annotated[Number, Field(ge=0)]  # GiB
 Flag = Annotated[bool, Field(strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigProblem:
-    """One thing wrong with the file, with its location and the next step."""
+class InvalidConfig(CommandError):
+    """`autoac.toml` is invalid."""
 
-    table: str  # "[models.decoder]"; "" at the top of the file
-    key: str  # "budgets_gb[0]"; "" for the table itself
-    text: str
-    line: int = 0  # of the table's header, from 1; 0: unknown
-
-    def __str__(self) -> str:
-        where = " ".join(part for part in (self.table, self.key) if part)
-        return f"{where}: {self.text}" if where else self.text
-
-
-class InvalidConfig(Exception):
-    """`autoac.toml` is invalid. `problems` has an entry for each thing found."""
-
-    def __init__(self, file: str, problems: Sequence[ConfigProblem]) -> None:
-        self.file, self.problems = file, tuple(problems)
-        super().__init__(f"{file}: " + "; ".join(str(problem) for problem in self.problems))
+    def __init__(self, file: Path, problem: str) -> None:
+        self.file, self.problem = file, problem
+        super().__init__(f"{file}: {problem}")
 
 
 class Table(BaseModel):
@@ -156,7 +142,7 @@ class Config(Table):
     @classmethod
     def _names_make_files(cls, value: dict[str, ModelTable]) -> dict[str, ModelTable]:
         if not value:
-            raise ValueError("no model is listed; add a table [models.NAME]")
+            raise ValueError("must list a model: add a table [models.NAME]")
         seen: dict[str, str] = {}
         for name in value:
             if not re.fullmatch(NAME, name):
@@ -180,30 +166,20 @@ def read(path: Path, datasheets: Sequence[str]) -> Config:
         OSError: the file cannot be read.
         InvalidConfig: the file is not TOML, or a table is invalid.
     """
-    text = path.read_text("utf-8")
     try:
-        data = tomllib.loads(text)
+        config = Config.model_validate(tomllib.loads(path.read_text("utf-8")))
     except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        raise InvalidConfig(
-            str(path), [ConfigProblem("", "", f"not TOML: {error}", int(line[1]) if line else 0)]
-        ) from None
-    try:
-        config = Config.model_validate(data)
+        raise InvalidConfig(path, f"not TOML: {error}") from None
     except ValidationError as error:
-        raise InvalidConfig(str(path), list(_problems(error, text))) from None
-    unknown = [
-        _locate(
-            ("models", name, "device"),
-            f"must be one of {', '.join((LOCAL, *datasheets))}, got {table.device!r}"
-            + _near(table.device, (LOCAL, *datasheets)),
-            text,
-        )
-        for name, table in config.models.items()
-        if table.device not in (LOCAL, *datasheets)
-    ]
-    if unknown:
-        raise InvalidConfig(str(path), unknown)
+        raise InvalidConfig(
+            path, f"{'; '.join(complaints(error))}; docs/regenerate.md has all keys"
+        ) from None
+    known = (LOCAL, *datasheets)
+    for name, table in config.models.items():
+        if table.device not in known:
+            raise InvalidConfig(
+                path, f"models.{name}.device: must be one of {', '.join(known)}, got {table.device!r}"
+            )
     return config
 
 
@@ -244,79 +220,3 @@ def policy_file(name: str, gb: float) -> str:
 def lock_file(name: str) -> str:
     """Return the name of the lock of model `name`."""
     return f"{name}.lock.json"
-
-
-# --- errors of pydantic in our own words ----------------------------------------------------------------
-
-_NEXT_STEP: Mapping[str, str] = {
-    "entry": 'write "module:function", a function that returns the model',
-    "device": 'write "local", or a datasheet such as "h100"',
-    "budgets_gb": "list the GiB that the device may hold, such as [40, 24]",
-    "inputs": 'list tensors, ["int64[8, 2048]"], or name them, {ids = "int64[8, 2048]"}',
-    "meta": "write true or false",
-    "autocast": 'write "bfloat16" or "float16", or leave it out',
-    "headroom_gb": "give GiB, 0 or more",
-    "gap": "give a fraction from 0 to below 1, such as 0.01",
-    "time_limit_s": "give seconds, more than 0",
-    "models": "add a table [models.NAME]",
-    "policies": 'name a folder, such as "policies"',
-    "gradients": 'write "as profiled", "present" or "absent"',
-    "save_deciding": "write true or false",
-    "forward_budget_gb": "give GiB, more than 0",
-    "extra_static_gb": "give GiB, 0 or more",
-}
-
-
-def _problems(error: ValidationError, text: str, limit: int = 8) -> Iterator[ConfigProblem]:
-    seen: set[tuple[str, str]] = set()
-    for found in error.errors(include_url=False, include_context=False):
-        loc = tuple(part for part in found["loc"] if part not in ("tuple[str, ...]", "dict[str,str]"))
-        key = next((str(part) for part in reversed(loc) if not isinstance(part, int)), "")
-        match found["type"]:
-            case "extra_forbidden":
-                known = _keys_of(loc[:-1])
-                message = f"unknown key{_near(key, known)}; keys here are {', '.join(known)}"
-            case "missing":
-                message = f"missing; {_NEXT_STEP.get(key, 'add it')}"
-            case "value_error":
-                message = found["msg"].removeprefix("Value error, ")
-            case _:
-                message = f"{_shown(found['input'])}: {_first_lower(found['msg'])}"
-                message += f"; {_NEXT_STEP[key]}" if key in _NEXT_STEP else ""
-        problem = _locate(loc, message, text)
-        if (problem.table, problem.key) not in seen and len(seen) < limit:
-            seen.add((problem.table, problem.key))
-            yield problem
-
-
-def _locate(loc: Sequence[int | str], message: str, text: str) -> ConfigProblem:
-    """Find the table and its header's line for a problem at `loc`."""
-    depth = 0  # number of parts of `loc` that name the table
-    if loc[:1] == ("models",) and len(loc) > 1:
-        depth = 3 if len(loc) > 3 and loc[2] == "constraints" else 2
-    table = ".".join(str(part) for part in loc[:depth])
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc[depth:])
-    header = re.compile(rf"^\s*\[\s*{re.escape(table)}\s*\]")
-    lines = (n for n, line in enumerate(text.splitlines(), 1) if table and header.match(line))
-    return ConfigProblem(f"[{table}]" if table else "", key.lstrip("."), message, next(lines, 0))
-
-
-def _keys_of(loc: Sequence[int | str]) -> tuple[str, ...]:
-    table: type[Table] = Config
-    if loc[:1] == ("models",) and len(loc) > 1:
-        table = ConstraintsTable if len(loc) > 2 else ModelTable
-    return tuple(table.model_fields)
-
-
-def _near(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _first_lower(text: str) -> str:
-    return text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""Format an Outcome as text, as JSON, as GitHub annotations, and as the summary of a GitHub job."""
+"""Format an Outcome as text, as JSON, and as annotations of GitHub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ac_client.regenerate.config import InvalidConfig
 from ac_client.regenerate.outcome import Outcome, PolicyResult, StepNumbers, Verdict
 from ac_client.regenerate.step_changes import ChangedLayer
-from autoac.planner import Difference
+from autoac.planner import difference_in_words
 from autoac.planner.units import format_bytes, format_us
 
 MAX_LINES = 12  # of one list
@@ -83,41 +83,9 @@ def as_annotations(outcome: Outcome) -> str:
     return "\n".join([*lines, last_line(outcome)])
 
 
-def problems_as_annotations(error: InvalidConfig) -> str:
-    """Return a workflow command for each problem of `autoac.toml`, at the line of its table."""
-    return "\n".join(
-        _annotation("error", Path(error.file), "invalid settings", str(problem), problem.line)
-        for problem in error.problems
-    )
-
-
-def as_summary(outcome: Outcome) -> str:
-    """Return Markdown for the summary of a GitHub job: a table, and details of each row that changed."""
-    lines = [
-        f"### Policies: {last_line(outcome)}",
-        "",
-        "| policy | budget | | peak before | after | recompute before | after |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for result in outcome.results:
-        was, now = result.stored, result.planned or result.stored
-        cells = [
-            f"`{result.file.name}`",
-            f"{result.budget_gb:g} GiB",
-            result.verdict.value,
-            *(format_bytes(n.peak_bytes) if n else "" for n in (was, now)),
-            *(format_us(n.recompute_us) if n else "" for n in (was, now)),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    for result in outcome.results:
-        if result.verdict is not Verdict.UNCHANGED:
-            lines += ["", f"<details><summary>{result.file.name}</summary>", "", "```text"]
-            lines += [line.replace("```", "'''") for line in _details(result)]
-            lines += ["```", "", "</details>"]
-    stale = _stale_lines(outcome)
-    if stale:
-        lines += ["", *(f"- {line}" for line in stale)]
-    return "\n".join(lines) + "\n"
+def config_as_annotation(error: InvalidConfig) -> str:
+    """Return a workflow command for an invalid `autoac.toml`."""
+    return _annotation("error", error.file, "invalid settings", error.problem)
 
 
 def last_line(outcome: Outcome) -> str:
@@ -160,19 +128,15 @@ def _details(result: PolicyResult, before: PolicyResult | None = None) -> Iterat
         yield f"and {len(layers) - MAX_LINES} more layers"
     if result.error:
         yield f"error: {result.error}"
-    if result.planned is not None:
-        rows = [
-            ("stored policy, as planned", result.stored),
-            ("stored policy, on the model now", result.carried),
-            ("planned now", result.planned),
-        ]
-        for label, numbers in rows:
-            if numbers is not None:
-                over = numbers.peak_bytes - result.limit_bytes
-                excess = f", {format_bytes(over)} over the budget" if over > 0 else ""
-                yield f"{label:<31}  {_in_words(numbers)}{excess}"
-        if result.difference is not None:
-            yield from _changes(result.difference)
+    if result.stored is not None and result.planned is not None:
+        yield f"stored policy, as planned: {_in_words(result.stored)}"
+    if result.carried is not None and result.carried.peak_bytes > result.limit_bytes:
+        over = format_bytes(result.carried.peak_bytes - result.limit_bytes)
+        yield f"stored policy, on the model now: {over} over the budget"
+    if result.difference is not None:
+        yield from difference_in_words(result.difference, "stored policy", "new plan").splitlines()
+    elif result.planned is not None:
+        yield f"planned now: {_in_words(result.planned)}"
     yield from result.notes
 
 
@@ -186,7 +150,7 @@ def _in_words(numbers: StepNumbers) -> str:
 
 def _layer(layer: ChangedLayer) -> Iterator[str]:
     several = f" ({len(layer.modules)} modules)" if len(layer.modules) > 1 else ""
-    yield f"{_named(layer.name)}{several} changed:"
+    yield f"{layer.name or '(outside all modules)'}{several} changed:"
     for label, ops in (("new", layer.new), ("gone", layer.gone)):
         if ops:
             more = f" and {len(ops) - MAX_LINES} more" if len(ops) > MAX_LINES else ""
@@ -195,38 +159,15 @@ def _layer(layer: ChangedLayer) -> Iterator[str]:
         yield f"  {line}"
 
 
-def _changes(found: Difference) -> Iterator[str]:
-    """Yield lines that say, layer by layer, which ops only the new or only the stored plan saves."""
-    if found.same:
-        yield "the new plan saves what the stored one saves"
-    for change in found.changes:
-        several = f" ({len(change.modules)} modules)" if len(change.modules) > 1 else ""
-        yield f"{_named(change.name)}{several}:"
-        for label, ops, nbytes in (
-            ("saved now, not before", change.gained, change.gained_bytes),
-            ("saved before, not now", change.lost, change.lost_bytes),
-        ):
-            if ops:
-                size = f"  ({format_bytes(nbytes)})" if nbytes else ""
-                yield f"  {label}: {', '.join(ops)}{size}"
-        if change.repeated:
-            yield f"  recomputed: {', '.join(change.repeated)}"
-
-
-def _named(module: str) -> str:
-    return module if module not in ("", ".") else "(outside all modules)"
-
-
 def _numbers(numbers: StepNumbers | None) -> dict[str, Any] | None:
     return None if numbers is None else asdict(numbers)
 
 
-def _annotation(kind: str, file: Path, title: str, body: str, line: int = 0) -> str:
+def _annotation(kind: str, file: Path, title: str, body: str) -> str:
     """Return a workflow command. Source: docs.github.com, "Workflow commands for GitHub Actions"."""
     root = os.environ.get("GITHUB_WORKSPACE") or os.getcwd()
     path = os.path.relpath(file, root)
-    at = f",line={line}" if line else ""
-    return f"::{kind} file={_property(path)}{at},title={_property(title)}::{_escaped(body)}"
+    return f"::{kind} file={_property(path)},title={_property(title)}::{_escaped(body)}"
 
 
 def _escaped(text: str) -> str:

@@ -73,5 +73,8 @@ def read_data(cls: type[Model], data: Any, malformed: type[MalformedProfile | Ma
 def complaints(error: ValidationError, limit: int = MAX_COMPLAINTS) -> list[str]:
     """Return the first complaints of pydantic as "where: what", without the input itself."""
     found = error.errors(include_url=False, include_input=False, include_context=False)
-    lines = [f"{'.'.join(str(part) for part in c['loc']) or 'profile'}: {c['msg']}" for c in found[:limit]]
+    lines = [
+        f"{'.'.join(str(part) for part in c['loc']) or 'profile'}: {c['msg'].removeprefix('Value error, ')}"
+        for c in found[:limit]
+    ]
     return lines + ([f"and {len(found) - limit} more"] if len(found) > limit else [])
