@@ -28,11 +28,11 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 import ac_client
+from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Policy, bounds, build, find_minimum_peak, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import observe
-from benchmarks.child_process import run_in_child
 from benchmarks.models import tiny
 from benchmarks.models.batches import Batch
 from benchmarks.results import ROOT, add_out_argument, markdown_table, source_digest, write_result

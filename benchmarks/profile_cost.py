@@ -27,12 +27,12 @@ from itertools import accumulate
 
 import torch
 
+from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, profile
 from autoac.profiler.steps import hollow
-from benchmarks.child_process import run_in_child
 from benchmarks.models import medium
 from benchmarks.models.large import llama
 from benchmarks.results import add_out_argument, markdown_table, write_result

@@ -27,12 +27,12 @@ import torch
 from torch import nn
 
 import ac_client
+from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.recording_overhead import recording_us
 from autoac.planner import Plan, Profile, bounds, build, find_minimum_peak, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
-from benchmarks.child_process import run_in_child
 from benchmarks.models import medium
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.step_timing import forward_backward_s, keep_freed_memory, rotated, standard_error

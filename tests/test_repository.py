@@ -93,7 +93,7 @@ def test_every_package_is_installed():
 
 def test_what_is_installed_has_its_pages():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert set(data["ac_client.demo"]) >= {"page.html"}
+    assert set(data["ac_client.demo"]) >= {"page.html", "page.js"}
     patterns = data["autoac.planner.report"]
     report = ROOT / "planner" / "report"
     for path in report.rglob("*.*"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,6 @@ import typer
 
 from ac_client.cli.exit_codes import ERROR
 from ac_client.cli.options import Json
-from ac_client.cli.output import show_progress
 from ac_client.files import check_writable, write_whole
 
 
@@ -34,13 +35,19 @@ def demo(
     if find_spec("transformers") is None:
         raise CommandError("the demo needs transformers; run `pip install 'autoac[demo]'`")
     check_writable(page)
+    # Before torch and numpy are loaded: no messages, and no threads, which a fork would lose.
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
+    os.environ.update(quiet | {"OPENBLAS_NUM_THREADS": "1"})
+    importlib.import_module("transformers.models.gpt2.modeling_gpt2")  # once, for all rows
     from ac_client.demo import comparison
     from ac_client.demo.demo_page import render_page
 
-    with show_progress() as progress:
+    try:
         result = comparison.run(
-            pairs=pairs, on_row=lambda name, i, n: progress.start(f"row {i} of {n}: {name}", i - 1, n)
+            pairs=pairs, on_row=lambda name, i, n: print(f"row {i} of {n}: {name}", file=sys.stderr)
         )
+    except (RuntimeError, TimeoutError) as error:
+        raise CommandError(str(error)) from error
     write_whole(page, render_page(result))
     if as_json:
         print(json.dumps(result.data() | {"page": str(page)}, indent=1))

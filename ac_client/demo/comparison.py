@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from ac_client.demo.rows import Children, Measured, Row
+from ac_client.demo.rows import Measured, Row, measure
 from ac_client.demo.setting import Setting
+from ac_client.measure.forked_call import run_in_child
 
 PLAIN = "plain"
 CHECKPOINT = "checkpoint every block"
 OURS = "autoac at that peak"
+
+LIMIT_S = 600.0  # for one row, which takes seconds on two idle cores
 
 OnRow = Callable[[str, int, int], None]  # called with the row's name, its number from 1, the number of rows
 
@@ -25,6 +26,12 @@ class Line:
 
     row: Row
     measured: Measured
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """Return the peak that our plan predicts; None for the other rows."""
+        policy = self.measured.policy
+        return None if policy is None else policy.predicted.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +64,16 @@ class Comparison:
 
     def data(self) -> dict[str, Any]:
         """Return everything but the timelines as JSON types."""
-        rows = [asdict(line.row) | asdict(line.measured) for line in self.lines]
+        facts = [name for name in Measured.__slots__ if name not in ("timeline", "policy", "profile")]
         return {
             "setting": asdict(self.setting),
             "seconds": round(self.seconds, 1),
-            "rows": [{key: value for key, value in row.items() if key != "timeline"} for row in rows],
+            "rows": [
+                asdict(line.row)
+                | {name: getattr(line.measured, name) for name in facts}
+                | {"predicted_peak_bytes": line.predicted_peak_bytes}
+                for line in self.lines
+            ],
             "checks": [asdict(check) for check in self.checks],
         }
 
@@ -75,21 +87,17 @@ def run(setting: Setting | None = None, *, pairs: int = 5, on_row: OnRow | None 
         on_row: called before each row.
 
     Raises:
-        ChildFailed: a row could not be measured.
+        RuntimeError, TimeoutError: a row could not be measured.
     """
     setting = setting or Setting()
     start = time.monotonic()
     lines: list[Line] = []
-    with (
-        tempfile.TemporaryDirectory(prefix="autoac-demo-") as folder,
-        Children(setting, Path(folder)) as children,
-    ):
-        for name, method in ((PLAIN, "plain"), (CHECKPOINT, "checkpoint"), (OURS, "ours")):
-            if on_row is not None:
-                on_row(name, len(lines) + 1, 3)
-            budget = lines[-1].measured.peak_bytes if method == "ours" else None
-            row = Row(name, method, budget, pairs)
-            lines.append(Line(row, children.measure(row)))
+    for name, method in ((PLAIN, "plain"), (CHECKPOINT, "checkpoint"), (OURS, "ours")):
+        if on_row is not None:
+            on_row(name, len(lines) + 1, 3)
+        budget = lines[-1].measured.peak_bytes if method == "ours" else None
+        row = Row(name, method, budget, pairs)
+        lines.append(Line(row, run_in_child(measure, row, setting, limit_s=LIMIT_S)))
     return Comparison(setting, tuple(lines), tuple(checks(lines)), time.monotonic() - start)
 
 
@@ -109,9 +117,7 @@ def checks(lines: list[Line]) -> list[Check]:
 def checks_of_ours(ours: list[Line]) -> list[Check]:
     """Check budgets, gradients and predicted peaks of all rows of ours."""
     highest_use = max(line.measured.peak_bytes / (line.row.budget_bytes or 1) for line in ours)
-    error = max(
-        abs((line.measured.predicted_peak_bytes or 0) / line.measured.peak_bytes - 1) for line in ours
-    )
+    error = max(abs((line.predicted_peak_bytes or 0) / line.measured.peak_bytes - 1) for line in ours)
     unequal = [line.row.name for line in ours if not line.measured.gradients_equal]
     n_steps = sum(line.measured.compared_steps for line in ours)
     return [

@@ -9,7 +9,7 @@ from typing import Any
 
 from ac_client.demo.comparison import PLAIN, Comparison, Line
 from ac_client.demo.terminal import facts, gradients, mib, slowdown
-from autoac.planner.report.page import embedded, fill, read
+from autoac.planner.report.page import page, read
 
 COLUMNS = ("row", "budget MiB", "predicted MiB", "peak MiB", "step time / plain", "gradients equal")
 
@@ -17,21 +17,23 @@ COLUMNS = ("row", "budget MiB", "predicted MiB", "peak MiB", "step time / plain"
 def render_page(comparison: Comparison) -> str:
     """Return the page: memory over one step for every row, the table, and the promises."""
     plain_ms = comparison.line(PLAIN).measured.step_s * 1e3
-    parts = {
-        "UPLOT_CSS": read("vendor/uPlot.min.css"),
-        "UPLOT_JS": read("vendor/uPlot.iife.min.js"),
-        "UPLOT_LICENSE": html.escape(read("vendor/uPlot.LICENSE")),
-        "SETTING": html.escape(comparison.setting.describe()),
-        "FACTS": html.escape(facts(comparison)),
-        "TABLE": _table(comparison.lines),
-        "CHECKS": "\n".join(
-            f'<li class="{"kept" if check.kept else "missed"}">{html.escape(check.promise)}: '
-            f"<b>{html.escape(check.found)}</b></li>"
-            for check in comparison.checks
-        ),
-        "DATA": embedded([_series(line, plain_ms) for line in comparison.lines]),
-    }
-    return fill(files("ac_client.demo").joinpath("page.html").read_text("utf-8"), parts)
+    own = files("ac_client.demo")
+    return page(
+        own.joinpath("page.html").read_text("utf-8"),
+        styles=[read("timeline.css")],
+        scripts=[read("parts.js"), own.joinpath("page.js").read_text("utf-8")],
+        parts={
+            "SETTING": html.escape(comparison.setting.describe()),
+            "FACTS": html.escape(facts(comparison)),
+            "TABLE": _table(comparison.lines),
+            "CHECKS": "\n".join(
+                f"<li>{'kept' if check.kept else 'MISSED'}: {html.escape(check.promise)}: "
+                f"<b>{html.escape(check.found)}</b></li>"
+                for check in comparison.checks
+            ),
+        },
+        data=[_series(line, plain_ms) for line in comparison.lines],
+    )
 
 
 def cells(line: Line) -> list[str]:
@@ -40,7 +42,7 @@ def cells(line: Line) -> list[str]:
     return [
         row.name,
         mib(row.budget_bytes),
-        mib(measured.predicted_peak_bytes),
+        mib(line.predicted_peak_bytes),
         mib(measured.peak_bytes),
         slowdown(line),
         gradients(line),
@@ -66,9 +68,6 @@ def _series(line: Line, plain_ms: float) -> dict[str, Any]:
 def _table(lines: Sequence[Line]) -> str:
     head = "".join(f"<th>{html.escape(column)}</th>" for column in COLUMNS)
     rows = "\n".join(
-        f'<tr class="{line.row.method}">'
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(line))
-        + "</tr>"
-        for line in lines
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(line)) + "</tr>" for line in lines
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{rows}\n</tbody></table>"

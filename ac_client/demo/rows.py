@@ -1,21 +1,38 @@
-"""Define the rows of the demo and their results, and measure each row in a child process."""
+"""Measure rows of the demo: one way to train its model, in one process.
+
+A row is measured in three parts:
+
+1. *first step* (ours only): `ac_client.apply` on a new model. Its first step is profiled, planned, and runs
+   under the plan.
+2. *memory*: a new model under the allocator's own report, which starts before the model is built, so that
+   it counts every byte. Ours runs under the policy of part 1, since only one torch profiler can be active.
+3. *time*: a plain copy takes the same steps from the same seeds, then both take steps in turn.
+
+Loss and gradients are compared with those of the plain copy at every step of all three parts.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import subprocess
-import sys
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Self
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from statistics import median
 
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ac_client
+from ac_client.demo import setting as demo_setting
 from ac_client.demo.setting import Setting
+from ac_client.measure.memory_timeline import AllocatorTimeline, LiveBytes
+from autoac.planner import Policy, Profile
+from autoac.planner.report.align_measured import thin_out
 
-TIMEOUT_S = 600.0  # for one row, which takes seconds on two idle cores
+MEMORY_STEPS = 2  # a warm-up step and the measured one
+TIMELINE_POINTS = 700
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,98 +50,114 @@ class Measured:
     """Peaks and times that were measured for one row. Times are medians in seconds, sizes are in bytes."""
 
     peak_bytes: int  # from the second step on
-    first_step_peak_bytes: int  # building the model included
-    predicted_peak_bytes: int | None  # of ours
     first_step_s: float | None  # of ours: profile, plan, and the step itself
     step_s: float
-    plain_step_s: float  # of the plain steps in the same pairs
     slowdown: float  # median over the pairs of step / plain step
     gradients_equal: bool  # loss and gradients equal those of plain bit for bit at every step
     compared_steps: int
     timeline: list[tuple[float, int]] = field(default_factory=list)  # (ms, live bytes) of the last step
+    policy: Policy | None = None  # of ours, with the profile that it was planned from
+    profile: Profile | None = None
 
 
-class ChildFailed(Exception):
-    """The process that measured a row ended without a result. `output` is what it printed on stderr."""
-
-    def __init__(self, row: str, output: str) -> None:
-        self.row, self.output = row, output
-        lines = [line for line in output.strip().splitlines() if not line.startswith("autoac: ")]  # no notes
-        super().__init__(f"the process that measures {row!r} failed: {lines[-1] if lines else 'no message'}")
+Wrappers = Mapping[str, Callable[[Iterable[nn.Module]], None]]
+"""Functions that change how blocks run, by the method of a row."""
 
 
-def policy_path(folder: Path, row: str) -> Path:
-    """Return the file to which the child of a row of ours writes its policy."""
-    return folder / f"{row.replace(' ', '-').replace('%', '')}.policy.json"
+def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Run every block's forward under torch's non-reentrant checkpoint."""
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def profile_path(folder: Path, row: str) -> Path:
-    """Return the file to which the child of a row of ours writes the profile that it planned from."""
-    return folder / f"{row.replace(' ', '-').replace('%', '')}.profile.json"
+class Trainee:
+    """A model in training, with its optimizer and the demo's batch."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.model = demo_setting.build_model(setting)
+        self.optimizer = demo_setting.build_optimizer(self.model)
+        self.ids = demo_setting.make_batch(setting)
+        self.seed = setting.seed
+        self.keep_gradients = setting.keep_gradients
+        if self.keep_gradients:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        self.seconds: list[float] = []  # of each step
+        self.results: list[bytes] = []  # SHA-256 of each step's loss and gradients
+
+    def step(self) -> None:
+        """Take a training step, and keep its seconds and its result."""
+        torch.manual_seed(self.seed + len(self.seconds) + 1)
+        start = time.perf_counter()
+        out = self.model(self.ids, labels=self.ids)
+        out.loss.backward()
+        self.optimizer.step()
+        self.seconds.append(time.perf_counter() - start)
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        result = sha256()
+        for tensor in (out.loss, *gradients):
+            result.update(tensor.detach().numpy().tobytes())
+        self.results.append(result.digest())
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
 
 
-class Children:
-    """Measure rows, each in a child process. Use as a context manager.
+def measure(row: Row, setting: Setting, wrappers: Wrappers | None = None) -> Measured:
+    """Train the demo's model as `row` says, in this process, and measure its peak and its step time."""
+    first: Trainee | None = None
+    policy = profile = None
+    if row.method == "ours":
+        first = Trainee(setting)
+        _apply(first, row)
+        first.step()
+        plan = ac_client.applied(first.model).plan
+        assert plan is not None
+        policy, profile = plan.policy(), plan.profile
+        del first.model, first.optimizer
 
-    One server process imports torch and transformers and forks itself for every row. So a row saves five
-    seconds of imports, and all rows start from the same state.
-
-    Args:
-        setting: the model.
-        folder: where the children write their files.
-        module: what the server process runs; `ac_client.demo.child` or a module that calls its `main`.
-    """
-
-    def __init__(self, setting: Setting, folder: Path, module: str = "ac_client.demo.child") -> None:
-        self._setting, self._folder, self._module = setting, folder, module
-        self._server: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Self:
-        # numpy would start its threads before the fork; torch starts its own with the first large op.
-        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "6"}
-        with (self._folder / "stderr").open("w") as stderr:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", self._module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=os.environ | quiet | {"OPENBLAS_NUM_THREADS": "1"},
-                start_new_session=True,
+    with AllocatorTimeline() as timeline:
+        mine = Trainee(setting)
+        if row.method == "ours":
+            _apply(mine, row, policy)
+        elif row.method != "plain":
+            (wrappers or {"checkpoint": checkpoint_blocks})[row.method](
+                demo_setting.blocks(mine.model, setting)
             )
-        return self
+        for number in range(1, MEMORY_STEPS + 1):
+            timeline.mark(f"step {number}")
+            mine.step()
 
-    def __exit__(self, *_: object) -> None:
-        server = self._server
-        if server is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)  # also a row that is still running
-            server.communicate()
-
-    def measure(self, row: Row) -> Measured:
-        """Measure `row`.
-
-        Raises:
-            ChildFailed: its process ended with an error or took longer than `TIMEOUT_S`.
-        """
-        server = self._server
-        assert server is not None
-        assert server.stdin is not None
-        assert server.stdout is not None
-        result = self._folder / "result.json"
-        order = {"row": asdict(row), "setting": asdict(self._setting), "folder": str(self._folder)}
-        with suppress(BrokenPipeError):
-            server.stdin.write(json.dumps(order | {"result": str(result)}) + "\n")
-            server.stdin.flush()
-        ready, _, _ = select.select([server.stdout], [], [], TIMEOUT_S)
-        if not ready:
-            raise ChildFailed(row.name, f"no result in {TIMEOUT_S:g} s")
-        if server.stdout.readline().strip() != "0":
-            raise ChildFailed(row.name, (self._folder / "stderr").read_text())
-        return read_measured(json.loads(result.read_text()))
+    plain = mine
+    if row.method != "plain":
+        plain = Trainee(setting)
+        for _ in range(MEMORY_STEPS):
+            plain.step()
+    for i in range(row.pairs):
+        for trainee in dict.fromkeys((mine, plain) if i % 2 else (plain, mine)):
+            trainee.step()
+    ran, ran_plain = mine.seconds[MEMORY_STEPS:], plain.seconds[MEMORY_STEPS:]
+    compared = [] if mine is plain else list(zip(mine.results, plain.results, strict=True))
+    if first is not None:
+        compared.append((first.results[0], plain.results[0]))
+    return Measured(
+        peak_bytes=timeline.peak_since("step 2"),
+        first_step_s=None if first is None else first.seconds[0],
+        step_s=median(ran),
+        slowdown=median(a / b for a, b in zip(ran, ran_plain, strict=True)),
+        gradients_equal=all(a == b for a, b in compared),
+        compared_steps=len(compared),
+        timeline=since(timeline.events, timeline.marks[f"step {MEMORY_STEPS}"], TIMELINE_POINTS),
+        policy=policy,
+        profile=profile,
+    )
 
 
-def read_measured(data: dict[str, Any]) -> Measured:
-    """Build the result from the JSON that the child wrote."""
-    timeline = [(float(ms), int(live)) for ms, live in data.pop("timeline")]
-    return Measured(timeline=timeline, **data)
+def _apply(trainee: Trainee, row: Row, policy: Policy | None = None) -> None:
+    assert row.budget_bytes is not None
+    ac_client.apply(trainee.model, row.budget_bytes / 2**30, optimizer=trainee.optimizer, policy=policy)
+
+
+def since(events: Iterable[LiveBytes], start: LiveBytes, points: int) -> list[tuple[float, int]]:
+    """Return the curve of live bytes from `start` on, as about `points` pairs (ms after `start`, bytes)."""
+    changes = [start, *(event for event in events if event.time_ns >= start.time_ns)]
+    chosen = thin_out([change.live_bytes for change in changes], points)
+    return [(round((changes[i].time_ns - start.time_ns) / 1e6, 3), changes[i].live_bytes) for i in chosen]

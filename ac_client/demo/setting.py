@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the parent process does not load torch
-    import torch
-    from torch import Tensor, nn
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,6 @@ TINY = Setting(layers=2, width=32, heads=2, vocabulary=64, batch=2, tokens=16)
 
 def build_model(setting: Setting) -> nn.Module:
     """Build the model in training mode; the same setting gives the same weights."""
-    import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -62,8 +59,6 @@ def build_model(setting: Setting) -> nn.Module:
 
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Build plain SGD, which has no state, so that the peak consists of saved tensors and gradients."""
-    import torch
-
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
@@ -79,7 +74,5 @@ def blocks(model: nn.Module, setting: Setting) -> list[nn.Module]:
 
 def make_batch(setting: Setting) -> Tensor:
     """Return token ids, the same for every row and step."""
-    import torch
-
     generator = torch.Generator().manual_seed(setting.seed + 1)
     return torch.randint(setting.vocabulary, (setting.batch, setting.tokens), generator=generator)

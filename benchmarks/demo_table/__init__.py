@@ -1,5 +1,4 @@
 """Compare GPT-2 under nine memory budgets and checkpoints: `python -m benchmarks.demo_table`.
 
 table.py   run the rows, check the promises, format them as Markdown
-child.py   measure one row in its own process
 """

@@ -6,25 +6,26 @@ judged by the profile that our own plan was made from, since the table's profile
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from ac_client.demo.child import Trainee
 from ac_client.demo.comparison import CHECKPOINT, PLAIN, Check, Comparison, Line, OnRow, checks_of_ours
-from ac_client.demo.rows import Children, Row, policy_path, profile_path
+from ac_client.demo.rows import Measured, Row, Trainee
+from ac_client.demo.rows import measure as measure_row
 from ac_client.demo.setting import Setting, block_paths
 from ac_client.demo.terminal import gradients, mib, slowdown
+from ac_client.measure.forked_call import run_in_child
 from autoac.planner import MinimumPeak, Plan, Policy, Profile, bounds, build, find_minimum_peak, plan
 from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.profiler import observe
-from benchmarks.torch_checkpoint import BASELINES, replayed_us
+from benchmarks.torch_checkpoint import BASELINES, replayed_us, wrap_blocks
 
 SELECTIVE = "selective checkpoint"
+WRAPPERS = {baseline: partial(wrap_blocks, baseline=baseline) for baseline in BASELINES}
 SHARES = (0.75, 0.50, 0.25)
 MINIMUM_TIME_LIMIT_S = 15.0
 GPT2_SMALL = Setting(layers=12, width=768, heads=12, vocabulary=8192)
@@ -64,42 +65,38 @@ def run(setting: Setting = GPT2_SMALL, *, pairs: int = 7, on_row: OnRow | None =
     """Measure all rows, one after another.
 
     Raises:
-        ChildFailed: a row could not be measured.
+        RuntimeError: a row could not be measured.
     """
     start = time.monotonic()
     lines: list[Line] = []
     recompute: dict[str, float] = {}
     replanned: dict[str, Replanned] = {}
-    profile = _plain_profile(setting)
+    # This process runs no kernel and no solver, whose threads a fork would lose.
+    profile = run_in_child(_plain_profile, setting)
     graph = build(profile)
-    with (
-        tempfile.TemporaryDirectory(prefix="autoac-table-") as temporary,
-        Children(setting, Path(temporary), "benchmarks.demo_table.child") as children,
-    ):
-        folder = Path(temporary)
 
-        def measure(row: Row) -> None:
-            if on_row is not None:
-                on_row(row.name, len(lines) + 1, 2 * 3 + len(SHARES))
-            lines.append(Line(row, children.measure(row)))
+    def measure(row: Row) -> Measured:
+        if on_row is not None:
+            on_row(row.name, len(lines) + 1, 2 * 3 + len(SHARES))
+        lines.append(Line(row, run_in_child(measure_row, row, setting, WRAPPERS)))
+        return lines[-1].measured
 
-        measure(Row(PLAIN, "plain", pairs=pairs))
-        recompute[PLAIN] = 0.0
-        for name, baseline in zip((CHECKPOINT, SELECTIVE), BASELINES, strict=True):
-            measure(Row(name, baseline, pairs=pairs))
-            recompute[name] = replayed_us(profile, block_paths(setting), baseline)
+    measure(Row(PLAIN, "plain", pairs=pairs))
+    recompute[PLAIN] = 0.0
+    for name, baseline in zip((CHECKPOINT, SELECTIVE), BASELINES, strict=True):
+        measure(Row(name, baseline, pairs=pairs))
+        recompute[name] = replayed_us(profile, block_paths(setting), baseline)
 
-        minimum = find_minimum_peak(profile, time_limit_s=MINIMUM_TIME_LIMIT_S)
-        room = lines[0].measured.peak_bytes - minimum.found
-        budgets = {ours_at(line.row.name): line.measured.peak_bytes for line in lines}
-        budgets |= {ours_share(share): minimum.found + int(share * room) for share in SHARES}
-        for name, budget in budgets.items():
-            measure(Row(name, "ours", budget, pairs))
-            recompute[name] = _recompute_us(
-                graph, profile, Policy.from_json(policy_path(folder, name).read_bytes())
-            )
-            own_profile = Profile.from_json(profile_path(folder, name).read_bytes())
-            replanned[name] = _plan_again(own_profile, budget, setting)
+    minimum = run_in_child(partial(find_minimum_peak, profile, time_limit_s=MINIMUM_TIME_LIMIT_S))
+    room = lines[0].measured.peak_bytes - minimum.found
+    budgets = {ours_at(line.row.name): line.measured.peak_bytes for line in lines}
+    budgets |= {ours_share(share): minimum.found + int(share * room) for share in SHARES}
+    for name, budget in budgets.items():
+        found = measure(Row(name, "ours", budget, pairs))
+        assert found.policy is not None
+        assert found.profile is not None
+        recompute[name] = _recompute_us(graph, profile, found.policy)
+        replanned[name] = run_in_child(_plan_again, found.profile, budget, setting)
     checks = (
         *checks_of_ours([line for line in lines if line.row.method == "ours"]),
         *_checks(lines, replanned),
@@ -175,7 +172,7 @@ def cells(table: FullTable, line: Line) -> list[str]:
     return [
         row.name,
         mib(row.budget_bytes),
-        mib(table.save_all_peak_bytes if plain else measured.predicted_peak_bytes),
+        mib(table.save_all_peak_bytes if plain else line.predicted_peak_bytes),
         mib(measured.peak_bytes),
         f"{table.recompute_us[row.name] / 1e3:.0f} ms",
         slowdown(line),

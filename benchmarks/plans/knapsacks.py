@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from ac_client.measure.forked_call import run_in_child
 from autoac.planner.formats.op_key import OpKey
 from autoac.planner.problem.graph import Graph, OpId
 from autoac.planner.problem.save_sets import may_be_recomputed, without_cost_free_recomputes
-from benchmarks.child_process import run_in_child
 from benchmarks.plans.block_rules import Family, blocks_of, boundary, depths
 from benchmarks.plans.op_kinds import is_random
 

@@ -35,13 +35,13 @@ from torch import Tensor, nn
 import ac_client
 from ac_client.doctor.sample_models import FULL, SAMPLES, Sample
 from ac_client.doctor.sample_training import release_memory
+from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import replay_us
 from autoac.planner import InfeasibleBudget, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
 from benchmarks import step_time
-from benchmarks.child_process import run_in_child
 from benchmarks.public.torch_ways import Prepare, TrainingCase, ways
 from benchmarks.results import add_out_argument, markdown_table, write_result
 from benchmarks.step_timing import keep_freed_memory, loss_of, rotated, standard_error

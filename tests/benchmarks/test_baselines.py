@@ -14,13 +14,13 @@ import transformers
 from graphs import Tape, gpt2, random_profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import with_forced_saves, without_cost_free_recomputes
 from autoac.profiler import profile
-from benchmarks.child_process import run_in_child
 from benchmarks.models import gpt2 as zoo_gpt2
 from benchmarks.plans import block_rules, knapsacks, minimum_cut, sac_milp
 from benchmarks.plans.baselines import BASELINES

@@ -3,9 +3,8 @@
 import pytest
 from client.demo.synthetic import MIB, measured
 
-from ac_client.demo import child
 from ac_client.demo.comparison import CHECKPOINT, PLAIN, Line
-from ac_client.demo.rows import Row
+from ac_client.demo.rows import Row, measure
 from ac_client.demo.setting import TINY
 from autoac.planner import bounds, build
 from benchmarks.demo_table import table
@@ -52,9 +51,9 @@ def test_broken_promise_is_found(changes, promise):
     assert promise in only
 
 
-def test_profile_of_the_plain_row_predicts_its_peak(tmp_path):
+def test_profile_of_the_plain_row_predicts_its_peak():
     profile = table._plain_profile(TINY)
     assert profile.static.gradients == profile.static.parameters
-    plain = child.measure(Row(PLAIN, "plain", pairs=1), TINY, tmp_path)
+    plain = measure(Row(PLAIN, "plain", pairs=1), TINY)
     assert bounds(build(profile)).ceiling == pytest.approx(plain.peak_bytes, rel=0.02)
     assert plain.slowdown == 1

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import ac_client
+from ac_client.measure.forked_call import run_in_child
 from ac_client.planning import plan_batch
 from autoac.profiler.capture.allocations import AllocationRecord
-from benchmarks.child_process import run_in_child
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -3,23 +3,27 @@
 from ac_client.demo.comparison import CHECKPOINT, OURS, PLAIN, Comparison, Line, checks
 from ac_client.demo.rows import Measured, Row
 from ac_client.demo.setting import TINY
+from autoac.planner.formats.policy import Policy, Predicted
 
 MIB = 1 << 20
+
+
+def policy_with(peak_bytes):
+    """Return a policy that predicts this peak."""
+    return Policy.model_construct(predicted=Predicted.model_construct(peak_bytes=peak_bytes))
 
 
 def measured(peak_mib, *, predicted_mib=None, slowdown=1.0, equal=True, first_step_s=None):
     """Return a result whose last step rises to the peak and falls again."""
     return Measured(
         peak_bytes=int(peak_mib * MIB),
-        first_step_peak_bytes=int(peak_mib * MIB),
-        predicted_peak_bytes=None if predicted_mib is None else int(predicted_mib * MIB),
         first_step_s=first_step_s,
         step_s=slowdown,
-        plain_step_s=1.0,
         slowdown=slowdown,
         gradients_equal=equal,
         compared_steps=10,
         timeline=[(0.0, 10 * MIB), (1.0, int(peak_mib * MIB)), (2.0, 10 * MIB)],
+        policy=None if predicted_mib is None else policy_with(int(predicted_mib * MIB)),
     )
 
 

@@ -74,6 +74,8 @@ def test_page_makes_no_network_requests():
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", without_licences)
     assert not re.findall(r"https?://(?!github\.com/leeoniya|www\.w3\.org)", without_licences)
     assert "default-src 'none'" in page
+    assert "MISSED" not in page
+    assert "MISSED: the peak is within the budget" in render_page(comparison(ours(40.001)))
     assert "@@" not in page
 
 

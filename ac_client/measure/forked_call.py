@@ -1,4 +1,4 @@
-"""Run a function in a process of its own."""
+"""Run a function in a forked process, which starts with nothing allocated: to measure, and to compare."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run_in_child(function: Callable[..., T], *args: object, limit_s: float | Non
     """Return the result of a call in a child process, which starts with nothing allocated.
 
     The child is forked, so that nothing is imported again: the parent must not have run a kernel on several
-    threads.
+    threads, nor a solver.
 
     Raises:
         RuntimeError: the child failed; its traceback is on stderr.
@@ -31,10 +31,14 @@ def run_in_child(function: Callable[..., T], *args: object, limit_s: float | Non
     try:
         if not receiver.poll(limit_s):
             child.kill()
-            raise TimeoutError(f"{function.__name__} must end within {limit_s} s")
+            raise TimeoutError(f"{_name(function)} must end within {limit_s} s")
         result: T = receiver.recv()
     except EOFError:
-        raise RuntimeError(f"{function.__name__}{args[:1]} failed; see the traceback above") from None
+        raise RuntimeError(f"{_name(function)}{args[:1]} failed; see the traceback above") from None
     finally:
         child.join()
     return result
+
+
+def _name(function: Callable[..., object]) -> str:
+    return str(getattr(function, "__name__", function))
