@@ -68,8 +68,9 @@ profiler/capture:       base torch_facts unseen distributed restore timing plann
                         planner/formats
 profiler/static:        base torch_facts distributed timing planner/base planner/formats
 profiler/joint_graph:   torch_facts compiler capture
+profiler/gpu_dispatch:  base torch_facts timing
 profiler/steps:         base torch_facts unseen compiler distributed restore timing capture joint_graph
-                        planner/formats
+                        gpu_dispatch planner/formats
 profiler/entry:         base torch_facts checkpoints compiler distributed timing capture static steps
                         planner/base planner/formats
 profiler:               base timing static entry
@@ -94,8 +95,7 @@ ac_client/integrations: base planning entry planner ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler ac_client
 ac_client/demo:         base measure planner planner/formats planner/problem planner/memory planner/report
                         profiler ac_client
-ac_client/doctor:       base measure planner planner/base profiler profiler/timing profiler/torch_facts
-                        ac_client
+ac_client/doctor:       base measure planner planner/base profiler profiler/timing ac_client
 ac_client/cli:          base regenerate demo doctor planner planner/base planner/formats planner/problem
                         planner/report profiler ac_client api/cli
 api/base:               planner planner/base planner/formats planner/solver planner/plans

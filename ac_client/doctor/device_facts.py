@@ -14,7 +14,7 @@ import torch
 
 from ac_client.doctor.gpu_report import redacted
 from autoac.profiler import DATASHEETS, Device
-from autoac.profiler.torch_facts import private
+from autoac.profiler.timing.backlog import Backlog
 
 _NAMED = {
     "h100": "H100",
@@ -47,7 +47,7 @@ def machine_facts(device: torch.device) -> dict[str, str]:
         "cuDNN": lambda: str(torch.backends.cudnn.version()),
         "NCCL": _nccl,
         "allocator": torch.cuda.get_allocator_backend,
-        "work can be queued ahead": lambda: str(private.sleep_of(device) is not None),
+        "work can be queued ahead": lambda: str(Backlog(device).can_queue),
     }
     found = {}
     for name, read in readers.items():

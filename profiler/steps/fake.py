@@ -8,7 +8,7 @@ roofline of a datasheet (roofline.py). Everything after that is shared, so both 
 NOTE [ One device ]
 The fake tensors claim to be on the CPU, for every datasheet: torch has autograd engines only for the devices
 of its build, and a planner should get the same profile from every build. Where one call runs other ops on a
-GPU, gpu_dispatch.py runs those.
+GPU, gpu_dispatch/ runs those.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.compiler.second_stage import carried_by
 from autoac.profiler.distributed.ddp import without_ddp_sync
 from autoac.profiler.errors import CannotFake
+from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
+from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
+from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
 from autoac.profiler.joint_graph.hollow_part import HollowParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
-from autoac.profiler.steps.gpu_autocast import gpu_autocast
-from autoac.profiler.steps.gpu_dispatch import gpu_kernels
-from autoac.profiler.steps.gpu_fake_kernels import GPU_FAKE_KERNELS
 from autoac.profiler.steps.hollow import HollowStep, ProfiledStep, runs_compiled, take_step
 from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
 from autoac.profiler.timing.on_device import OpTimesOnDevice

@@ -14,9 +14,9 @@ from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
 from ac_client.runtime.policy_context import save_recompute_policy
 from autoac.profiler.capture.fake_allocations import FakeAllocations
-from autoac.profiler.steps.gpu_autocast import gpu_autocast
-from autoac.profiler.steps.gpu_dispatch import gpu_kernels
-from autoac.profiler.steps.gpu_fake_kernels import GPU_FAKE_KERNELS
+from autoac.profiler.gpu_dispatch.gpu_autocast import gpu_autocast
+from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
+from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
 from autoac.profiler.timing.roofline import H100
 from autoac.profiler.torch_facts.private import FakeTensorMode
 from standin.test_op_streams import Ops

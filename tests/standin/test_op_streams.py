@@ -13,8 +13,8 @@ import torch
 
 from autoac.profiler import CannotFake
 from autoac.profiler.capture.fake_allocations import FakeAllocations
-from autoac.profiler.steps.gpu_dispatch import gpu_kernels
-from autoac.profiler.steps.gpu_fake_kernels import GPU_FAKE_KERNELS
+from autoac.profiler.gpu_dispatch.gpu_fake_kernels import GPU_FAKE_KERNELS
+from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
 from autoac.profiler.timing.roofline import CUDNN_OF_WHEELS, H100, Device
 from autoac.profiler.torch_facts.op_facts import facts_of
 from autoac.profiler.torch_facts.op_signature import outputs_of

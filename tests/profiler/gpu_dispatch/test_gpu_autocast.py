@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autoac.planner import Profile
 from autoac.profiler import DATASHEETS, profile
-from autoac.profiler.steps import gpu_autocast
+from autoac.profiler.gpu_dispatch import gpu_autocast
 
 H100 = DATASHEETS["h100"]
 

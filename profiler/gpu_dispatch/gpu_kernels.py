@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoac.profiler.errors import CannotFake
-from autoac.profiler.steps.gpu_attention import AttentionCall
+from autoac.profiler.gpu_dispatch.gpu_attention import AttentionCall
 from autoac.profiler.timing.roofline import Device
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.private import (

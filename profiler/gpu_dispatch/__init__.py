@@ -1,0 +1,12 @@
+"""Rules by which torch chooses kernels and types on a GPU, copied from its C++ for fake steps without one.
+
+gpu_kernels.py        which kernels composite ops run: norms, dropout, softmax, recurrent cells
+gpu_attention.py      which kernel scaled_dot_product_attention runs
+gpu_autocast.py       what autocast casts
+gpu_fake_kernels.py   what kernels allocate that the fakes of torch do not
+
+Each file names its sources. When torch changes, compare them again, then change `COPIED_FROM`.
+"""
+
+COPIED_FROM = "2.13"
+"""The release of torch whose sources were compared last; a test fails under another one."""
