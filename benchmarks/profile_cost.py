@@ -33,6 +33,7 @@ from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import DATASHEETS, profile
 from autoac.profiler.steps import hollow
+from autoac.profiler.steps.training_loop import TrainingStep
 from benchmarks.models import medium
 from benchmarks.models.large import llama
 from benchmarks.results import add_out_argument, markdown_table, write_result
@@ -76,7 +77,7 @@ def measure_row(model: str, pairs: int) -> Row:
     torch.set_num_threads(1)
     plain, batch = medium.build(model)
     forward_backward_s(plain, batch)  # allocates the gradients
-    step = hollow.run(plain, (), batch, None, CPU, time_ops=False)
+    step = hollow.run(TrainingStep(plain, (), batch), CPU, time_ops=False)
     hollow_nbytes = max(accumulate(change.nbytes for change in step.allocations.changes))
     del step
     with AllocatorTimeline() as timeline:

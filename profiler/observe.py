@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from autoac.profiler.static_memory import optimizer_bytes, static_bytes, workspa
 from autoac.profiler.steps import fake, hollow
 from autoac.profiler.steps.compare_plain import with_times_of
 from autoac.profiler.steps.hollow import HollowStep
-from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
+from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, TrainingStep
 from autoac.profiler.timing.cache import OpTime, Times, machine
 from autoac.profiler.timing.on_device import OpTimesOnDevice, datasheet_of
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
@@ -132,6 +133,7 @@ def observe(
     check_sharded(model, fake=on is not None)
     if buckets_of(model, None).holds_gradients:
         accumulates = True  # each gradient is copied into its bucket, and freed
+    subject = TrainingStep(model, args, kwargs, loss, accumulates, loop)
     known: KnownStep | None = None
     leaves = tree_leaves((tuple(args), dict(kwargs)))
     _check_no_iterators(model, leaves)
@@ -173,10 +175,7 @@ def observe(
                     ),
                 )
             try:
-                step, notes = _real_step(
-                    *(model, args, kwargs, loss, device, environment, accumulates, mode == "measured"),
-                    *(times, loop, known),
-                )
+                step, notes = _real_step(subject, device, environment, mode == "measured", times, known)
             except StepKnown as found:
                 return found.profile
     else:
@@ -186,7 +185,7 @@ def observe(
         is_off = datasheet.device_type == "cuda" and autocast is None and may_be_switched_off()
         with autocast_to(datasheet.device_type, autocast):
             environment = environment_of_datasheet(model, datasheet)
-            step, notes = fake.run(model, args, kwargs, loss, datasheet, accumulates, measured, loop)
+            step, notes = fake.run(subject, datasheet, measured)
         if is_off:
             notes.append("autocast is off: without a GPU, torch.autocast('cuda') needs autocast=... here")
         if measured is None:
@@ -279,17 +278,12 @@ def _check_mode(mode: Mode | None, on: Device | torch.device | None) -> None:
 
 
 def _real_step(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    loss: Loss | None,
+    subject: TrainingStep,
     device: torch.device,
     environment: Environment,
-    accumulates: bool | None,
     plain_too: bool,
     times: Times | None,
-    loop: Loop,
-    known_step: KnownStep | None = None,
+    known_step: KnownStep | None,
 ) -> tuple[HollowStep, list[str]]:
     """Run a hollow step, and with `plain_too` a plain one for its run times. Return it with notes."""
     here = machine(device, environment.device_name)
@@ -300,10 +294,7 @@ def _real_step(
         known.update(times.ops(here, signatures) if times is not None else {})
         return dict(known)
 
-    def run(**options: Any) -> HollowStep:
-        options = {"accumulates": accumulates, "loop": loop, "watch": known_step, **options}
-        return hollow.run(model, args, kwargs, loss, device, **options)
-
+    run = partial(hollow.run, subject, device, watch=known_step)
     if plain_too:
         # The hollow step goes first: a plain one does not show what Python holds without autograd.
         hollow_step = run(time_ops=False)

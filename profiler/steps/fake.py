@@ -14,11 +14,8 @@ GPU, gpu_dispatch/ runs those.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import nn
 
 from autoac.profiler.capture.fake_allocations import FakeAllocations, copy_if_known, fake_like
 from autoac.profiler.capture.op_recorder import OpRecorder
@@ -33,7 +30,7 @@ from autoac.profiler.joint_graph.hollow_part import HollowParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.hollow import HollowStep, ProfiledStep, runs_compiled, take_step
-from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss
+from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.timing.on_device import OpTimesOnDevice
 from autoac.profiler.timing.op_timer import median_and_spread
 from autoac.profiler.timing.roofline import Device
@@ -51,23 +48,14 @@ CPU = torch.device("cpu")  # see NOTE [ One device ]
 
 
 def run(
-    compiled: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    loss: Loss | None,
-    device: Device,
-    accumulates: bool | None = None,
-    measured: OpTimesOnDevice | None = None,
-    loop: Loop = ONE_FORWARD,
+    subject: TrainingStep, device: Device, measured: OpTimesOnDevice | None = None
 ) -> tuple[HollowStep, list[str]]:
     """Run one fake step. Nothing of the model's size is allocated.
 
     Args:
-        compiled, args, kwargs, loss: as for `autoac.profiler.profile`; real, fake, or on the meta device.
+        subject: the step; its model and batch may be real, fake, or on the meta device.
         device: the datasheet.
-        accumulates: True if gradients are added to existing ones; by default, if there are gradients now.
         measured: measures each kind of op by itself; by default run times are those of the datasheet.
-        loop: the form of the training loop.
 
     Returns:
         The records of the step, and notes on estimates in them.
@@ -76,6 +64,7 @@ def run(
         NothingToProfile: no output of the model depends on anything that requires a gradient.
         CannotFake: an op needs values that are not known, or a kernel that torch has no fake of.
     """
+    compiled, accumulates = subject.compiled, subject.accumulates
     model = uncompiled(compiled)
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in model.parameters())
@@ -95,8 +84,8 @@ def run(
         FakeTensorMode(allow_non_fake_inputs=True),
         isolated_call(
             model,
-            args,
-            kwargs,
+            subject.args,
+            subject.kwargs,
             fake_like,
             copy_if_known,
             copy_if_known,
@@ -105,7 +94,7 @@ def run(
         ) as (call, leaves),
         carried_by(HollowParts()) if runs_compiled(compiled) else contextlib.nullcontext(),
     ):
-        step = ProfiledStep(model, call, leaves, loss, CPU, loop)
+        step = ProfiledStep(model, call, leaves, subject.loss, CPU, subject.loop)
         try:
             if runs_compiled(compiled):
                 _compile(call)

@@ -63,7 +63,7 @@ from autoac.profiler.joint_graph.hollow_part import HollowParts, PartWatch
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
 from autoac.profiler.steps.first_backward import free_workspaces, is_first_backward_special
-from autoac.profiler.steps.training_loop import ONE_FORWARD, Loop, Loss, loss_of
+from autoac.profiler.steps.training_loop import Loop, Loss, TrainingStep, loss_of
 from autoac.profiler.timing.backlog import Backlog
 from autoac.profiler.timing.cache import OpTime
 from autoac.profiler.timing.op_timer import (
@@ -145,29 +145,22 @@ class _WarmUp:
 
 
 def run(
-    compiled: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    loss: Loss | None,
+    subject: TrainingStep,
     device: torch.device,
     *,
-    accumulates: bool | None = None,
     plain: bool = False,
     known: KnownTimes = _no_known_times,
     time_ops: bool = True,
-    loop: Loop = ONE_FORWARD,
     watch: PartWatch | None = None,
 ) -> HollowStep:
     """Run one hollow step, or with `plain` one that saves everything, as training does.
 
     Args:
-        compiled, args, kwargs, loss: as for `autoac.profiler.profile`: a model, or torch.compile(model).
+        subject: the step.
         device: the device of the model.
-        accumulates: True if gradients are added to existing ones; by default, if there are gradients now.
         plain: hand autograd the activations themselves. Needs the memory that training needs.
         known: returns run times that need not be measured.
         time_ops: False to run no forward for run times alone.
-        loop: the form of the training loop.
         watch: follows the calls of compiled graphs, and may stop the step.
 
     Raises:
@@ -177,6 +170,7 @@ def run(
         CannotProfile: the allocator reports nothing or not everything, or torch.utils.checkpoint inside the
             model cannot run its part again.
     """
+    compiled, accumulates = subject.compiled, subject.accumulates
     model = uncompiled(compiled)
     if accumulates is None:
         accumulates = any(gradient_of(parameter) is not None for parameter in parameters_of(model))
@@ -191,8 +185,8 @@ def run(
         single_rank_fsdp(model, accumulates=accumulates) as shards,
         isolated_call(
             model,
-            args,
-            kwargs,
+            subject.args,
+            subject.kwargs,
             accumulates=accumulates,
             entry=compiled,
             excluded=shards.managed(),
@@ -200,7 +194,7 @@ def run(
         ) as (call, leaves),
         carried_by(HollowParts(watch=watch)) if runs_compiled(compiled) else nullcontext(),
     ):
-        step = ProfiledStep(model, call, leaves, loss, device, loop, backlog, watch)
+        step = ProfiledStep(model, call, leaves, subject.loss, device, subject.loop, backlog, watch)
         saved.can_run = shards.is_gathered
         try:
             warm_up = _prepare(step, shards)

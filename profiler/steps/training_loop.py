@@ -1,12 +1,12 @@
-"""Describe a training loop: how many forwards run before one backward, and what it holds."""
+"""Describe a step to profile: model, batch and loss, and the training loop around it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Loss = Callable[[Any], Tensor]
 
@@ -21,6 +21,18 @@ class Loop:
 
 
 ONE_FORWARD = Loop()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """One step of a training loop: `loss(compiled(*args, **kwargs)).backward()`."""
+
+    compiled: nn.Module  # a model, or torch.compile(model)
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    loss: Loss | None = None
+    accumulates: bool | None = None  # gradients are added to existing ones; None: if there are gradients now
+    loop: Loop = ONE_FORWARD
 
 
 def loss_of(loss: Loss, output: Any) -> Tensor:
