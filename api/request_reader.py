@@ -7,13 +7,14 @@ a time; the others wait as they were sent. So `max_sent_bytes` and `max_plain_by
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import anyio
 from anyio import to_thread
+from cachetools import LRUCache
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
@@ -36,7 +37,7 @@ class RequestReader:
         self.settings, self.solver = settings, solver
         self.checks = anyio.Semaphore(settings.reads_at_once)  # bodies decoded and checked at once
         self.slots: Counter[str] = Counter()  # by caller: requests whose body is not checked yet
-        self._parsed: OrderedDict[tuple[Kind, str, bytes], ParsedRequest] = OrderedDict()
+        self._parsed: LRUCache[tuple[Kind, str, bytes], ParsedRequest] = LRUCache(REMEMBERED)
 
     @contextmanager
     def reserve_slot(self, request: Request) -> Iterator[None]:
@@ -81,7 +82,6 @@ class RequestReader:
             digest = await to_thread.run_sync(lambda: hashlib.sha256(body.content).digest())
             key = (kind, body.coding, digest)
             if key in self._parsed:
-                self._parsed.move_to_end(key)
                 return self._parsed[key]
             plain = await to_thread.run_sync(decode_body, body, self.settings.max_plain_bytes)
             if len(plain) <= SMALL:
@@ -91,8 +91,6 @@ class RequestReader:
                 parsed = await self.solver.parse_request(kind, plain)
         if parsed.profile is None or len(parsed.profile.content) <= SMALL:
             self._parsed[key] = parsed
-            if len(self._parsed) > REMEMBERED:
-                self._parsed.popitem(last=False)
         return parsed
 
 

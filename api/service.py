@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import anyio
 from anyio import to_thread
+from cachetools import TTLCache
 from fastapi import Request
 from sqlalchemy import Connection
 from sqlalchemy.exc import OperationalError
@@ -34,35 +34,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TEXTS_NBYTES = 64 << 20  # of policies that were requested in the last seconds
 FIRST_LOOK_S, LAST_LOOK_S = 0.02, 0.25  # between two looks at a job
 
 
-class PolicyTextCache:
-    """Texts of policies that were requested in the last seconds, by id, up to a number of bytes.
+def policy_text_cache() -> TTLCache[str, bytes]:
+    """Return a cache for texts of policies by id.
 
-    A policy never changes. One that another replica deletes is still served for `seconds`.
+    A policy never changes. One that another replica deletes is still served for `REMEMBER_S`.
     """
-
-    def __init__(self, seconds: float = REMEMBER_S, most_bytes: int = 64 << 20) -> None:
-        self._seconds, self._most_bytes, self._nbytes = seconds, most_bytes, 0
-        self._texts: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
-
-    def get(self, id: str) -> bytes | None:
-        """Return a policy's text if it was put here in the last seconds."""
-        at, text = self._texts.get(id, (0.0, b""))
-        return text if at and time.monotonic() - at < self._seconds else None
-
-    def put(self, id: str, text: bytes) -> None:
-        """Keep a policy's text; drop the oldest ones beyond the number of bytes."""
-        self.forget(id)
-        self._texts[id] = (time.monotonic(), text)
-        self._nbytes += len(text)
-        while self._nbytes > self._most_bytes:
-            self._nbytes -= len(self._texts.popitem(last=False)[1][1])
-
-    def forget(self, id: str) -> None:
-        """Drop a policy that was deleted."""
-        self._nbytes -= len(self._texts.pop(id, (0.0, b""))[1])
+    return TTLCache(TEXTS_NBYTES, REMEMBER_S, getsizeof=len)
 
 
 @dataclass(slots=True)
@@ -79,7 +60,7 @@ class Service:
     plots: PlotMaker
     worker: EmbeddedWorker | None  # runs jobs in this process
     worker_failed: bool = False  # by a bug: this process needs a restart
-    texts: PolicyTextCache = field(default_factory=PolicyTextCache)
+    texts: TTLCache[str, bytes] = field(default_factory=policy_text_cache)
     streams: Counter[str] = field(default_factory=Counter)  # by caller: open event streams
     feeds: WeakValueDictionary[str, EventFeed] = field(default_factory=WeakValueDictionary)  # by job
 

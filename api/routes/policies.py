@@ -183,7 +183,8 @@ async def get_one_policy(request: Request, id: Digest, service: ServiceOf, calle
     text = service.texts.get(id)
     if text is None:
         text = await to_thread.run_sync(look)
-        service.texts.put(id, text)
+        with suppress(ValueError):  # larger than the cache
+            service.texts[id] = text
     if request.method == "HEAD":
         return Response(headers=headers | {"Content-Length": str(len(text))}, media_type="application/json")
     if matches(request.headers.get("if-none-match"), etag(id)):
@@ -262,7 +263,7 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
             note(connection, caller.name, "delete policy", id, request.state.request_id)
 
     await to_thread.run_sync(forget)
-    service.texts.forget(id)
+    service.texts.pop(id, None)
     return Response(status_code=204)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import Lock
 
+from cachetools import TTLCache
 from sqlalchemy import Connection, func, insert, select, update
 
 from autoac.api.errors import NotFound, Unauthorised
@@ -17,6 +18,7 @@ from autoac.api.storage.database import Database, now
 from autoac.api.storage.tables import audit, keys
 
 PREFIX = "autoac_"
+MOST_REMEMBERED = 10_000  # guessed keys must not fill the memory
 REMEMBER_S = 5.0  # a revoked key may work for so long on a replica that has just seen it
 
 
@@ -121,8 +123,7 @@ class Authenticator:
         self._settings, self._database = settings, database
         token = settings.token
         self._token = None if token is None else digest_of(token.get_secret_value())
-        self._known: dict[str, tuple[float, Caller | None]] = {}
-        self._open: tuple[float, bool] = (0.0, False)
+        self._known: TTLCache[str | None, Caller | None] = TTLCache(MOST_REMEMBERED, REMEMBER_S)
         self._lock = Lock()
 
     def caller(self, secret: str | None) -> Caller:
@@ -131,57 +132,52 @@ class Authenticator:
         Raises:
             Unauthorised: the request needs a key and has none, or an unknown one.
         """
-        if secret is None:
-            if self._needs_none():
-                return LOOPBACK
-            raise Unauthorised("this service needs a key as a bearer token: Authorization: Bearer KEY")
-        digest = digest_of(secret)
-        if self._token is not None and secrets.compare_digest(digest, self._token):
-            return TOKEN
-        found = self._lookup(digest)
+        digest = None if secret is None else digest_of(secret)
+        try:
+            found = self._remembered(digest)
+        except KeyError:
+            found = self._look_up(digest)
+            with self._lock:
+                self._known[digest] = found
         if found is None:
-            raise Unauthorised("the key is unknown or was revoked; `autoac keys create` creates one")
+            raise Unauthorised(
+                "this service needs a key as a bearer token: Authorization: Bearer KEY"
+                if secret is None
+                else "the key is unknown or was revoked; `autoac keys create` creates one"
+            )
         return found
 
     def cached(self, secret: str | None) -> Caller | None:
         """Return the caller with this secret if it is in the cache. Never waits for the database."""
-        if secret is None:
-            at, free = self._open
-            return LOOPBACK if free and time.monotonic() - at < REMEMBER_S else None
-        digest = digest_of(secret)
-        if self._token is not None and secrets.compare_digest(digest, self._token):
+        with suppress(KeyError):
+            return self._remembered(None if secret is None else digest_of(secret))
+        return None
+
+    def _remembered(self, digest: str | None) -> Caller | None:
+        """Return the caller in the cache, or None if the cache knows that there is none.
+
+        Raises:
+            KeyError: the cache does not know.
+        """
+        if digest is not None and self._token is not None and secrets.compare_digest(digest, self._token):
             return TOKEN
-        at, found = self._known.get(digest, (0.0, None))
-        return found if at and time.monotonic() - at < REMEMBER_S else None
+        with self._lock:
+            return self._known[digest]
 
-    def _needs_none(self) -> bool:
-        if self._token is not None or not self._settings.on_loopback:
-            return False
-        at, free = self._open
-        if time.monotonic() - at > REMEMBER_S or not at:
-            with self._database.read() as connection:
-                free = not any_key(connection)
-            self._open = (time.monotonic(), free)
-        return free
-
-    def _lookup(self, digest: str) -> Caller | None:
-        at, found = self._known.get(digest, (0.0, None))
-        if at and time.monotonic() - at < REMEMBER_S:
-            return found
+    def _look_up(self, digest: str | None) -> Caller | None:
+        if digest is None and (self._token is not None or not self._settings.on_loopback):
+            return None
         with self._database.read() as connection:
+            if digest is None:
+                return None if any_key(connection) else LOOPBACK
             row = connection.execute(
                 select(keys.c.id, keys.c.digest, keys.c.scope).where(
                     keys.c.digest == digest, keys.c.revoked_at.is_(None)
                 )
             ).one_or_none()
-        found = None
-        if row is not None and secrets.compare_digest(row.digest, digest):
-            found = Caller(f"key:{row.id}", Scope[row.scope.upper()])
-        with self._lock:
-            if len(self._known) > 10_000:  # guessed keys must not fill the memory
-                self._known.clear()
-            self._known[digest] = (time.monotonic(), found)
-        return found
+        if row is None or not secrets.compare_digest(row.digest, digest):
+            return None
+        return Caller(f"key:{row.id}", Scope[row.scope.upper()])
 
 
 def _key(id: str, name: str, scope: str, created_at: float, revoked_at: float | None) -> Key:
