@@ -60,8 +60,14 @@ class CompiledModel(ApplyError):
 class NotApplied(LookupError):
     """`applied(model)` was called on a model that is not planned."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"this {model} is not planned; call ac_client.apply(model, budget_gb=...) first")
+    def __init__(
+        self, model: str, next_step: str = "call ac_client.apply(model, budget_gb=...) first"
+    ) -> None:
+        super().__init__(f"this {model} is not planned; {next_step}")
+
+
+NO_TRAINING = "its plan begins and ends with the training; `report` has the report of the last one"
+"""The next step of NotApplied for a callback."""
 
 
 class ShapeNotPlanned(LookupError):

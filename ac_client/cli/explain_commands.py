@@ -47,6 +47,7 @@ def explain(
         list[str] | None,
         typer.Option(
             "--tensor",
+            metavar="KEY",
             help="Key of an op, or the end of one: explain its decision and what the other would change. "
             "May be given several times.",
         ),

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ac_client import Applied, ApplyError, CompiledModel, NotApplied, Report, applied
+from ac_client.errors import NO_TRAINING
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session
@@ -90,7 +91,7 @@ class AutoACCallback(Callback):
             NotApplied: no training is running.
         """
         if self._session is None:
-            raise NotApplied("LightningModule")
+            raise NotApplied("LightningModule", NO_TRAINING)
         return self._session.at
 
     @property

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ac_client import Applied, ApplyError, NotApplied, Report
+from ac_client.errors import NO_TRAINING
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session
@@ -70,7 +71,7 @@ class AutoACCallback(TrainerCallback):
             NotApplied: no training is running.
         """
         if self._session is None:
-            raise NotApplied("Trainer's model")
+            raise NotApplied("Trainer's model", NO_TRAINING)
         return self._session.at
 
     @property

@@ -45,7 +45,7 @@ async def get_jobs(
     caller: Reader,
     piece: PieceOf,
     state: JobState | None = None,
-    kind: Literal[Kind.POLICY, Kind.FRONTIER, Kind.FLOOR] | None = None,
+    kind: Literal["policy", "frontier", "floor"] | None = None,
     profile: Annotated[
         str | None, Query(pattern="^[0-9a-f]{64}$", description="Digest of a profile.")
     ] = None,
@@ -55,7 +55,8 @@ async def get_jobs(
 
     def look() -> Page[JobView]:
         before = piece.before
-        found = jobs.page(state=state, kind=kind, profile=profile, before=before, limit=piece.rows)
+        asked = None if kind is None else Kind(kind)
+        found = jobs.page(state=state, kind=asked, profile=profile, before=before, limit=piece.rows)
         return piece.page(found, JobView.of)
 
     return await to_thread.run_sync(look)

@@ -7,7 +7,9 @@ service.run(async () => {
   const fingerprint = lastOfPath();
   const nobody = () => service.missing(`There is no model of the fingerprint ${fingerprint.slice(0, 12)}… here.`);
   if (!/^[0-9a-f]{64}$/.test(fingerprint)) return nobody();
-  const [profiles, stored] = await Promise.all([every(`/v1/profiles?fingerprint=${fingerprint}`), every(`/v1/policies?fingerprint=${fingerprint}`)]);
+  /* All stored policies of the model, and those that answer a request for their budget, as the line makes it. */
+  const storedPolicies = () => Promise.all(["", "&headroom_bytes=0"].map(more => every(`/v1/policies?fingerprint=${fingerprint}${more}`)));
+  const [profiles, [stored, answering]] = await Promise.all([every(`/v1/profiles?fingerprint=${fingerprint}`), storedPolicies()]);
   const profile = profiles.items[0], any = profile || stored.items[0];
   if (!any) return nobody();
   await service.learnModel(fingerprint);
@@ -43,7 +45,7 @@ service.run(async () => {
     });
   };
 
-  let policies = stored.items, frontier = null;
+  let policies = stored.items, answers = answering.items, frontier = null;
   const preview = stepPreview();
 
   function budgetOfAddress() {
@@ -94,8 +96,8 @@ service.run(async () => {
     }));
     find("slower").textContent = slower(point);
     find("one-liner").textContent = oneLiner(budget);
-    const fit = policies.find(policy => policy.budget_bytes === budget);
-    find("there").replaceChildren(...(fit ? ["A policy for this budget is stored: ", toPolicy(fit)] : ["No policy is stored for exactly this budget; the line has one planned."]));
+    const fit = answers.find(policy => policy.budget_bytes === budget);
+    find("there").replaceChildren(...(fit ? ["A policy for this budget is stored: ", toPolicy(fit)] : ["No policy that is stored answers a request for exactly this budget; the line has one planned."]));
     find("plan").hidden = Boolean(fit) || !profile;
     run(() => preview.choose(point, budget));
     if (plot) plot.redraw(false);
@@ -245,7 +247,7 @@ service.run(async () => {
   }
   find("compute").onclick = () => run(() => submit("/v1/frontiers", {}, gotFrontier, frontier ? {"Cache-Control": "no-cache"} : {}));
   find("plan").onclick = () => run(() => submit("/v1/policies", {budget_bytes: budget}, async () => {
-    policies = (await every(`/v1/policies?fingerprint=${fingerprint}`)).items;
+    [policies, answers] = (await storedPolicies()).map(page => page.items);
     show();
     service.say("The policy is stored.");
   }));

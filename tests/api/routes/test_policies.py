@@ -296,3 +296,8 @@ def test_openapi_names_every_model_that_it_refers_to(serve: Serve) -> None:
     for path, method in (("/v1/profiles", "post"), ("/v1/profiles/{digest}", "put")):
         assert "VersionProblem" in json.dumps(document["paths"][path][method]["responses"]["422"])
     assert serve().get("/v1/jobs", params={"kind": "profile"}).status_code == 422
+
+
+def test_refused_kind_of_jobs_is_named_as_it_is_written(serve: Serve) -> None:
+    detail = serve().get("/v1/jobs?kind=profile").json()["detail"]
+    assert detail == "query.kind: Input should be 'policy', 'frontier' or 'floor'"

@@ -344,6 +344,17 @@ def test_policy_not_found_by_its_budget_is_named_or_downloaded(visit: Visit, sto
     assert live.http.delete("/v1/aliases/chain").status_code == 204
 
 
+def test_model_page_finds_a_stored_policy_only_if_it_answers_the_line(visit: Visit, stored: Stored) -> None:
+    profile, live = chain_profile(*[3 << 20] * 4), stored.live
+    asked = {"profile": profile.model_dump(mode="json"), "budget_bytes": 1 << 30}
+    for more, words in (({"headroom_bytes": 1 << 20}, "No policy that is stored"), ({}, "A policy for this")):
+        made = live.http.post("/v1/policies", json=asked | more, headers={"Prefer": "wait=120"})
+        assert made.status_code == 201, made.text
+        page = visit.go(f"/models/{profile.fingerprint}?budget_gb=1")
+        visit.until("words => document.querySelector('#there').textContent.startsWith(words)", words)
+        assert page.is_visible("#plan") == bool(more)
+
+
 def test_stored_point_is_chosen_by_its_budget(visit: Visit, stored: Stored) -> None:
     page = visit.go(f"/models/{stored.profile.fingerprint}")
     page.focus("#budget")

@@ -207,7 +207,7 @@ def test_exception_leaves_nothing_behind(tmp_path: Path) -> None:
     assert callback.report.steps == 3
     assert_untouched(model)
     assert not torch._C._autograd._profiler_enabled()
-    with pytest.raises(ac_client.NotApplied):
+    with pytest.raises(ac_client.NotApplied, match="`report` has"):
         _ = callback.applied
 
 
