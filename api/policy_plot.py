@@ -47,6 +47,11 @@ def plot_from_body(body: bytes) -> bytes:
     return draw(Profile.from_data(both["profile"]), Policy.model_validate(both["policy"]))
 
 
+def plot(profile: Profile, found: Policy | Frontier) -> bytes:
+    """Return the plot of a policy or of a frontier of `profile`: see `draw` and `outline`."""
+    return outline(found) if isinstance(found, Frontier) else draw(profile, found)
+
+
 def draw(profile: Profile, policy: Policy) -> bytes:
     """Return the data that the page of `policy` draws, as gzipped JSON. Bytes and microseconds.
 

@@ -203,11 +203,8 @@ class Planned(Protocol):
 Planner = Callable[..., Planned]
 """`autoac.planner.plan`, or a replacement in tests."""
 
-Draw = Callable[[Profile, Policy], bytes | None]
-"""`policy_plot.draw`; returns None if a policy cannot be plotted."""
-
-Outline = Callable[[Frontier], bytes | None]
-"""`policy_plot.outline`; returns None if a frontier cannot be plotted."""
+Plot = Callable[[Profile, Policy | Frontier], bytes | None]
+"""`policy_plot.plot`; returns None if the answer cannot be plotted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +292,7 @@ def answer(
     plan: Planner = plan,
     progress: OnProgress | None = None,
     clock: Clock | None = None,
-    draw: Draw | None = None,
-    outline: Outline | None = None,
+    plot: Plot = lambda profile, found: None,
 ) -> Answer:
     """Solve a request. A policy has exactly the text that the embedded planner makes.
 
@@ -307,8 +303,7 @@ def answer(
         plan: the planner of policies, which tests replace.
         progress: called as the solver progresses.
         clock: the clock of the time limit.
-        draw: plots the policy; None: no plot is made.
-        outline: plots the frontier; None: no plot is made.
+        plot: plots the policy or the frontier; by default no plot is made.
 
     Raises what `read_request` and the planner raise.
     """
@@ -328,11 +323,10 @@ def answer(
         case PolicyRequest():
             made = plan(profile, budget_bytes=request.budget, headroom_bytes=request.headroom, **common)
             policy = made.policy()
-            return Answer(policy.to_json(), None if draw is None else draw(profile, policy))
+            return Answer(policy.to_json(), plot(profile, policy))
         case FrontierRequest():
             found = find_frontier(profile, points=request.points, **common)
-            text = json.dumps(_frontier(profile, found))
-            return Answer(text, None if outline is None else outline(found))
+            return Answer(json.dumps(_frontier(profile, found)), plot(profile, found))
         case _:
             return Answer(json.dumps(_floor(profile, find_minimum_peak(profile, **common))))
 

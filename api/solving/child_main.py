@@ -21,12 +21,12 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from autoac.api.errors import ServiceError, SolverDied
-from autoac.api.policy_plot import draw, outline, plot_from_body
+from autoac.api.policy_plot import plot, plot_from_body
 from autoac.api.requests import Answer, Kind, ParsedRequest, Planner, answer, parse_request
 from autoac.planner.errors import PlannerError
 from autoac.planner.formats.policy import Policy
@@ -62,17 +62,9 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
             outcome = plot_from_body(body)
         else:
             progress = ProgressWriter(outlet)
-            draws = verb == "answer-and-draw"
-            outcome = answer(
-                kind,
-                body,
-                most_seconds=most_seconds,
-                plan=plan,
-                progress=progress,
-                clock=time.monotonic,
-                draw=draw_if_quick if draws else None,
-                outline=outline_if_quick if draws else None,
-            )
+            options: dict[str, Any] = {"plot": plot_if_quick} if verb == "answer-and-draw" else {}
+            options |= {"plan": plan, "progress": progress, "clock": time.monotonic}
+            outcome = answer(kind, body, most_seconds=most_seconds, **options)
             progress.flush()
     except (PlannerError, ServiceError) as error:
         outcome = error
@@ -82,17 +74,13 @@ def main(argv: Sequence[str], plan: Planner = plan) -> None:
         frame(outlet, b"R", pickle.dumps(outcome))
 
 
-def draw_if_quick(profile: Profile, policy: Policy) -> bytes | None:
-    """Plot a policy; return None if that fails or takes long. The first visit to its page plots it then."""
-    return _if_quick(lambda: draw(profile, policy), DRAW_S)
+def plot_if_quick(profile: Profile, found: Policy | Frontier) -> bytes | None:
+    """Plot a policy or a frontier; return None if that fails or takes long.
 
+    The first visit to the page of a policy plots it then.
+    """
+    seconds = OUTLINE_S if isinstance(found, Frontier) else DRAW_S
 
-def outline_if_quick(found: Frontier) -> bytes | None:
-    """Plot a frontier; return None if that fails or takes long."""
-    return _if_quick(lambda: outline(found), OUTLINE_S)
-
-
-def _if_quick(work: Callable[[], bytes], seconds: float) -> bytes | None:
     def too_long(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"a plot must take at most {seconds:g} s")
 
@@ -100,7 +88,7 @@ def _if_quick(work: Callable[[], bytes], seconds: float) -> bytes | None:
     try:
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            return work()
+            return plot(profile, found)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except Exception:

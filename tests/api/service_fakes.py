@@ -19,7 +19,7 @@ from typing import Any
 
 import anyio
 
-from autoac.api.policy_plot import draw, outline, plot_from_body
+from autoac.api.policy_plot import plot, plot_from_body
 from autoac.api.requests import Answer, Kind, ParsedRequest, answer, parse_request
 from autoac.api.solving import child_main as child
 from autoac.api.solving.child_process import OnJobProgress, SpawnedSolver
@@ -235,8 +235,7 @@ class InProcess:
             most_seconds=self.most_seconds,
             plan=self.plan,
             progress=progress,
-            draw=draw if draws else None,
-            outline=outline if draws else None,
+            **({"plot": plot} if draws else {}),
         )
 
     async def draw(self, body: bytes) -> bytes:

@@ -189,9 +189,9 @@ def test_failed_or_slow_plot_does_not_lose_the_answer(
 
     policy = save_all(profile, budget_gb=1).policy()
     other = chain_profile(1, 2)
-    assert child.draw_if_quick(other, policy) is None
+    assert child.plot_if_quick(other, policy) is None
     assert "OtherProfile" in caplog.text
     monkeypatch.setattr(child, "DRAW_S", 0.05)
-    monkeypatch.setattr(child, "draw", endless)
-    assert child.draw_if_quick(profile, policy) is None
+    monkeypatch.setattr(child, "plot", endless)
+    assert child.plot_if_quick(profile, policy) is None
     assert "TimeoutError" in caplog.text
