@@ -25,6 +25,8 @@ from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
 from autoac.planner.solver.time_limit import Clock
 
+WEIGHT_SHARE = 0.5  # of backward's time: the weight half, where a schedule splits backward
+
 
 class PlanOptions(TypedDict, total=False):
     """Options that go to `plan` as they are."""
@@ -142,7 +144,6 @@ def plan_stages(
     budget_gb: float | Sequence[float],
     chunks: int | None = None,
     weight_half_bytes: Sequence[int] | None = None,
-    weight_share: float = 0.5,
     constraints: Constraints | Sequence[Constraints | None] | None = None,
     **options: Unpack[PlanOptions],
 ) -> Stages:
@@ -158,7 +159,6 @@ def plan_stages(
         weight_half_bytes: by stage, what a microbatch holds between its input and its weight half, where
             the schedule splits them. Without it such a microbatch counts like any other in flight, which
             is too little where the runtime keeps recomputed values for the weight half.
-        weight_share: of backward's time, the weight half's.
         constraints: as for `plan_stage`; one for each stage, or one for all, whose patterns must then stand
             for something in every stage.
         options: as for `plan`, for each stage by itself.
@@ -180,8 +180,6 @@ def plan_stages(
             raise InvalidPipeline(
                 f"{name} must have one entry for each of the {p} stages, got {len(entries)}"
             )
-    if not 0 <= weight_share <= 1:
-        raise InvalidPipeline(f"weight_share must be from 0 to 1, got {weight_share!r}")
     stages = []
     plain = []
     n_chunks = 1
@@ -205,9 +203,9 @@ def plan_stages(
         except (InfeasibleBudget, InvalidConstraints) as error:
             error.add_note(f"This is stage {s} of {p}, which holds {n} microbatches under {schedule}.")
             raise
-        cost = _cost(stage_plan.graph, stage_plan.recompute_us, weight_share)
+        cost = _cost(stage_plan.graph, stage_plan.recompute_us)
         stages.append(Stage(n, waiting_bytes, stage_plan, cost))
-        plain.append(_cost(stage_plan.graph, 0.0, weight_share))
+        plain.append(_cost(stage_plan.graph, 0.0))
     return Stages(
         schedule=Schedule(schedule),
         n_microbatches=n_microbatches,
@@ -224,11 +222,11 @@ def _chunk_bytes(profile: Profile | Graph) -> int:
     return profile.static.total - profile.static.inputs + profile.gradient_nbytes
 
 
-def _cost(graph: Graph, recompute_us: float, weight_share: float) -> Cost:
+def _cost(graph: Graph, recompute_us: float) -> Cost:
     """Return the cost of a microbatch; recompute runs in the input half of backward, which comes first."""
     backward = sum(step.runtime_us for step in graph.steps)
     return Cost(
         forward_us=sum(op.runtime_us for op in graph.ops),
-        input_us=backward * (1 - weight_share) + recompute_us,
-        weight_us=backward * weight_share,
+        input_us=backward * (1 - WEIGHT_SHARE) + recompute_us,
+        weight_us=backward * WEIGHT_SHARE,
     )
