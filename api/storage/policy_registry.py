@@ -81,7 +81,7 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFilter:
-    """What a list of policies must match; None matches all.
+    """Select the policies of a list; None matches all.
 
     With `options`, only policies match that answer a request with these options: the same headroom, gap and
     constraints, and a solver that reached the gap or had at least as much time.
