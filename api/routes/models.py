@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from typing import Annotated, Self
+from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from autoac.api.errors import MalformedRequest
 from autoac.api.requests import read_json
 from autoac.api.routes.access import Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import BODY, GONE, Digest, body_of, problems
 from autoac.api.routes.pagination import Page, PieceOf
-from autoac.api.routes.views import View, when
+from autoac.api.routes.views import JsonText, View
 from autoac.api.service import Service
 from autoac.api.storage.keys import Caller, note
-from autoac.api.storage.profile_registry import StoredModel, get_model, list_models, name_model
+from autoac.api.storage.profile_registry import get_model, list_models, name_model
 from autoac.planner.formats.base import complaints
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
+
+
+def _plans(frontier: bytes | None) -> Any:
+    return None if frontier is None else json.loads(frontier)["plans"]
 
 
 class PointView(BaseModel):
@@ -37,28 +41,14 @@ class ModelView(View):
 
     fingerprint: str
     model: str = Field(description="The name of the class.")
-    inputs: list[str] = Field(description='Of the profiled step: "int64[8, 1024]".')
+    inputs: Annotated[list[str], JsonText] = Field(description='Of the profiled step: "int64[8, 1024]".')
     parameter_bytes: int
     name: str | None = Field(description="The name that a person gave it, or null.")
     named_by: str | None
     named_at: datetime | None
-    frontier: list[PointView] | None = Field(description="The newest frontier, by peak.")
-
-    @classmethod
-    def of(cls, row: StoredModel) -> Self:
-        plans = None if row.frontier is None else json.loads(row.frontier)["plans"]
-        return cls(
-            fingerprint=row.fingerprint,
-            model=row.model,
-            inputs=json.loads(row.inputs),
-            parameter_bytes=row.parameter_bytes,
-            name=row.name,
-            named_by=row.named_by,
-            named_at=None if row.named_at is None else when(row.named_at),
-            frontier=None
-            if plans is None
-            else [PointView(**{name: plan[name] for name in PointView.model_fields}) for plan in plans],
-        )
+    frontier: Annotated[list[PointView] | None, BeforeValidator(_plans)] = Field(
+        description="The newest frontier, by peak."
+    )
 
 
 class NameRequest(BaseModel):

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
-from typing import Any, Self
+from datetime import datetime
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sqlalchemy import Connection, select
 
 from autoac.api.requests import Kind
-from autoac.api.storage.alias_registry import Alias, Move
+from autoac.api.storage.alias_registry import Alias
 from autoac.api.storage.job_store import Job, JobState
 from autoac.api.storage.policy_registry import StoredPolicy
-from autoac.api.storage.profile_registry import StoredProfile
 from autoac.api.storage.tables import audit
+
+JsonText = BeforeValidator(lambda text: text if text is None else json.loads(text))
+"""Reads a field whose column has JSON."""
 
 
 class View(BaseModel):
-    """Base class of the JSON objects that the service returns."""
+    """Base class of the JSON objects that the service returns. Times are those of the database, as UTC."""
 
     model_config = ConfigDict(frozen=True)
+
+    @classmethod
+    def of(cls, row: Any, **more: Any) -> Self:
+        """Return the view of a stored row; `more` has the fields that the row lacks."""
+        return cls(**{name: getattr(row, name) for name in cls.model_fields if name not in more} | more)
 
 
 class ProfileView(View):
@@ -31,15 +38,11 @@ class ProfileView(View):
     fingerprint: str
     device: str
     ops: int
-    inputs: list[str] = Field(description='Of the profiled step: "int64[8, 1024]".')
+    inputs: Annotated[list[str], JsonText] = Field(description='Of the profiled step: "int64[8, 1024]".')
     parameter_bytes: int
     plain_bytes: int = Field(description="Size of the published form.")
     created_at: datetime
     created_by: str
-
-    @classmethod
-    def of(cls, row: StoredProfile) -> Self:
-        return cls(**_fields(row, "created_at") | {"inputs": json.loads(row.inputs)})
 
 
 class PolicyView(View):
@@ -62,8 +65,8 @@ class PolicyView(View):
     url: str
 
     @classmethod
-    def of(cls, row: StoredPolicy) -> Self:
-        return cls(**_fields(row, "created_at"), url=f"/v1/policies/{row.id}")
+    def of(cls, row: StoredPolicy, **more: Any) -> Self:
+        return super().of(row, url=f"/v1/policies/{row.id}", **more)
 
 
 class AliasView(View):
@@ -77,8 +80,8 @@ class AliasView(View):
     policy_url: str
 
     @classmethod
-    def of(cls, row: Alias) -> Self:
-        return cls(**_fields(row, "moved_at"), policy_url=f"/v1/policies/{row.policy_id}")
+    def of(cls, row: Alias, **more: Any) -> Self:
+        return super().of(row, policy_url=f"/v1/policies/{row.policy_id}", **more)
 
 
 class MoveView(View):
@@ -88,10 +91,6 @@ class MoveView(View):
     policy_id: str | None = Field(description="null if the alias was deleted.")
     moved_at: datetime
     moved_by: str
-
-    @classmethod
-    def of(cls, row: Move) -> Self:
-        return cls(**_fields(row, "moved_at"))
 
 
 class ProgressView(View):
@@ -120,31 +119,18 @@ class JobView(View):
     finished_at: datetime | None
     progress: ProgressView | None
     policy_id: str | None
-    problem: dict[str, Any] | None = Field(description="Of a failed job: the problem document.")
+    problem: Annotated[dict[str, Any] | None, JsonText] = Field(
+        description="Of a failed job: the problem document."
+    )
     url: str
     events_url: str
     result_url: str
 
     @classmethod
-    def of(cls, job: Job, progress: dict[str, Any] | None = None) -> Self:
-        return cls(
-            id=job.id,
-            kind=job.kind,
-            state=job.state,
-            profile_digest=job.profile_digest,
-            options=job.options,
-            owner=job.owner,
-            attempt=job.attempt,
-            created_at=when(job.created_at),
-            started_at=None if job.started_at is None else when(job.started_at),
-            finished_at=None if job.finished_at is None else when(job.finished_at),
-            progress=None if progress is None else ProgressView(**progress),
-            policy_id=job.policy_id,
-            problem=None if job.problem is None else json.loads(job.problem),
-            url=f"/v1/jobs/{job.id}",
-            events_url=f"/v1/jobs/{job.id}/events",
-            result_url=f"/v1/jobs/{job.id}/result",
-        )
+    def of(cls, row: Job, progress: dict[str, Any] | None = None, **more: Any) -> Self:
+        url = f"/v1/jobs/{row.id}"
+        urls = {"url": url, "events_url": f"{url}/events", "result_url": f"{url}/result"}
+        return super().of(row, progress=progress, **urls, **more)
 
 
 class AuditLine(View):
@@ -163,14 +149,4 @@ def audit_lines(connection: Connection, before: int | None, limit: int) -> list[
     query = select(audit).order_by(audit.c.number.desc()).limit(limit)
     if before is not None:
         query = query.where(audit.c.number < before)
-    return [AuditLine(**row._asdict() | {"at": when(row.at)}) for row in connection.execute(query)]
-
-
-def _fields(row: Any, time: str) -> dict[str, Any]:
-    fields = {name: getattr(row, name) for name in row.__slots__ if name != "number"}
-    return fields | {time: when(fields[time])}
-
-
-def when(seconds: float) -> datetime:
-    """Return a time of the database as a UTC datetime."""
-    return datetime.fromtimestamp(seconds, UTC)
+    return [AuditLine.of(row) for row in connection.execute(query)]
