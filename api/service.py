@@ -138,17 +138,30 @@ class Service:
                 await to_thread.run_sync(end_wait, job.id)
         return job
 
-    async def read_on_loop(self, look: Callable[[Connection], T]) -> T:
-        """Return what `look` reads, which must be a few rows by an index: see `Database.read_on_loop`."""
-        if self.database.is_sqlite:
-            with suppress(OperationalError), self.database.read_on_loop() as connection:
-                return look(connection)
+    async def read(self, look: Callable[[Connection], T]) -> T:
+        """Return what `look` reads in one transaction, in a thread."""
 
         def in_thread() -> T:
             with self.database.read() as connection:
                 return look(connection)
 
         return await to_thread.run_sync(in_thread)
+
+    async def write(self, change: Callable[[Connection], T]) -> T:
+        """Return what `change` returns once its transaction is committed, in a thread."""
+
+        def in_thread() -> T:
+            with self.database.write() as connection:
+                return change(connection)
+
+        return await to_thread.run_sync(in_thread)
+
+    async def read_on_loop(self, look: Callable[[Connection], T]) -> T:
+        """Return what `look` reads, which must be a few rows by an index: see `Database.read_on_loop`."""
+        if self.database.is_sqlite:
+            with suppress(OperationalError), self.database.read_on_loop() as connection:
+                return look(connection)
+        return await self.read(look)
 
     def worker_count(self) -> int:
         """Return the number of live workers, the one in this process included."""

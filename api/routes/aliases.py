@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from anyio import to_thread
 from fastapi import APIRouter, Header, Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from sqlalchemy import Connection
 
 from autoac.api.errors import MalformedRequest, NotFound
 from autoac.api.problems import Problem
@@ -61,12 +61,11 @@ async def get_aliases(
 ) -> Page[AliasView]:
     """List aliases with the policies that they name."""
 
-    def look() -> Page[AliasView]:
-        with service.database.read() as connection:
-            found = list_aliases(connection, after=piece.after, policy=policy, limit=piece.rows)
+    def look(connection: Connection) -> Page[AliasView]:
+        found = list_aliases(connection, after=piece.after, policy=policy, limit=piece.rows)
         return piece.page(found, AliasView.of, lambda row: row.name)
 
-    return await to_thread.run_sync(look)
+    return await service.read(look)
 
 
 @router.get(
@@ -80,11 +79,10 @@ async def get_one_alias(
 ) -> AliasView | Response:
     """Get the policy that the alias names, and who moved it when. Use the ETag as If-Match of a move."""
 
-    def look() -> AliasView:
-        with service.database.read() as connection:
-            return AliasView.of(get_alias(connection, name))
+    def look(connection: Connection) -> AliasView:
+        return AliasView.of(get_alias(connection, name))
 
-    found = await to_thread.run_sync(look)
+    found = await service.read(look)
     headers = {"ETag": etag(found.revision), "Cache-Control": "no-cache"}
     if matches(request.headers.get("if-none-match"), etag(found.revision)):
         return Response(status_code=304, headers=headers)
@@ -118,14 +116,13 @@ async def put_alias(
     except ValidationError as error:
         raise MalformedRequest(complaints(error)) from None
 
-    def move() -> tuple[AliasView, bool]:
-        with service.database.write() as connection:
-            moved, new = move_alias(connection, name, body.policy_id, caller.name, expected=expected)
-            subject = f"{name} -> {body.policy_id}"
-            note(connection, caller.name, "move alias", subject, request.state.request_id)
-            return AliasView.of(moved), new
+    def move(connection: Connection) -> tuple[AliasView, bool]:
+        moved, new = move_alias(connection, name, body.policy_id, caller.name, expected=expected)
+        subject = f"{name} -> {body.policy_id}"
+        note(connection, caller.name, "move alias", subject, request.state.request_id)
+        return AliasView.of(moved), new
 
-    moved, new = await to_thread.run_sync(move)
+    moved, new = await service.write(move)
     response.status_code = 201 if new else 200
     response.headers["ETag"] = etag(moved.revision)
     return moved
@@ -140,12 +137,11 @@ async def delete_alias(
     """Delete the alias; its history and its policy stay."""
     expected = expected_revision(if_match, None) if if_match is not None else None
 
-    def remove() -> None:
-        with service.database.write() as connection:
-            remove_alias(connection, name, caller.name, expected=expected)
-            note(connection, caller.name, "delete alias", name, request.state.request_id)
+    def remove(connection: Connection) -> None:
+        remove_alias(connection, name, caller.name, expected=expected)
+        note(connection, caller.name, "delete alias", name, request.state.request_id)
 
-    await to_thread.run_sync(remove)
+    await service.write(remove)
     return Response(status_code=204)
 
 
@@ -153,13 +149,10 @@ async def delete_alias(
 async def get_history(name: AliasName, service: ServiceOf, caller: Reader, piece: PieceOf) -> Page[MoveView]:
     """List the moves, newest first: who moved the alias, when, and to which policy."""
 
-    def look() -> Page[MoveView]:
-        with service.database.read() as connection:
-            return piece.page(
-                alias_history(connection, name, before=piece.before, limit=piece.rows), MoveView.of
-            )
+    def look(connection: Connection) -> Page[MoveView]:
+        return piece.page(alias_history(connection, name, before=piece.before, limit=piece.rows), MoveView.of)
 
-    return await to_thread.run_sync(look)
+    return await service.read(look)
 
 
 @router.get(
@@ -175,15 +168,14 @@ async def get_history(name: AliasName, service: ServiceOf, caller: Reader, piece
 async def get_named_policy(request: Request, name: AliasName, service: ServiceOf, caller: Reader) -> Response:
     """Get the policy's published form. Its id is the ETag, so a client learns cheaply that nothing moved."""
 
-    def look() -> tuple[str, bytes]:
-        with service.database.read() as connection:
-            id = get_alias(connection, name).policy_id
-            found = read_policy(connection, id)
+    def look(connection: Connection) -> tuple[str, bytes]:
+        id = get_alias(connection, name).policy_id
+        found = read_policy(connection, id)
         if found is None:
             raise NotFound(f"no alias {name}")
         return id, found.text
 
-    id, text = await to_thread.run_sync(look)
+    id, text = await service.read(look)
     headers = {"ETag": etag(id), "Content-Location": f"/v1/policies/{id}", "Cache-Control": "no-cache"}
     if matches(request.headers.get("if-none-match"), etag(id)):
         return Response(status_code=304, headers=headers)

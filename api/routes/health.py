@@ -121,8 +121,6 @@ async def audit(
 ) -> Page[AuditLine]:
     """List the lines of the audit log, newest first."""
 
-    def look() -> Page[AuditLine]:
-        with service.database.read() as connection:
-            return piece.page(audit_lines(connection, piece.before, piece.rows), lambda line: line)
-
-    return await to_thread.run_sync(look)
+    return await service.read(
+        lambda connection: piece.page(audit_lines(connection, piece.before, piece.rows), lambda line: line)
+    )

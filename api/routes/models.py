@@ -6,9 +6,9 @@ import json
 from datetime import datetime
 from typing import Annotated, Any
 
-from anyio import to_thread
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from sqlalchemy import Connection
 
 from autoac.api.errors import MalformedRequest
 from autoac.api.requests import read_json
@@ -63,23 +63,18 @@ class NameRequest(BaseModel):
 async def get_models(service: ServiceOf, caller: Reader, piece: PieceOf) -> Page[ModelView]:
     """List the models that have a profile."""
 
-    def look() -> Page[ModelView]:
-        with service.database.read() as connection:
-            found = list_models(connection, before=piece.before, limit=piece.rows)
+    def look(connection: Connection) -> Page[ModelView]:
+        found = list_models(connection, before=piece.before, limit=piece.rows)
         return piece.page(found, ModelView.of)
 
-    return await to_thread.run_sync(look)
+    return await service.read(look)
 
 
 @router.get("/{fingerprint}", summary="A model", responses=problems(GONE))
 async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader) -> ModelView:
     """Get a model's name and its small frontier."""
 
-    def look() -> ModelView:
-        with service.database.read() as connection:
-            return ModelView.of(get_model(connection, fingerprint))
-
-    return await to_thread.run_sync(look)
+    return await service.read(lambda connection: ModelView.of(get_model(connection, fingerprint)))
 
 
 @router.put(
@@ -111,10 +106,9 @@ async def delete_name(
 async def _named(
     service: Service, fingerprint: str, name: str | None, caller: Caller, request: Request
 ) -> ModelView:
-    def write() -> ModelView:
-        with service.database.write() as connection:
-            found = name_model(connection, fingerprint, name, caller.name)
-            note(connection, caller.name, "name model", fingerprint, request.state.request_id)
-            return ModelView.of(found)
+    def write(connection: Connection) -> ModelView:
+        found = name_model(connection, fingerprint, name, caller.name)
+        note(connection, caller.name, "name model", fingerprint, request.state.request_id)
+        return ModelView.of(found)
 
-    return await to_thread.run_sync(write)
+    return await service.write(write)

@@ -151,12 +151,8 @@ async def get_policies(
         found = list_policies(connection, wanted, before=piece.before, limit=piece.rows)
         return piece.page(found, PolicyView.of).model_dump_json()
 
-    def read() -> str:
-        with service.database.read() as connection:
-            return look(connection)
-
     few = wanted.fingerprint is not None and wanted.budget_bytes is not None
-    return json_text(await (service.read_on_loop(look) if few else to_thread.run_sync(read)))
+    return json_text(await (service.read_on_loop(look) if few else service.read(look)))
 
 
 @router.head(
@@ -176,13 +172,9 @@ async def get_one_policy(request: Request, id: Digest, service: ServiceOf, calle
     """Get the published form. It never changes, so the id is the ETag."""
     headers = {"ETag": etag(id), "Cache-Control": "private, max-age=31536000, immutable"}
 
-    def look() -> bytes:
-        with service.database.read() as connection:
-            return _text(connection, id)
-
     text = service.texts.get(id)
     if text is None:
-        text = await to_thread.run_sync(look)
+        text = await service.read(lambda connection: _text(connection, id))
         with suppress(ValueError):  # larger than the cache
             service.texts[id] = text
     if request.method == "HEAD":
@@ -196,11 +188,7 @@ async def get_one_policy(request: Request, id: Digest, service: ServiceOf, calle
 async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyView:
     """Get a policy's version, its predictions, and who requested it when."""
 
-    def look() -> PolicyView:
-        with service.database.read() as connection:
-            return PolicyView.of(get_policy(connection, id))
-
-    return await to_thread.run_sync(look)
+    return await service.read(lambda connection: PolicyView.of(get_policy(connection, id)))
 
 
 @router.get(
@@ -233,12 +221,11 @@ async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: 
     headers = {"ETag": f"W/{tag}", "Cache-Control": "private, no-cache", "Vary": "Accept-Encoding"}
     known = matches(request.headers.get("if-none-match"), tag)
 
-    def look() -> bytes | None:
-        with service.database.read() as connection:
-            get_policy(connection, id)
-            return None if known else read_plot(connection, id)
+    def look(connection: Connection) -> bytes | None:
+        get_policy(connection, id)
+        return None if known else read_plot(connection, id)
 
-    drawn = await to_thread.run_sync(look)
+    drawn = await service.read(look)
     if known:
         return Response(status_code=304, headers=headers)
     if drawn is None:
@@ -257,12 +244,11 @@ async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: 
 async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Admin) -> Response:
     """Delete a policy, unless an alias names it."""
 
-    def forget() -> None:
-        with service.database.write() as connection:
-            delete_policy(connection, id)
-            note(connection, caller.name, "delete policy", id, request.state.request_id)
+    def forget(connection: Connection) -> None:
+        delete_policy(connection, id)
+        note(connection, caller.name, "delete policy", id, request.state.request_id)
 
-    await to_thread.run_sync(forget)
+    await service.write(forget)
     service.texts.pop(id, None)
     return Response(status_code=204)
 
@@ -276,12 +262,11 @@ async def get_difference(
     """Compare two policies, each named by its id or an alias, by what each really holds."""
     refuse_nul(before=before, after=after)
 
-    def look() -> tuple[list[str], list[bytes]]:
-        with service.database.read() as connection:
-            ids = [_resolved(connection, name) for name in (before, after)]
-            return ids, [_text(connection, id) for id in ids]
+    def look(connection: Connection) -> tuple[list[str], list[bytes]]:
+        ids = [_resolved(connection, name) for name in (before, after)]
+        return ids, [_text(connection, id) for id in ids]
 
-    ids, texts = await to_thread.run_sync(look)
+    ids, texts = await service.read(look)
     drawings = [await _drawn(request, service, id) for id in ids]
 
     def compare() -> DifferenceView:
@@ -305,11 +290,7 @@ async def get_difference(
 async def _drawn(request: Request, service: Service, id: str) -> bytes | None:
     """Return the plot of a policy, made now if it is missing; None if that fails or takes long."""
 
-    def look() -> bytes | None:
-        with service.database.read() as connection:
-            return read_plot(connection, id)
-
-    found = await to_thread.run_sync(look)
+    found = await service.read(lambda connection: read_plot(connection, id))
     if found is None:
         with suppress(NotFound, PlannerError, SolverDied, SolveTimedOut):
             found = await service.plots.plot(request, id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
+from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.errors import MalformedRequest
@@ -110,19 +111,18 @@ async def get_profiles(
     """List profiles without their content."""
     refuse_nul(model=model, fingerprint=fingerprint, device=device)
 
-    def look() -> Page[ProfileView]:
-        with service.database.read() as connection:
-            found = list_profiles(
-                connection,
-                model=model,
-                fingerprint=fingerprint,
-                device=device,
-                before=piece.before,
-                limit=piece.rows,
-            )
+    def look(connection: Connection) -> Page[ProfileView]:
+        found = list_profiles(
+            connection,
+            model=model,
+            fingerprint=fingerprint,
+            device=device,
+            before=piece.before,
+            limit=piece.rows,
+        )
         return piece.page(found, ProfileView.of)
 
-    return await to_thread.run_sync(look)
+    return await service.read(look)
 
 
 @router.head(
@@ -143,14 +143,13 @@ async def get_one_profile(request: Request, digest: Digest, service: ServiceOf, 
     headers = {"ETag": etag(digest), "Cache-Control": "private, max-age=31536000, immutable"}
     known = request.method == "HEAD" or matches(request.headers.get("if-none-match"), etag(digest))
 
-    def look() -> bytes:
-        with service.database.read() as connection:
-            if known:
-                get_profile(connection, digest)
-                return b""
-            return profile_text(connection, digest)
+    def look(connection: Connection) -> bytes:
+        if known:
+            get_profile(connection, digest)
+            return b""
+        return profile_text(connection, digest)
 
-    text = await to_thread.run_sync(look)
+    text = await service.read(look)
     if known:
         return Response(status_code=200 if request.method == "HEAD" else 304, headers=headers)
     return json_text(text, headers=headers)
@@ -165,10 +164,9 @@ async def get_one_profile(request: Request, digest: Digest, service: ServiceOf, 
 async def delete_one_profile(request: Request, digest: Digest, service: ServiceOf, caller: Admin) -> Response:
     """Delete a profile and its finished jobs; its policies stay."""
 
-    def forget() -> None:
-        with service.database.write() as connection:
-            delete_profile(connection, digest)
-            note(connection, caller.name, "delete profile", digest, request.state.request_id)
+    def forget(connection: Connection) -> None:
+        delete_profile(connection, digest)
+        note(connection, caller.name, "delete profile", digest, request.state.request_id)
 
-    await to_thread.run_sync(forget)
+    await service.write(forget)
     return Response(status_code=204)
