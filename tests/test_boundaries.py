@@ -92,24 +92,23 @@ ac_client/entry:        base service_client runtime measure planning planner pla
                         profiler/distributed profiler/static
 ac_client:              base entry
 ac_client/integrations: base planning entry planner ac_client
-ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler ac_client
-ac_client/demo:         base measure planner planner/formats planner/problem planner/memory planner/report
-                        profiler ac_client
+ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler
+ac_client/demo:         measure planner planner/report ac_client
 ac_client/doctor:       base measure planner planner/base profiler profiler/timing ac_client
 ac_client/cli:          base regenerate demo doctor planner planner/base planner/formats planner/problem
                         planner/report profiler ac_client api/cli
-api/base:               planner planner/base planner/formats planner/solver planner/plans
+api/base:               planner/base planner/formats planner/solver planner/plans
 api/telemetry:
-api/plot:               planner planner/formats planner/memory planner/plans planner/report
+api/plot:               planner/formats planner/memory planner/plans planner/report
 api/storage:            base plot planner planner/base planner/formats
-api/error_mapping:      base storage planner planner/base
-api/solving:            base telemetry plot storage error_mapping planner planner/base planner/solver
+api/error_mapping:      base storage planner/base
+api/solving:            base telemetry plot storage error_mapping planner/base planner/solver
                         planner/formats planner/plans
-api/service:            base telemetry plot storage error_mapping solving planner planner/base planner/formats
+api/service:            base telemetry plot storage solving
 api/web:                planner/report
-api/routes:             base telemetry plot storage error_mapping solving service web planner planner/base
+api/routes:             base telemetry plot storage service web planner/base
                         planner/formats planner/plans planner/report
-api/app:                base telemetry storage error_mapping solving service routes planner planner/base
+api/app:                base telemetry storage error_mapping solving service routes planner/base
                         planner/formats
 api:                    app cli
 api/cli:                base telemetry storage solving app
