@@ -34,11 +34,11 @@ def run_in_child(function: Callable[..., T], *args: object, limit_s: float | Non
             raise TimeoutError(f"{_name(function)} must end within {limit_s} s")
         result: T = receiver.recv()
     except EOFError:
-        raise RuntimeError(f"{_name(function)}{args[:1]} failed; see the traceback above") from None
+        raise RuntimeError(f"{_name(function)}({str(args)[1:80]}) failed; see the traceback above") from None
     finally:
         child.join()
     return result
 
 
 def _name(function: Callable[..., object]) -> str:
-    return str(getattr(function, "__name__", function))
+    return str(getattr(getattr(function, "func", function), "__name__", "the call"))  # `func` of a partial
