@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import statistics
-import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ac_client.errors import NotApplied
 from ac_client.files import write_whole
@@ -23,32 +21,16 @@ from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.measure.recording_overhead import recording_us_of_process
 from ac_client.measure.report import Report
 from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.facts.peak_counter import PeakBounds, proposed_headroom
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.loop_watch import LoopWatch
-from ac_client.planning.models_on_device import ModelOnDevice
-from ac_client.planning.oom_retry import OomRetry, is_out_of_memory
-from ac_client.planning.optimizer_steps import ModelOptimizers, UnplannedSteps
-from ac_client.planning.peak_counter import proposed_headroom
-from ac_client.planning.plan_batch import BatchProfiler, BucketPlanner, BudgetPlanner
-from ac_client.planning.planned_forward import PlannedForward
-from ac_client.planning.policy_store import PolicyStore, Shapes
-from ac_client.planning.ranks import AUTO, Group
-from ac_client.planning.replan import PeakWatch, Replanner
-from ac_client.runtime.cursor import OffPath
+from ac_client.planning.model_hooks import ModelHooks
+from ac_client.planning.model_planning import ModelPlanning
+from ac_client.planning.options import ApplyOptions
 from ac_client.runtime.policy_context import active
-from ac_client.runtime.replay import recording_off
-from autoac.planner import Constraints, Plan, Policy, PolicySet
-from autoac.profiler import Loss, device_of
-from autoac.profiler.compiler.private_compiler import check_version, is_tested
+from autoac.planner import Plan, Policy, PolicySet
+from autoac.profiler import Loop, device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
-from autoac.profiler.distributed.ddp import wrapper_paths
-from autoac.profiler.errors import CannotProfile
-from autoac.profiler.torch_facts import private
-from autoac.profiler.torch_facts.batch_contents import batch_tensors
-from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled, uncompiled
-from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_calls
-from autoac.profiler.torch_facts.streams import is_capturing
-from autoac.profiler.unseen.fingerprints import Comparison
+from autoac.profiler.torch_facts.inductor import uncompiled
 
 log = logging.getLogger("ac_client")
 
@@ -69,80 +51,20 @@ class Applied:
     def __init__(
         self,
         model: nn.Module,
+        options: ApplyOptions,
         *,
-        budget_bytes: int | None,
-        headroom_bytes: int,
-        constraints: Constraints | None,
-        optimizer: torch.optim.Optimizer | None,
-        policy: Policy | PolicySet | None,
-        service: str | None,
-        require_service: bool = False,
-        strict: bool,
-        shapes: Shapes = "bucket",
-        group: Group = AUTO,
-        loss: Loss | None = None,
-        forwards_in_flight: int | None = None,
-        verify: int | None = None,
-        take_over_checkpoints: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        policy: Policy | PolicySet | None = None,
     ) -> None:
-        self.budget_bytes = budget_bytes
-        self._verify = verify
+        self.budget_bytes = options.budget_bytes
         self._model = weakref.ref(model)
-        self._name = type(model).__name__
-        self._strict = strict
-        self._takes_over_checkpoints = take_over_checkpoints
-        self._optimizers = ModelOptimizers(model, optimizer)
-        planner = BudgetPlanner(
-            self._name, budget_bytes, headroom_bytes, constraints, service, require_service
-        )
-        self._watch = LoopWatch(planner, forwards_in_flight, has_loss=loss is not None)
-        self._on_device = ModelOnDevice(
-            model,
-            self._name,
-            self._optimizers,
-            budget_bytes=budget_bytes,
-            limit=planner.limit if budget_bytes is not None else 0,
-            waiting=self._watch.waiting,
-        )
-        takes_all = forwards_in_flight is not None and forwards_in_flight > 1
-        self._profiler = BatchProfiler(
-            planner,
-            self._optimizers,
-            loss,
-            loss_takes_all=takes_all,
-            takes_over_checkpoints=take_over_checkpoints,
-        )
-        buckets = BucketPlanner(planner, self._profiler, self._on_device)
-        self._replanner = replanner = Replanner(buckets, self._optimizers)
-        self._peaks = PeakWatch(model, self._optimizers, replanner)
-        self._store = PolicyStore(
-            model,
-            buckets,
-            replanner,
-            self._watch,
-            self._peaks,
-            policy=policy,
-            strict=strict,
-            shapes=shapes,
-            group=group,
-        )
-        self._forward = PlannedForward()
-        self._retry = OomRetry(model, planner, replanner, self._store, self._peaks, self._forward)
-        self._wrappers = wrapper_paths(model)
-        self._off_path = ""
+        remove = weakref.WeakMethod(self.remove)
+        self._planning = ModelPlanning(model, options, optimizer=optimizer, policy=policy, on_failure=remove)
+        self._store = self._planning.store
         self._measured = MeasuredSteps()
-        self._steps = 0
-        self._optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
-        self._forwards = 0  # that train, planned or not
-        self._unplanned = UnplannedSteps(self._name)
-        self._began: list[float] = []
-        self._handles: list[RemovableHandle] = []
         _applied[model] = self
-        self._submodule_handles: list[Watch] = []
-        self._compiled = False  # torch.compile ran the last forward as a whole
-        self._compiled_parts: list[str] = []  # that were compiled by themselves
         forget_code_that_calls(model)
-        self._attach(model)
+        self._hooks = ModelHooks(model, self._planning, self._measured, remove)
 
     @property
     def policy(self) -> Policy | None:
@@ -155,7 +77,7 @@ class Applied:
 
         Such a forward runs several times for one batch, so what it logs or counts belongs to no step.
         """
-        return self._profiler.profiling
+        return self._planning.planner.profiling
 
     @property
     def plan(self) -> Plan | None:
@@ -184,8 +106,8 @@ class Applied:
             )
         if not model.training:
             raise RuntimeError("plan_for plans training steps: call model.train() first")
-        self._peaks.end_step()  # profiling is not part of the step before
-        return self._store.plan_for(ModelCall(model, args, kwargs))
+        self._planning.end_step()  # profiling is not part of the step before
+        return self._planning.chooser.plan_for(ModelCall(model, args, kwargs), Loop(self._planning.forwards))
 
     def step(
         self, fn: Callable[[], Result], *, retry_oom: bool = False, keep_gradients: bool = False
@@ -206,7 +128,7 @@ class Applied:
         Raises:
             torch.OutOfMemoryError: also from the second run, or the step could not be undone. A note says so.
         """
-        return self._retry.run(fn, retry_oom=retry_oom, keep_gradients=keep_gradients)
+        return self._hooks.retry.run(fn, retry_oom=retry_oom, keep_gradients=keep_gradients)
 
     def report(self, html: str | os.PathLike[str] | None = None) -> Report:
         """Return predicted and measured peak and step time so far, and what is live at the peak.
@@ -224,14 +146,15 @@ class Applied:
         policy = bucket.policy if bucket is not None else None
         predicted = policy.predicted if policy is not None else None
         recording_us = self._recording_us(bucket)
-        gaps = [b - a for a, b in zip(self._began[1:], self._began[2:], strict=False)]
-        budget, allocator = self.budget_bytes, self._peaks.allocator
+        shown = self._hooks.log
+        gaps = [b - a for a, b in pairwise(shown.began[1:])]
+        budget, allocator = self.budget_bytes, self._planning.watch.peaks.allocator
         allocated = reserved = headroom = None
         if allocator is not None:
             allocated, reserved = allocator.allocated_peak(), allocator.reserved_peak()
             headroom = proposed_headroom(allocated, reserved, budget) if budget is not None else None
         return Report(
-            model=self._name,
+            model=self._planning.planner.budget.name,
             budget_bytes=budget,
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
             measured_peak_bytes=self._measured_peak(),
@@ -246,14 +169,14 @@ class Applied:
             ops=len(policy.decisions) if policy else 0,
             recomputed=policy.recomputed if policy else 0,
             recorded=bucket.loaded.n_recorded if bucket is not None else 0,
-            steps=self._steps,
-            off_path=self._off_path,
+            steps=shown.steps,
+            off_path=shown.off_path,
             peak_at=predicted.peak_at if predicted else "",
             live_at_peak=bucket.loaded.live_at_peak if bucket is not None else (),
             buckets=len(buckets),
-            corrections=sum(bucket.correction.times for bucket in buckets),
+            corrections=sum(bucket.planned_for.correction.times for bucket in buckets),
             corrected_by_bytes=policy.corrected_by_bytes if policy else 0,
-            retries=self._retry.retries,
+            retries=self._hooks.retry.retries,
             allocated_peak_bytes=allocated,
             reserved_peak_bytes=reserved,
             proposed_headroom_bytes=headroom,
@@ -281,34 +204,28 @@ class Applied:
             raise RuntimeError(
                 "run one training step first: the model is planned in its first training forward"
             )
-        self._peaks.discard()  # the counter is about to be reset
-        buckets = self._store.all
-        steps = {bucket: bucket.statistics.steps for bucket in buckets}
-        complete = {bucket for bucket in buckets if self._peaks.is_complete(bucket)}
-        written = self._peaks.written()
-        base = self._on_device.standing_nbytes() + self._on_device.others_standing_nbytes()
-        with self._measured.record(model, base, [bucket.policy for bucket in buckets]) as timeline:
+        store, watch = self._store, self._planning.watch
+        watch.peaks.discard()  # the counter is about to be reset
+        steps = {bucket: bucket.statistics.steps for bucket in store.all}
+        complete = {bucket.loaded for bucket in store.all if watch.peaks.is_complete(bucket)}
+        written = watch.peaks.written()
+        base = watch.on_device.standing_nbytes() + watch.on_device.others_standing_nbytes()
+        with self._measured.record(model, base, [bucket.policy for bucket in store.all]) as timeline:
             yield
-        if (current := self._store.current) is not None:
+        if (current := store.current) is not None:
             self._measured.remember(timeline, current, current.policy, current.plan)
-        self._peaks.discard()
-        ran = [bucket for bucket in self._store.all if bucket.statistics.steps > steps.get(bucket, 0)]
+        watch.peaks.discard()
+        ran = [bucket for bucket in store.all if bucket.statistics.steps > steps.get(bucket, 0)]
         if ran:
             bucket = max(ran, key=lambda bucket: bucket.policy.predicted.peak_bytes)
-            if bucket in complete:
-                self._peaks.judge_exact(bucket, timeline.peak_bytes, written=written)
+            if bucket.loaded in complete:
+                peak = bucket.statistics.peak = PeakBounds.exactly(timeline.peak_bytes)
+                self._planning.judge(bucket, watch.peaks.facts(bucket, peak, written))
 
     def remove(self) -> None:
         """Remove the plan, so that the model is a plain model again. May be called twice."""
-        for handle in (*self._handles, *self._submodule_handles):
-            handle.remove()
-        self._handles.clear()
-        self._submodule_handles.clear()
-        if not self.planning:
-            self._forward.end()  # left open by a forward that was interrupted
-        self._watch.close()
-        self._optimizers.close()
-        self._on_device.close()
+        self._hooks.close()
+        self._planning.watch.close()
         model = self._model()
         if model is not None and _applied.get(model) is self:
             del _applied[model]
@@ -332,140 +249,11 @@ class Applied:
 
     def _measured_peak(self) -> int | None:
         model = self._model()
-        if self._measured.peak_bytes is None and model is not None and self._steps:
+        if self._measured.peak_bytes is None and model is not None and self._hooks.log.steps:
             device = device_of(model)
             if device.type == "cuda":
                 return torch.cuda.max_memory_allocated(device)
         return self._measured.peak_bytes
-
-    def _attach(self, model: nn.Module) -> None:
-        self._handles = [
-            model.register_forward_pre_hook(ModuleHook(self._forward_begins), with_kwargs=True, prepend=True),
-            model.register_forward_hook(ModuleHook(self._forward_ended), always_call=True),
-        ]
-        self._watch_submodules(model)
-
-    def _watch_submodules(self, model: nn.Module) -> None:
-        """Follow the calls of submodules, except in compiled code, whose graphs know their modules."""
-        self._compiled = is_called_compiled(model)
-        parts = compiled_parts(model)
-        if self._compiled or parts != self._compiled_parts:
-            for handle in self._submodule_handles:
-                handle.remove()
-            self._submodule_handles = []
-        if (self._compiled or parts) and not is_tested():
-            self.remove()
-            check_version()
-        if parts != self._compiled_parts:
-            self._compiled_parts = parts
-        if not (self._compiled or self._submodule_handles):
-            self._submodule_handles = watch_calls(model, self._enter, self._leave)
-
-    def _forward_begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self.planning:
-            return
-        waiting = self._watch.waiting()
-        if self._peaks.reading and not waiting:
-            self._peaks.end_step()
-        if not torch.is_grad_enabled() or not self._unplanned.trains_in(model):
-            if not model.training:
-                self._forward.end()  # as below; such a forward is not part of one in training
-                bucket = self._store.current
-                if bucket is not None and torch.is_grad_enabled() and self.budget_bytes is not None:
-                    self._unplanned.evaluates(bucket.policy.predicted.save_all_peak_bytes, self.budget_bytes)
-            return
-        self._forwards += 1
-        if torch.compiler.is_compiling() or private.get_tracing_state() is not None:
-            raise CannotProfile(
-                self._name,
-                "torch.export or torch.jit traces the model, and would trace the plan as well",
-                "call ac_client.applied(model).remove() first, or trace it in eval() under torch.no_grad()",
-            )
-        if self._store.latest is None and is_capturing():
-            raise CannotProfile(
-                self._name,
-                "the stream is being captured into a CUDA graph, and a profile synchronizes the device",
-                "run one training step before the capture, which makes the plan",
-            )
-        # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
-        # itself: then the rest of the outer call runs unplanned.
-        self._forward.end()
-        self._watch_submodules(model)
-        bucket = self._store.for_batch(model, args, kwargs, waiting, self.remove)
-        if bucket is None:
-            return
-        self._on_device.forward_begins(bucket)
-        marks = self._measured.marks
-        if marks is not None and not waiting:
-            marks.begin_forward()
-        bucket.statistics.steps += 1
-        self._steps += 1
-        route = bucket.loaded.route(waiting)
-        asked = self._verify is not None and self._steps % self._verify == 0
-        compares = Comparison.enabled and (asked or not route.compared)
-        route.compared = True
-        if not waiting:
-            self._peaks.begin_step(bucket, compares=compares and bucket.loaded.recomputes)
-        if marks is not None:
-            self._measured.note_batch(batch_tensors((*args, *kwargs.values())))
-        if len(self._began) < MOST_STEP_TIMES:
-            self._began.append(time.perf_counter())
-        self._forward.begin(
-            bucket,
-            model,
-            waiting=waiting,
-            compiled=self._compiled,
-            has_compiled_parts=bool(self._compiled_parts),
-            strict=self._strict,
-            compares=compares,
-            report=self._left_policy,
-            wrappers=self._wrappers,
-            takes_over_checkpoints=self._takes_over_checkpoints,
-        )
-
-    def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
-        error = sys.exception()
-        raised = self._forward.raises
-        bucket = None if self.planning else self._forward.end(whole=not raised)
-        self._read_counter()
-        if bucket is not None and not raised:
-            self._watch.forward_ended(bucket, out)
-        elif bucket is not None:  # the step will not end
-            self._peaks.discard()
-            for route in bucket.loaded.forwards:
-                route.compared = False
-        if out is None and is_out_of_memory(error):
-            assert error is not None
-            subject = "Profiling a step" if self.planning else "A planned forward"
-            self._retry.note(error, f"{subject} ran out of memory.")
-
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        self._read_counter()
-        model, bucket = self._model(), self._store.current
-        self._unplanned.optimizer_stepped(optimizer, self._forwards)
-        if model is not None and bucket is not None:
-            self._replanner.warn_of_uncounted_state(model, bucket)
-
-    def _read_counter(self) -> None:
-        if not self.planning:
-            self._peaks.read()
-
-    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._measured.marks is not None and not recording_off.reruns:
-            self._measured.marks.enter_module(path)
-        self._forward.enter(path, module, args, kwargs)
-
-    def _leave(self, path: str, _module: nn.Module, output: Any) -> None:
-        if self._measured.marks is not None and not recording_off.reruns:
-            self._measured.marks.leave_module(path)
-        self._forward.leave(path, output)
-
-    def _left_policy(self, off: OffPath) -> None:
-        if not self._off_path:
-            self._off_path = str(off)
-            log.warning(
-                "%s left its policy: %s. Ops that the policy does not contain are saved", self._name, off
-            )
 
 
 def applied(model: nn.Module) -> Applied:

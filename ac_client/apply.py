@@ -23,7 +23,7 @@ from ac_client.arguments import (
 )
 from ac_client.files import named
 from ac_client.planning.loaded_policy import other_environment
-from ac_client.planning.policy_store import Shapes
+from ac_client.planning.options import ApplyOptions, Shapes
 from ac_client.planning.ranks import AUTO, Group
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import named_policy
@@ -163,13 +163,10 @@ def apply(
             raise InfeasibleBudget(
                 budget_bytes, predicted.static_bytes, predicted.peak_bytes, predicted.peak_at, ()
             )
-    Applied(
-        model,
+    options = ApplyOptions(
         budget_bytes=budget_bytes,
         headroom_bytes=headroom_bytes,
         constraints=constraints,
-        optimizer=optimizer,
-        policy=loaded,
         service=service,
         require_service=require_service,
         strict=strict,
@@ -180,6 +177,7 @@ def apply(
         verify=verify,
         take_over_checkpoints=take_over_checkpoints,
     )
+    Applied(model, options, optimizer=optimizer, policy=loaded)
     return given
 
 

@@ -85,11 +85,10 @@ ac_client/compiled:     base planner planner/formats profiler/base profiler/torc
 ac_client/rerun:        runtime profiler/torch_facts profiler/unseen profiler/restore profiler/checkpoints
 ac_client/planning:     base service_client runtime compiled rerun measure planner planner/base
                         planner/formats planner/problem planner/memory profiler profiler/base
-                        profiler/torch_facts profiler/compiler profiler/distributed profiler/restore
-                        profiler/static profiler/checkpoints
+                        profiler/torch_facts profiler/unseen profiler/compiler profiler/distributed
+                        profiler/restore profiler/static profiler/checkpoints
 ac_client/entry:        base service_client runtime measure planning planner planner/base planner/formats
-                        profiler profiler/base profiler/torch_facts profiler/unseen profiler/compiler
-                        profiler/distributed profiler/static
+                        profiler profiler/base profiler/torch_facts profiler/compiler profiler/static
 ac_client:              base entry
 ac_client/integrations: base planning entry planner ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler

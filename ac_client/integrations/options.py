@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TypedDict
 
-from ac_client.planning.policy_store import Shapes
+from ac_client.planning.options import Shapes
 from autoac.planner import Constraints, Policy, PolicySet
 
 

@@ -2,17 +2,17 @@
 
     PlannedBucket            one bucket of batches; the only part that changes
     +-- LoadedPolicy         the policy and its routes
-    +-- ProfiledStep          batch, loop, and bytes that the policy was planned for
-    +-- Correction           bytes by which the prediction was wrong
+    +-- ProfiledStep         the batch that was profiled, and its profile
+    +-- PlannedFor           the loop and the bytes that the policy was planned for (next_action.py)
     +-- StepStatistics       peaks that the allocator reported
-    +-- ObservedLoop         what the training loop was seen to do
 
-Who may change what: `replan.py` loads another policy, step, and correction; its `PeakWatch` adds to the
-statistics; `loop_watch.py` keeps the observed loop; `planned_forward.py` keeps what a route has learned.
+Who may change what: `model_planning.py` loads another policy with its step; `peak_watch.py` adds to the
+statistics; `planned_forward.py` keeps what a route has learned.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from ac_client.compiled.policy_parts import PartCalls
-from ac_client.planning.peak_counter import PeakBounds
+from ac_client.planning.facts.peak_counter import PeakBounds
+from ac_client.planning.next_action import Action, CorrectPrediction, PlannedFor
 from ac_client.rerun.recorded_call import CallSite
 from ac_client.runtime.cursor import Route
 from autoac.planner import Plan, Policy, Profile
@@ -31,9 +32,13 @@ from autoac.planner.formats.policy_set import Shape
 from autoac.planner.formats.profile import ESTIMATED
 from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.module_reruns import module_reruns
+from autoac.planner.memory.simulate import waiting_bytes
 from autoac.profiler import Loop, device_name
+from autoac.profiler.static_memory import OptimizerBytes
 from autoac.profiler.torch_facts.inductor import compiled_parts
 from autoac.profiler.torch_facts.libraries import cudnn_of
+
+log = logging.getLogger("ac_client")
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +100,11 @@ class LoadedPolicy:
         return len(self.policy.decisions) - skipped if self.recomputes else 0
 
     @cached_property
+    def waiting_nbytes(self) -> int:
+        """Return the bytes that all forwards have saved as backward begins; 0 without a plan."""
+        return waiting_bytes(self.plan.graph, self.plan.save_set) if self.plan is not None else 0
+
+    @cached_property
     def live_at_peak(self) -> tuple[Holding, ...]:
         """Return what is live at the planned peak, largest first; () without a plan."""
         return tuple(live_at_peak(self.plan.graph, self.plan.save_set)) if self.plan is not None else ()
@@ -102,20 +112,13 @@ class LoadedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ProfiledStep:
-    """The step that a policy was planned for."""
+    """The step that was profiled for a policy."""
 
-    shape: Shape | None  # of the profiled batch
+    shape: Shape | None = None  # of the profiled batch
     profile: Profile | None = None  # None: it is not here, so the step cannot be planned again
-    loop: Loop = field(default_factory=Loop)
     rank_nbytes: int = 0  # held by the neediest rank beyond what this profile counts
-    others_nbytes: int = 0  # held by other planned models on the device
     n_adopted: int = 0  # optimizers that were seen to step the model, and are counted
     skipped: frozenset[str] = frozenset()  # modules with parameters that the profiled forward did not run
-
-    @property
-    def extra_static(self) -> int:
-        """Return the bytes that are live over the whole step but that the profile does not count."""
-        return self.rank_nbytes + self.others_nbytes
 
 
 def other_environment(policy: Policy, device: torch.device) -> str:
@@ -160,24 +163,6 @@ def _ends_of_parts(path: str) -> list[int]:
     return [*(i for i, letter in enumerate(path) if letter == "."), len(path)]
 
 
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Bytes that a new plan of the same step has to add to each simulated peak.
-
-    Invariant: a plan keeps the limit, as far as its steps have shown, if its simulated peak is at most the
-    limit less `total`.
-    """
-
-    times: int = 0  # how often a measured peak changed `nbytes`
-    nbytes: int = 0  # needed beyond what the simulator counts; negative if less is needed
-    withheld: int = 0  # of the budget, which the device did not have or another model asked for
-
-    @property
-    def total(self) -> int:
-        """Return the bytes of the limit that a simulated peak may not use."""
-        return self.nbytes + self.withheld
-
-
 def corrected(policy: Policy, nbytes: int, total: int) -> Policy:
     """Return `policy` with `nbytes` added to its predictions.
 
@@ -212,46 +197,39 @@ class StepStatistics:
         self.compared, self.peak = 0, None
 
 
-@dataclass(slots=True)
-class ObservedLoop:
-    """The training loop around a bucket, as its steps have shown it."""
-
-    loop: Loop  # planned for as soon as it differs from the step's own
-    holds_outputs: bool = False  # a step held outputs again that earlier steps had dropped
-    warned_of_graph: bool = False  # that a backward creates a graph
-    warned_of_loss: bool = False  # that a loss outside of the model is large
-
-
 class PlannedBucket:
     """The policy that runs the batches of one shape, with all that is needed to plan it again.
 
-    Invariant: `plan` is None exactly if `profile` is.
+    Args:
+        shape: of the largest batch that it serves; None if it serves every batch.
+        loaded: the policy.
+        step: the step that it was planned for; its profile is None exactly if the plan is.
+        terms: the loop and the bytes that it was planned for.
 
     Attributes:
-        shape: of the largest batch that the bucket serves; None if it serves every batch.
+        observed: the form of the loop, as steps have shown it; planned for before the next forward.
         ran_skipped: skipped modules of the step that a forward has run since.
-        module_tries: further batches that were profiled because modules were skipped, and ran no more.
-        may_lack_gradients: the profile has no gradients before the step, and later steps may have.
         room_requests: how often other models on the device asked for room.
-        room_requested: they asked since the policy was planned.
-        replaced: another bucket serves the same batches now.
-        warned_over_budget: the user knows that this bucket goes over the budget and stays so.
+        room_requested: bytes that they asked for since the policy was planned.
+        warned: rows of the table of `next_action` that were warned of.
     """
 
-    def __init__(self, shape: Shape | None, loaded: LoadedPolicy, step: ProfiledStep | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape | None,
+        loaded: LoadedPolicy,
+        step: ProfiledStep | None = None,
+        terms: PlannedFor | None = None,
+    ) -> None:
         self.shape = shape
-        self.loaded = loaded
-        self.step = step or ProfiledStep(shape)
-        self.correction = Correction()
         self.statistics = StepStatistics()
-        self.observed = ObservedLoop(self.step.loop)
         self.ran_skipped: set[str] = set()
-        self.module_tries = 0
-        self.may_lack_gradients = self.profile is not None and not self.profile.static.gradients
         self.room_requests = 0
-        self.room_requested = False
-        self.replaced = False
-        self.warned_over_budget = False
+        self.room_requested = 0
+        self.warned: set[str] = set()
+        terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
+        self.observed = terms.loop
+        self.load(loaded, step or ProfiledStep(shape), terms)
 
     @property
     def policy(self) -> Policy:
@@ -268,27 +246,45 @@ class PlannedBucket:
         """Return the profile that the policy was planned from; None if this process does not have it."""
         return self.step.profile
 
-    def load(self, policy: Policy, plan: Plan) -> None:
-        """Carry `policy` out from the next forward on."""
-        self.loaded = LoadedPolicy(policy, plan)
+    def load(self, loaded: LoadedPolicy, step: ProfiledStep, terms: PlannedFor) -> None:
+        """Carry the policy out from the next forward on. It was planned for `step` and `terms`."""
+        self.loaded, self.step = loaded, step
         self.statistics.forget_peaks()
+        self.ran_skipped.clear()
+        self.warned.discard("over the limit")
+        predicted, profile = loaded.policy.predicted, step.profile
+        own = predicted.peak_bytes - predicted.static_bytes
+        if profile is not None:
+            static, workspace = profile.static, profile.optimizer_workspace_nbytes
+            own += static.inputs
+            terms = replace(terms, optimizers=OptimizerBytes(static.optimizer_state, workspace))
+        self.planned_for = replace(
+            terms,
+            peak=predicted.peak_bytes,
+            forward_nbytes=own,
+            recomputes=loaded.recomputes,
+            elsewhere=profile is None,
+            gradients=profile is None or bool(profile.static.gradients),
+        )
 
     def correct_prediction(self, nbytes: int) -> None:
         """Add `nbytes` to the prediction; the decisions stay."""
-        self.correction = replace(self.correction, nbytes=self.correction.nbytes + nbytes)
-        policy = corrected(self.policy, nbytes, self.correction.total)
-        self.loaded = replace(self.loaded, policy=policy)
+        planned = self.planned_for
+        correction = replace(planned.correction, nbytes=planned.correction.nbytes + nbytes)
+        self.planned_for = replace(planned, correction=correction, peak=planned.peak + nbytes)
+        self.loaded = replace(self.loaded, policy=corrected(self.policy, nbytes, correction.total))
+
+    def warn(self, name: str, action: Action) -> None:
+        """Log the warning of `action`, if there is one and its row was not warned of before."""
+        warning = "" if isinstance(action, CorrectPrediction) else action.warning
+        if warning and action.row not in self.warned:
+            self.warned.add(action.row)
+            log.warning("%s: %s", name, warning)
 
     def withhold(self, nbytes: int) -> None:
         """Have the next step planned for `nbytes` less, to make room for another model on the device."""
         self.room_requests += 1
-        self.room_requested = True
-        self.correction = replace(self.correction, withheld=self.correction.withheld + nbytes)
-
-    def hand_over(self, to: PlannedBucket) -> None:
-        """Mark the bucket as replaced by `to`, a new plan for the same batch in another form of loop."""
-        self.replaced = True
-        to.observed = replace(self.observed, loop=to.step.loop)
+        self.room_requested += nbytes
 
 
 def largest(buckets: Iterable[PlannedBucket]) -> PlannedBucket:

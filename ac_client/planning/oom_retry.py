@@ -13,11 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ac_client.planning.optimizer_steps import steps_begun
-from ac_client.planning.plan_batch import BudgetPlanner
+from ac_client.planning.facts.optimizer_steps import steps_begun
+from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.planned_forward import PlannedForward
-from ac_client.planning.policy_store import PolicyStore
-from ac_client.planning.replan import PeakWatch, Replanner
 from ac_client.runtime.write_guard import version_counter
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError
@@ -51,21 +49,10 @@ class OomRetry:
         retries: steps that were planned again and run a second time.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        planner: BudgetPlanner,
-        replanner: Replanner,
-        store: PolicyStore,
-        peaks: PeakWatch,
-        forward: PlannedForward,
-    ) -> None:
+    def __init__(self, model: nn.Module, planning: ModelPlanning, forward: PlannedForward) -> None:
         self.retries = 0
         self._model = weakref.ref(model)
-        self._planner = planner
-        self._replanner = replanner
-        self._store = store
-        self._peaks = peaks
+        self._planning = planning
         self._forward = forward
 
     def run(self, fn: Callable[[], Result], *, retry_oom: bool, keep_gradients: bool) -> Result:
@@ -74,7 +61,7 @@ class OomRetry:
         snapshot = (
             StepSnapshot(model, keep_gradients=keep_gradients) if retry_oom and model is not None else None
         )
-        allocator = self._peaks.allocator
+        allocator = self._planning.watch.peaks.allocator
         peak = allocator.allocated_peak() if allocator is not None else 0
         try:
             with snapshot.watched() if snapshot is not None else nullcontext():
@@ -83,7 +70,7 @@ class OomRetry:
             if not is_out_of_memory(error):
                 raise
             self._abandon()
-            bucket = self._store.current
+            bucket = self._planning.store.current
             if reason := self._why_not(snapshot):
                 self.note(error, f"The step was not run again: {reason}.")
                 raise
@@ -98,7 +85,7 @@ class OomRetry:
             torch.cuda.empty_cache()  # what was freed may be fragmented
         snapshot.restore()
         try:
-            self._replanner.tighten(bucket, allocator, peak)
+            self._planning.tighten(bucket, peak)
         except (PlannerError, RemoteError) as error:
             failed.add_note(f"It came from:\n{origin}")
             self.note(
@@ -120,7 +107,7 @@ class OomRetry:
         error.add_note(f"autoac: {what}")
         if noted:
             return
-        bucket = self._store.latest
+        bucket = self._planning.store.latest
         if bucket is None:
             error.add_note(
                 "The first step is profiled before it is planned, so no plan limits its memory. Train on "
@@ -128,7 +115,7 @@ class OomRetry:
                 "on=DATASHEETS[...]), and pass the plan to ac_client.apply as policy=...."
             )
             return
-        budget = self._planner.budget_bytes
+        budget = self._planning.options.budget_bytes
         of = f" of a budget of {format_bytes(budget)}" if budget is not None else ""
         error.add_note(f"The planned peak was {format_bytes(bucket.policy.predicted.peak_bytes)}{of}.")
         error.add_note(
@@ -138,22 +125,22 @@ class OomRetry:
 
     def _why_not(self, snapshot: StepSnapshot | None) -> str:
         """Return why the step cannot run again; "" if it can."""
-        bucket = self._store.current
+        bucket = self._planning.store.current
         if bucket is None:
             return "it was not planned yet: the profiled step itself did not fit"
         if snapshot is None:
             return "retry_oom=True was not passed to step()"
-        if (ranks := self._store.ranks) is not None:
+        if (ranks := self._planning.chooser.ranks) is not None:
             return f"the other {ranks.size - 1} ranks, which it talks to, would not run it again"
         if reason := snapshot.why_not():
             return reason
-        if bucket.profile is None or self._planner.budget_bytes is None:
+        if bucket.profile is None:
             return "its policy was given, and cannot be planned again without budget_gb and a profile"
         return ""
 
     def _abandon(self) -> None:
         """Give up the step that is running: it will not end."""
-        self._peaks.discard()
+        self._planning.watch.peaks.discard()
         self._forward.end()
 
 

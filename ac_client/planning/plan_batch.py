@@ -20,9 +20,11 @@ from torch.nn.parameter import is_lazy
 from ac_client.compiled.stored_policy import StoredPolicy, is_compiled
 from ac_client.measure.recording_overhead import is_host_bound, replay_us_of_process
 from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.facts.models_on_device import ModelOnDevice
+from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, skipped_modules
-from ac_client.planning.models_on_device import ModelOnDevice, of_others
-from ac_client.planning.optimizer_steps import ModelOptimizers
+from ac_client.planning.next_action import PlannedFor, of_others
+from ac_client.planning.options import ApplyOptions
 from ac_client.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
@@ -42,31 +44,13 @@ class BudgetPlanner:
 
     Attributes:
         name: of the model, in messages.
-        budget_bytes: of the device; None if a policy was given without a budget.
+        options: as passed to `apply`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        budget_bytes: int | None,
-        headroom_bytes: int = 0,
-        constraints: Constraints | None = None,
-        service: str | None = None,
-        require_service: bool = False,
-    ) -> None:
+    def __init__(self, name: str, options: ApplyOptions) -> None:
         self.name = name
-        self.budget_bytes = budget_bytes
-        self._headroom_bytes = headroom_bytes
-        self._constraints = constraints
-        self._service = service
-        self._require_service = require_service
+        self.options = options
         self._warned: set[str] = set()
-
-    @property
-    def limit(self) -> int:
-        """Return the most bytes that a planned peak may have."""
-        assert self.budget_bytes is not None
-        return self.budget_bytes - self._headroom_bytes
 
     def plan_within(
         self, profile: Profile, limit: int, extra_static: int = 0, start: SaveSet | None = None
@@ -83,23 +67,20 @@ class BudgetPlanner:
             ServiceRefused: the service refused the request.
         """
         log.info("%s: planning %d ops for %s", self.name, len(profile.ops), format_bytes(limit))
-        budget = limit + self._headroom_bytes
-        constraints = self._constraints
+        headroom, service = self.options.headroom_bytes, self.options.service
+        budget = limit + headroom
+        constraints = self.options.constraints
         if extra_static:
             constraints = constraints or Constraints()
             total = constraints.extra_static_bytes + extra_static
             constraints = constraints.model_copy(update={"extra_static_bytes": total})
-        if self._service is not None:
+        if service is not None:
             try:
                 policy = request_policy(
-                    self._service,
-                    profile,
-                    budget,
-                    headroom_bytes=self._headroom_bytes,
-                    constraints=constraints,
+                    service, profile, budget, headroom_bytes=headroom, constraints=constraints
                 )
             except ServiceUnavailable as error:
-                if self._require_service:
+                if self.options.require_service:
                     raise ServiceUnavailable(
                         f"{error}. require_service=True forbids planning in this process: start the service, "
                         "or leave require_service out"
@@ -107,13 +88,13 @@ class BudgetPlanner:
                 log.warning("planning in-process, because %s", error)
             else:
                 return policy, as_planned(policy, profile)
-        stored = StoredPolicy(profile, (budget, self._headroom_bytes, constraints))
+        stored = StoredPolicy(profile, (budget, headroom, constraints))
         if (found := stored.read()) is not None:
             return found, as_planned(found, profile)
         made = plan(
             profile,
             budget_bytes=budget,
-            headroom_bytes=self._headroom_bytes,
+            headroom_bytes=headroom,
             constraints=constraints,
             clock=time.monotonic,
             start=() if start is None else (start,),
@@ -143,28 +124,13 @@ class BudgetPlanner:
             tightest = self.plan_within(profile, error.smallest_found, extra_static, error.save_set)
             return *tightest, error
 
-    def plan_running(self, profile: Profile, reason: str, extra_static: int = 0) -> tuple[Policy, Plan]:
-        """Plan for a loop that runs, which an error would stop: warn and go over the budget instead.
-
-        Args:
-            reason: why the step needs more than the budget, in words.
-            extra_static: static bytes that are not in the profile.
-
-        Raises:
-            PlannerError, RemoteError: as `plan_within`, if no plan at all was found.
-        """
-        policy, made, infeasible = self.plan_or_tightest(profile, self.limit, extra_static)
-        if infeasible is not None:
-            self.warn_over_budget(policy.predicted.peak_bytes, reason)
-        return policy, made
-
     def warn_over_budget(self, needs: int, reason: str) -> None:
         """Warn that no plan keeps the budget."""
         log.warning(
             "%s: the budget of %s cannot be kept, because the step needs at least %s (%s). It runs under the "
             "plan with the smallest peak that was found",
             self.name,
-            format_bytes(self.budget_bytes or 0),
+            format_bytes(self.options.budget_bytes or 0),
             format_bytes(needs),
             reason,
         )
@@ -180,30 +146,21 @@ class _ThreadState(threading.local):
     profiling = False
 
 
-class BatchProfiler:
-    """Profiles the step of one model on a batch.
+class BatchPlanner:
+    """Profiles the steps of one model on its batches, and makes their buckets.
 
-    Args:
-        optimizers: whose state the profile counts.
-        loss: as passed to `apply`.
-        loss_takes_all: `loss` takes the outputs of all forwards in flight, in a list.
-        takes_over_checkpoints: the plan takes over checkpoints in the model's own code.
+    Attributes:
+        budget: plans the profiles.
+        options: as passed to `apply`.
+        lock: held while this model is planned; a forward on another thread waits for the plan.
     """
 
-    def __init__(
-        self,
-        planner: BudgetPlanner,
-        optimizers: ModelOptimizers,
-        loss: Loss | None,
-        *,
-        loss_takes_all: bool,
-        takes_over_checkpoints: bool = True,
-    ) -> None:
-        self._planner = planner
-        self.optimizers = optimizers
-        self._loss = loss
-        self._loss_takes_all = loss_takes_all
-        self._takes_over_checkpoints = takes_over_checkpoints
+    def __init__(self, budget: BudgetPlanner, optimizers: ModelOptimizers, on_device: ModelOnDevice) -> None:
+        self.budget = budget
+        self.options = budget.options
+        self.lock = threading.RLock()
+        self._optimizers = optimizers
+        self._on_device = on_device
         self._thread = _ThreadState()
 
     @property
@@ -219,34 +176,34 @@ class BatchProfiler:
         """
         if is_capturing():
             raise ProfilerBusy("a CUDA graph is being captured, and a profile synchronizes the device")
-        log.info("%s: profiling one step", self._planner.name)
+        log.info("%s: profiling one step", self.budget.name)
         check_hooks()
         self._warn_of_copies(call)
         self._thread.profiling = True
-        loss = self._loss
-        if loss is not None and loop.forwards > 1 and not self._loss_takes_all:
+        loss = self.options.loss
+        if loss is not None and loop.forwards > 1 and (self.options.forwards_in_flight or 1) == 1:
             loss = _summed(loss)
         try:
-            with nullcontext() if self._takes_over_checkpoints else checkpoints_left_alone():
+            with nullcontext() if self.options.take_over_checkpoints else checkpoints_left_alone():
                 profile = observe(
                     call.model,
                     call.args,
                     call.kwargs,
                     loss=loss,
-                    optimizer=self.optimizers.all,
+                    optimizer=self._optimizers.all,
                     accumulates=True if loop.retains else None,  # the second finds the first's gradients
                     loop=loop,
                     recall=True,
                 )
             for message in unplanned_in(profile):
-                self._planner.warn_once(message, "%s: %s", self._planner.name, message)
+                self.budget.warn_once(message, "%s: %s", self.budget.name, message)
             for note in profile.notes:
                 if ONLY_PRESENT_STATE in note:
-                    self._planner.warn_once(
+                    self.budget.warn_once(
                         "state",
                         "%s: %s, so later steps may go over the budget. Leave headroom_gb for the state that "
                         "its first step makes",
-                        self._planner.name,
+                        self.budget.name,
                         note,
                     )
             if is_compiled(profile):
@@ -260,64 +217,51 @@ class BatchProfiler:
 
     def _warn_of_copies(self, call: ModelCall) -> None:
         """Warn if the model fits the budget, but not with the copies of its buffers that profiling makes."""
-        model, planner = call.model, self._planner
-        if planner.budget_bytes is None or any(map(is_lazy, model.parameters())):
+        model = call.model
+        if self.options.budget_bytes is None or any(map(is_lazy, model.parameters())):
             return
-        device = device_of(model, call.args, call.kwargs)
-        static = static_bytes(model, call.args, call.kwargs, self.optimizers.state_nbytes(device), device)
+        device, limit = device_of(model, call.args, call.kwargs), self.options.limit
+        static = static_bytes(model, call.args, call.kwargs, self._optimizers.state_nbytes(device), device)
         needs = static.total + static.buffers
-        if static.total <= planner.limit < needs:
-            planner.warn_once(
+        if static.total <= limit < needs:
+            self.budget.warn_once(
                 "copies",
                 "%s: profiling a step copies the model's buffers (%s) and so holds at least %s, which is "
                 "over the budget of %s; to profile without memory, plan for a datasheet and pass policy=...",
-                planner.name,
+                self.budget.name,
                 format_bytes(static.buffers),
                 format_bytes(needs),
-                format_bytes(planner.limit),
+                format_bytes(limit),
             )
 
-
-class BucketPlanner:
-    """Makes the bucket for a batch of one model.
-
-    Attributes:
-        lock: held while this model is planned; a forward on another thread waits for the plan.
-    """
-
-    def __init__(self, planner: BudgetPlanner, profiler: BatchProfiler, on_device: ModelOnDevice) -> None:
-        self.lock = threading.RLock()
-        self.planner = planner
-        self.profiler = profiler
-        self.on_device = on_device
-
-    def plan(
-        self, call: ModelCall, loop: Loop, *, running: bool = False, profile: Profile | None = None
-    ) -> PlannedBucket:
+    def plan(self, call: ModelCall, loop: Loop, profile: Profile | None = None) -> PlannedBucket:
         """Profile the step of `call` and plan it.
 
         Args:
+            call: of the model, on the batch.
+            loop: the form of the loop.
             profile: of the step, if it was profiled just now.
-            running: the model has a plan already, so take the tightest plan if none fits.
 
         Raises:
             ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
         """
-        profile = profile or self.profiler.profile(call, loop)
-        others = self.on_device.others_nbytes()
-        if running:
-            made = self.planner.plan_running(profile, f"with {loop_in_words(loop)}", others)
-        else:
-            try:
-                made, profile, loop = self.plan_first(profile, loop, others)
-            except InfeasibleBudget as error:
-                if not others:
-                    self.on_device.name_others(error)
-                    raise
-                profile, loop = dropping_all(profile, loop)
-                made = self.planner.plan_running(profile, of_others(others), others)
-                self.on_device.ask_others_for_room(made[0].predicted.peak_bytes)
-        return self.bucket(call, profile, loop, made, others_nbytes=others)
+        profile = profile or self.profile(call, loop)
+        others = self._on_device.others_nbytes()
+        try:
+            made, profile, loop = self.plan_first(profile, loop, others)
+        except InfeasibleBudget as error:
+            if not others:
+                self._on_device.name_others(error)
+                raise
+            profile, loop = dropping_all(profile, loop)
+            policy, plan, infeasible = self.budget.plan_or_tightest(profile, self.options.limit, others)
+            made, needs = (policy, plan), policy.predicted.peak_bytes
+            if infeasible is not None:
+                self.budget.warn_over_budget(needs, of_others(others))
+            self._on_device.ask_others_for_room(needs - self.options.limit)
+        terms = PlannedFor(self.options.limit, loop=loop, others_nbytes=others)
+        loaded = LoadedPolicy(*made)
+        return PlannedBucket(call.shape, loaded, self.profiled_step(call, profile, loaded), terms)
 
     def plan_first(
         self, profile: Profile, loop: Loop, others: int, limit: int | None = None
@@ -326,7 +270,7 @@ class BucketPlanner:
 
         Args:
             others: bytes held beyond what the profile counts, by other models or on other ranks.
-            limit: of the peak; by default the planner's.
+            limit: of the peak; by default the budget's.
 
         Returns:
             Policy and plan, and the profile and the form of the loop that they are for.
@@ -334,9 +278,9 @@ class BucketPlanner:
         Raises:
             InfeasibleBudget: no plan fits, although the loop drops the outputs.
         """
-        limit = self.planner.limit if limit is None else limit
+        limit = self.options.limit if limit is None else limit
         try:
-            return self.planner.plan_within(profile, limit, others), profile, loop
+            return self.budget.plan_within(profile, limit, others), profile, loop
         except InfeasibleBudget as error:
             drops = profile.droppable_outputs - loop.drops
             if not drops:
@@ -345,7 +289,7 @@ class BucketPlanner:
         nbytes = format_bytes(profile.output_nbytes(drops))
         profile, loop = dropping_all(profile, loop)
         try:
-            made = self.planner.plan_within(profile, limit, others)
+            made = self.budget.plan_within(profile, limit, others)
         except InfeasibleBudget as error:
             error.add_note(
                 f"autoac: this is of a loop that drops the model's other outputs ({nbytes}) before backward, "
@@ -353,49 +297,40 @@ class BucketPlanner:
             )
             _explain(error, profile)
             raise
-        self.planner.warn_once(
+        self.budget.warn_once(
             "outputs",
             "%s: no plan keeps the budget of %s if the training loop holds all outputs of the model during "
             "backward (%s). The plan is for a loop that drops them before, as in loss = model(batch).loss",
-            self.planner.name,
-            format_bytes(self.planner.budget_bytes or 0),
+            self.budget.name,
+            format_bytes(self.options.budget_bytes or 0),
             nbytes,
         )
         return made, profile, loop
 
-    def bucket(
-        self,
-        call: ModelCall,
-        profile: Profile,
-        loop: Loop,
-        made: tuple[Policy, Plan],
-        *,
-        rank_nbytes: int = 0,
-        others_nbytes: int = 0,
-    ) -> PlannedBucket:
-        """Return the bucket for the batch of `call`, whose step was profiled and planned."""
-        if is_host_bound(profile, profile.replay_us) and "recompute" in made[0].decisions.values():
-            self.planner.warn_once(
+    def profiled_step(
+        self, call: ModelCall, profile: Profile, loaded: LoadedPolicy, rank_nbytes: int = 0
+    ) -> ProfiledStep:
+        """Return the step of `call`, which was profiled and planned; warn if its host is too slow.
+
+        Args:
+            call: of the model, on the batch.
+            profile: of the step.
+            loaded: the policy for it.
+            rank_nbytes: held by the neediest rank beyond what the profile counts.
+        """
+        if is_host_bound(profile, profile.replay_us) and "recompute" in loaded.policy.decisions.values():
+            self.budget.warn_once(
                 "host",
                 "%s: the step is bound by the host, which takes about %s to record and replay %d ops, while "
                 "the device computes for %s. Compile the blocks of the model before ac_client.apply "
                 "(for block in model.layers: block.compile()), or train larger batches",
-                self.planner.name,
+                self.budget.name,
                 format_us(len(profile.ops) * profile.replay_us),
                 len(profile.ops),
-                format_us(made[0].predicted.step_us),
+                format_us(loaded.policy.predicted.step_us),
             )
-        shape = call.shape
-        step = ProfiledStep(
-            shape,
-            profile,
-            loop,
-            rank_nbytes=rank_nbytes,
-            others_nbytes=others_nbytes,
-            n_adopted=self.profiler.optimizers.adopted,
-            skipped=skipped_modules(call.model, profile),
-        )
-        return PlannedBucket(shape, LoadedPolicy(*made), step)
+        skipped = skipped_modules(call.model, profile)
+        return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)
 
 
 def dropping_all(profile: Profile, loop: Loop) -> tuple[Profile, Loop]:
@@ -424,15 +359,6 @@ def _summed(loss: Loss) -> Loss:
 def unplanned_in(profile: Profile) -> list[str]:
     """Return the messages on parts of the model that decide themselves what autograd holds."""
     return [note for note in profile.notes if note.startswith(UNPLANNED)]
-
-
-def loop_in_words(loop: Loop) -> str:
-    """Return what a training loop does, in words."""
-    n = loop.forwards
-    words = f"{n} forward{'s' if n > 1 else ''} before one backward"
-    if loop.retains:
-        words += " that retains its graph"
-    return words + (", and outputs that are dropped before it" if loop.drops else "")
 
 
 def first_line(error: Exception) -> str:

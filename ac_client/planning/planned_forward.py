@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Set
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from ac_client.compiled.policy_parts import PolicyParts
 from ac_client.planning.loaded_policy import ForwardRoute, PlannedBucket
+from ac_client.planning.options import ApplyOptions
 from ac_client.rerun.call_audit import CallAudit
 from ac_client.rerun.recorded_call import RecordedCall
 from ac_client.runtime.cursor import Cursor, LeftThePath, OffPath
@@ -28,25 +30,29 @@ from autoac.profiler.torch_facts.streams import streams_seen
 
 
 class PlannedForward(threading.local):
-    """The planned forward that is running; each thread has its own."""
+    """The planned forward that is running; each thread has its own.
 
-    def __init__(self) -> None:
+    Args:
+        options: as passed to `apply`.
+        report: called if the forward leaves its policy.
+        wrappers: paths of modules whose own ops are in no policy.
+    """
+
+    def __init__(self, options: ApplyOptions, report: Callable[[OffPath], None], wrappers: Set[str]) -> None:
+        self._options = options
+        self._report = report
+        self._wrappers = wrappers
         self._region: save_recompute_policy | None = None
         self._cursor: Cursor | None = None
         self._bucket: PlannedBucket | None = None
         self._route: ForwardRoute | None = None
-        self._carries = False  # it decides what compiled graphs save
         self._unrecorded = 0  # ops that ran while the mode was off
-        self._strict = False
-        self._report: Callable[[OffPath], None] = lambda _off: None
-        self._paths = [ROOT]  # of the modules that are being called
-        self._handled = [_exception()]  # where each of these calls began
+        self._calls = [(ROOT, _exception())]  # of modules: the path, and the exception handled as it began
         self._unrecorded_depth = 0  # of nested module calls in which the mode is off
         self._writes_before: list[int] = []  # one for each module call that is recorded
         self._call: RecordedCall | None = None  # in which the mode is off
-        self._audit: CallAudit | None = None
-        self._audited_from = 0  # position in the route
-        self._checkpoints: plain_checkpoints | None = None  # which the plan took over
+        self._audit: tuple[CallAudit, int] | None = None  # and the position in the route at which it began
+        self._open = ExitStack()  # what compiled graphs save, and checkpoints that the plan took over
 
     def begin(
         self,
@@ -56,11 +62,7 @@ class PlannedForward(threading.local):
         waiting: int = 0,
         compiled: bool = False,
         has_compiled_parts: bool = False,
-        strict: bool,
         compares: bool = False,
-        report: Callable[[OffPath], None],
-        wrappers: Set[str],
-        takes_over_checkpoints: bool = True,
     ) -> None:
         """Carry out the policy of `bucket` from here on.
 
@@ -69,23 +71,17 @@ class PlannedForward(threading.local):
             waiting: how many earlier forwards wait for their backward.
             compiled: torch.compile runs the whole forward.
             has_compiled_parts: torch.compile runs parts of it.
-            strict: raise if the forward leaves its policy.
             compares: backward compares what it recomputes.
-            report: called if the forward leaves its policy.
-            wrappers: paths of modules whose own ops are in no policy.
-            takes_over_checkpoints: run checkpoints in the model's own code as plain calls.
         """
         loaded = bucket.loaded
         self._bucket, self._unrecorded = bucket, 0
         route = loaded.route(waiting)
-        self._strict, self._report = strict, report
-        self._paths, self._handled = [ROOT], [_exception()]
+        self._calls = [(ROOT, _exception())]
         if compiled or has_compiled_parts:
-            self._carries = True
+            self._open.callback(set_carrier, None)
             set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
-        if takes_over_checkpoints and not compiled:
-            self._checkpoints = plain_checkpoints()
-            self._checkpoints.__enter__()
+        if self._options.take_over_checkpoints and not compiled:
+            self._open.enter_context(plain_checkpoints())
         if compiled:
             route.unrecorded = len(route.decisions)
         if compiled or not loaded.recomputes:
@@ -93,10 +89,10 @@ class PlannedForward(threading.local):
         self._route = route
         self._cursor = Cursor(
             self._route.route,
-            strict=strict,
-            report=report,
+            strict=self._options.strict,
+            report=self._report,
             in_forward=partial(_is_called, weakref.ref(model)),
-            side_modules=wrappers,
+            side_modules=self._wrappers,
         )
         self._unrecorded_depth = 0
         self._writes_before = []
@@ -109,7 +105,7 @@ class PlannedForward(threading.local):
     @property
     def raises(self) -> bool:
         """Return True while an exception leaves the innermost call, other than one that was being handled."""
-        return self._handled[-1] != _exception()
+        return self._calls[-1][1] != _exception()
 
     def end(self, *, whole: bool = False) -> PlannedBucket | None:
         """End the forward, if one is running, and return the bucket it ran under.
@@ -120,12 +116,7 @@ class PlannedForward(threading.local):
         Raises:
             LeftThePath: `whole`, strict, and some ops of the policy did not run.
         """
-        if self._carries:  # the profiler's forwards have a carrier of their own
-            self._carries = False
-            set_carrier(None)
-        checkpoints, self._checkpoints = self._checkpoints, None
-        if checkpoints is not None:
-            checkpoints.__exit__()
+        self._open.close()
         self._end_audit()
         if self._call is not None:  # interrupted
             self._call.end(None)
@@ -149,8 +140,7 @@ class PlannedForward(threading.local):
         """Note a call of the module at `path`. If every op of the call is saved, turn recording off."""
         if recording_off.reruns:
             return
-        self._paths.append(path)
-        self._handled.append(_exception())
+        self._calls.append((path, _exception()))
         if self._bucket is not None and path in self._bucket.step.skipped:
             self._bucket.ran_skipped.add(path)
         region = active.region
@@ -163,7 +153,7 @@ class PlannedForward(threading.local):
             self._unrecorded_depth += 1
             return
         begin = self._cursor.enter(path)
-        if begin is not None and not self._strict:
+        if begin is not None and not self._options.strict:
             end = self._route.quiet_calls.get((path, begin))
             if end is None:
                 if self._cursor.saves_all((begin, begin + 1)):
@@ -197,8 +187,7 @@ class PlannedForward(threading.local):
                     cursor.jump_to(end)
             elif begin not in route.call_sites and self._audit is None:
                 region.storages.note_counters()  # for `orphans` to count, as above
-                self._audit = CallAudit(path, module, args, kwargs, region)
-                self._audited_from = begin
+                self._audit = CallAudit(path, module, args, kwargs, region), begin
         except UnsupportedTensor:
             if site is None:
                 route.call_sites[begin] = None
@@ -207,12 +196,11 @@ class PlannedForward(threading.local):
 
     def leave(self, path: str, output: Any) -> None:
         """Mark the end of the call of the module at `path`. A route learns from calls that return."""
-        if recording_off.reruns or self._paths[-1] != path:
+        if recording_off.reruns or self._calls[-1][0] != path:
             return  # the latter: a hook of the user's raised before `enter`
         raised = self.raises
-        if len(self._paths) > 1:
-            self._paths.pop()
-            self._handled.pop()
+        if len(self._calls) > 1:
+            self._calls.pop()
         region = active.region
         if self._cursor is None or self._route is None or region is None:
             return
@@ -225,7 +213,7 @@ class PlannedForward(threading.local):
                 self._call = None
             else:
                 region.resume()
-        audit = self._end_audit(None if raised else path)
+        audited = self._end_audit(None if raised else path)
         called = self._cursor.leave(path)
         writes = self._writes_before.pop() if self._writes_before else -1
         if raised:  # calls around this one did not run all their ops either
@@ -233,13 +221,13 @@ class PlannedForward(threading.local):
             return
         if called is not None and writes == region.storages.writes and self._cursor.saves_all(called):
             self._route.quiet_calls[path, called[0]] = called[1]
-        if audit is not None:
-            begin = self._audited_from
+        if audited is not None:
+            audit, begin = audited
             exact = called == (begin, self._route.reruns[begin])
             self._route.call_sites[begin] = audit.site(output, called[1]) if exact and called else None
 
     def _innermost(self) -> str:
-        return self._paths[-1]
+        return self._calls[-1][0]
 
     def _part_ran(self, begin: int, end: int) -> None:
         """Continue after a compiled graph, whose ops the cursor does not see."""
@@ -254,18 +242,18 @@ class PlannedForward(threading.local):
             LeftThePath: strict.
         """
         off = OffPath(expected, found)
-        if self._strict:
+        if self._options.strict:
             raise LeftThePath(off)
         self._report(off)
 
-    def _end_audit(self, path: str | None = None) -> CallAudit | None:
+    def _end_audit(self, path: str | None = None) -> tuple[CallAudit, int] | None:
         """End the audit of the call of the module at `path` and return it, if there is one."""
-        audit = self._audit
-        if audit is None or path not in (None, audit.path):
+        audited = self._audit
+        if audited is None or path not in (None, audited[0].path):
             return None
         self._audit = None
-        audit.close()
-        return audit
+        audited[0].close()
+        return audited
 
 
 def _exception() -> int:

@@ -38,8 +38,8 @@ class TrainedParameters:
         trainable = [weakref.ref(p) for p in parameters if p.requires_grad]
         self._probes = trainable[:: max(1, len(trainable) // GRADIENT_PROBES)]
 
-    def sample_changed(self) -> bool:
-        """Return True if `requires_grad` or the dtype changed on a sample of the parameters.
+    def sample_changed(self, model: nn.Module) -> bool:
+        """Return True if the mode changed, or `requires_grad` or the dtype on a sample of the parameters.
 
         To look at all of them would take longer than everything else in the hook. Each call takes an evenly
         spread sample, and the next call their neighbors. So layers that are frozen or thawed are noticed at
@@ -47,14 +47,14 @@ class TrainedParameters:
         """
         stride = -(-len(self._seen) // SAMPLED_PER_FORWARD) or 1
         self._turn = (self._turn + 1) % stride
-        return self._changed(slice(self._turn, None, stride))
+        return model.training is not self.key[0] or self._changed(slice(self._turn, None, stride))
 
-    def changed(self) -> bool:
-        """Return True if `requires_grad` or the dtype changed on any parameter that still exists.
+    def changed(self, model: nn.Module) -> bool:
+        """Return True if the mode changed, or `requires_grad` or the dtype on a parameter that still exists.
 
         A layer that was taken out is not one that was frozen: the forward leaves its policy, and reports it.
         """
-        return self._changed(slice(None))
+        return model.training is not self.key[0] or self._changed(slice(None))
 
     def gradients_exist(self) -> bool:
         """Return True if a sample of the trainable parameters has gradients."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ac_client
-from ac_client.planning.peak_counter import WATCHED_STEPS
+from ac_client.planning.next_action import WATCHED_STEPS
 from autoac.planner import Bounds, bounds, build
 from autoac.planner.units import GIB
 from autoac.profiler import CannotProfile

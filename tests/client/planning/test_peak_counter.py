@@ -11,17 +11,9 @@ from stepping import scalar
 from torch import nn
 
 import ac_client
-from ac_client.planning import policy_store
-from ac_client.planning.peak_counter import (
-    LAST_MARGIN,
-    MOST_CORRECTIONS,
-    WATCHED_STEPS,
-    PeakBounds,
-    excess_bytes,
-    mispredicted_bytes,
-    proposed_headroom,
-    unused_bytes,
-)
+from ac_client.planning.facts import peak_watch
+from ac_client.planning.facts.peak_counter import PeakBounds, proposed_headroom
+from ac_client.planning.next_action import LAST_MARGIN, MOST_CORRECTIONS, WATCHED_STEPS
 from autoac.planner import build, find_minimum_peak, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import profile
@@ -74,7 +66,7 @@ class Fake:
 def planned(
     budget: int, fake: Fake, monkeypatch: pytest.MonkeyPatch, *, optimizer: bool = True, fused: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    monkeypatch.setattr(policy_store, "allocator_peak", lambda _device: fake)
+    monkeypatch.setattr(peak_watch, "allocator_peak", lambda _device: fake)
     model = made()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused) if optimizer else None
     return ac_client.apply(model, budget / GIB, optimizer=sgd), sgd
@@ -210,8 +202,9 @@ def test_last_correction_leaves_room_for_errors_that_differ_from_plan_to_plan(
     fake = Fake(extra=20_000)
     model, sgd = planned(budget, fake, monkeypatch)
     at = ac_client.applied(model)
+    step(model, sgd, fake, reset=True)
     for corrections in range(MOST_CORRECTIONS):
-        fake.extra += max(0, budget + 1 - at.plan.peak - fake.extra) if at.plan is not None else 0
+        fake.extra += max(0, budget + 1 - at.plan.peak - fake.extra)
         for _ in range(4):
             if at.report().corrections == corrections:
                 step(model, sgd, fake, reset=True)
@@ -347,39 +340,6 @@ def test_readings_of_the_counter_bound_the_peak(readings: tuple[int, ...], seen:
 def test_two_steps_have_the_larger_peak_of_both() -> None:
     assert PeakBounds(9, 9).joined(PeakBounds(0, 10)) == PeakBounds(9, 10)
     assert PeakBounds(9, 9).joined(PeakBounds(12, None)) == PeakBounds(12, None)
-
-
-@pytest.mark.parametrize(
-    ("seen", "rise", "fall"),
-    [
-        (PeakBounds.exactly(100), 0, 0),
-        (PeakBounds.exactly(101), 11, 0),
-        (PeakBounds(0, 200), 0, 0),
-        (PeakBounds(101, None), 11, 0),
-        (PeakBounds.exactly(88), 0, 0),
-        (PeakBounds.exactly(80), 0, 10),
-        (PeakBounds(0, 80), 0, 10),
-        (PeakBounds(80, None), 0, 0),
-    ],
-)
-def test_excess_and_unused_bytes_of_a_peak(seen: PeakBounds, rise: int, fall: int) -> None:
-    assert excess_bytes(seen, predicted=90, limit=100) == rise
-    assert unused_bytes(seen, predicted=90, limit=100) == fall
-
-
-@pytest.mark.parametrize(
-    ("seen", "change"),
-    [
-        (PeakBounds.exactly(90), 0),
-        (PeakBounds.exactly(91), 0),
-        (PeakBounds.exactly(92), 2),
-        (PeakBounds.exactly(80), -10),
-        (PeakBounds(0, 80), 0),
-        (PeakBounds(120, None), 0),
-    ],
-)
-def test_prediction_follows_only_a_peak_that_is_known_exactly(seen: PeakBounds, change: int) -> None:
-    assert mispredicted_bytes(seen, predicted=90, limit=100) == change
 
 
 def test_headroom_is_proposed_where_fragments_go_over_the_budget(

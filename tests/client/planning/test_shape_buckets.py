@@ -13,9 +13,10 @@ from stepping import scalar
 from torch import Tensor, nn
 
 import ac_client
-from ac_client.planning import plan_batch, policy_store
+from ac_client.planning import choose_policy, plan_batch
 from ac_client.planning.batch_shape import key_of, shape_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
+from ac_client.planning.options import Shapes
 from ac_client.planning.shape_buckets import Buckets
 from ac_client.planning.trained_parameters import SAMPLED_PER_FORWARD
 from autoac.planner import bounds, build, find_minimum_peak, plan, simulate
@@ -210,7 +211,7 @@ def test_set_is_carried_out_from_a_file(
 def test_loop_with_ever_larger_batches_does_not_plan_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(policy_store, "MOST_BUCKETS", 2)
+    monkeypatch.setattr(choose_policy, "MOST_BUCKETS", 2)
     plain, planned = made(), ac_client.apply(made(), 1.0)
     with caplog.at_level(logging.WARNING):
         for length in (1, 2, 3, 4):
@@ -365,7 +366,7 @@ def train_only(model: Transformer, count: int) -> None:
 
 @pytest.mark.parametrize("shapes", ["bucket", "first"])
 def test_other_parameters_that_train_have_a_plan_of_their_own(
-    shapes: policy_store.Shapes, monkeypatch: pytest.MonkeyPatch
+    shapes: Shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profiled = collections.Counter[str]()
 

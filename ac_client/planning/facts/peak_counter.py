@@ -22,12 +22,6 @@ import torch
 
 from autoac.planner.units import rounded_bytes
 
-WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
-MOST_CORRECTIONS = 2  # of one policy
-LAST_MARGIN = 0.02  # of the budget: the error differed from plan to plan, and no correction follows
-FAR_UNDER = 0.03  # of the budget: less is not worth planning again
-MISPREDICTED = 0.01  # of the budget: less is not worth another prediction
-
 
 class AllocatorPeak(Protocol):
     """The allocator of a device."""
@@ -88,24 +82,6 @@ class PeakBounds:
         unknown = self.at_most is None or other.at_most is None
         at_most = None if unknown else max(self.at_most or 0, other.at_most or 0)
         return PeakBounds(max(self.at_least, other.at_least), at_most)
-
-
-def excess_bytes(peak: PeakBounds, predicted: int, limit: int) -> int:
-    """Return by how many bytes a prediction must rise; 0 if the peak may be within `limit`."""
-    return max(0, peak.at_least - predicted) if peak.at_least > limit else 0
-
-
-def unused_bytes(peak: PeakBounds, predicted: int, limit: int) -> int:
-    """Return by how many bytes a prediction may fall; 0 if that is not worth another plan."""
-    if peak.at_most is None or predicted - peak.at_most <= FAR_UNDER * limit:
-        return 0
-    return predicted - peak.at_most
-
-
-def mispredicted_bytes(peak: PeakBounds, predicted: int, limit: int) -> int:
-    """Return what a prediction lacks; 0 if the peak is not known exactly, or that is not worth a change."""
-    change = peak.at_least - predicted
-    return change if peak.at_least == peak.at_most and abs(change) > MISPREDICTED * limit else 0
 
 
 def proposed_headroom(allocated_peak: int, reserved_peak: int, budget: int) -> int:

@@ -8,22 +8,19 @@ once it has run a planned forward after `apply` was called for this one: until t
 from __future__ import annotations
 
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
+from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.optimizer_steps import ModelOptimizers
-from autoac.planner.memory.simulate import waiting_bytes
+from ac_client.planning.next_action import StepFacts, next_action
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import gathered_nbytes
 from autoac.profiler.static_memory import static_bytes
-
-log = logging.getLogger("ac_client")
 
 MOST_ROOM_REQUESTS = 3  # by other planned models, of one bucket
 
@@ -37,29 +34,17 @@ class ModelOnDevice:
         model: the planned model; not kept alive.
         name: of the model, in messages.
         optimizers: whose state counts.
-        budget_bytes: the budget of the device; None if `apply` got none.
-        limit: the most bytes that a planned peak may have.
         waiting: returns how many of the model's forwards wait for their backward.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        optimizers: ModelOptimizers,
-        *,
-        budget_bytes: int | None,
-        limit: int,
-        waiting: Callable[[], int],
+        self, model: nn.Module, name: str, optimizers: ModelOptimizers, waiting: Callable[[], int]
     ) -> None:
         self._model = weakref.ref(model)
         self._name = name
         self._optimizers = optimizers
-        self._budget_bytes = budget_bytes
-        self._limit = limit
         self._waiting = waiting
         self._bucket: PlannedBucket | None = None  # of the last forward
-        self._warned = False
         self._planned_at = next(_turns)
         self._forward_at = 0  # turn at which the last planned forward began
         _all.add(self)
@@ -97,24 +82,16 @@ class ModelOnDevice:
         """Return the bytes that the neighbors hold between steps, and for their forwards in flight now."""
         return sum(other._held_nbytes() for other in self._others())
 
-    def lacks_room(self, bucket: PlannedBucket, nbytes: int) -> bool:
-        """Return True if a step under `bucket` goes over the budget once others hold `nbytes` more."""
-        return self._budget_bytes is not None and (
-            nbytes > 0 and bucket.policy.predicted.peak_bytes + nbytes > self._limit
-        )
-
-    def ask_others_for_room(self, needs: int) -> None:
-        """If a step that needs `needs` bytes is over the limit, have the neighbors planned for less."""
-        if needs <= self._limit:
-            return
-        for other in self._others():
+    def ask_others_for_room(self, nbytes: int) -> None:
+        """Have the neighbors planned for `nbytes` less, if that is positive."""
+        for other in self._others() if nbytes > 0 else ():
             bucket = other._bucket
             if (
                 bucket is not None
                 and bucket.profile is not None
                 and bucket.room_requests < MOST_ROOM_REQUESTS
             ):
-                bucket.withhold(needs - self._limit)
+                bucket.withhold(nbytes)
 
     def name_others(self, error: Exception) -> None:
         """Add to `error` what the other planned models on the device hold, whether or not they train."""
@@ -145,28 +122,16 @@ class ModelOnDevice:
         static = bucket.profile.static
         held = static.total - static.inputs + (0 if static.gradients else bucket.profile.gradient_nbytes)
         if waiting := self._waiting():
-            saved = waiting_bytes(bucket.plan.graph, bucket.plan.save_set)
-            held += waiting * saved // len(bucket.loaded.forwards)
+            held += waiting * bucket.loaded.waiting_nbytes // len(bucket.loaded.forwards)
         return held
 
     def _warn_if_lacking_room(self) -> None:
         """Warn if the running step goes over the budget because of the bytes that the neighbors hold."""
-        bucket = self._bucket
-        if bucket is None or self._warned or not self._waiting():
+        bucket, waiting = self._bucket, self._waiting()
+        if bucket is None or not waiting:
             return  # between steps: the next forward counts it
-        if self.lacks_room(bucket, self.others_nbytes() - bucket.step.others_nbytes):
-            self._warned = True
-            log.warning(
-                "%s: another planned model trains on the same device, and what it holds is not in this plan: "
-                "this step may go over the budget of %s. The plan is made again at the next step",
-                self._name,
-                format_bytes(self._budget_bytes or 0),
-            )
-
-
-def of_others(nbytes: int) -> str:
-    """Return words for messages: `nbytes` are held by other planned models on the device."""
-    return f"other planned models on the device hold {format_bytes(nbytes)}"
+        facts = StepFacts(waiting=waiting, others_nbytes=self.others_nbytes())
+        bucket.warn(self._name, next_action(bucket.planned_for, facts))
 
 
 _all: weakref.WeakSet[ModelOnDevice] = weakref.WeakSet()

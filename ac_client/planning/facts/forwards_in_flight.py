@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.runtime.split_backward import current_split
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.batch_contents import batch_tensors
@@ -30,23 +29,20 @@ from autoac.profiler.torch_facts.gradients import roots_of
 from autoac.profiler.torch_facts.storage_table import has_storage
 
 
-class BackwardEvent(NamedTuple):
-    """Facts about a backward at the moment at which it reaches the graph of a forward of the model."""
+class BackwardFacts(NamedTuple):
+    """Facts about a backward at the moment at which it reaches the graph of a forward. Sizes are in bytes."""
 
-    bucket: PlannedBucket  # that the forward ran under
-    first: bool  # False: an earlier backward was there, and retained what it used
-    creates_graph: bool
-    retains_graph: bool  # known only if backward runs on the caller's thread
-    dropped: frozenset[int]  # outputs that the loop has let go of, by position among all of them
-    dropped_nbytes: int  # of these, without what backward starts from
-    nbytes_outside: int  # of tensors that differentiable ops made between the model and the loss
+    first: bool = True  # False: an earlier backward was there, and retained what it used
+    creates_graph: bool = False  # it does, or an earlier one did
+    retains_graph: bool = False  # known on the caller's thread, or if it is not the first
+    dropped: frozenset[int] = frozenset()  # outputs that the loop has let go of, by position among all
+    dropped_nbytes: int = 0  # of these, without what backward starts from
+    nbytes_outside: int = 0  # of tensors that differentiable ops made between the model and the loss
+    held_nbytes: int = 0  # of outputs that are held, and that the plan counts as dropped
+    nbytes_live: int = 0  # that the plan counts between forward and backward
 
 
-class Listener(Protocol):
-    """Receives the backwards that reach a forward."""
-
-    def backward_begins(self, event: BackwardEvent) -> None:
-        """Receive a backward that reaches a forward given to `ForwardsInFlight.add`."""
+Listener = Callable[[BackwardFacts], None]
 
 
 class ForwardsInFlight:
@@ -62,11 +58,10 @@ class ForwardsInFlight:
         ]
         return len(self._forwards)
 
-    def add(self, bucket: PlannedBucket, out: Any, listener: Listener, *, has_loss: bool) -> None:
+    def add(self, out: Any, listener: Listener, *, has_loss: bool) -> None:
         """Watch a forward that has just ended with `out`, until it is differentiated or dropped.
 
         Args:
-            bucket: under which the forward ran.
             out: what the forward returned.
             listener: receives the backwards that reach the forward.
             has_loss: backward starts from a loss that is computed from `out`, and known to the plan.
@@ -75,7 +70,7 @@ class ForwardsInFlight:
         nodes = {t.grad_fn for t in tensors if t.requires_grad and t.grad_fn is not None}
         if not nodes or torch.compiler.is_compiling():
             return
-        forward = _InFlight(bucket, tensors, [] if has_loss else roots_of(out), listener)
+        forward = _InFlight(tensors, [] if has_loss else roots_of(out), listener)
         for node in nodes:
             node.register_prehook(forward)
             node.metadata[_MODEL] = True  # type: ignore[index]  # torch's stub takes the property for a method
@@ -95,12 +90,10 @@ _MODEL = "autoac: made by a planned model"  # in the metadata of autograd nodes
 class _InFlight:
     """One forward. Only the autograd nodes of its outputs hold it, as their hook."""
 
-    __slots__ = ("__weakref__", "_bucket", "_outputs", "_tasks", "begun", "listener")
+    __slots__ = ("__weakref__", "_created_graph", "_outputs", "_tasks", "begun", "listener")
 
-    def __init__(
-        self, bucket: PlannedBucket, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener
-    ) -> None:
-        self._bucket = bucket
+    def __init__(self, tensors: Sequence[Tensor], roots: Sequence[Tensor], listener: Listener) -> None:
+        self._created_graph = False
         self.listener: Listener | None = listener
         self.begun = False
         self._tasks: set[int] = set()  # graph tasks that have reached the forward
@@ -126,11 +119,8 @@ class _InFlight:
         gone = [i for i, (ref, _) in enumerate(self._outputs) if ref is not None and ref() is None]
         nbytes = sum({id(self._outputs[i][0]): self._outputs[i][1] for i in gone}.values())
         retains, outside = _of_caller() if first else (True, 0)
-        self.listener.backward_begins(
-            BackwardEvent(
-                self._bucket, first, torch.is_grad_enabled(), retains, frozenset(gone), nbytes, outside
-            )
-        )
+        self._created_graph |= torch.is_grad_enabled()
+        self.listener(BackwardFacts(first, self._created_graph, retains, frozenset(gone), nbytes, outside))
 
 
 def _key(tensor: Tensor) -> int:

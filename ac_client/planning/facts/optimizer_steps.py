@@ -57,6 +57,11 @@ class ModelOptimizers:
         """Return the known optimizers that were not passed to `apply`."""
         return [optimizer for ref in self._adopted if (optimizer := ref()) is not None]
 
+    @property
+    def names_not_passed(self) -> str:
+        """Return the types of the known optimizers that were not passed to `apply`, in words."""
+        return ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.not_passed))
+
     def state_nbytes(self, device: torch.device) -> int:
         """Return the bytes of optimizer state on `device` now."""
         return sum(optimizer_state_nbytes(optimizer, device) for optimizer in self.all)

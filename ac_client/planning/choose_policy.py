@@ -1,0 +1,306 @@
+"""Choose the policy of a batch: the only one, its bucket's, one that is planned now, or none.
+
+docs/budget.md explains the buckets, docs/integrations.md what several ranks agree on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import nn
+
+from ac_client.errors import ShapeNotPlanned
+from ac_client.planning.batch_shape import Key, ModelCall, key_of
+from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
+from ac_client.planning.next_action import PlannedFor
+from ac_client.planning.plan_batch import BatchPlanner, check_hooks, dropping_all, first_line
+from ac_client.planning.policy_store import PolicyStore
+from ac_client.planning.ranks import (
+    AUTO,
+    Need,
+    Ranks,
+    Terms,
+    has_other_ranks,
+    meet,
+    ranks_of,
+    ranks_of_collectives,
+)
+from ac_client.planning.shape_buckets import MOST_BUCKETS
+from ac_client.service_client.errors import RemoteError
+from autoac.planner import (
+    InfeasibleBudget,
+    OtherProfile,
+    Plan,
+    PlannerError,
+    Policy,
+    Profile,
+    as_planned,
+)
+from autoac.planner.formats.policy_set import Shape, shape_in_words
+from autoac.profiler import Loop, NothingToProfile, ProfilerBusy
+from autoac.profiler.distributed.fsdp import process_group_of
+from autoac.profiler.distributed.process_groups import noting_groups
+from autoac.profiler.errors import ProfilerError
+from autoac.profiler.torch_facts.torch_trace import profiler_is_running
+
+log = logging.getLogger("ac_client")
+
+
+class PolicyChooser:
+    """Finds or makes the policy for each batch of one model.
+
+    Args:
+        given: a policy was passed to `apply`.
+        on_failure: returns the function to call before an error that leaves the model without any plan.
+
+    Attributes:
+        ranks: those that run each forward together; not known before the first forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: PolicyStore,
+        planner: BatchPlanner,
+        *,
+        given: bool,
+        on_failure: Callable[[], Callable[[], None] | None],
+    ) -> None:
+        self.ranks: Ranks | None = None
+        self._store = store
+        self._planner = planner
+        self._options = options = planner.options
+        self._on_failure = on_failure
+        group = options.group
+        self._group = (process_group_of(model) or AUTO) if group is None or group is AUTO else group
+        self._to_meet = not given and group is not None  # the ranks, in the first forward
+
+    def for_batch(self, call: ModelCall, loop: Loop) -> PlannedBucket | None:
+        """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
+
+        Args:
+            call: of the model, on the batch.
+            loop: the form of the loop, if the batch is planned.
+
+        Raises:
+            ShapeNotPlanned: strict, and no bucket covers the batch.
+            PlannerError, RemoteError: planning failed.
+        """
+        store = self._store
+        if store.parameters.sample_changed(call.model):
+            with self._planner.lock:
+                store.look_at_parameters(call.model)
+        if self.ranks is None:
+            self.ranks = ranks_of(call.model, self._group)
+        if self._to_meet and (self.ranks is not None or (self._group is AUTO and has_other_ranks())):
+            return self._plan_with_ranks(call, loop)
+        if store.single_policy is not None:
+            return store.single_policy
+        key = key_of(call.args, call.kwargs)
+        bucket = store.buckets.known.get(key)
+        return self._plan_new_shape(call, loop, key) if bucket is None else bucket
+
+    def plan_for(self, call: ModelCall, loop: Loop) -> Policy:
+        """Plan for one more shape of batch.
+
+        Raises:
+            PlannerError, RemoteError, ProfilerError: the batch could not be planned.
+        """
+        with self._planner.lock:
+            if self._store.parameters.changed(call.model):
+                self._store.look_at_parameters(call.model)
+            return self._plan(call, loop).policy
+
+    def _plan_new_shape(
+        self, call: ModelCall, loop: Loop, key: Key, profiled: Profile | Exception | None = None
+    ) -> PlannedBucket | None:
+        """Return the bucket for a batch whose key is new, planned if no bucket covers it; None: unplanned.
+
+        Args:
+            call: of the model, on the batch.
+            loop: the form of the loop.
+            key: of the batch.
+            profiled: the profile of the step if it was profiled just now, or the error of that.
+
+        Raises:
+            ShapeNotPlanned: strict, and no bucket covers the batch.
+        """
+        buckets = self._store.buckets
+        if key in buckets.unplanned:
+            return None
+        with self._planner.lock:  # a forward on another thread waits for the plan
+            bucket = buckets.covering(key, call.args, call.kwargs)
+            if bucket is None:
+                shape, planned = call.shape, len(self._store.all)
+                without_budget = self._options.budget_bytes is None
+                if self._options.strict and buckets.all:
+                    shapes = [b.shape for b in buckets.all if b.shape is not None]
+                    raise ShapeNotPlanned(shape, shapes, not without_budget)
+                if planned and (without_budget or planned >= MOST_BUCKETS):
+                    return self._beyond(shape, key)
+                check_hooks()
+                try:
+                    bucket = self._plan(call, loop, profiled)
+                except ProfilerBusy as busy:
+                    return self._unplanned_now(busy)
+                except (ProfilerError, PlannerError, RemoteError) as error:
+                    # Not what forward itself raises, or Ctrl-C: the next batch may be planned.
+                    if not planned:
+                        self._give_up()
+                    elif isinstance(error, NothingToProfile):
+                        buckets.unplanned.add(key)
+                        return None
+                    elif isinstance(error, InfeasibleBudget) and not buckets.all:
+                        return self._of_other_parameters(call, key, error)
+                    raise
+            if buckets.single_policy is None:
+                buckets.remember(key, bucket)
+        return bucket
+
+    def _give_up(self) -> None:
+        if (remove := self._on_failure()) is not None:
+            remove()
+
+    def _plan(
+        self, call: ModelCall, loop: Loop, profiled: Profile | Exception | None = None
+    ) -> PlannedBucket:
+        if isinstance(profiled, Exception):
+            raise profiled
+        bucket = self._planner.plan(call, loop, profiled)
+        self._store.add(bucket)
+        return bucket
+
+    def _plan_with_ranks(self, call: ModelCall, loop: Loop) -> PlannedBucket | None:
+        """Return the bucket for the first batch, agreed on by all ranks; None: this time all run unplanned.
+
+        See NOTE [ Where ranks meet ] in ranks.py. Each rank profiles its own batch, and some plan. If it is
+        not known which ranks run the forward, the collectives of the profile show it.
+        """
+        with self._planner.lock:
+            if self.ranks is not None and self.ranks.any(profiler_is_running()):
+                return self._unplanned_now(ProfilerBusy())
+            profile: Profile | None = None
+            need: Need | Exception
+            with noting_groups() as groups:
+                try:
+                    profile = self._planner.profile(call, loop)
+                    need = Need(call.shape, self._options.limit, profile.static.total)
+                except Exception as error:  # noqa: BLE001 - sent to all ranks, and raised on each
+                    need = error
+            key = key_of(call.args, call.kwargs)
+            if self.ranks is None:
+                self.ranks, unknown = ranks_of_collectives(groups, call.model)
+                if unknown:
+                    self._warn_of_unknown_ranks(unknown)
+            if self.ranks is None:
+                if not isinstance(need, ProfilerBusy):
+                    self._to_meet = False
+                return self._plan_new_shape(call, loop, key, need if isinstance(need, Exception) else profile)
+            try:
+                self._meet(call, loop, need, profile)
+            except BaseException as error:
+                if isinstance(error, ProfilerBusy):
+                    return self._unplanned_now(error)
+                self._give_up()
+                raise
+            self._to_meet = False
+            covering = self._store.buckets.covering(key, call.args, call.kwargs)
+            assert covering is not None
+            if self._options.shapes == "first":
+                self._store.buckets.serve_all(covering)
+            return covering
+
+    def _meet(self, call: ModelCall, loop: Loop, need: Need | Exception, profile: Profile | None) -> None:
+        """Agree with the other ranks, and add the buckets of all policies.
+
+        Args:
+            call: of the model, on this rank's batch.
+            loop: the form of the loop.
+            need: of this rank, or the error that kept it from finding out.
+            profile: of this rank; None with an error.
+        """
+        ranks = self.ranks
+        assert ranks is not None
+        own_plan: list[Plan] = []
+
+        def plan(terms: Terms) -> Policy:
+            assert profile is not None
+            (policy, plan), _, _ = self._planner.plan_first(profile, loop, terms.extra_static, terms.limit)
+            own_plan.append(plan)
+            return policy
+
+        agreed = meet(ranks, need, plan)
+        assert profile is not None
+        dropped = dropping_all(profile, loop)
+        for one in agreed.policies:
+            of, its_loop = dropped if one.policy.fingerprint == dropped[0].fingerprint else (profile, loop)
+            found = own_plan[0] if one.planner == ranks.rank else None
+            if found is None and one.shape == call.shape:
+                found = _plan_on(one.policy, of)
+            loaded, step = LoadedPolicy(one.policy, found), None
+            if found is not None:
+                step = self._planner.profiled_step(call, of, loaded, agreed.static - of.static.total)
+            bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(self._options.limit, loop=its_loop))
+            self._store.add(bucket, serve_all=False)
+            log.info("%s: planned by rank %d of %d", self._planner.budget.name, one.planner, ranks.size)
+
+    def _warn_of_unknown_ranks(self, reason: str) -> None:
+        self._planner.budget.warn_once(
+            "ranks",
+            "%s: it is not known which ranks run each forward together (%s). Each rank plans alone, and an "
+            "error of one rank does not reach the others. Pass ac_client.apply(..., group=...) with the "
+            "group of all these ranks, or group=None to plan alone",
+            self._planner.budget.name,
+            reason,
+        )
+
+    def _of_other_parameters(self, call: ModelCall, key: Key, error: InfeasibleBudget) -> PlannedBucket:
+        """Return a bucket planned while other parameters trained, since no plan fits for the present ones."""
+        bucket = self._store.of_other_parameters(key, call.args, call.kwargs)
+        self._planner.budget.warn_once(
+            "other parameters",
+            "%s: other parameters train than before, or the dtype or the mode changed, and no plan for that "
+            "fits (%s). The model runs under an earlier plan, and goes over the budget",
+            self._planner.budget.name,
+            first_line(error),
+        )
+        self._store.buckets.remember(key, bucket)
+        return bucket
+
+    def _unplanned_now(self, busy: ProfilerBusy) -> PlannedBucket | None:
+        """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned."""
+        if planned := self._store.all:
+            return largest(self._store.buckets.all or planned)
+        self._planner.budget.warn_once(
+            "busy",
+            "%s runs without a plan now, and will be planned in a later forward: %s",
+            self._planner.budget.name,
+            busy,
+        )
+        return None
+
+    def _beyond(self, shape: Shape, key: Key) -> PlannedBucket:
+        """Return the largest bucket, for a batch that no bucket covers and for which no plan may be made."""
+        planned = self._store.all
+        bucket = largest(self._store.buckets.all or planned)
+        without_budget = self._options.budget_bytes is None
+        self._planner.budget.warn_once(
+            "beyond",
+            "%s: no bucket covers a batch of %s, and none is added (%s). The batch runs under the largest of "
+            "%d buckets, and may need more memory than this bucket was planned for",
+            self._planner.budget.name,
+            shape_in_words(shape),
+            "no budget_gb was given" if without_budget else f"there are {MOST_BUCKETS}",
+            len(planned),
+        )
+        self._store.buckets.remember(key, bucket)
+        return bucket
+
+
+def _plan_on(policy: Policy, profile: Profile) -> Plan | None:
+    """Return the plan of another rank's policy on this rank's profile; None if this rank runs other ops."""
+    try:
+        return as_planned(policy, profile)
+    except OtherProfile:
+        return None

@@ -1,0 +1,132 @@
+"""Compare the first steps of each plan with the allocator's counter, where the device has one."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+
+from torch import nn
+
+from ac_client.planning.facts.optimizer_steps import ModelOptimizers
+from ac_client.planning.facts.peak_counter import AllocatorPeak, PeakBounds, allocator_peak
+from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
+from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
+from ac_client.runtime.write_guard import version_counter
+from autoac.profiler import device_of
+from autoac.profiler.distributed.fsdp import parameters_of
+
+log = logging.getLogger("ac_client")
+
+
+@dataclass(slots=True)
+class _Readings:
+    """Readings of the allocator's counter in one step."""
+
+    bucket: PlannedBucket
+    loaded: LoadedPolicy  # when the step began
+    counts: list[int]  # from before forward on
+    written: int  # `PeakWatch.written` before forward
+
+
+class PeakWatch:
+    """Reads the allocator's counter in the first steps of each plan: NOTE [ The counter is the user's ].
+
+    Attributes:
+        allocator: of the model's device, once a step was planned here.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: ModelOptimizers) -> None:
+        self.allocator: AllocatorPeak | None = None
+        self._started = False
+        self._model = weakref.ref(model)
+        self._optimizers = optimizers
+        self._readings: _Readings | None = None  # of the step that runs, if it is compared
+        self._written_at_first = self.written()
+
+    def start(self, model: nn.Module) -> None:
+        """Begin to compare, now that a step was planned here, if the device of `model` counts."""
+        if self._started:
+            return
+        self._started = True
+        self.allocator = allocator_peak(device_of(model))
+        if self.allocator is None:
+            log.info(
+                "%s: on a CPU nothing compares the measured peak with the predicted one by itself. To "
+                "compare them, run a step in `with ac_client.applied(model).measure():`",
+                type(model).__name__,
+            )
+
+    @property
+    def reading(self) -> bool:
+        """Return True if the step that runs is compared."""
+        return self._readings is not None
+
+    def begin_step(self, bucket: PlannedBucket, *, compares: bool = False) -> None:
+        """Take the first reading of a step under `bucket`, if it is one to compare.
+
+        Args:
+            compares: backward compares contents in this step, for which it allocates up to 2 MiB more.
+        """
+        if compares or self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
+            return
+        if self.is_complete(bucket):
+            counts = [self.allocator.allocated_peak()]
+            self._readings = _Readings(bucket, bucket.loaded, counts, self.written())
+
+    def read(self) -> None:
+        """Take one more reading of the step that runs."""
+        if self._readings is not None and self.allocator is not None:
+            self._readings.counts.append(self.allocator.allocated_peak())
+
+    def discard(self) -> None:
+        """Drop the readings of the step that runs: it will not end, or the counter is about to be reset."""
+        self._readings = None
+
+    def end_step(self) -> tuple[PlannedBucket, StepFacts] | None:
+        """End the step, and return the facts about the steps so far; None if there are none to judge."""
+        self.read()
+        readings, self._readings = self._readings, None
+        if readings is None or readings.loaded is not readings.bucket.loaded:
+            return None
+        bucket = readings.bucket
+        bucket.statistics.add(PeakBounds.of(readings.counts))
+        last = bucket.statistics.compared == WATCHED_STEPS
+        return bucket, self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
+
+    def facts(
+        self, bucket: PlannedBucket, peak: PeakBounds | None, written: int, *, last: bool = True
+    ) -> StepFacts:
+        """Return the facts about steps under `bucket`, before which `written` was counted.
+
+        Args:
+            bucket: the bucket.
+            peak: of the steps.
+            written: what `written` returned before the last of them.
+            last: enough steps were compared.
+        """
+        model, profile = self._model(), bucket.profile
+        complete = model is not None and profile is not None and self._optimizers.has_state_of(model, profile)
+        return StepFacts(peak=peak, whole=last and complete and self.written() != written)
+
+    def is_complete(self, bucket: PlannedBucket) -> bool:
+        """Return True if all of the optimizer's state exists, so that a step now needs as much as later ones.
+
+        Before the optimizer's first step its state is missing, so a correction would be too small, and one
+        of few would be used up.
+        """
+        model = self._model()
+        return (
+            bucket.profile is None
+            or self.written() != self._written_at_first
+            or (model is not None and self._optimizers.has_state_of(model, bucket.profile))
+        )
+
+    def written(self) -> int:
+        """Return a number that rises with every step of the optimizer.
+
+        Version counters count what an unknown optimizer writes.
+        """
+        model = self._model()
+        parameters = parameters_of(model) if model is not None else ()
+        return sum(version_counter(p) for p in parameters if p.requires_grad) + self._optimizers.steps

@@ -1,0 +1,215 @@
+"""Run the forwards of a planned model under their policies: the hooks of the model, and what they count."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ac_client.measure.measured_steps import MeasuredSteps
+from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.facts.optimizer_steps import UnplannedSteps
+from ac_client.planning.model_planning import ModelPlanning
+from ac_client.planning.oom_retry import OomRetry, is_out_of_memory
+from ac_client.planning.planned_forward import PlannedForward
+from ac_client.runtime.cursor import OffPath
+from ac_client.runtime.replay import recording_off
+from autoac.profiler.compiler.private_compiler import check_version, is_tested
+from autoac.profiler.distributed.ddp import wrapper_paths
+from autoac.profiler.errors import CannotProfile
+from autoac.profiler.torch_facts import private
+from autoac.profiler.torch_facts.batch_contents import batch_tensors
+from autoac.profiler.torch_facts.inductor import compiled_parts, is_called_compiled
+from autoac.profiler.torch_facts.module_paths import ModuleHook, Watch, watch_calls
+from autoac.profiler.torch_facts.streams import is_capturing
+from autoac.profiler.unseen.fingerprints import Comparison
+
+log = logging.getLogger("ac_client")
+
+MOST_STEP_TIMES = 1000  # kept for the median
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Counts of the forwards of a model so far."""
+
+    forwards: int = 0  # that train, planned or not
+    steps: int = 0  # planned forwards
+    off_path: str = ""  # the first op at which a forward left its policy
+    began: list[float] = field(default_factory=list)  # when each planned forward began, in seconds
+
+
+class ModelHooks:
+    """The hooks of one planned model and of its modules.
+
+    Args:
+        remove: returns the function that removes the plan from the model.
+
+    Attributes:
+        forward: the planned forward that is running.
+        retry: runs a step again that ran out of memory.
+        log: of the forwards so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        planning: ModelPlanning,
+        measured: MeasuredSteps,
+        remove: Callable[[], Callable[[], None] | None],
+    ) -> None:
+        self.log = StepLog()
+        self._name = type(model).__name__
+        self.forward = PlannedForward(planning.options, self._left_policy, wrapper_paths(model))
+        self.retry = OomRetry(model, planning, self.forward)
+        self._planning = planning
+        self._measured = measured
+        self._remove = remove
+        self._unplanned = UnplannedSteps(self._name)
+        self._model = weakref.ref(model)
+        planning.watch.optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
+        self._submodule_handles: list[Watch] = []
+        self._compiled = False  # torch.compile ran the last forward as a whole
+        self._compiled_parts: list[str] = []  # that were compiled by themselves
+        self._handles = [
+            model.register_forward_pre_hook(ModuleHook(self._forward_begins), with_kwargs=True, prepend=True),
+            model.register_forward_hook(ModuleHook(self._forward_ended), always_call=True),
+        ]
+        self._watch_submodules(model)
+
+    def close(self) -> None:
+        """Remove all hooks. May be called twice."""
+        for handle in (*self._handles, *self._submodule_handles):
+            handle.remove()
+        self._handles.clear()
+        self._submodule_handles.clear()
+        if not self._planning.planner.profiling:
+            self.forward.end()  # left open by a forward that was interrupted
+
+    def _watch_submodules(self, model: nn.Module) -> None:
+        """Follow the calls of submodules, except in compiled code, whose graphs know their modules."""
+        self._compiled = is_called_compiled(model)
+        parts = compiled_parts(model)
+        if self._compiled or parts != self._compiled_parts:
+            for handle in self._submodule_handles:
+                handle.remove()
+            self._submodule_handles = []
+        if (self._compiled or parts) and not is_tested():
+            if (remove := self._remove()) is not None:
+                remove()
+            check_version()
+        if parts != self._compiled_parts:
+            self._compiled_parts = parts
+        if not (self._compiled or self._submodule_handles):
+            self._submodule_handles = watch_calls(model, self._enter, self._leave)
+
+    def _forward_begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        planning, options = self._planning, self._planning.options
+        if planning.planner.profiling:
+            return
+        waiting = planning.watch.waiting()
+        if planning.watch.peaks.reading and not waiting:
+            planning.end_step()
+        if not torch.is_grad_enabled() or not self._unplanned.trains_in(model):
+            if not model.training:
+                self.forward.end()  # as below; such a forward is not part of one in training
+                bucket = planning.store.current
+                if bucket is not None and torch.is_grad_enabled() and options.budget_bytes is not None:
+                    self._unplanned.evaluates(
+                        bucket.policy.predicted.save_all_peak_bytes, options.budget_bytes
+                    )
+            return
+        self.log.forwards += 1
+        if torch.compiler.is_compiling() or private.get_tracing_state() is not None:
+            raise CannotProfile(
+                self._name,
+                "torch.export or torch.jit traces the model, and would trace the plan as well",
+                "call ac_client.applied(model).remove() first, or trace it in eval() under torch.no_grad()",
+            )
+        if planning.store.latest is None and is_capturing():
+            raise CannotProfile(
+                self._name,
+                "the stream is being captured into a CUDA graph, and a profile synchronizes the device",
+                "run one training step before the capture, which makes the plan",
+            )
+        # Left open by a forward that was interrupted (KeyboardInterrupt runs no hook), or the model calls
+        # itself: then the rest of the outer call runs unplanned.
+        self.forward.end()
+        self._watch_submodules(model)
+        bucket = planning.policy_for(ModelCall(model, args, kwargs))
+        if bucket is None:
+            return
+        planning.watch.on_device.forward_begins(bucket)
+        if (marks := self._measured.marks) is not None:
+            if not waiting:
+                marks.begin_forward()
+            self._measured.note_batch(batch_tensors((*args, *kwargs.values())))
+        bucket.statistics.steps += 1
+        self.log.steps += 1
+        route = bucket.loaded.route(waiting)
+        asked = options.verify is not None and self.log.steps % options.verify == 0
+        compares = Comparison.enabled and (asked or not route.compared)
+        route.compared = True
+        if not waiting:
+            planning.watch.peaks.begin_step(bucket, compares=compares and bucket.loaded.recomputes)
+        if len(self.log.began) < MOST_STEP_TIMES:
+            self.log.began.append(time.perf_counter())
+        self.forward.begin(
+            bucket,
+            model,
+            waiting=waiting,
+            compiled=self._compiled,
+            has_compiled_parts=bool(self._compiled_parts),
+            compares=compares,
+        )
+
+    def _forward_ended(self, _model: nn.Module | None, _args: Any, out: Any) -> None:
+        error, profiling = sys.exception(), self._planning.planner.profiling
+        raised = self.forward.raises
+        bucket = None if profiling else self.forward.end(whole=not raised)
+        self._read_counter()
+        if bucket is not None and not raised:
+            self._planning.forward_ended(bucket, out)
+        elif bucket is not None:  # the step will not end
+            self._planning.watch.peaks.discard()
+            for route in bucket.loaded.forwards:
+                route.compared = False
+        if out is None and is_out_of_memory(error):
+            assert error is not None
+            self.retry.note(
+                error, f"{'Profiling a step' if profiling else 'A planned forward'} ran out of memory."
+            )
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._read_counter()
+        self._unplanned.optimizer_stepped(optimizer, self.log.forwards)
+        if (model := self._model()) is not None:
+            self._planning.optimizer_stepped(model)
+
+    def _read_counter(self) -> None:
+        if not self._planning.planner.profiling:
+            self._planning.watch.peaks.read()
+
+    def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._measured.marks is not None and not recording_off.reruns:
+            self._measured.marks.enter_module(path)
+        self.forward.enter(path, module, args, kwargs)
+
+    def _leave(self, path: str, _module: nn.Module, output: Any) -> None:
+        if self._measured.marks is not None and not recording_off.reruns:
+            self._measured.marks.leave_module(path)
+        self.forward.leave(path, output)
+
+    def _left_policy(self, off: OffPath) -> None:
+        if not self.log.off_path:
+            self.log.off_path = str(off)
+            log.warning(
+                "%s left its policy: %s. Ops that the policy does not contain are saved", self._name, off
+            )

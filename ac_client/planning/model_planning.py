@@ -1,0 +1,247 @@
+"""Plan the steps of one model: choose the policy of each batch, and carry out what next_action.py says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ac_client.planning.batch_shape import ModelCall
+from ac_client.planning.choose_policy import PolicyChooser
+from ac_client.planning.facts.forwards_in_flight import BackwardFacts
+from ac_client.planning.facts.step_watch import StepWatch
+from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, corrected
+from ac_client.planning.next_action import (
+    CorrectPrediction,
+    PlanAgain,
+    PlannedFor,
+    StepFacts,
+    next_action,
+)
+from ac_client.planning.options import ApplyOptions
+from ac_client.planning.plan_batch import BatchPlanner, BudgetPlanner, first_line
+from ac_client.planning.policy_store import PolicyStore
+from ac_client.service_client.errors import RemoteError
+from autoac.planner import PlannerError, Policy, PolicySet, Profile
+from autoac.planner.units import format_bytes
+from autoac.profiler import Loop, ProfilerBusy
+from autoac.profiler.errors import ProfilerError
+
+log = logging.getLogger("ac_client")
+
+_LOUD = ("out of memory", "over the limit", "far under the limit")  # rows of measured steps
+
+
+class ModelPlanning:
+    """Plans the steps of one model.
+
+    Args:
+        optimizer, policy: as passed to `apply`.
+        on_failure: returns the function to call before an error that leaves the model without any plan.
+
+    Attributes:
+        options: as passed to `apply`.
+        store: the policies.
+        watch: the facts about the steps.
+        planner: profiles batches and plans them.
+        chooser: finds or makes the policy of a batch.
+        forwards: number of forwards before one backward to plan for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: ApplyOptions,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        policy: Policy | PolicySet | None,
+        on_failure: Callable[[], Callable[[], None] | None],
+    ) -> None:
+        self.options = options
+        self.forwards = options.forwards_in_flight or 1
+        self.store = PolicyStore(model, options, policy)
+        self.watch = StepWatch(model, options, optimizer)
+        self._name = type(model).__name__
+        budget = BudgetPlanner(self._name, options)
+        self.planner = BatchPlanner(budget, self.watch.optimizers, self.watch.on_device)
+        self.chooser = PolicyChooser(
+            model, self.store, self.planner, given=policy is not None, on_failure=on_failure
+        )
+
+    def policy_for(self, call: ModelCall) -> PlannedBucket | None:
+        """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
+
+        Raises:
+            ShapeNotPlanned: strict, and no bucket covers the batch.
+            PlannerError, RemoteError, ProfilerError: planning failed.
+        """
+        bucket = self.chooser.for_batch(call, Loop(self.forwards))
+        if bucket is None:
+            return None
+        gradients = not bucket.planned_for.gradients and self.store.parameters.gradients_exist()
+        facts = self.watch.before_forward(call.model, bucket, self.forwards, gradients=gradients)
+        while isinstance(action := self._next(bucket, facts), PlanAgain):
+            facts = replace(facts, can_profile=facts.can_profile and not action.profiles)
+            if action.row == "other models":
+                facts, bucket.room_requested = replace(facts, room_requested=0), 0
+            if (loop := action.terms.loop) != bucket.planned_for.loop:
+                facts, bucket.observed, self.forwards = replace(facts, loop=loop), loop, loop.forwards
+            # Any other batch waits for one like the batch that was profiled.
+            if not action.profiles or call.shape == bucket.step.shape:
+                self._plan_again(bucket, action, call)
+        if bucket.profile is not None:
+            self.watch.peaks.start(call.model)
+        self.store.current = bucket
+        return bucket
+
+    def forward_ended(self, bucket: PlannedBucket, out: Any) -> None:
+        """Watch the forward that returned `out`, until its backward begins."""
+        if bucket.ran_skipped:
+            self._next(bucket, StepFacts(ran_skipped=bucket.ran_skipped, can_profile=False))
+        self.watch.after_forward(out, partial(self._backward_begins, bucket, bucket.loaded))
+
+    def optimizer_stepped(self, model: nn.Module) -> None:
+        """Warn if the optimizer has state that the plan does not count."""
+        if (bucket := self.store.current) is not None:
+            self._next(bucket, self.watch.after_optimizer(model, bucket))
+
+    def end_step(self) -> None:
+        """Compare the step that is over with its prediction."""
+        if (judged := self.watch.peaks.end_step()) is not None:
+            self.judge(*judged)
+
+    def judge(self, bucket: PlannedBucket, facts: StepFacts) -> None:
+        """Plan `bucket` again if the peak of its steps is not as predicted, or correct the prediction."""
+        if self.options.budget_bytes is None:
+            return
+        match self._next(bucket, facts):
+            case PlanAgain() as action:
+                self._plan_again(bucket, action)
+            case CorrectPrediction(nbytes):
+                predicted = bucket.planned_for.peak
+                bucket.correct_prediction(nbytes)
+                log.info(
+                    "%s: measured a peak of %s, predicted %s. The plan stays, and its prediction is "
+                    "corrected",
+                    self._name,
+                    format_bytes(predicted + nbytes),
+                    format_bytes(predicted),
+                )
+
+    def tighten(self, bucket: PlannedBucket, before: int) -> None:
+        """Plan again for less memory than the device turned out to have.
+
+        Args:
+            bucket: whose step ran out of memory.
+            before: what the allocator had counted before the step.
+
+        Raises:
+            PlannerError, RemoteError: there is no tighter plan.
+        """
+        allocator, had = self.watch.peaks.allocator, bucket.planned_for.peak
+        if allocator is not None and (counted := allocator.allocated_peak()) > before:
+            had = counted
+        action = self._next(bucket, StepFacts(had_nbytes=had))
+        assert isinstance(action, PlanAgain)
+        with self.planner.lock:
+            self._load(bucket, bucket.step, action)
+
+    def _next(self, bucket: PlannedBucket, facts: StepFacts) -> object:
+        """Return the next action, after its warning if it has one."""
+        action = next_action(bucket.planned_for, facts)
+        bucket.warn(self._name, action)
+        return action
+
+    def _backward_begins(self, bucket: PlannedBucket, loaded: LoadedPolicy, backward: BackwardFacts) -> None:
+        """Warn of what the running step does otherwise, and remember the form of the loop to plan for."""
+        if self.options.budget_bytes is None or bucket.loaded is not loaded:
+            return
+        facts, planned = self.watch.in_backward(bucket, backward), bucket.planned_for
+        while isinstance(action := next_action(planned, facts), PlanAgain):
+            bucket.warn(self._name, action)
+            planned = action.terms
+        bucket.warn(self._name, action)
+        bucket.observed = planned.loop
+        bucket.planned_for = replace(bucket.planned_for, holds_outputs=planned.holds_outputs)
+
+    def _plan_again(self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall | None = None) -> None:
+        terms, step, profile = action.terms, bucket.step, bucket.profile
+        assert profile is not None
+        with self.planner.lock:
+            try:
+                if action.profiles:
+                    assert call is not None
+                    found = self.planner.profile(call, terms.loop)
+                    if action.row == "skipped modules" and len(found.ops) <= len(profile.ops):
+                        bucket.planned_for = replace(bucket.planned_for, module_tries=terms.module_tries)
+                        return
+                    terms = replace(terms, others_nbytes=self.watch.on_device.others_nbytes())
+                    action, step = replace(action, terms=terms), ProfiledStep(call.shape, found)
+                else:
+                    step = replace(step, profile=_for_terms(profile, bucket.planned_for, terms))
+                self._load(bucket, step, action, call)
+            except ProfilerBusy:
+                return
+            except (ProfilerError, PlannerError, RemoteError) as error:
+                correction = replace(bucket.planned_for.correction, times=terms.correction.times)
+                bucket.planned_for = replace(terms, correction=correction)  # try once
+                log.warning(
+                    "%s: %s, and no plan could be made for that (%s). The present plan stays",
+                    self._name,
+                    action.reason,
+                    first_line(error),
+                )
+
+    def _load(
+        self, bucket: PlannedBucket, step: ProfiledStep, action: PlanAgain, call: ModelCall | None = None
+    ) -> None:
+        """Load the plan of `step` for the terms of `action`, or the tightest plan if none fits.
+
+        Raises:
+            PlannerError, RemoteError: no plan was found; the bucket is as it was.
+        """
+        terms, correction = action.terms, action.terms.correction
+        assert step.profile is not None
+        policy, plan, infeasible = self.planner.budget.plan_or_tightest(
+            step.profile, max(1, terms.limit - correction.total), step.rank_nbytes + terms.others_nbytes
+        )
+        peak = policy.predicted.peak_bytes + correction.nbytes
+        if infeasible is not None and action.row == "out of memory" and peak >= bucket.planned_for.peak:
+            raise infeasible
+        policy = policy.model_copy(update={"budget_bytes": self.options.budget_bytes})
+        loaded = LoadedPolicy(corrected(policy, correction.nbytes, correction.total), plan)
+        if call is not None and action.profiles:
+            step = self.planner.profiled_step(call, step.profile, loaded)
+        bucket.load(loaded, step, terms)
+        if infeasible is not None and peak > terms.limit:
+            bucket.warned.add(action.row)
+            self.planner.budget.warn_over_budget(peak, action.reason)
+            if action.row == "other models":
+                self.watch.on_device.ask_others_for_room(peak - terms.limit)
+            return
+        log.log(
+            logging.WARNING if action.row in _LOUD else logging.INFO,
+            "%s: planned again, since %s: %d of %d ops are recomputed, and the predicted peak is %s of %s",
+            self._name,
+            action.reason,
+            policy.recomputed,
+            len(policy.decisions),
+            format_bytes(peak),
+            format_bytes(terms.limit),
+        )
+
+
+def _for_terms(profile: Profile, planned: PlannedFor, terms: PlannedFor) -> Profile:
+    """Return `profile`, which was planned for `planned`, for a step of `terms` with the same ops."""
+    if terms.loop.drops != planned.loop.drops:
+        profile = profile.with_dropped_outputs(terms.loop.drops)
+    if terms.optimizers != planned.optimizers:
+        state, workspace = terms.optimizers.state, terms.optimizers.workspace
+        static = profile.static.model_copy(update={"optimizer_state": state})
+        profile = profile.model_copy(update={"static": static, "optimizer_workspace_nbytes": workspace})
+    return profile

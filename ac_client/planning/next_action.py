@@ -1,0 +1,447 @@
+"""When a plan is made again: every trigger and every tolerance, in one table.
+
+docs/budget.md is the page. A plan was made for a step (`PlannedFor`). The steps that run show what they are
+(`StepFacts`). `next_action` compares the two and returns what to do. It is asked at five moments, each with
+the facts that are known then:
+
+    before a forward        waiting, loop, gradients, optimizers, others_nbytes, ran_skipped
+    a forward has ended     ran_skipped
+    a backward begins       backward
+    an optimizer stepped    optimizers
+    a step is over          peak, whole; or had_nbytes, if the device ran out of memory
+
+Only before a forward and after a step a plan is made. What the other moments show is warned of at once, if
+the step that runs may go over the budget, and is planned for before the next forward.
+
+`model_planning.py` profiles, plans and logs; nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, replace
+
+from ac_client.planning.facts.forwards_in_flight import BackwardFacts
+from ac_client.planning.facts.peak_counter import PeakBounds
+from autoac.planner.units import format_bytes
+from autoac.profiler import Loop
+from autoac.profiler.static_memory import OptimizerBytes
+
+WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
+MOST_CORRECTIONS = 2  # of one policy
+LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
+FAR_UNDER = 0.03  # of the limit: less is not worth planning again
+MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
+TIGHTER = 0.9  # of a planned peak that the device did not have room for
+MOST_FORWARDS = 8  # that are planned for unasked: a profile runs them all
+MOST_MODULE_TRIES = 8  # batches that are profiled to find one that runs more modules
+
+NO_OPTIMIZER = OptimizerBytes(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Bytes that a new plan of the same step has to add to each simulated peak.
+
+    Invariant: a plan keeps the limit, as far as its steps have shown, if its simulated peak is at most the
+    limit less `total`.
+    """
+
+    times: int = 0  # how often a measured peak changed `nbytes`
+    nbytes: int = 0  # needed beyond what the simulator counts; negative if less is needed
+    withheld: int = 0  # of the limit, which the device did not have or another model asked for
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of the limit that a simulated peak may not use."""
+        return self.nbytes + self.withheld
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFor:
+    """The step that a plan was made for, and the plan's peak. Sizes are in bytes."""
+
+    limit: int  # of the peak: the budget less headroom
+    peak: int = 0  # predicted, the correction included
+    forward_nbytes: int = 0  # that one more forward in flight holds at most
+    recomputes: bool = True  # at least one op
+    elsewhere: bool = False  # the policy was given, and its profile is not here
+    loop: Loop = field(default_factory=Loop)
+    holds_outputs: bool = False  # a step held outputs again that earlier steps had dropped
+    gradients: bool = False  # existed before the step
+    optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
+    others_nbytes: int = 0  # held by other planned models on the device
+    module_tries: int = 0  # batches that were profiled because skipped modules ran, and ran no more
+    correction: Correction = Correction()
+
+    def fits(self, forwards: int) -> bool:
+        """Return True if as many forwards as these fit in addition, even if they save everything."""
+        return self.peak + forwards * self.forward_nbytes <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """The facts known of the loop and of its steps at one moment. Sizes are in bytes; None: not looked at."""
+
+    waiting: int = 0  # forwards that wait for their backward
+    loop: Loop | None = None  # as the steps so far have shown it, for as many forwards as are planned for now
+    most_forwards: int = 1  # in flight at once, so far
+    gradients: bool = False  # exist before the step
+    optimizers: OptimizerBytes | None = None  # of all that have stepped the model, or will
+    optimizer_names: str = ""  # of those that were not passed to `apply`
+    others_nbytes: int | None = None  # held by other planned models on the device
+    room_requested: int = 0  # that other planned models on the device have asked for
+    ran_skipped: Set[str] = frozenset()  # modules that ran, and that the profiled forward skipped
+    can_profile: bool = True  # the batch is like the profiled one, and no profiler is running
+    backward: BackwardFacts | None = None
+    peak: PeakBounds | None = None
+    whole: bool = False  # the steps of `peak` had all of the optimizer's state, and its step
+    had_nbytes: int | None = None  # that the device had when it ran out of memory
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The plan stays."""
+
+    warning: str = ""  # of the step that runs
+    row: str = ""  # of the table
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAgain:
+    """Another plan is to be made, for `terms`."""
+
+    terms: PlannedFor
+    reason: str = ""  # in words
+    warning: str = ""  # of the step that runs
+    profiles: bool = False  # needs a profile of the batch that runs
+    row: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectPrediction:
+    """The plan stays, and its predicted peak changes."""
+
+    nbytes: int
+    row: str = ""
+
+
+Action = Keep | PlanAgain | CorrectPrediction
+Row = Callable[[PlannedFor, StepFacts], Action | None]
+
+
+def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
+    """Return what to do about a plan, now that these facts are known: the first row of `TABLE` that applies.
+
+    A plan that was made elsewhere stays; then only the warning is left.
+    """
+    kept = Keep()
+    for name, row in TABLE.items():
+        action = row(planned, facts)
+        if isinstance(action, PlanAgain) and planned.elsewhere:
+            action = Keep(action.warning)
+        if isinstance(action, Keep):
+            kept = replace(action, row=name) if action.warning and not kept.warning else kept
+        elif action is not None:
+            return replace(action, row=name)
+    return kept
+
+
+# --- the device and its allocator -------------------------------------------------------------------------
+
+
+def _out_of_memory(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    if facts.had_nbytes is None:
+        return None
+    withheld = planned.limit - min(int(planned.peak * TIGHTER), facts.had_nbytes)
+    return PlanAgain(
+        replace(planned, correction=replace(planned.correction, withheld=max(0, withheld))),
+        f"it ran out of memory under a plan with a peak of {format_bytes(planned.peak)}",
+    )
+
+
+def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    peak, correction = facts.peak, planned.correction
+    if peak is None or peak.at_least <= max(planned.limit, planned.peak):
+        return None
+    if planned.elsewhere or correction.times >= MOST_CORRECTIONS:
+        why = "planned elsewhere" if planned.elsewhere else f"corrected {correction.times} times"
+        return Keep(
+            f"measured a peak of {format_bytes(peak.at_least)}, over the limit of "
+            f"{format_bytes(planned.limit)}. The plan stays, because it was {why}"
+        )
+    margin = round(LAST_MARGIN * planned.limit) if correction.times == MOST_CORRECTIONS - 1 else 0
+    return _corrected(planned, peak.at_least - planned.peak + margin, peak.at_least)
+
+
+def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Loosen a plan, but only at first: what turns out too loose can then still be tightened."""
+    peak = facts.peak
+    if peak is None or peak.at_most is None or not facts.whole or not planned.recomputes:
+        return None
+    if planned.correction != Correction() or planned.peak - peak.at_most <= FAR_UNDER * planned.limit:
+        return None
+    return _corrected(planned, peak.at_most - planned.peak, peak.at_most)
+
+
+def _corrected(planned: PlannedFor, change: int, measured: int) -> PlanAgain:
+    before = planned.correction
+    correction = replace(before, times=before.times + 1, nbytes=before.nbytes + change)
+    return PlanAgain(
+        replace(planned, correction=correction),
+        f"the measured peak was {format_bytes(measured)}, and the predicted one {format_bytes(planned.peak)}",
+    )
+
+
+def _mispredicted(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    peak = facts.peak
+    if peak is None or peak.at_least != peak.at_most or not facts.whole or planned.elsewhere:
+        return None
+    change = peak.at_least - planned.peak
+    return CorrectPrediction(change) if abs(change) > MISPREDICTED * planned.limit else None
+
+
+# --- before a forward -------------------------------------------------------------------------------------
+
+
+def _gradients(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan for gradients before the step, as microbatches after the first have, or `set_to_none=False`.
+
+    The new plan then serves first microbatches too, which need less.
+    """
+    if not facts.gradients or planned.gradients or not facts.can_profile:
+        return None
+    loop = _loop_to_plan(planned, facts)
+    return PlanAgain(
+        replace(planned, gradients=True, loop=loop, correction=_anew(planned)),
+        "gradients exist before the step",
+        profiles=True,
+    )
+
+
+def _optimizers(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    needs, counted = facts.optimizers, planned.optimizers
+    if needs is None or (needs.state == counted.state and needs.workspace <= counted.workspace):
+        return None
+    names, more = facts.optimizer_names, needs.state - counted.state
+    warning = (
+        f"{names} steps it and was not passed to ac_client.apply. This plan does not count the optimizer's "
+        f"state of {format_bytes(more)}, so this step may go over the budget. The next step is planned with "
+        "the state. Pass optimizer=... to have it counted from the first step on"
+    )
+    return PlanAgain(
+        replace(planned, optimizers=needs, correction=_anew(planned)),
+        f"optimizers hold {format_bytes(needs.state)} of state, {names} among them",
+        warning if more > 0 else "",
+    )
+
+
+def _skipped_modules(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan a batch whose forward runs more modules. Which those are may be drawn: only a profile tells."""
+    if not facts.ran_skipped or planned.fits(1):
+        return None
+    some = sorted(facts.ran_skipped, key=lambda path: (len(path), path))
+    more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+    warning = _may_go_over(
+        planned,
+        f"modules run that the profiled forward skipped ({', '.join(some[:3])}{more}). They are decided like "
+        "the nearest layer that it ran, or else saved",
+        "a first batch that runs all modules is planned best",
+        again=True,
+    )
+    if facts.waiting or planned.module_tries >= MOST_MODULE_TRIES or not facts.can_profile:
+        return Keep(warning)
+    return PlanAgain(
+        replace(planned, module_tries=planned.module_tries + 1, correction=_anew(planned)),
+        "a forward runs more modules than the profiled one",
+        warning,
+        profiles=True,
+    )
+
+
+def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Count what other models hold if the plan leaves no room for it, or no plan did and they hold less."""
+    if facts.others_nbytes is None:
+        return None
+    more = facts.others_nbytes - planned.others_nbytes
+    lacks_room = more > 0 and planned.peak + more > planned.limit
+    gains_room = more < 0 and planned.peak > planned.limit
+    if not (facts.room_requested or lacks_room or gains_room):
+        return None
+    correction = replace(planned.correction, withheld=planned.correction.withheld + facts.room_requested)
+    warning = ""
+    if facts.waiting and lacks_room:
+        warning = (
+            "another planned model trains on the same device, and what it holds is not in this plan: this "
+            f"step may go over the limit of {format_bytes(planned.limit)}. The plan is made again at the "
+            "next step"
+        )
+    return PlanAgain(
+        replace(planned, others_nbytes=facts.others_nbytes, correction=correction),
+        of_others(facts.others_nbytes),
+        warning,
+    )
+
+
+def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Plan for another form of loop.
+
+    As soon as more forwards are in flight than were planned for, this forward is planned again: for twice as
+    many, since more may follow, and from the next step on for as many as there were.
+    """
+    if facts.loop is None:
+        return None
+    loop, in_flight, warning = _loop_to_plan(planned, facts), facts.waiting + 1, ""
+    if in_flight > max(facts.loop.forwards, planned.loop.forwards) and not planned.fits(facts.waiting):
+        warning = _may_go_over(
+            planned,
+            f"{in_flight} forwards wait for one backward, and the plan is for {planned.loop.forwards}",
+            "pass forwards_in_flight=N to ac_client.apply to have the first step planned for N",
+            again=in_flight <= MOST_FORWARDS,
+        )
+    profiles = replace(loop, drops=planned.loop.drops) != planned.loop
+    if loop == planned.loop or (profiles and not facts.can_profile):
+        return Keep(warning) if warning else None
+    return PlanAgain(
+        replace(planned, loop=loop, correction=_anew(planned)),
+        f"the loop has {loop_in_words(loop)}",
+        warning,
+        profiles,
+    )
+
+
+def _loop_to_plan(planned: PlannedFor, facts: StepFacts) -> Loop:
+    loop = facts.loop or planned.loop
+    forwards, in_flight = loop.forwards, facts.waiting + 1
+    if in_flight > forwards:
+        if not planned.fits(facts.waiting) and in_flight <= MOST_FORWARDS:
+            forwards = min(max(2 * forwards, in_flight), MOST_FORWARDS)
+    elif not facts.waiting:
+        forwards = min(forwards, facts.most_forwards)
+    return replace(loop, forwards=forwards)
+
+
+# --- as backward begins -----------------------------------------------------------------------------------
+
+
+def _graph_created(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    if facts.backward is None or not facts.backward.creates_graph or planned.fits(2):
+        return None
+    warning = _may_go_over(
+        planned,
+        "a backward with create_graph=True (a gradient penalty) runs over its forward, which no plan counts, "
+        "so the budget cannot be kept",
+        "compute the penalty in the forward of the module that is planned, or leave headroom_gb for it",
+    )
+    return Keep(warning)
+
+
+def _graph_retained(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    backward = facts.backward
+    if backward is None or backward.creates_graph or not backward.retains_graph:
+        return None
+    if planned.loop.retains or planned.fits(1):
+        return None
+    warning = _may_go_over(
+        planned,
+        "a backward retains its graph (retain_graph=True) and frees nothing that forward saved",
+        "one backward of the sum of the losses needs less",
+        again=True,
+    )
+    return PlanAgain(replace(planned, loop=replace(planned.loop, retains=True)), warning=warning)
+
+
+def _outputs_held(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    backward = facts.backward
+    if backward is None or not backward.first or planned.loop.drops <= backward.dropped:
+        return None
+    warning = ""
+    if planned.peak + backward.held_nbytes > planned.limit:
+        warning = _may_go_over(
+            planned,
+            f"outputs of {format_bytes(backward.held_nbytes)} are held in backward, and the plan is for a "
+            "loop that drops them before",
+            "drop them in every step, as in loss = model(batch).loss, or hold them in every step",
+            again=True,
+        )
+    loop = replace(planned.loop, drops=frozenset())
+    return PlanAgain(replace(planned, loop=loop, holds_outputs=True), warning=warning)
+
+
+def _outputs_dropped(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    backward = facts.backward
+    if backward is None or not backward.first or planned.loop.drops or planned.holds_outputs:
+        return None
+    if backward.dropped_nbytes <= FAR_UNDER * min(planned.limit, planned.peak):
+        return None
+    return PlanAgain(replace(planned, loop=replace(planned.loop, drops=backward.dropped)))
+
+
+def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    backward = facts.backward
+    if backward is None or not backward.first or backward.nbytes_outside <= FAR_UNDER * planned.limit:
+        return None
+    if backward.nbytes_live + backward.nbytes_outside <= planned.limit:
+        return None
+    warning = _may_go_over(
+        planned,
+        f"between the model's forward and its backward about {format_bytes(backward.nbytes_outside)} were "
+        "made, which are in no plan",
+        "pass loss=... to ac_client.apply, or compute the loss in the model's forward",
+    )
+    return Keep(warning)
+
+
+TABLE: dict[str, Row] = {
+    "out of memory": _out_of_memory,
+    "over the limit": _over_limit,
+    "far under the limit": _far_under,
+    "mispredicted": _mispredicted,
+    "gradients": _gradients,
+    "optimizers": _optimizers,
+    "skipped modules": _skipped_modules,
+    "other models": _other_models,
+    "loop": _loop,
+    "graph created": _graph_created,
+    "graph retained": _graph_retained,
+    "outputs held": _outputs_held,
+    "outputs dropped": _outputs_dropped,
+    "loss outside": _loss_outside,
+}
+
+
+# --- words ------------------------------------------------------------------------------------------------
+
+
+def loop_in_words(loop: Loop) -> str:
+    """Return what a training loop does, in words."""
+    n = loop.forwards
+    words = f"{n} forward{'s' if n > 1 else ''} before one backward"
+    if loop.retains:
+        words += " that retains its graph"
+    return words + (", and outputs that are dropped before it" if loop.drops else "")
+
+
+def of_others(nbytes: int) -> str:
+    """Return words for messages: `nbytes` are held by other planned models on the device."""
+    return f"other planned models on the device hold {format_bytes(nbytes)}"
+
+
+def _may_go_over(planned: PlannedFor, observed: str, advice: str, *, again: bool = False) -> str:
+    """Return the warning of a step that its plan was not made for.
+
+    Args:
+        observed: what the step does.
+        advice: what the user can do about it.
+        again: later steps are planned for it, if the profile is here.
+    """
+    then = advice[0].upper() + advice[1:]
+    if again:
+        then = "It was planned elsewhere and stays; " if planned.elsewhere else "It is planned again; "
+        then += advice
+    return f"{observed}: this step may go over the limit of {format_bytes(planned.limit)}. {then}"
+
+
+def _anew(planned: PlannedFor) -> Correction:
+    """Return the correction for a plan of another step: what the device did not have stays withheld."""
+    return Correction(withheld=planned.correction.withheld)

@@ -1,0 +1,36 @@
+"""Define what the user asked of `apply`, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ac_client.planning.ranks import AUTO, Group
+from autoac.planner import Constraints
+from autoac.profiler import Loss
+
+Shapes = Literal["bucket", "first"]
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyOptions:
+    """The arguments of `ac_client.apply`, checked. Its docstring says what each one means."""
+
+    budget_bytes: int | None = None  # None: a policy was given without a budget
+    headroom_bytes: int = 0
+    constraints: Constraints | None = None
+    service: str | None = None
+    require_service: bool = False
+    strict: bool = False
+    shapes: Shapes = "bucket"
+    group: Group = AUTO
+    loss: Loss | None = None
+    forwards_in_flight: int | None = None
+    verify: int | None = None
+    take_over_checkpoints: bool = True
+
+    @property
+    def limit(self) -> int:
+        """Return the most bytes that a planned peak may have."""
+        assert self.budget_bytes is not None
+        return self.budget_bytes - self.headroom_bytes

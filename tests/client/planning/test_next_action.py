@@ -1,0 +1,256 @@
+"""Each row of the table that says when a plan is made again, and the tolerances on both sides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ac_client.planning.facts.forwards_in_flight import BackwardFacts
+from ac_client.planning.facts.peak_counter import PeakBounds
+from ac_client.planning.next_action import (
+    LAST_MARGIN,
+    MOST_CORRECTIONS,
+    MOST_FORWARDS,
+    MOST_MODULE_TRIES,
+    Correction,
+    CorrectPrediction,
+    Keep,
+    PlanAgain,
+    PlannedFor,
+    StepFacts,
+    next_action,
+)
+from autoac.profiler import Loop
+from autoac.profiler.static_memory import OptimizerBytes
+
+LIMIT = 1000
+PLANNED = PlannedFor(LIMIT, peak=900, forward_nbytes=400)  # one more forward does not fit
+LOOSE = replace(PLANNED, peak=100, forward_nbytes=10)  # twenty more fit
+HELD = replace(PLANNED, loop=Loop(drops=frozenset({1})))
+
+
+def again(row: str, planned: PlannedFor, facts: StepFacts) -> PlanAgain:
+    action = next_action(planned, facts)
+    assert isinstance(action, PlanAgain)
+    assert action.row == row
+    return action
+
+
+def step(at_least: int, at_most: int | None = None, *, whole: bool = True) -> StepFacts:
+    return StepFacts(peak=PeakBounds(at_least, at_most), whole=whole)
+
+
+def exactly(nbytes: int, *, whole: bool = True) -> StepFacts:
+    return step(nbytes, nbytes, whole=whole)
+
+
+def backward(**facts: Any) -> StepFacts:
+    return StepFacts(backward=BackwardFacts(**facts))
+
+
+KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
+    ("nothing is known", PLANNED, StepFacts()),
+    ("the peak is as predicted", PLANNED, exactly(900)),
+    ("the peak is at the limit", replace(PLANNED, peak=LIMIT), exactly(LIMIT)),
+    ("the tightest plan peaks over the limit, as predicted", replace(PLANNED, peak=1100), exactly(1100)),
+    ("the peak is 1 % of the limit too high", PLANNED, exactly(910)),
+    ("the peak has an upper bound only, less than 3 % of the limit too low", PLANNED, step(0, 870)),
+    ("the peak has a lower bound only", PLANNED, step(700)),
+    ("the optimizer did not step", PLANNED, exactly(700, whole=False)),
+    ("gradients were planned for", replace(PLANNED, gradients=True), StepFacts(gradients=True)),
+    ("the batch cannot be profiled now", PLANNED, StepFacts(gradients=True, can_profile=False)),
+    (
+        "the optimizer's state is counted",
+        replace(PLANNED, optimizers=OptimizerBytes(5, 2)),
+        StepFacts(optimizers=OptimizerBytes(5, 1)),
+    ),
+    ("all modules fit", LOOSE, StepFacts(ran_skipped={"a"})),
+    ("other models fit", PLANNED, StepFacts(others_nbytes=100)),
+    ("the loop is as planned", PLANNED, StepFacts(loop=Loop())),
+    ("two forwards in flight fit", LOOSE, StepFacts(waiting=1, loop=Loop())),
+    ("a retained graph fits", LOOSE, backward(retains_graph=True)),
+    (
+        "a retained graph was planned for",
+        replace(PLANNED, loop=Loop(retains=True)),
+        backward(retains_graph=True),
+    ),
+    ("a gradient penalty fits", LOOSE, backward(creates_graph=True)),
+    ("outputs are dropped, as planned", HELD, backward(dropped=frozenset({1, 2}))),
+    ("outputs of less than 3 % are dropped", PLANNED, backward(dropped=frozenset({1}), dropped_nbytes=27)),
+    (
+        "outputs are dropped now and then",
+        replace(PLANNED, holds_outputs=True),
+        backward(dropped=frozenset({1}), dropped_nbytes=300),
+    ),
+    ("the loss outside fits", PLANNED, backward(nbytes_outside=300, nbytes_live=700)),
+    ("the loss outside is small", PLANNED, backward(nbytes_outside=30, nbytes_live=999)),
+]
+
+
+@pytest.mark.parametrize(("planned", "facts"), [case[1:] for case in KEPT], ids=[case[0] for case in KEPT])
+def test_plan_stays(planned: PlannedFor, facts: StepFacts) -> None:
+    assert next_action(planned, facts) == Keep()
+
+
+def test_step_that_ran_out_of_memory_is_planned_for_less_than_the_device_had() -> None:
+    action = again("out of memory", PLANNED, StepFacts(had_nbytes=700))
+    assert action.terms.correction == Correction(withheld=300)
+    action = again("out of memory", PLANNED, StepFacts(had_nbytes=900))
+    assert action.terms.correction == Correction(withheld=LIMIT - 810)
+
+
+def test_peak_over_the_limit_is_corrected_and_the_last_time_with_a_margin() -> None:
+    for facts in (exactly(1001), step(1001, whole=False)):
+        assert again("over the limit", PLANNED, facts).terms.correction == Correction(1, 101)
+    once = replace(PLANNED, correction=Correction(MOST_CORRECTIONS - 1, 101, 7))
+    correction = again("over the limit", once, exactly(1050)).terms.correction
+    assert correction == Correction(MOST_CORRECTIONS, 251 + round(LAST_MARGIN * LIMIT), 7)
+
+
+@pytest.mark.parametrize(
+    "planned",
+    [replace(PLANNED, elsewhere=True), replace(PLANNED, correction=Correction(MOST_CORRECTIONS, 50))],
+    ids=["elsewhere", "corrected"],
+)
+def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor) -> None:
+    action = next_action(planned, step(1001))
+    assert isinstance(action, Keep)
+    assert action.row == "over the limit"
+    assert "planned elsewhere" in action.warning or "corrected 2 times" in action.warning
+
+
+def test_peak_far_under_the_prediction_loosens_a_plan_that_was_not_corrected() -> None:
+    for facts in (exactly(800), step(0, 800)):
+        assert again("far under the limit", PLANNED, facts).terms.correction == Correction(1, -100)
+    corrected = replace(PLANNED, correction=Correction(1, 50))
+    assert next_action(corrected, step(0, 800)) == Keep()
+
+
+def test_prediction_follows_a_peak_that_is_known_exactly() -> None:
+    assert next_action(PLANNED, exactly(911)) == CorrectPrediction(11, "mispredicted")
+    assert next_action(PLANNED, exactly(880)) == CorrectPrediction(-20, "mispredicted")
+    saves_all = replace(PLANNED, recomputes=False)
+    assert next_action(saves_all, exactly(700)) == CorrectPrediction(-200, "mispredicted")
+
+
+def test_gradients_before_the_step_are_profiled() -> None:
+    action = again("gradients", PLANNED, StepFacts(gradients=True))
+    assert action.profiles
+    assert action.terms.gradients
+
+
+def test_state_of_an_optimizer_that_was_not_passed_is_counted() -> None:
+    facts = StepFacts(optimizers=OptimizerBytes(50, 1), optimizer_names="SGD")
+    action = again("optimizers", PLANNED, facts)
+    assert not action.profiles
+    assert action.terms.optimizers == facts.optimizers
+    assert "SGD steps it" in action.warning
+    less = again("optimizers", replace(PLANNED, optimizers=OptimizerBytes(90, 1)), facts)
+    assert less.warning == ""
+
+
+def test_modules_that_the_profile_skipped_are_profiled_between_steps() -> None:
+    facts = StepFacts(ran_skipped={"b", "a.b", "c", "d"})
+    action = again("skipped modules", PLANNED, facts)
+    assert action.profiles
+    assert action.terms.module_tries == 1
+    assert "(b, c, d and 1 more)" in action.warning
+    tried = replace(PLANNED, module_tries=MOST_MODULE_TRIES)
+    for planned, now in (PLANNED, replace(facts, waiting=1)), (tried, facts):
+        kept = next_action(planned, now)
+        assert isinstance(kept, Keep)
+        assert kept.warning
+
+
+def test_bytes_of_other_models_are_counted_if_the_plan_leaves_no_room() -> None:
+    action = again("other models", PLANNED, StepFacts(others_nbytes=101))
+    assert action.terms.others_nbytes == 101
+    assert not action.warning
+    assert "may go over" in again("other models", PLANNED, StepFacts(waiting=1, others_nbytes=101)).warning
+
+
+def test_other_models_that_hold_less_are_counted_if_no_plan_fitted() -> None:
+    tightest = replace(PLANNED, peak=1100, others_nbytes=300)
+    assert again("other models", tightest, StepFacts(others_nbytes=200)).terms.others_nbytes == 200
+    assert next_action(replace(tightest, peak=900), StepFacts(others_nbytes=200)) == Keep()
+
+
+def test_other_models_that_ask_for_room_get_it() -> None:
+    action = again("other models", PLANNED, StepFacts(others_nbytes=0, room_requested=70))
+    assert action.terms.correction == Correction(withheld=70)
+
+
+def test_more_forwards_in_flight_are_planned_for_twice_as_many() -> None:
+    action = again("loop", PLANNED, StepFacts(waiting=1, loop=Loop()))
+    assert (action.terms.loop, action.profiles) == (Loop(2), True)
+    assert "2 forwards wait for one backward, and the plan is for 1" in action.warning
+    assert again("loop", PLANNED, StepFacts(waiting=6, loop=Loop(6))).terms.loop == Loop(MOST_FORWARDS)
+    kept = next_action(PLANNED, StepFacts(waiting=MOST_FORWARDS, loop=Loop()))
+    assert isinstance(kept, Keep)
+    assert f"{MOST_FORWARDS + 1} forwards wait" in kept.warning
+
+
+def test_fewer_forwards_in_flight_are_planned_for_from_the_next_step_on() -> None:
+    four = replace(PLANNED, loop=Loop(4))
+    assert again("loop", four, StepFacts(loop=Loop(4), most_forwards=3)).terms.loop == Loop(3)
+    assert next_action(four, StepFacts(waiting=1, loop=Loop(4), most_forwards=3)) == Keep()
+
+
+def test_loop_that_differs_in_dropped_outputs_alone_needs_no_profile() -> None:
+    assert not again("loop", HELD, StepFacts(loop=Loop(), can_profile=False)).profiles
+    assert again("loop", HELD, StepFacts(loop=Loop(retains=True))).profiles
+
+
+def test_gradient_penalty_is_warned_of_however_often_backward_runs() -> None:
+    for facts in (
+        backward(creates_graph=True),
+        backward(creates_graph=True, retains_graph=True, first=False),
+    ):
+        action = next_action(PLANNED, facts)
+        assert isinstance(action, Keep)
+        assert "create_graph=True" in action.warning
+
+
+def test_retained_graph_is_planned_for() -> None:
+    action = again("graph retained", PLANNED, backward(retains_graph=True))
+    assert action.terms.loop == Loop(retains=True)
+    assert "retain_graph=True" in action.warning
+
+
+@pytest.mark.parametrize(("held", "warns"), [(100, False), (101, True)])
+def test_outputs_that_are_held_count_again(held: int, warns: bool) -> None:
+    action = again("outputs held", HELD, backward(held_nbytes=held))
+    assert action.terms.loop == Loop()
+    assert action.terms.holds_outputs
+    assert bool(action.warning) is warns
+
+
+def test_outputs_that_are_dropped_are_not_planned_as_held() -> None:
+    action = again("outputs dropped", PLANNED, backward(dropped=frozenset({1}), dropped_nbytes=28))
+    assert action.terms.loop == Loop(drops=frozenset({1}))
+    assert not action.warning
+
+
+def test_large_loss_outside_of_the_model_is_warned_of() -> None:
+    action = next_action(PLANNED, backward(nbytes_outside=301, nbytes_live=700))
+    assert isinstance(action, Keep)
+    assert action.row == "loss outside"
+
+
+def test_plan_that_was_made_elsewhere_stays_with_the_warning_of_each_row() -> None:
+    elsewhere = replace(PLANNED, elsewhere=True)
+    action = next_action(elsewhere, backward(retains_graph=True))
+    assert isinstance(action, Keep)
+    assert "It was planned elsewhere and stays; one backward" in action.warning
+    assert next_action(elsewhere, StepFacts(gradients=True)) == Keep()
+
+
+@pytest.mark.parametrize(
+    ("row", "facts"),
+    [("gradients", StepFacts(gradients=True)), ("loop", StepFacts(loop=Loop(2), most_forwards=2))],
+)
+def test_correction_ends_with_the_step_that_it_was_measured_in(row: str, facts: StepFacts) -> None:
+    corrected = replace(PLANNED, correction=Correction(1, 50, 7))
+    assert again(row, corrected, facts).terms.correction == Correction(withheld=7)
