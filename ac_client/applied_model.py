@@ -174,7 +174,7 @@ class Applied:
             peak_at=predicted.peak_at if predicted else "",
             live_at_peak=bucket.loaded.live_at_peak if bucket is not None else (),
             buckets=len(buckets),
-            corrections=sum(bucket.planned_for.correction.times for bucket in buckets),
+            corrections=sum(bucket.statistics.corrections for bucket in buckets),
             corrected_by_bytes=policy.corrected_by_bytes if policy else 0,
             retries=self._hooks.retry.retries,
             allocated_peak_bytes=allocated,

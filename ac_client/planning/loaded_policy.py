@@ -184,6 +184,7 @@ class StepStatistics:
     """Measurements of the steps of one bucket. Peaks are those under the policy that is loaded now."""
 
     steps: int = 0
+    corrections: int = 0  # plans that were made because a measured peak was not as predicted
     compared: int = 0  # steps whose peak was compared with the prediction
     peak: PeakBounds | None = None
 
@@ -211,6 +212,7 @@ class PlannedBucket:
         ran_skipped: skipped modules of the step that a forward has run since.
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.
+        fitted: policy, step and terms from before the last loosening, which kept the limit.
         warned: rows of the table of `next_action` that were warned of.
     """
 
@@ -227,6 +229,7 @@ class PlannedBucket:
         self.room_requests = 0
         self.room_requested = 0
         self.warned: set[str] = set()
+        self.fitted: tuple[LoadedPolicy, ProfiledStep, PlannedFor] | None = None
         terms = terms or PlannedFor(loaded.policy.budget_bytes, loop=Loop(len(loaded.policy.forwards)))
         self.observed = terms.loop
         self.load(loaded, step or ProfiledStep(shape), terms)

@@ -17,6 +17,7 @@ from ac_client.planning.facts.forwards_in_flight import BackwardFacts
 from ac_client.planning.facts.step_watch import StepWatch
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, corrected
 from ac_client.planning.next_action import (
+    Action,
     CorrectPrediction,
     PlanAgain,
     PlannedFor,
@@ -34,7 +35,7 @@ from autoac.profiler.errors import ProfilerError
 
 log = logging.getLogger("ac_client")
 
-_LOUD = ("out of memory", "over the limit", "far under the limit")  # rows of measured steps
+_LOUD = ("out of memory", "loosened too far", "over the limit", "far under the limit")  # measured steps
 
 
 class ModelPlanning:
@@ -119,8 +120,20 @@ class ModelPlanning:
         """Plan `bucket` again if the peak of its steps is not as predicted, or correct the prediction."""
         if self.options.budget_bytes is None:
             return
-        match self._next(bucket, facts):
-            case PlanAgain() as action:
+        action = self._next(bucket, facts)
+        bucket.statistics.corrections += isinstance(action, PlanAgain)
+        match action:
+            case PlanAgain(row="loosened too far"):
+                assert bucket.fitted is not None
+                loaded, step, fitted = bucket.fitted
+                bucket.load(
+                    loaded, step, replace(fitted, correction=replace(fitted.correction, may_loosen=False))
+                )
+                self._log_plan(bucket, action)
+            case PlanAgain():
+                if action.row == "far under the limit" and facts.peak is not None and facts.peak.at_most:
+                    bucket.correct_prediction(facts.peak.at_most - bucket.planned_for.peak)
+                    bucket.fitted = bucket.loaded, bucket.step, bucket.planned_for
                 self._plan_again(bucket, action)
             case CorrectPrediction(nbytes):
                 predicted = bucket.planned_for.peak
@@ -151,7 +164,7 @@ class ModelPlanning:
         with self.planner.lock:
             self._load(bucket, bucket.step, action)
 
-    def _next(self, bucket: PlannedBucket, facts: StepFacts) -> object:
+    def _next(self, bucket: PlannedBucket, facts: StepFacts) -> Action:
         """Return the next action, after its warning if it has one."""
         action = next_action(bucket.planned_for, facts)
         bucket.warn(self._name, action)
@@ -224,6 +237,10 @@ class ModelPlanning:
             if action.row == "other models":
                 self.watch.on_device.ask_others_for_room(peak - terms.limit)
             return
+        self._log_plan(bucket, action)
+
+    def _log_plan(self, bucket: PlannedBucket, action: PlanAgain) -> None:
+        policy, planned = bucket.policy, bucket.planned_for
         log.log(
             logging.WARNING if action.row in _LOUD else logging.INFO,
             "%s: planned again, since %s: %d of %d ops are recomputed, and the predicted peak is %s of %s",
@@ -231,8 +248,8 @@ class ModelPlanning:
             action.reason,
             policy.recomputed,
             len(policy.decisions),
-            format_bytes(peak),
-            format_bytes(terms.limit),
+            format_bytes(planned.peak),
+            format_bytes(planned.limit),
         )
 
 

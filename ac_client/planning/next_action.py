@@ -29,6 +29,7 @@ from autoac.profiler.static_memory import OptimizerBytes
 
 WATCHED_STEPS = 3  # after each planning: the optimizer's state and gradients that stay come with the second
 MOST_CORRECTIONS = 2  # of one policy
+MOST_LOOSENINGS = 3  # of one policy, each by half of what is left
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
 FAR_UNDER = 0.03  # of the limit: less is not worth planning again
 MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
@@ -47,7 +48,9 @@ class Correction:
     limit less `total`.
     """
 
-    times: int = 0  # how often a measured peak changed `nbytes`
+    times: int = 0  # how often a measured peak changed `nbytes`, other than to loosen
+    loosened: int = 0  # how often a measured peak far under the limit changed it
+    may_loosen: bool = True  # no looser plan went over the limit
     nbytes: int = 0  # needed beyond what the simulator counts; negative if less is needed
     withheld: int = 0  # of the limit, which the device did not have or another model asked for
 
@@ -160,6 +163,15 @@ def _out_of_memory(planned: PlannedFor, facts: StepFacts) -> Action | None:
     )
 
 
+def _loosened_too_far(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Go back to the plan from before the last loosening, which kept the limit."""
+    peak, correction = facts.peak, planned.correction
+    if peak is None or peak.at_least <= planned.limit or not correction.loosened:
+        return None
+    terms = replace(planned, correction=replace(correction, loosened=0, may_loosen=False))
+    return PlanAgain(terms, f"{_measured(planned, peak.at_least)}: a looser plan went over the limit")
+
+
 def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
     peak, correction = facts.peak, planned.correction
     if peak is None or peak.at_least <= max(planned.limit, planned.peak):
@@ -171,26 +183,30 @@ def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
             f"{format_bytes(planned.limit)}. The plan stays, because it was {why}"
         )
     margin = round(LAST_MARGIN * planned.limit) if correction.times == MOST_CORRECTIONS - 1 else 0
-    return _corrected(planned, peak.at_least - planned.peak + margin, peak.at_least)
+    nbytes = correction.nbytes + peak.at_least - planned.peak + margin
+    correction = replace(correction, times=correction.times + 1, nbytes=nbytes)
+    return PlanAgain(replace(planned, correction=correction), _measured(planned, peak.at_least))
 
 
 def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Loosen a plan, but only at first: what turns out too loose can then still be tightened."""
-    peak = facts.peak
+    """Loosen a plan by half of what it leaves: another one may be predicted less well, and go over the limit.
+
+    That is not done after the limit was exceeded once.
+    """
+    peak, before = facts.peak, planned.correction
     if peak is None or peak.at_most is None or not facts.whole or not planned.recomputes:
         return None
-    if planned.correction != Correction() or planned.peak - peak.at_most <= FAR_UNDER * planned.limit:
+    unused = planned.peak - peak.at_most
+    if unused <= FAR_UNDER * planned.limit or before.times or before.withheld:
         return None
-    return _corrected(planned, peak.at_most - planned.peak, peak.at_most)
+    if not before.may_loosen or before.loosened >= MOST_LOOSENINGS:
+        return None
+    correction = replace(before, loosened=before.loosened + 1, nbytes=before.nbytes - unused // 2)
+    return PlanAgain(replace(planned, correction=correction), _measured(planned, peak.at_most))
 
 
-def _corrected(planned: PlannedFor, change: int, measured: int) -> PlanAgain:
-    before = planned.correction
-    correction = replace(before, times=before.times + 1, nbytes=before.nbytes + change)
-    return PlanAgain(
-        replace(planned, correction=correction),
-        f"the measured peak was {format_bytes(measured)}, and the predicted one {format_bytes(planned.peak)}",
-    )
+def _measured(planned: PlannedFor, nbytes: int) -> str:
+    return f"the measured peak was {format_bytes(nbytes)}, and the predicted one {format_bytes(planned.peak)}"
 
 
 def _mispredicted(planned: PlannedFor, facts: StepFacts) -> Action | None:
@@ -268,7 +284,8 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
     gains_room = more < 0 and planned.peak > planned.limit
     if not (facts.room_requested or lacks_room or gains_room):
         return None
-    correction = replace(planned.correction, withheld=planned.correction.withheld + facts.room_requested)
+    withheld = planned.correction.withheld + facts.room_requested
+    correction = replace(planned.correction, withheld=withheld, loosened=0)
     warning = ""
     if facts.waiting and lacks_room:
         warning = (
@@ -394,6 +411,7 @@ def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 TABLE: dict[str, Row] = {
     "out of memory": _out_of_memory,
+    "loosened too far": _loosened_too_far,
     "over the limit": _over_limit,
     "far under the limit": _far_under,
     "mispredicted": _mispredicted,

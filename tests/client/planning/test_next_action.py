@@ -13,6 +13,7 @@ from ac_client.planning.next_action import (
     LAST_MARGIN,
     MOST_CORRECTIONS,
     MOST_FORWARDS,
+    MOST_LOOSENINGS,
     MOST_MODULE_TRIES,
     Correction,
     CorrectPrediction,
@@ -103,15 +104,15 @@ def test_step_that_ran_out_of_memory_is_planned_for_less_than_the_device_had() -
 
 def test_peak_over_the_limit_is_corrected_and_the_last_time_with_a_margin() -> None:
     for facts in (exactly(1001), step(1001, whole=False)):
-        assert again("over the limit", PLANNED, facts).terms.correction == Correction(1, 101)
-    once = replace(PLANNED, correction=Correction(MOST_CORRECTIONS - 1, 101, 7))
+        assert again("over the limit", PLANNED, facts).terms.correction == Correction(1, nbytes=101)
+    once = replace(PLANNED, correction=Correction(MOST_CORRECTIONS - 1, nbytes=101, withheld=7))
     correction = again("over the limit", once, exactly(1050)).terms.correction
-    assert correction == Correction(MOST_CORRECTIONS, 251 + round(LAST_MARGIN * LIMIT), 7)
+    assert correction == Correction(MOST_CORRECTIONS, nbytes=251 + round(LAST_MARGIN * LIMIT), withheld=7)
 
 
 @pytest.mark.parametrize(
     "planned",
-    [replace(PLANNED, elsewhere=True), replace(PLANNED, correction=Correction(MOST_CORRECTIONS, 50))],
+    [replace(PLANNED, elsewhere=True), replace(PLANNED, correction=Correction(MOST_CORRECTIONS, nbytes=50))],
     ids=["elsewhere", "corrected"],
 )
 def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor) -> None:
@@ -121,11 +122,25 @@ def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor)
     assert "planned elsewhere" in action.warning or "corrected 2 times" in action.warning
 
 
-def test_peak_far_under_the_prediction_loosens_a_plan_that_was_not_corrected() -> None:
+def test_peak_far_under_the_prediction_loosens_a_plan_by_half() -> None:
     for facts in (exactly(800), step(0, 800)):
-        assert again("far under the limit", PLANNED, facts).terms.correction == Correction(1, -100)
-    corrected = replace(PLANNED, correction=Correction(1, 50))
-    assert next_action(corrected, step(0, 800)) == Keep()
+        correction = again("far under the limit", PLANNED, facts).terms.correction
+        assert correction == Correction(loosened=1, nbytes=-50)
+    for before in (
+        Correction(times=1, nbytes=50),
+        Correction(withheld=9),
+        Correction(loosened=MOST_LOOSENINGS, nbytes=-50),
+        Correction(may_loosen=False),
+    ):
+        assert next_action(replace(PLANNED, correction=before), step(0, 800)) == Keep()
+
+
+def test_plan_that_was_loosened_too_far_is_not_corrected_but_gone_back_from() -> None:
+    loosened = replace(PLANNED, correction=Correction(loosened=2, nbytes=-50))
+    for at_least in (1001, 1500):
+        correction = again("loosened too far", loosened, step(at_least)).terms.correction
+        assert (correction.loosened, correction.may_loosen) == (0, False)
+    assert next_action(loosened, step(1000)) == Keep()
 
 
 def test_prediction_follows_a_peak_that_is_known_exactly() -> None:
@@ -252,5 +267,5 @@ def test_plan_that_was_made_elsewhere_stays_with_the_warning_of_each_row() -> No
     [("gradients", StepFacts(gradients=True)), ("loop", StepFacts(loop=Loop(2), most_forwards=2))],
 )
 def test_correction_ends_with_the_step_that_it_was_measured_in(row: str, facts: StepFacts) -> None:
-    corrected = replace(PLANNED, correction=Correction(1, 50, 7))
+    corrected = replace(PLANNED, correction=Correction(1, nbytes=50, withheld=7))
     assert again(row, corrected, facts).terms.correction == Correction(withheld=7)
