@@ -14,7 +14,7 @@ from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
-from ac_client.planning.plan_batch import BatchPlanner, check_hooks, dropping_all, first_line
+from ac_client.planning.plan_batch import BatchPlanner, check_hooks, dropping_all
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
     AUTO,
@@ -29,7 +29,6 @@ from ac_client.planning.ranks import (
 from ac_client.planning.shape_buckets import MOST_BUCKETS
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import (
-    InfeasibleBudget,
     OtherProfile,
     Plan,
     PlannerError,
@@ -45,6 +44,8 @@ from autoac.profiler.errors import ProfilerError
 from autoac.profiler.torch_facts.torch_trace import profiler_is_running
 
 log = logging.getLogger("ac_client")
+
+OTHER_PARAMETERS = "other parameters train than before, or the dtype or the mode changed"
 
 
 class PolicyChooser:
@@ -151,8 +152,6 @@ class PolicyChooser:
                     elif isinstance(error, NothingToProfile):
                         buckets.unplanned.add(key)
                         return None
-                    elif isinstance(error, InfeasibleBudget) and not buckets.all:
-                        return self._of_other_parameters(call, key, error)
                     raise
             if buckets.single_policy is None:
                 buckets.remember(key, bucket)
@@ -167,7 +166,8 @@ class PolicyChooser:
     ) -> PlannedBucket:
         if isinstance(profiled, Exception):
             raise profiled
-        bucket = self._planner.plan(call, loop, profiled)
+        changed = bool(self._store.all) and not self._store.buckets.all
+        bucket = self._planner.plan(call, loop, profiled, running=OTHER_PARAMETERS if changed else "")
         self._store.add(bucket)
         return bucket
 
@@ -254,19 +254,6 @@ class PolicyChooser:
             self._planner.budget.name,
             reason,
         )
-
-    def _of_other_parameters(self, call: ModelCall, key: Key, error: InfeasibleBudget) -> PlannedBucket:
-        """Return a bucket planned while other parameters trained, since no plan fits for the present ones."""
-        bucket = self._store.of_other_parameters(key, call.args, call.kwargs)
-        self._planner.budget.warn_once(
-            "other parameters",
-            "%s: other parameters train than before, or the dtype or the mode changed, and no plan for that "
-            "fits (%s). The model runs under an earlier plan, and goes over the budget",
-            self._planner.budget.name,
-            first_line(error),
-        )
-        self._store.buckets.remember(key, bucket)
-        return bucket
 
     def _unplanned_now(self, busy: ProfilerBusy) -> PlannedBucket | None:
         """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned."""

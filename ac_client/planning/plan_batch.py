@@ -234,13 +234,16 @@ class BatchPlanner:
                 format_bytes(limit),
             )
 
-    def plan(self, call: ModelCall, loop: Loop, profile: Profile | None = None) -> PlannedBucket:
+    def plan(
+        self, call: ModelCall, loop: Loop, profile: Profile | None = None, *, running: str = ""
+    ) -> PlannedBucket:
         """Profile the step of `call` and plan it.
 
         Args:
             call: of the model, on the batch.
             loop: the form of the loop.
             profile: of the step, if it was profiled just now.
+            running: why a loop that runs needs another plan, in words: the tightest one, if none fits.
 
         Raises:
             ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
@@ -250,14 +253,14 @@ class BatchPlanner:
         try:
             made, profile, loop = self.plan_first(profile, loop, others)
         except InfeasibleBudget as error:
-            if not others:
+            if not others and not running:
                 self._on_device.name_others(error)
                 raise
             profile, loop = dropping_all(profile, loop)
             policy, plan, infeasible = self.budget.plan_or_tightest(profile, self.options.limit, others)
             made, needs = (policy, plan), policy.predicted.peak_bytes
             if infeasible is not None:
-                self.budget.warn_over_budget(needs, of_others(others))
+                self.budget.warn_over_budget(needs, running or of_others(others))
             self._on_device.ask_others_for_room(needs - self.options.limit)
         terms = PlannedFor(self.options.limit, loop=loop, others_nbytes=others)
         loaded = LoadedPolicy(*made)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
-from ac_client.planning.batch_shape import Key
-from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
+from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import PlannedFor
 from ac_client.planning.options import ApplyOptions
 from ac_client.planning.shape_buckets import Buckets
@@ -86,11 +83,6 @@ class PolicyStore:
         if self._shapes == "first" and serve_all:
             self.buckets.serve_all(bucket)
         self._log_policy("planned", bucket.policy)
-
-    def of_other_parameters(self, key: Key, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PlannedBucket:
-        """Return a bucket for a batch that was planned while other parameters trained, or the largest."""
-        covering = (buckets.covering(key, args, kwargs) for buckets in self._by_trained.values())
-        return next((bucket for bucket in covering if bucket is not None), None) or largest(self.all)
 
     def _buckets_of_parameters(self) -> Buckets:
         buckets = self._by_trained.get(self.parameters.key)
