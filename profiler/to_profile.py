@@ -96,6 +96,9 @@ def assemble(
         environment=environment,
         static=static,
         gradient_nbytes=other.at[at[step.backward_end]],
+        kept_nbytes=-sum(
+            change.nbytes for change in record.changes[at[step.graph_end] : at[step.backward_end]]
+        ),
         optimizer_workspace_nbytes=optimizer_workspace_nbytes,
         ops=Ops(
             module=tuple(modules.index(op.module) for op in forward.ops),

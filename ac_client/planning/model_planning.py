@@ -194,7 +194,8 @@ class ModelPlanning:
                         bucket.planned_for = replace(bucket.planned_for, module_tries=terms.module_tries)
                         return
                     terms = replace(terms, others_nbytes=self.watch.on_device.others_nbytes())
-                    action, step = replace(action, terms=terms), ProfiledStep(call.shape, found)
+                    action = replace(action, terms=terms)
+                    step = ProfiledStep(call.shape, found.with_kept(terms.kept_nbytes))
                 else:
                     step = replace(step, profile=_for_terms(profile, bucket.planned_for, terms))
                 self._load(bucket, step, action, call)
@@ -261,4 +262,6 @@ def _for_terms(profile: Profile, planned: PlannedFor, terms: PlannedFor) -> Prof
         state, workspace = terms.optimizers.state, terms.optimizers.workspace
         static = profile.static.model_copy(update={"optimizer_state": state})
         profile = profile.model_copy(update={"static": static, "optimizer_workspace_nbytes": workspace})
+    if (more := terms.kept_nbytes - planned.kept_nbytes) > 0:
+        profile = profile.with_kept(more)
     return profile

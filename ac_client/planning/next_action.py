@@ -33,6 +33,7 @@ MOST_LOOSENINGS = 3  # of one policy, each by half of what is left
 LAST_MARGIN = 0.02  # of the limit: the error differed from plan to plan, and no correction follows
 FAR_UNDER = 0.03  # of the limit: less is not worth planning again
 MISPREDICTED = 0.01  # of the limit: less is not worth another prediction
+SMALL = 1 << 10  # bytes: less is not worth planning again
 TIGHTER = 0.9  # of a planned peak that the device did not have room for
 MOST_FORWARDS = 8  # that are planned for unasked: a profile runs them all
 MOST_MODULE_TRIES = 8  # batches that are profiled to find one that runs more modules
@@ -74,6 +75,7 @@ class PlannedFor:
     gradients: bool = False  # existed before the step
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
     others_nbytes: int = 0  # held by other planned models on the device
+    kept_nbytes: int = 0  # held in forward by names of the step before
     module_tries: int = 0  # batches that were profiled because skipped modules ran, and ran no more
     correction: Correction = Correction()
 
@@ -95,6 +97,7 @@ class StepFacts:
     others_nbytes: int | None = None  # held by other planned models on the device
     room_requested: int = 0  # that other planned models on the device have asked for
     ran_skipped: Set[str] = frozenset()  # modules that ran, and that the profiled forward skipped
+    kept_nbytes: int = 0  # held by names of the step before, until this forward has ended
     can_profile: bool = True  # the batch is like the profiled one, and no profiler is running
     backward: BackwardFacts | None = None
     peak: PeakBounds | None = None
@@ -300,6 +303,18 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
     )
 
 
+def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Count what names such as `loss` keep of the last step: they are rebound when forward has ended."""
+    more = facts.kept_nbytes - planned.kept_nbytes
+    little = more <= MISPREDICTED * min(planned.limit, planned.peak)
+    if more <= SMALL or (little and planned.peak + more <= planned.limit):
+        return None
+    return PlanAgain(
+        replace(planned, kept_nbytes=facts.kept_nbytes, correction=replace(planned.correction, loosened=0)),
+        f"names of the last step hold {format_bytes(facts.kept_nbytes)} during the next forward",
+    )
+
+
 def _loop(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Plan for another form of loop.
 
@@ -419,6 +434,7 @@ TABLE: dict[str, Row] = {
     "optimizers": _optimizers,
     "skipped modules": _skipped_modules,
     "other models": _other_models,
+    "last step": _last_step,
     "loop": _loop,
     "graph created": _graph_created,
     "graph retained": _graph_retained,

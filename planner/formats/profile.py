@@ -238,6 +238,8 @@ class Profile(FrozenModel):
     environment: Environment
     static: StaticBytes
     gradient_nbytes: Count  # gradients that the step allocates and that outlive backward
+    # Held after backward by its root and the graph: a name carries them into the next step's forward.
+    kept_nbytes: Annotated[Count, Field(exclude_if=lambda nbytes: nbytes == 0)] = 0
     optimizer_workspace_nbytes: Count  # most temporaries that optimizer.step() holds at once
     # The time to record and replay a recomputed op, in addition to its run time; 0 if not known.
     replay_us: Annotated[Microseconds, Field(exclude_if=lambda us: us == 0)] = 0.0
@@ -365,6 +367,11 @@ class Profile(FrozenModel):
         released = tuple(moments.get(i, moment) for i, moment in enumerate(self.storages.released))
         return self.model_copy(update={"storages": self.storages.model_copy(update={"released": released})})
 
+    def with_kept(self, nbytes: int) -> Profile:
+        """Return the profile of a step in which `nbytes` more are held during forward."""
+        other = tuple(other + nbytes for other in self.ops.other_nbytes)
+        return self.model_copy(update={"ops": self.ops.model_copy(update={"other_nbytes": other})})
+
     def output_nbytes(self, positions: Collection[int]) -> int:
         """Return the bytes of the storages of the outputs at `positions`."""
         rows = zip(self.outputs.position, self.outputs.storage, strict=True)
@@ -393,6 +400,7 @@ class Profile(FrozenModel):
                 "replay_us": True,
                 "outputs": True,
                 "gradient_nbytes": True,
+                "kept_nbytes": True,
                 "storages": {"slack_nbytes"},
                 "ops": {"runtime_us", "spread_us", "workspace_nbytes", "other_nbytes"},
                 "backward": {"runtime_us", "other_nbytes", "peak_nbytes"},

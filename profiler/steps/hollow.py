@@ -128,6 +128,7 @@ class HollowStep:
     allocations: Allocations
     times_ns: Sequence[int]  # of each mark
     backward_begin: int  # mark
+    graph_end: int  # mark: backward is over, and the graph ends
     backward_end: int  # mark
     workspaces: Sequence[Block] = ()  # allocated in this step, and there in the whole of the next
     op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature, or BETWEEN_OPS
@@ -351,8 +352,11 @@ def _time(
 
 def take_step(
     step: ProfiledStep, recorder: OpRecorder, saved: SavedTensorRecorder, mark: Callable[[], int]
-) -> tuple[int, int]:
-    """Run forward under the recorder, then backward. Return the marks at which backward begins and ends."""
+) -> tuple[int, int, int]:
+    """Run forward under the recorder, then backward. Return the marks where backward, graph and step end.
+
+    The first of them is where backward begins.
+    """
     held, roots = _forward(step, recorder, saved)
     if not roots:
         if not any(leaf.requires_grad for leaf in step.leaves):
@@ -380,11 +384,12 @@ def take_step(
             error.add_note("autoac: raised in the backward of a profiled step, which runs on made-up numbers")
             raise
     saved.save_differentiated()
-    del leaves  # those that forward made end with the graph
-    del gradients, roots, retained  # a retained graph holds everything that forward saved until here
+    del gradients, retained  # a retained graph holds everything that forward saved until here
+    graph_end = mark()
+    del leaves, roots  # leaves that forward made end with the graph
     end = mark()
     del held
-    return begin, end
+    return begin, graph_end, end
 
 
 def _leaves_made(step: ProfiledStep, recorder: OpRecorder, roots: Sequence[Tensor]) -> list[Tensor]:

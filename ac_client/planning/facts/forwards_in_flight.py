@@ -50,6 +50,7 @@ class ForwardsInFlight:
 
     def __init__(self) -> None:
         self._forwards: list[weakref.ref[_InFlight]] = []
+        self._last: weakref.ref[_InFlight] | None = None
 
     def waiting(self) -> int:
         """Return how many forwards have not been differentiated yet, and still may be."""
@@ -74,7 +75,13 @@ class ForwardsInFlight:
         for node in nodes:
             node.register_prehook(forward)
             node.metadata[_MODEL] = True  # type: ignore[index]  # torch's stub takes the property for a method
-        self._forwards.append(weakref.ref(forward))
+        self._last = weakref.ref(forward)
+        self._forwards.append(self._last)
+
+    def kept_outputs(self) -> int | None:
+        """Return the bytes of outputs of the last forward that are still held; None if its graph is gone."""
+        forward = self._last() if self._last is not None else None
+        return forward.held_nbytes() if forward is not None and forward.begun else None
 
     def forget(self) -> None:
         """Stop watching all forwards."""
@@ -104,6 +111,10 @@ class _InFlight:
             else (None, 0)
             for t in tensors
         ]
+
+    def held_nbytes(self) -> int:
+        """Return the bytes of outputs that are still held, without what backward starts from."""
+        return sum({id(ref): nbytes for ref, nbytes in self._outputs if ref is not None and ref()}.values())
 
     def __call__(self, _gradients: Any) -> None:
         if torch.compiler.is_compiling():  # compiled autograd traces this, for later steps too

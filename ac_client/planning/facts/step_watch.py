@@ -65,6 +65,7 @@ class StepWatch:
             loop = replace(loop, forwards=forwards)
         if bucket.profile is None:  # the policy stays
             return StepFacts(waiting, loop, most, ran_skipped=bucket.ran_skipped)
+        kept = None if waiting or loop.retains else self._in_flight.kept_outputs()
         needs = None
         if bucket.step.n_adopted != self.optimizers.adopted:
             bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
@@ -79,6 +80,7 @@ class StepWatch:
             self.on_device.others_nbytes(),
             bucket.room_requested,
             bucket.ran_skipped,
+            kept_nbytes=0 if kept is None else kept + bucket.profile.kept_nbytes,
         )
 
     def after_forward(self, out: Any, listener: Listener) -> None:

@@ -69,6 +69,8 @@ KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
     ),
     ("all modules fit", LOOSE, StepFacts(ran_skipped={"a"})),
     ("other models fit", PLANNED, StepFacts(others_nbytes=100)),
+    ("names keep a scalar loss", replace(PLANNED, peak=LIMIT), StepFacts(kept_nbytes=1 << 10)),
+    ("names keep little", replace(PLANNED, limit=10**7, peak=9 * 10**6), StepFacts(kept_nbytes=80_000)),
     ("the loop is as planned", PLANNED, StepFacts(loop=Loop())),
     ("two forwards in flight fit", LOOSE, StepFacts(waiting=1, loop=Loop())),
     ("a retained graph fits", LOOSE, backward(retains_graph=True)),
@@ -195,6 +197,14 @@ def test_other_models_that_hold_less_are_counted_if_no_plan_fitted() -> None:
 def test_other_models_that_ask_for_room_get_it() -> None:
     action = again("other models", PLANNED, StepFacts(others_nbytes=0, room_requested=70))
     assert action.terms.correction == Correction(withheld=70)
+
+
+def test_graph_that_a_name_carries_into_the_next_step_is_counted() -> None:
+    large = replace(PLANNED, limit=10**7, peak=9_999_000)
+    action = again("last step", large, StepFacts(kept_nbytes=2_000))
+    assert (action.terms.kept_nbytes, action.profiles) == (2_000, False)
+    again("last step", replace(large, peak=5 * 10**6), StepFacts(kept_nbytes=60_000))
+    assert next_action(replace(large, kept_nbytes=2_000), StepFacts(kept_nbytes=2_000)) == Keep()
 
 
 def test_more_forwards_in_flight_are_planned_for_twice_as_many() -> None:
