@@ -171,6 +171,7 @@ class Applied:
             recorded=bucket.loaded.n_recorded if bucket is not None else 0,
             steps=shown.steps,
             off_path=shown.off_path,
+            stale=bucket.stale if bucket is not None else "",
             peak_at=predicted.peak_at if predicted else "",
             live_at_peak=bucket.loaded.live_at_peak if bucket is not None else (),
             buckets=len(buckets),

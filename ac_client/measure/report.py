@@ -31,6 +31,7 @@ class Report:
     recorded: int  # ops that the last forward recorded
     steps: int  # planned steps so far
     off_path: str  # the first op at which a forward left the policy; "" if none did
+    stale: str = ""  # what steps did that the prediction does not count; "" if nothing is known
     peak_at: str = ""  # the moment of the predicted peak
     live_at_peak: tuple[
         Holding, ...
@@ -108,6 +109,8 @@ class Report:
                 f"  device: reserved {size(self.reserved_peak_bytes)} for "
                 f"{size(self.allocated_peak_bytes)} allocated{headroom}"
             )
+        if self.stale:
+            lines.append(f"  the prediction is stale: {self.stale}")
         if self.off_path:
             lines.append(f"  off the path: {self.off_path}")
         if self.live_at_peak:

@@ -213,6 +213,7 @@ class PlannedBucket:
         room_requests: how often other models on the device asked for room.
         room_requested: bytes that they asked for since the policy was planned.
         fitted: policy, step and terms from before the last loosening, which kept the limit.
+        stale: what steps did that the prediction does not count; "" if nothing is known.
         warned: rows of the table of `next_action` that were warned of.
     """
 
@@ -251,7 +252,7 @@ class PlannedBucket:
 
     def load(self, loaded: LoadedPolicy, step: ProfiledStep, terms: PlannedFor) -> None:
         """Carry the policy out from the next forward on. It was planned for `step` and `terms`."""
-        self.loaded, self.step = loaded, step
+        self.loaded, self.step, self.stale = loaded, step, ""
         self.statistics.forget_peaks()
         self.ran_skipped.clear()
         self.warned.discard("over the limit")
@@ -280,6 +281,8 @@ class PlannedBucket:
     def warn(self, name: str, action: Action) -> None:
         """Log the warning of `action`, if there is one and its row was not warned of before."""
         warning = "" if isinstance(action, CorrectPrediction) else action.warning
+        if warning:
+            self.stale = warning.partition(": this step")[0].partition(". ")[0]
         if warning and action.row not in self.warned:
             self.warned.add(action.row)
             log.warning("%s: %s", name, warning)

@@ -208,8 +208,13 @@ class ModelHooks:
         self.forward.leave(path, output)
 
     def _left_policy(self, off: OffPath) -> None:
+        if (bucket := self._planning.store.current) is not None:
+            bucket.stale = f"the forward left its policy, {off}"
         if not self.log.off_path:
             self.log.off_path = str(off)
             log.warning(
-                "%s left its policy: %s. Ops that the policy does not contain are saved", self._name, off
+                "%s left its policy: %s. Ops that the policy does not contain are saved, so this step may "
+                "need more memory than was predicted",
+                self._name,
+                off,
             )

@@ -203,7 +203,10 @@ class ModelPlanning:
                 return
             except (ProfilerError, PlannerError, RemoteError) as error:
                 correction = replace(bucket.planned_for.correction, times=terms.correction.times)
-                bucket.planned_for = replace(terms, correction=correction)  # try once
+                bucket.planned_for, bucket.stale = (
+                    replace(terms, correction=correction),
+                    action.reason,
+                )  # once
                 log.warning(
                     "%s: %s, and no plan could be made for that (%s). The present plan stays",
                     self._name,

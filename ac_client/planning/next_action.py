@@ -306,8 +306,8 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
 def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
     """Count what names such as `loss` keep of the last step: they are rebound when forward has ended."""
     more = facts.kept_nbytes - planned.kept_nbytes
-    little = more <= MISPREDICTED * min(planned.limit, planned.peak)
-    if more <= SMALL or (little and planned.peak + more <= planned.limit):
+    fits_no_more = planned.peak <= planned.limit < planned.peak + more
+    if more <= SMALL or (more <= MISPREDICTED * min(planned.limit, planned.peak) and not fits_no_more):
         return None
     return PlanAgain(
         replace(planned, kept_nbytes=facts.kept_nbytes, correction=replace(planned.correction, loosened=0)),

@@ -71,6 +71,11 @@ KEPT: list[tuple[str, PlannedFor, StepFacts]] = [
     ("other models fit", PLANNED, StepFacts(others_nbytes=100)),
     ("names keep a scalar loss", replace(PLANNED, peak=LIMIT), StepFacts(kept_nbytes=1 << 10)),
     ("names keep little", replace(PLANNED, limit=10**7, peak=9 * 10**6), StepFacts(kept_nbytes=80_000)),
+    (
+        "names keep little, and no plan fitted",
+        replace(PLANNED, limit=10**6, peak=2 * 10**6),
+        StepFacts(kept_nbytes=5_000),
+    ),
     ("the loop is as planned", PLANNED, StepFacts(loop=Loop())),
     ("two forwards in flight fit", LOOSE, StepFacts(waiting=1, loop=Loop())),
     ("a retained graph fits", LOOSE, backward(retains_graph=True)),

@@ -129,6 +129,7 @@ def test_more_forwards_than_planned_warn_and_are_planned_for_in_the_same_step(
     assert "2 forwards wait for one backward, and the plan is for 1" in warnings(caplog)[0]
     assert "forwards_in_flight=" in warnings(caplog)[0]
     report = measured(model, several(2))
+    assert report.stale == "", "it was planned again"
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
     assert_gradients_of_the_plain_model(model, WithLoss(), several(2))
     assert len(warnings(caplog)) == 1
@@ -247,6 +248,9 @@ def test_gradient_penalty_is_warned_of_in_its_step(caplog: pytest.LogCaptureFixt
     (said,) = warnings(caplog)
     assert "create_graph=True" in said
     assert "cannot be kept" in said
+    assert "the prediction is stale: a backward with create_graph=True" in str(
+        ac_client.applied(model).report()
+    )
     assert_gradients_of_the_plain_model(model, Net(), step)
 
 
@@ -285,7 +289,9 @@ def test_optimizer_that_was_not_passed_is_counted_once_it_steps(caplog: pytest.L
     (said,) = warnings(caplog)
     assert "AdamW steps it" in said
     assert "optimizer=" in said
+    assert "AdamW steps it" in ac_client.applied(model).report().stale
     step(model)
+    assert ac_client.applied(model).report().stale == ""
     assert warnings(caplog) == [said]
     report = measured(model, step)
     assert report.measured_peak_bytes == report.predicted_peak_bytes <= budget
