@@ -154,7 +154,7 @@ class Applied:
             allocated, reserved = allocator.allocated_peak(), allocator.reserved_peak()
             headroom = proposed_headroom(allocated, reserved, budget) if budget is not None else None
         return Report(
-            model=self._planning.planner.budget.name,
+            model=self._planning.planner.name,
             budget_bytes=budget,
             predicted_peak_bytes=predicted.peak_bytes if predicted else None,
             measured_peak_bytes=self._measured_peak(),

@@ -14,7 +14,7 @@ from ac_client.errors import ShapeNotPlanned
 from ac_client.planning.batch_shape import Key, ModelCall, key_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, largest
 from ac_client.planning.next_action import PlannedFor
-from ac_client.planning.plan_batch import BatchPlanner, check_hooks, dropping_all
+from ac_client.planning.plan_batch import BatchPlanner, dropping_all
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.planning.ranks import (
     AUTO,
@@ -140,7 +140,6 @@ class PolicyChooser:
                     raise ShapeNotPlanned(shape, shapes, not without_budget)
                 if planned and (without_budget or planned >= MOST_BUCKETS):
                     return self._beyond(shape, key)
-                check_hooks()
                 try:
                     bucket = self._plan(call, loop, profiled)
                 except ProfilerBusy as busy:
@@ -243,27 +242,22 @@ class PolicyChooser:
                 step = self._planner.profiled_step(call, of, loaded, agreed.static - of.static.total)
             bucket = PlannedBucket(one.shape, loaded, step, PlannedFor(self._options.limit, loop=its_loop))
             self._store.add(bucket, serve_all=False)
-            log.info("%s: planned by rank %d of %d", self._planner.budget.name, one.planner, ranks.size)
+            log.info("%s: planned by rank %d of %d", self._planner.name, one.planner, ranks.size)
 
     def _warn_of_unknown_ranks(self, reason: str) -> None:
-        self._planner.budget.warn_once(
+        self._planner.warn_once(
             "ranks",
-            "%s: it is not known which ranks run each forward together (%s). Each rank plans alone, and an "
-            "error of one rank does not reach the others. Pass ac_client.apply(..., group=...) with the "
+            f"it is not known which ranks run each forward together ({reason}). Each rank plans alone, and "
+            "an error of one rank does not reach the others. Pass ac_client.apply(..., group=...) with the "
             "group of all these ranks, or group=None to plan alone",
-            self._planner.budget.name,
-            reason,
         )
 
     def _unplanned_now(self, busy: ProfilerBusy) -> PlannedBucket | None:
         """Return the bucket for a batch that cannot be profiled now; None: the batch runs unplanned."""
         if planned := self._store.all:
             return largest(self._store.buckets.all or planned)
-        self._planner.budget.warn_once(
-            "busy",
-            "%s runs without a plan now, and will be planned in a later forward: %s",
-            self._planner.budget.name,
-            busy,
+        self._planner.warn_once(
+            "busy", f"it runs without a plan now, and will be planned in a later forward: {busy}"
         )
         return None
 
@@ -272,14 +266,12 @@ class PolicyChooser:
         planned = self._store.all
         bucket = largest(self._store.buckets.all or planned)
         without_budget = self._options.budget_bytes is None
-        self._planner.budget.warn_once(
+        why = "no budget_gb was given" if without_budget else f"there are {MOST_BUCKETS}"
+        self._planner.warn_once(
             "beyond",
-            "%s: no bucket covers a batch of %s, and none is added (%s). The batch runs under the largest of "
-            "%d buckets, and may need more memory than this bucket was planned for",
-            self._planner.budget.name,
-            shape_in_words(shape),
-            "no budget_gb was given" if without_budget else f"there are {MOST_BUCKETS}",
-            len(planned),
+            f"no bucket covers a batch of {shape_in_words(shape)}, and none is added ({why}). The batch runs "
+            f"under the largest of {len(planned)} buckets, and may need more memory than this bucket was "
+            "planned for",
         )
         self._store.buckets.remember(key, bucket)
         return bucket

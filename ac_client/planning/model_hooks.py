@@ -72,7 +72,7 @@ class ModelHooks:
         self._planning = planning
         self._measured = measured
         self._remove = remove
-        self._unplanned = UnplannedSteps(self._name)
+        self._unplanned = UnplannedSteps(planning.planner.warn_once)
         self._model = weakref.ref(model)
         planning.watch.optimizers.after_step = weakref.WeakMethod(self._optimizer_stepped)
         self._submodule_handles: list[Watch] = []
@@ -105,8 +105,7 @@ class ModelHooks:
             if (remove := self._remove()) is not None:
                 remove()
             check_version()
-        if parts != self._compiled_parts:
-            self._compiled_parts = parts
+        self._compiled_parts = parts
         if not (self._compiled or self._submodule_handles):
             self._submodule_handles = watch_calls(model, self._enter, self._leave)
 
@@ -143,7 +142,7 @@ class ModelHooks:
         # itself: then the rest of the outer call runs unplanned.
         self.forward.end()
         self._watch_submodules(model)
-        bucket = planning.policy_for(ModelCall(model, args, kwargs))
+        bucket = planning.policy_for(ModelCall(model, args, kwargs), waiting)
         if bucket is None:
             return
         planning.watch.on_device.forward_begins(bucket)

@@ -25,7 +25,7 @@ from ac_client.planning.next_action import (
     next_action,
 )
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.plan_batch import BatchPlanner, BudgetPlanner, first_line
+from ac_client.planning.plan_batch import BatchPlanner, first_line
 from ac_client.planning.policy_store import PolicyStore
 from ac_client.service_client.errors import RemoteError
 from autoac.planner import PlannerError, Policy, PolicySet, Profile
@@ -68,14 +68,17 @@ class ModelPlanning:
         self.store = PolicyStore(model, options, policy)
         self.watch = StepWatch(model, options, optimizer)
         self._name = type(model).__name__
-        budget = BudgetPlanner(self._name, options)
-        self.planner = BatchPlanner(budget, self.watch.optimizers, self.watch.on_device)
+        self.planner = BatchPlanner(self._name, options, self.watch.optimizers, self.watch.on_device)
         self.chooser = PolicyChooser(
             model, self.store, self.planner, given=policy is not None, on_failure=on_failure
         )
 
-    def policy_for(self, call: ModelCall) -> PlannedBucket | None:
+    def policy_for(self, call: ModelCall, waiting: int) -> PlannedBucket | None:
         """Return the bucket that runs this batch, planned if necessary; None if the batch runs unplanned.
+
+        Args:
+            call: of the model, on the batch.
+            waiting: how many forwards wait for their backward.
 
         Raises:
             ShapeNotPlanned: strict, and no bucket covers the batch.
@@ -85,13 +88,13 @@ class ModelPlanning:
         if bucket is None:
             return None
         gradients = not bucket.planned_for.gradients and self.store.parameters.gradients_exist()
-        facts = self.watch.before_forward(call.model, bucket, self.forwards, gradients=gradients)
+        facts = self.watch.before_forward(call.model, bucket, self.forwards, waiting, gradients=gradients)
         while isinstance(action := self._next(bucket, facts), PlanAgain):
-            facts = replace(facts, can_profile=facts.can_profile and not action.profiles)
+            facts = facts._replace(can_profile=facts.can_profile and not action.profiles)
             if action.row == "other models":
-                facts, bucket.room_requested = replace(facts, room_requested=0), 0
+                facts, bucket.room_requested = facts._replace(room_requested=0), 0
             if (loop := action.terms.loop) != bucket.planned_for.loop:
-                facts, bucket.observed, self.forwards = replace(facts, loop=loop), loop, loop.forwards
+                facts, bucket.observed, self.forwards = facts._replace(loop=loop), loop, loop.forwards
             # Any other batch waits for one like the batch that was profiled.
             if not action.profiles or call.shape == bucket.step.shape:
                 self._plan_again(bucket, action, call)
@@ -179,8 +182,9 @@ class ModelPlanning:
             bucket.warn(self._name, action)
             planned = action.terms
         bucket.warn(self._name, action)
-        bucket.observed = planned.loop
-        bucket.planned_for = replace(bucket.planned_for, holds_outputs=planned.holds_outputs)
+        if planned is not bucket.planned_for:
+            bucket.observed = planned.loop
+            bucket.planned_for = replace(bucket.planned_for, holds_outputs=planned.holds_outputs)
 
     def _plan_again(self, bucket: PlannedBucket, action: PlanAgain, call: ModelCall | None = None) -> None:
         terms, step, profile = action.terms, bucket.step, bucket.profile
@@ -224,7 +228,7 @@ class ModelPlanning:
         """
         terms, correction = action.terms, action.terms.correction
         assert step.profile is not None
-        policy, plan, infeasible = self.planner.budget.plan_or_tightest(
+        policy, plan, infeasible = self.planner.plan_or_tightest(
             step.profile, max(1, terms.limit - correction.total), step.rank_nbytes + terms.others_nbytes
         )
         peak = policy.predicted.peak_bytes + correction.nbytes
@@ -237,7 +241,7 @@ class ModelPlanning:
         bucket.load(loaded, step, terms)
         if infeasible is not None and peak > terms.limit:
             bucket.warned.add(action.row)
-            self.planner.budget.warn_over_budget(peak, action.reason)
+            self.planner.warn_over_budget(peak, action.reason)
             if action.row == "other models":
                 self.watch.on_device.ask_others_for_room(peak - terms.limit)
             return

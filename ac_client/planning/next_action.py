@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts
 from ac_client.planning.facts.peak_counter import PeakBounds
@@ -84,8 +85,7 @@ class PlannedFor:
         return self.peak + forwards * self.forward_nbytes <= self.limit
 
 
-@dataclass(frozen=True, slots=True)
-class StepFacts:
+class StepFacts(NamedTuple):
     """The facts known of the loop and of its steps at one moment. Sizes are in bytes; None: not looked at."""
 
     waiting: int = 0  # forwards that wait for their backward
@@ -135,21 +135,26 @@ class CorrectPrediction:
 Action = Keep | PlanAgain | CorrectPrediction
 Row = Callable[[PlannedFor, StepFacts], Action | None]
 
+KEEP = Keep()
+
 
 def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
     """Return what to do about a plan, now that these facts are known: the first row of `TABLE` that applies.
 
     A plan that was made elsewhere stays; then only the warning is left.
     """
-    kept = Keep()
-    for name, row in TABLE.items():
+    measured = facts.peak is not None or facts.had_nbytes is not None
+    kept = KEEP
+    for name, row in (MEASURED if measured else BACKWARD if facts.backward is not None else LOOP).items():
         action = row(planned, facts)
+        if action is None:
+            continue
         if isinstance(action, PlanAgain) and planned.elsewhere:
             action = Keep(action.warning)
-        if isinstance(action, Keep):
-            kept = replace(action, row=name) if action.warning and not kept.warning else kept
-        elif action is not None:
+        if not isinstance(action, Keep):
             return replace(action, row=name)
+        if action.warning and not kept.warning:
+            kept = replace(action, row=name)
     return kept
 
 
@@ -424,24 +429,29 @@ def _loss_outside(planned: PlannedFor, facts: StepFacts) -> Action | None:
     return Keep(warning)
 
 
-TABLE: dict[str, Row] = {
+MEASURED: dict[str, Row] = {
     "out of memory": _out_of_memory,
     "loosened too far": _loosened_too_far,
     "over the limit": _over_limit,
     "far under the limit": _far_under,
     "mispredicted": _mispredicted,
+}
+LOOP: dict[str, Row] = {
     "gradients": _gradients,
     "optimizers": _optimizers,
     "skipped modules": _skipped_modules,
     "other models": _other_models,
     "last step": _last_step,
     "loop": _loop,
+}
+BACKWARD: dict[str, Row] = {
     "graph created": _graph_created,
     "graph retained": _graph_retained,
     "outputs held": _outputs_held,
     "outputs dropped": _outputs_dropped,
     "loss outside": _loss_outside,
 }
+TABLE = MEASURED | LOOP | BACKWARD
 
 
 # --- words ------------------------------------------------------------------------------------------------

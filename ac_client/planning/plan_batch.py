@@ -25,10 +25,21 @@ from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, skipped_modules
 from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions
+from ac_client.planning.warn_once import WarnOnce
 from ac_client.runtime.saved_tensor_hooks import enter_saved_tensor_hooks
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import request_policy
-from autoac.planner import Constraints, InfeasibleBudget, Plan, Policy, Profile, as_planned, plan
+from autoac.planner import (
+    Constraints,
+    InfeasibleBudget,
+    Plan,
+    PlannerError,
+    Policy,
+    Profile,
+    SolverOutOfTime,
+    as_planned,
+    plan,
+)
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, observe
@@ -39,18 +50,96 @@ from autoac.profiler.torch_facts.streams import is_capturing
 log = logging.getLogger("ac_client")
 
 
-class BudgetPlanner:
-    """Plans one model's steps within its budget.
+class _ThreadState(threading.local):
+    profiling = False
+
+
+class BatchPlanner:
+    """Profiles the steps of one model on its batches, plans them within the budget, and makes their buckets.
 
     Attributes:
-        name: of the model, in messages.
         options: as passed to `apply`.
+        lock: held while this model is planned; a forward on another thread waits for the plan.
+        name: of the model, in messages.
+        warn_once: warns for the model.
     """
 
-    def __init__(self, name: str, options: ApplyOptions) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, options: ApplyOptions, optimizers: ModelOptimizers, on_device: ModelOnDevice
+    ) -> None:
         self.options = options
-        self._warned: set[str] = set()
+        self.lock = threading.RLock()
+        self.name = name
+        self.warn_once = WarnOnce(name)
+        self._optimizers = optimizers
+        self._on_device = on_device
+        self._thread = _ThreadState()
+
+    @property
+    def profiling(self) -> bool:
+        """Return True if the forward that runs on this thread is only profiled."""
+        return self._thread.profiling
+
+    def profile(self, call: ModelCall, loop: Loop) -> Profile:
+        """Profile the step of `call` in a loop of this form.
+
+        Raises:
+            ProfilerError: the step cannot be profiled.
+        """
+        if is_capturing():
+            raise ProfilerBusy("a CUDA graph is being captured, and a profile synchronizes the device")
+        log.info("%s: profiling one step", self.name)
+        check_hooks()
+        self._warn_of_copies(call)
+        self._thread.profiling = True
+        loss = self.options.loss
+        if loss is not None and loop.forwards > 1 and (self.options.forwards_in_flight or 1) == 1:
+            loss = _summed(loss)
+        try:
+            with nullcontext() if self.options.take_over_checkpoints else checkpoints_left_alone():
+                profile = observe(
+                    call.model,
+                    call.args,
+                    call.kwargs,
+                    loss=loss,
+                    optimizer=self._optimizers.all,
+                    accumulates=True if loop.retains else None,  # the second finds the first's gradients
+                    loop=loop,
+                    recall=True,
+                )
+            for message in unplanned_in(profile):
+                self.warn_once(message, message)
+            for note in profile.notes:
+                if ONLY_PRESENT_STATE in note:
+                    self.warn_once(
+                        "state",
+                        f"{note}, so later steps may go over the budget. Leave headroom_gb for the state "
+                        "that its first step makes",
+                    )
+            if is_compiled(profile):
+                return profile  # compiled code records and replays nothing
+            us = replay_us_of_process()
+            if profile.environment.device_type != "cpu" and not is_host_bound(profile, us):
+                return profile  # the device runs behind its host, whose time does not count
+            return profile.model_copy(update={"replay_us": us})
+        finally:
+            self._thread.profiling = False
+
+    def _warn_of_copies(self, call: ModelCall) -> None:
+        """Warn if the model fits the budget, but not with the copies of its buffers that profiling makes."""
+        model = call.model
+        if self.options.budget_bytes is None or any(map(is_lazy, model.parameters())):
+            return
+        device, limit = device_of(model, call.args, call.kwargs), self.options.limit
+        static = static_bytes(model, call.args, call.kwargs, self._optimizers.state_nbytes(device), device)
+        needs = static.total + static.buffers
+        if static.total <= limit < needs:
+            self.warn_once(
+                "copies",
+                f"profiling a step copies the model's buffers ({format_bytes(static.buffers)}) and so holds "
+                f"at least {format_bytes(needs)}, which is over the budget of {format_bytes(limit)}; to "
+                "profile without memory, plan for a datasheet and pass policy=...",
+            )
 
     def plan_within(
         self, profile: Profile, limit: int, extra_static: int = 0, start: SaveSet | None = None
@@ -104,7 +193,7 @@ class BudgetPlanner:
 
     def plan_or_tightest(
         self, profile: Profile, limit: int, extra_static: int = 0
-    ) -> tuple[Policy, Plan, InfeasibleBudget | None]:
+    ) -> tuple[Policy, Plan, PlannerError | None]:
         """Plan `profile` for a peak of at most `limit` bytes, or as tightly as possible if no plan keeps it.
 
         Args:
@@ -118,11 +207,13 @@ class BudgetPlanner:
         """
         try:
             return *self.plan_within(profile, limit, extra_static), None
-        except InfeasibleBudget as error:
+        except (InfeasibleBudget, SolverOutOfTime) as error:
             if error.smallest_found is None:
                 raise
-            tightest = self.plan_within(profile, error.smallest_found, extra_static, error.save_set)
-            return *tightest, error
+            start = error.save_set if isinstance(error, InfeasibleBudget) else None
+            tightest = self.plan_within(profile, error.smallest_found, extra_static, start)
+            error.__context__ = None  # its frames, and those of the traceback, hold the running forward
+            return *tightest, error.with_traceback(None)
 
     def warn_over_budget(self, needs: int, reason: str) -> None:
         """Warn that no plan keeps the budget."""
@@ -134,105 +225,6 @@ class BudgetPlanner:
             format_bytes(needs),
             reason,
         )
-
-    def warn_once(self, subject: str, message: str, *args: Any) -> None:
-        """Log a warning for this model, unless there was one on `subject` before."""
-        if subject not in self._warned:
-            self._warned.add(subject)
-            log.warning(message, *args)
-
-
-class _ThreadState(threading.local):
-    profiling = False
-
-
-class BatchPlanner:
-    """Profiles the steps of one model on its batches, and makes their buckets.
-
-    Attributes:
-        budget: plans the profiles.
-        options: as passed to `apply`.
-        lock: held while this model is planned; a forward on another thread waits for the plan.
-    """
-
-    def __init__(self, budget: BudgetPlanner, optimizers: ModelOptimizers, on_device: ModelOnDevice) -> None:
-        self.budget = budget
-        self.options = budget.options
-        self.lock = threading.RLock()
-        self._optimizers = optimizers
-        self._on_device = on_device
-        self._thread = _ThreadState()
-
-    @property
-    def profiling(self) -> bool:
-        """Return True if the forward that runs on this thread is only profiled."""
-        return self._thread.profiling
-
-    def profile(self, call: ModelCall, loop: Loop) -> Profile:
-        """Profile the step of `call` in a loop of this form.
-
-        Raises:
-            ProfilerError: the step cannot be profiled.
-        """
-        if is_capturing():
-            raise ProfilerBusy("a CUDA graph is being captured, and a profile synchronizes the device")
-        log.info("%s: profiling one step", self.budget.name)
-        check_hooks()
-        self._warn_of_copies(call)
-        self._thread.profiling = True
-        loss = self.options.loss
-        if loss is not None and loop.forwards > 1 and (self.options.forwards_in_flight or 1) == 1:
-            loss = _summed(loss)
-        try:
-            with nullcontext() if self.options.take_over_checkpoints else checkpoints_left_alone():
-                profile = observe(
-                    call.model,
-                    call.args,
-                    call.kwargs,
-                    loss=loss,
-                    optimizer=self._optimizers.all,
-                    accumulates=True if loop.retains else None,  # the second finds the first's gradients
-                    loop=loop,
-                    recall=True,
-                )
-            for message in unplanned_in(profile):
-                self.budget.warn_once(message, "%s: %s", self.budget.name, message)
-            for note in profile.notes:
-                if ONLY_PRESENT_STATE in note:
-                    self.budget.warn_once(
-                        "state",
-                        "%s: %s, so later steps may go over the budget. Leave headroom_gb for the state that "
-                        "its first step makes",
-                        self.budget.name,
-                        note,
-                    )
-            if is_compiled(profile):
-                return profile  # compiled code records and replays nothing
-            us = replay_us_of_process()
-            if profile.environment.device_type != "cpu" and not is_host_bound(profile, us):
-                return profile  # the device runs behind its host, whose time does not count
-            return profile.model_copy(update={"replay_us": us})
-        finally:
-            self._thread.profiling = False
-
-    def _warn_of_copies(self, call: ModelCall) -> None:
-        """Warn if the model fits the budget, but not with the copies of its buffers that profiling makes."""
-        model = call.model
-        if self.options.budget_bytes is None or any(map(is_lazy, model.parameters())):
-            return
-        device, limit = device_of(model, call.args, call.kwargs), self.options.limit
-        static = static_bytes(model, call.args, call.kwargs, self._optimizers.state_nbytes(device), device)
-        needs = static.total + static.buffers
-        if static.total <= limit < needs:
-            self.budget.warn_once(
-                "copies",
-                "%s: profiling a step copies the model's buffers (%s) and so holds at least %s, which is "
-                "over the budget of %s; to profile without memory, plan for a datasheet and pass policy=...",
-                self.budget.name,
-                format_bytes(static.buffers),
-                format_bytes(needs),
-                format_bytes(limit),
-            )
 
     def plan(
         self, call: ModelCall, loop: Loop, profile: Profile | None = None, *, running: str = ""
@@ -257,10 +249,10 @@ class BatchPlanner:
                 self._on_device.name_others(error)
                 raise
             profile, loop = dropping_all(profile, loop)
-            policy, plan, infeasible = self.budget.plan_or_tightest(profile, self.options.limit, others)
+            policy, plan, infeasible = self.plan_or_tightest(profile, self.options.limit, others)
             made, needs = (policy, plan), policy.predicted.peak_bytes
             if infeasible is not None:
-                self.budget.warn_over_budget(needs, running or of_others(others))
+                self.warn_over_budget(needs, running or of_others(others))
             self._on_device.ask_others_for_room(needs - self.options.limit)
         terms = PlannedFor(self.options.limit, loop=loop, others_nbytes=others)
         loaded = LoadedPolicy(*made)
@@ -283,7 +275,7 @@ class BatchPlanner:
         """
         limit = self.options.limit if limit is None else limit
         try:
-            return self.budget.plan_within(profile, limit, others), profile, loop
+            return self.plan_within(profile, limit, others), profile, loop
         except InfeasibleBudget as error:
             drops = profile.droppable_outputs - loop.drops
             if not drops:
@@ -292,7 +284,7 @@ class BatchPlanner:
         nbytes = format_bytes(profile.output_nbytes(drops))
         profile, loop = dropping_all(profile, loop)
         try:
-            made = self.budget.plan_within(profile, limit, others)
+            made = self.plan_within(profile, limit, others)
         except InfeasibleBudget as error:
             error.add_note(
                 f"autoac: this is of a loop that drops the model's other outputs ({nbytes}) before backward, "
@@ -300,13 +292,11 @@ class BatchPlanner:
             )
             _explain(error, profile)
             raise
-        self.budget.warn_once(
+        self.warn_once(
             "outputs",
-            "%s: no plan keeps the budget of %s if the training loop holds all outputs of the model during "
-            "backward (%s). The plan is for a loop that drops them before, as in loss = model(batch).loss",
-            self.budget.name,
-            format_bytes(self.options.budget_bytes or 0),
-            nbytes,
+            f"no plan keeps the budget of {format_bytes(self.options.budget_bytes or 0)} if the training "
+            f"loop holds all outputs of the model during backward ({nbytes}). The plan is for a loop that "
+            "drops them before, as in loss = model(batch).loss",
         )
         return made, profile, loop
 
@@ -322,15 +312,13 @@ class BatchPlanner:
             rank_nbytes: held by the neediest rank beyond what the profile counts.
         """
         if is_host_bound(profile, profile.replay_us) and "recompute" in loaded.policy.decisions.values():
-            self.budget.warn_once(
+            replay_us, step_us = len(profile.ops) * profile.replay_us, loaded.policy.predicted.step_us
+            self.warn_once(
                 "host",
-                "%s: the step is bound by the host, which takes about %s to record and replay %d ops, while "
-                "the device computes for %s. Compile the blocks of the model before ac_client.apply "
-                "(for block in model.layers: block.compile()), or train larger batches",
-                self.budget.name,
-                format_us(len(profile.ops) * profile.replay_us),
-                len(profile.ops),
-                format_us(loaded.policy.predicted.step_us),
+                f"the step is bound by the host, which takes about {format_us(replay_us)} to record and "
+                f"replay {len(profile.ops)} ops, while the device computes for {format_us(step_us)}. Compile "
+                "the blocks of the model before ac_client.apply (for block in model.layers: "
+                "block.compile()), or train larger batches",
             )
         skipped = skipped_modules(call.model, profile)
         return ProfiledStep(call.shape, profile, rank_nbytes, self._optimizers.adopted, skipped)

@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Set
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -52,7 +51,7 @@ class PlannedForward(threading.local):
         self._writes_before: list[int] = []  # one for each module call that is recorded
         self._call: RecordedCall | None = None  # in which the mode is off
         self._audit: tuple[CallAudit, int] | None = None  # and the position in the route at which it began
-        self._open = ExitStack()  # what compiled graphs save, and checkpoints that the plan took over
+        self._closing: list[Callable[[], object]] = []  # to call at the end
 
     def begin(
         self,
@@ -78,10 +77,12 @@ class PlannedForward(threading.local):
         route = loaded.route(waiting)
         self._calls = [(ROOT, _exception())]
         if compiled or has_compiled_parts:
-            self._open.callback(set_carrier, None)
+            self._closing.append(partial(set_carrier, None))
             set_carrier(PolicyParts(route.compiled_calls, self._innermost, self._part_ran, self._part_left))
         if self._options.take_over_checkpoints and not compiled:
-            self._open.enter_context(plain_checkpoints())
+            checkpoints = plain_checkpoints()
+            checkpoints.__enter__()
+            self._closing.append(checkpoints.__exit__)
         if compiled:
             route.unrecorded = len(route.decisions)
         if compiled or not loaded.recomputes:
@@ -116,7 +117,8 @@ class PlannedForward(threading.local):
         Raises:
             LeftThePath: `whole`, strict, and some ops of the policy did not run.
         """
-        self._open.close()
+        while self._closing:
+            self._closing.pop()()
         self._end_audit()
         if self._call is not None:  # interrupted
             self._call.end(None)

@@ -1,1 +1,1 @@
-"""What the steps of a training loop show: its forwards and outputs, optimizers, neighbors, allocator."""
+"""Observe the steps of a training loop: its forwards and outputs, optimizers, neighbors, allocator."""

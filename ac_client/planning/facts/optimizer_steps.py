@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +13,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ac_client.planning.warn_once import WarnOnce
 from autoac.planner import Profile
 from autoac.planner.units import format_bytes
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import parameters_of
 from autoac.profiler.static_memory import innermost, optimizer_state_nbytes
-
-log = logging.getLogger("ac_client")
 
 
 class ModelOptimizers:
@@ -56,11 +54,6 @@ class ModelOptimizers:
     def not_passed(self) -> list[torch.optim.Optimizer]:
         """Return the known optimizers that were not passed to `apply`."""
         return [optimizer for ref in self._adopted if (optimizer := ref()) is not None]
-
-    @property
-    def names_not_passed(self) -> str:
-        """Return the types of the known optimizers that were not passed to `apply`, in words."""
-        return ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self.not_passed))
 
     def state_nbytes(self, device: torch.device) -> int:
         """Return the bytes of optimizer state on `device` now."""
@@ -136,13 +129,12 @@ class UnplannedSteps:
     BatchNorm is frozen. Forwards in `eval()` are then planned, until the model is called in `train()`.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, warn_once: WarnOnce) -> None:
+        self._warn_once = warn_once
         self._forwards_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._in_eval = False  # a forward that could be differentiated ran in eval() since the last step
         self._trains_in_eval = False
         self._in_a_row = 0  # steps without a forward that trains
-        self._warned: set[str] = set()
 
     def trains_in(self, model: nn.Module) -> bool:
         """Return True if a forward of `model` in its present mode counts as training."""
@@ -162,12 +154,9 @@ class UnplannedSteps:
         if needs > limit:
             self._warn_once(
                 "evaluation",
-                "%s: a forward in eval() runs with gradients enabled. It is not planned, so all that "
-                "backward needs is saved: a batch of the size that was planned may take %s, over the budget "
-                "of %s. Evaluate under torch.no_grad()",
-                self._name,
-                format_bytes(needs),
-                format_bytes(limit),
+                "a forward in eval() runs with gradients enabled. It is not planned, so all that backward "
+                f"needs is saved: a batch of the size that was planned may take {format_bytes(needs)}, over "
+                f"the budget of {format_bytes(limit)}. Evaluate under torch.no_grad()",
             )
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer, forwards: int) -> None:
@@ -183,24 +172,16 @@ class UnplannedSteps:
             self._trains_in_eval = True
             self._warn_once(
                 "eval",
-                "%s is trained in eval(): this step ran unplanned, and the next forwards are planned, "
+                "it is trained in eval(): this step ran unplanned, and the next forwards are planned, "
                 "evaluations too unless they run under torch.no_grad()",
-                self._name,
             )
         elif self._in_a_row > 1:  # one alone may be a step that only makes the optimizer's state
             self._warn_once(
                 "unseen",
-                "%s: the optimizer has stepped %d times without a training forward of the model, so nothing "
-                "is planned and the budget is not kept. Call the model itself, not model.forward or "
-                "parts of it; apply to the module that is called, which an nn.ModuleList never is",
-                self._name,
-                self._in_a_row,
+                f"the optimizer has stepped {self._in_a_row} times without a training forward of the model, "
+                "so nothing is planned and the budget is not kept. Call the model itself, not model.forward "
+                "or parts of it; apply to the module that is called, which an nn.ModuleList never is",
             )
-
-    def _warn_once(self, subject: str, message: str, *args: Any) -> None:
-        if subject not in self._warned:
-            self._warned.add(subject)
-            log.warning(message, *args)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.next_action import StepFacts
 from ac_client.planning.options import ApplyOptions
 from autoac.profiler import device_of
-from autoac.profiler.static_memory import optimizer_bytes
+from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
 
 
 class StepWatch:
@@ -31,6 +31,7 @@ class StepWatch:
         self._options = options
         self._in_flight = ForwardsInFlight()
         self._most_forwards = 1  # in flight at once, so far
+        self._kept = 0  # bytes that names of the last step held as the last forward began
         self._adopted = 0  # optimizers that were adopted when their state was last compared with a plan's
         self.optimizers = ModelOptimizers(model, optimizer)
         self.on_device = ModelOnDevice(model, type(model).__name__, self.optimizers, self.waiting)
@@ -47,7 +48,7 @@ class StepWatch:
         self.on_device.close()
 
     def before_forward(
-        self, model: nn.Module, bucket: PlannedBucket, forwards: int, *, gradients: bool
+        self, model: nn.Module, bucket: PlannedBucket, forwards: int, waiting: int, *, gradients: bool
     ) -> StepFacts:
         """Return the facts as a forward of `model` begins.
 
@@ -55,9 +56,9 @@ class StepWatch:
             model: the model.
             bucket: that runs the forward.
             forwards: before one backward, for which steps are planned now.
+            waiting: how many forwards wait for their backward.
             gradients: exist before the step.
         """
-        waiting = self.waiting()
         self._most_forwards = max(self._most_forwards, waiting + 1)
         most = forwards if self._options.forwards_in_flight is not None else self._most_forwards
         loop = bucket.observed
@@ -65,22 +66,24 @@ class StepWatch:
             loop = replace(loop, forwards=forwards)
         if bucket.profile is None:  # the policy stays
             return StepFacts(waiting, loop, most, ran_skipped=bucket.ran_skipped)
-        kept = None if waiting or loop.retains else self._in_flight.kept_outputs()
-        needs = None
+        outputs = None if waiting or loop.retains else self._in_flight.kept_outputs()
+        now = 0 if outputs is None else outputs + bucket.profile.kept_nbytes
+        kept, self._kept = min(now, self._kept), now  # twice in a row: a name, not garbage
+        needs, names = None, ""
         if bucket.step.n_adopted != self.optimizers.adopted:
             bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
-            needs = optimizer_bytes(self.optimizers.all, device_of(model))
+            needs, names = self._needs_of_optimizers(model)
         return StepFacts(
             waiting,
             loop,
             most,
             gradients,
             needs,
-            self.optimizers.names_not_passed,
+            names,
             self.on_device.others_nbytes(),
             bucket.room_requested,
             bucket.ran_skipped,
-            kept_nbytes=0 if kept is None else kept + bucket.profile.kept_nbytes,
+            kept_nbytes=kept,
         )
 
     def after_forward(self, out: Any, listener: Listener) -> None:
@@ -89,17 +92,14 @@ class StepWatch:
 
     def in_backward(self, bucket: PlannedBucket, backward: BackwardFacts) -> StepFacts:
         """Return the facts as a backward begins through a forward that ran under `bucket`."""
-        plan, profile = bucket.plan, bucket.profile
-        if plan is None or profile is None or self._options.loss is not None:
+        plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.loop.drops
+        if backward.nbytes_outside and (plan is None or self._options.loss is not None):
             backward = backward._replace(nbytes_outside=0)
-        if plan is not None and profile is not None:
-            held = bucket.planned_for.loop.drops - backward.dropped
-            backward = backward._replace(
-                held_nbytes=profile.output_nbytes(held) if held else 0,
-                nbytes_live=plan.graph.static_bytes + bucket.loaded.waiting_nbytes
-                if backward.nbytes_outside
-                else 0,
-            )
+        elif backward.nbytes_outside and plan is not None:
+            live = plan.graph.static_bytes + bucket.loaded.waiting_nbytes
+            backward = backward._replace(nbytes_live=live)
+        if profile is not None and not drops <= backward.dropped:
+            backward = backward._replace(held_nbytes=profile.output_nbytes(drops - backward.dropped))
         return StepFacts(backward=backward)
 
     def after_optimizer(self, model: nn.Module, bucket: PlannedBucket) -> StepFacts:
@@ -107,5 +107,10 @@ class StepWatch:
         adopted, self._adopted = self._adopted, self.optimizers.adopted
         if bucket.profile is None or self._adopted in (bucket.step.n_adopted, adopted):
             return StepFacts()
-        needs = optimizer_bytes(self.optimizers.all, device_of(model))
-        return StepFacts(optimizers=needs, optimizer_names=self.optimizers.names_not_passed)
+        needs, names = self._needs_of_optimizers(model)
+        return StepFacts(optimizers=needs, optimizer_names=names)
+
+    def _needs_of_optimizers(self, model: nn.Module) -> tuple[OptimizerBytes, str]:
+        """Return what all optimizers need, and the types of those that were not passed to `apply`."""
+        names = dict.fromkeys(type(optimizer).__name__ for optimizer in self.optimizers.not_passed)
+        return optimizer_bytes(self.optimizers.all, device_of(model)), ", ".join(names)

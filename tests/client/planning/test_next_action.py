@@ -180,7 +180,7 @@ def test_modules_that_the_profile_skipped_are_profiled_between_steps() -> None:
     assert action.terms.module_tries == 1
     assert "(b, c, d and 1 more)" in action.warning
     tried = replace(PLANNED, module_tries=MOST_MODULE_TRIES)
-    for planned, now in (PLANNED, replace(facts, waiting=1)), (tried, facts):
+    for planned, now in (PLANNED, facts._replace(waiting=1)), (tried, facts):
         kept = next_action(planned, now)
         assert isinstance(kept, Keep)
         assert kept.warning

@@ -138,8 +138,7 @@ def test_tightest_plan_runs_if_none_fits_for_other_parameters(caplog: pytest.Log
     model.requires_grad_(True)
     for _ in range(2):
         model(x).sum().backward()
-    (said,) = caplog.messages
-    assert "other parameters train than before" in said
+    assert sum("other parameters train than before" in message for message in caplog.messages) == 1
     smallest = find_minimum_peak(profile(model, x), time_limit_s=5).found
     assert ac_client.applied(model).report().predicted_peak_bytes <= 1.01 * smallest
     assert all(p.grad is not None for p in model.parameters())
