@@ -243,7 +243,7 @@ def _find_save_set(
     )
     if search.best.save_set is None:
         return _search(problem, budget, rule, allowance, starts)
-    stopped = search.run(polish=True)
+    stopped = search.run()
     assert search.best.save_set is not None
     same = problem.from_step(once.to_step(search.best.save_set))
     if search.best.cost <= rule.worth_groups_us or allowance.over:
@@ -283,7 +283,7 @@ def _search(
         if smallest.proven > budget:
             raise infeasible(problem.graph, budget, smallest)
         search.best.offer(smallest.save_set)
-    stopped = search.run(polish=True)
+    stopped = search.run()
     if search.best.save_set is not None:
         return problem, search.best.save_set, search, stopped
     if stopped is Stopped.INFEASIBLE:

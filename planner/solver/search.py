@@ -29,7 +29,7 @@ from autoac.planner.solver.highs import Outcome, Stopped
 from autoac.planner.solver.incumbent import Incumbent, Judge
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import UNDECIDED, BuiltProgram, assignment, build_program
-from autoac.planner.solver.start.heuristics import filled, greedy, simple_save_sets
+from autoac.planner.solver.start.heuristics import filled, simple_save_sets
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance
 
@@ -43,11 +43,8 @@ MANY_UNDECIDED = 100  # so many open decisions say little, see _perturbed_relaxa
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
 LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
-DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods and polishing do not pay
-FEW_UNDECIDED = 10  # with more decisions that the relaxation leaves open, polishing does not pay either
-POLISH_WORK = 0.25  # of the work so far: what polishing may take,
-LEAST_POLISH_WORK = 0.5  # or so many units
-POLISHED = 0.0005  # a plan within this of the bound is not worth improving
+DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods do not pay
+FEW_UNDECIDED = 10  # so few open decisions are better branched on than left to blocks
 STALL_NODES = 50  # of the tree: if the bound rises too little meanwhile, the full program is solved instead
 STALL_SHARE = 0.05  # of the way to the cutoff: so much is not too little
 SHARE = 0.98  # of the gap asked for that the search may use up; the rest is for rounding
@@ -97,7 +94,6 @@ class Search:
         self.budget, self.gap, self.options = budget, gap, problem.options
         self.tolerance = tolerance
         self.allowance, self.rounds = allowance, 0
-        self._work_limit = allowance.work_left
         self.best = Incumbent(self.graph, budget, bound, allowance)
         self.enough: float | None = None  # a cost of no more than this, or a bound above it, is an answer
         self.excluded: list[SaveSet] = []
@@ -116,19 +112,8 @@ class Search:
         self.moments = set(moments) or first_moments(self.windows, (self.graph.everything, self._likely()))
         self.judge = Judge(problem, budget, self.best, self.moments)
 
-    def run(self, *, polish: bool = False) -> Stopped:
-        """Search, and return the reason to stop. OPTIMAL: the best cost is proven to be within the gap.
-
-        With `polish`, improve a plan that is good enough as far as that is cheap.
-        """
-        stopped = self._run_to_gap()
-        if polish and stopped is Stopped.OPTIMAL:
-            self._polish()
-            if self.allowance.out_of_time:
-                return Stopped.TIME_LIMIT  # good enough, but another machine may polish it further
-        return stopped
-
-    def _run_to_gap(self) -> Stopped:
+    def run(self) -> Stopped:
+        """Search, and return the reason to stop. OPTIMAL: the best cost is proven to be within the gap."""
         stopped = self._refine()
         if self.budget is not None and stopped is not Stopped.OPTIMAL:
             if self.best.save_set is None or stopped is not Stopped.INFEASIBLE:
@@ -199,17 +184,6 @@ class Search:
                     self._rule_out(built.save_set(outcome.values))
                 refined = True
         return Stopped.OPTIMAL
-
-    def _polish(self) -> None:
-        """Go on branching to find a better plan than the good-enough one, as far as that is cheap."""
-        if self._tree is not None and not self.allowance.over:
-            relaxed = self._tree.relaxed
-            is_cheap = relaxed.values is not None and relaxed.work <= DEAR
-            if is_cheap and self._tree.built.undecided(relaxed) <= FEW_UNDECIDED:
-                spent = self._work_limit - self.allowance.work_left
-                self._branch_up_to(POLISHED, max(POLISH_WORK * spent, LEAST_POLISH_WORK), dive=True)
-        if self.best.gap > 0:
-            self.best.offer(greedy(self.graph, self.best.cost))
 
     def _fall_back(self) -> None:
         """Try the simple save sets, so that no plan is slower than what people do by hand; fill the best."""
@@ -381,19 +355,18 @@ class Search:
         self._up_to_best = self._branch_up_to(self._enough_gap * SHARE)
         return replace(relaxed, values=None, stopped=Stopped.INFEASIBLE)
 
-    def _branch_up_to(self, gap: float, most_work: float = math.inf, *, dive: bool = False) -> bool:
+    def _branch_up_to(self, gap: float) -> bool:
         """Branch until the best plan is proven to be within `gap`; return True if it is, or if none is left.
 
-        Stop after `most_work` units of work, or if it stalls.
+        Stop if it stalls.
         """
         tree = self._tree
         assert tree is not None
-        least_left = self.allowance.work_left - most_work
         nodes, far = 0, math.inf
-        while self.best.gap > max(gap, CLOSED) and self.allowance.work_left > least_left:
+        while self.best.gap > max(gap, CLOSED):
             scale = tree.built.cost_scale
             best, enough = self.best.cost / scale, self.best.cost * (1 - gap) / scale
-            node = tree.select(enough, best, dive=dive)
+            node = tree.select(enough, best)
             self.best.raise_bound(min(tree.bound, best) * scale)
             if node is None or self.allowance.over:
                 return tree.is_closed(enough)

@@ -137,7 +137,7 @@ def test_smallest_peak_is_asked_before_a_plan_if_no_start_fits(monkeypatch: pyte
 
 
 class _SearchThatMayNotRun(search_module.Search):
-    def run(self, *, polish: bool = False) -> Stopped:
+    def run(self) -> Stopped:
         raise AssertionError("a plan was searched within a budget that is proven to be too small")
 
 

@@ -61,7 +61,6 @@ class Tree:
     def __init__(self, built: BuiltProgram, allowance: Allowance) -> None:
         self._allowance, self._gains, self._order = allowance, Gains(), count()
         self._nodes: list[tuple[float, int, Node | Stale]] = []
-        self._child: Node | None = None  # the better one of those that were made last
         self.stopped: Stopped | None = None  # why a solve failed
         self.built, self._relaxation = built, Relaxation(built.program)
         self.relaxed, basis = allowance.solve_again(self._relaxation, {}, None, math.inf)
@@ -75,7 +74,6 @@ class Tree:
         """Go on with `built`, which has more rows: each node is solved again before it is branched on."""
         self.built, self._relaxation = built, Relaxation(built.program)
         self._nodes = [(bound, i, Stale(node.fixed, bound)) for bound, i, node in self._nodes]
-        self._child = None
 
     @property
     def bound(self) -> float:
@@ -86,20 +84,17 @@ class Tree:
         """Return True if no save set costs less than `enough`."""
         return self.bound >= enough * (1 - CLOSED)
 
-    def select(self, enough: float, best: float, *, dive: bool = False) -> Node | None:
+    def select(self, enough: float, best: float) -> Node | None:
         """Return the node to branch on: the one with the least bound.
 
         Args:
             enough: a node with this bound or a larger one is not returned.
             best: cost of the best save set, at least `enough`. Ones that cost as much are left out.
-            dive: go on with the better node of the last branch while its bound is below `enough`.
 
         Returns:
             None if no node has a bound below `enough`, at a limit, or after a solve that failed.
         """
         while not (self.is_closed(enough) or self._allowance.over or self.stopped):
-            if dive and self._child is not None and self._child.bound < enough * (1 - CLOSED):
-                return self._child
             node = self._nodes[0][2]
             if isinstance(node, Node):
                 return node
@@ -144,7 +139,6 @@ class Tree:
         kept = [item for item in self._nodes if item[2] is not node]
         self._nodes = [*kept, *map(self._item, made)]
         heapq.heapify(self._nodes)
-        self._child = min(made, key=lambda child: child.bound, default=None)
 
     def _item(self, node: Node | Stale) -> tuple[float, int, Node | Stale]:
         return node.bound, next(self._order), node

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import chain
 
 from autoac.planner.formats.op_key import OpKey
-from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import fits
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import recomputed_by_backward, without_cost_free_recomputes
@@ -26,23 +25,6 @@ def simple_save_sets(graph: Graph) -> Iterator[SaveSet]:
         if save_set not in seen:
             seen.add(save_set)
             yield save_set
-
-
-def greedy(graph: Graph, faster_than_us: float) -> SaveSet:
-    """Return the save set of a greedy knapsack, at the first size that recomputes less than `faster_than_us`.
-
-    It takes the ops with the most run time for their bytes first.
-    """
-    worth = _worth(graph)
-    order = sorted((op.id for op in graph.ops), key=lambda op: -worth[op])
-    few, many = 0, len(order)
-    while few < many:
-        middle = (few + many) // 2
-        if recompute_us(graph, frozenset(order[:middle])) < faster_than_us:
-            many = middle
-        else:
-            few = middle + 1
-    return without_cost_free_recomputes(graph, order[:few])
 
 
 def filled(graph: Graph, save_set: SaveSet, budget: int, tries: int = FILL_TRIES) -> SaveSet:

@@ -78,26 +78,9 @@ def test_branching_finds_and_proves_the_optimum_of_brute_force(branched: list[No
         assert found.run() is Stopped.OPTIMAL
         assert found.best.bound <= least * ROUNDING, seed
         assert found.best.cost * (1 - gap) <= least * ROUNDING, seed
-        found.run(polish=True)
-        assert found.best.bound <= least * ROUNDING, seed
         assert found.best.save_set is not None
         assert fits(found.graph, found.best.save_set, budget)
     assert len(branched) > 10
-
-
-def test_polishing_goes_on_with_the_tree_and_proves_no_more_than_the_optimum(branched: list[Node]) -> None:
-    """Prove nothing about save sets that were left out since they were no better than the first plan."""
-    graph = build(graphs.gpt2(2))
-    for share in (0.1, 0.3):
-        budget = budget_of(graph, share)
-        best = search_of(graph, budget, 0.0)
-        best.run()
-        for gap in (0.02, 0.1, 0.3):
-            polished = search_of(graph, budget, gap)
-            polished.run(polish=True)
-            assert polished.best.bound <= best.best.cost * ROUNDING
-            assert polished.best.cost >= best.best.bound / ROUNDING
-    assert branched
 
 
 def test_a_tree_that_stalls_leaves_the_proof_to_the_full_program(monkeypatch: pytest.MonkeyPatch) -> None:

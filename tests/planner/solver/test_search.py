@@ -11,7 +11,6 @@ import pytest
 
 from autoac.planner import build
 from autoac.planner.memory.simulate import peak_bytes
-from autoac.planner.plan import plan
 from autoac.planner.problem.graph import chain
 from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
@@ -88,16 +87,6 @@ def test_what_the_perturbed_relaxation_rounds_to_is_not_ruled_out(monkeypatch: p
     assert found.run() is Stopped.OPTIMAL
     assert found.excluded == []
     assert found.rounds < 10
-
-
-def test_a_good_plan_is_not_polished_if_the_relaxation_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = build(graphs.gpt2(4))
-    budget = int(0.8 * peak_bytes(graph, graph.everything))
-    polished = plan(graph, budget_bytes=budget, gap=0.1)
-    monkeypatch.setattr(search, "DEAR", 0.0)
-    good = plan(graph, budget_bytes=budget, gap=0.1)
-    assert polished.recompute_us < good.recompute_us
-    assert good.gap <= 0.1
 
 
 def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
