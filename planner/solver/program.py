@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,7 +41,6 @@ from autoac.planner.solver.variables import Options, Variables
 
 EDGES_AT_A_TIME = 4096  # so that the tables of (5) stay small
 UNDECIDED = 1e-6  # a decision of the relaxation is open if it is so far from both
-TILT = 0.01  # of a cost: what `tilted` adds to that of the last op
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,13 +74,6 @@ class BuiltProgram:
         assert relaxed.values is not None
         saved = self.decisions(relaxed.values)
         return int(((saved > UNDECIDED) & (saved < 1 - UNDECIDED)).sum())
-
-    def tilted(self, n_ops: int) -> Program:
-        """Return the program with costs that rise by `TILT` from the first op to the last."""
-        costs = self.program.costs.copy()
-        costs[self.s_columns] *= 1 + TILT * np.array(self.ops) / n_ops
-        costs[self.x_columns] *= 1 + TILT * self.x_ops / n_ops
-        return replace(self.program, costs=costs)
 
 
 def build_program(

@@ -39,7 +39,7 @@ PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
 FAR = 0.1  # gap from which smaller limits are tried,
 LIMITS = 5  # so many
 FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
-MANY_UNDECIDED = 100  # so many open decisions say little, see _perturbed_relaxation and _neighborhood
+MANY_UNDECIDED = 100  # so many open decisions say little, see _neighborhood
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked after one round
 LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
@@ -236,7 +236,7 @@ class Search:
             of_peak = (partial(self._neighborhood, *one) for one in PEAK_NEIGHBORHOODS)
             return [self._rounded, *of_peak, self._full_program]
         tried = (partial(self._neighborhood, *one) for one in TIME_NEIGHBORHOODS)
-        first: list[Effort] = [self._rounded, self._perturbed_relaxation, self._lowered_limit, *tried]
+        first: list[Effort] = [self._rounded, self._lowered_limit, *tried]
         return [*first, self._blockwise, self._branch, self._full_program]
 
     def _rounded(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
@@ -245,22 +245,6 @@ class Search:
         if self.budget is not None and built.undecided(relaxed) >= MANY_UNDECIDED:
             self.judge.missing = None  # moments of such a candidate are not useful
         return relaxed
-
-    def _perturbed_relaxation(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
-        """Round the relaxation of costs that rise a little along the model.
-
-        In a model of many equal blocks, a relaxation may decide each block half one way and half the other,
-        since that saves the cost of the one place where the ways would meet. Such decisions cannot be
-        rounded. If recompute costs a little more in each block than in the block before, the relaxation
-        decides the blocks one after the other, and only a handful of decisions stays open. Solvers perturb
-        costs in the same way, by less, against degenerate bases. The bound does not use this relaxation.
-        """
-        if built.undecided(relaxed) < MANY_UNDECIDED:
-            return replace(relaxed, values=None)
-        outcome = self.allowance.solve(built.tilted(len(self.graph.ops)), built.cost_scale, relaxed=True)
-        self._consider(built, outcome, in_part=True)
-        is_new = any(moment not in self.moments for moment in self.judge.missing or ())
-        return outcome if is_new else replace(outcome, values=None)  # else a rounded candidate says nothing
 
     def _lowered_limit(self, built: BuiltProgram, relaxed: Outcome) -> Outcome:
         """Round relaxations for lower limits up until one fits, if the best plan is far from the bound.

@@ -1,4 +1,4 @@
-"""Check the first moments of a search, its perturbed relaxation, and how it rounds."""
+"""Check the first moments of a search, lower limits, and how a search rounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import graphs
-import numpy as np
 import pytest
 
 from autoac.planner import build
@@ -16,7 +15,7 @@ from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
 from autoac.planner.solver.highs import Outcome, Program, Stopped
 from autoac.planner.solver.moments import DuringStep
-from autoac.planner.solver.program import TILT, UNDECIDED, BuiltProgram, build_program
+from autoac.planner.solver.program import UNDECIDED
 from autoac.planner.solver.recompute_windows import find_windows
 from autoac.planner.solver.search import FAR, LIMITS, Search
 from autoac.planner.solver.start.search_problem import Problem
@@ -34,59 +33,6 @@ def test_the_first_program_of_a_large_graph_has_fewer_moments() -> None:
     large = CELLS // (few + 1)
     assert of_backward(100) in range(many // 2, many + 1)
     assert of_backward(large) in range(1, few + 2)
-
-
-def test_tilted_costs_keep_every_row_and_change_by_at_most_the_tilt() -> None:
-    graph = build(graphs.gpt2(2))
-    problem = Problem(graph)
-    built = build_program(
-        problem.arrays, problem.bounds.ceiling, first_moments(problem.windows, [graph.everything])
-    )
-    risen = built.tilted(len(problem.graph.ops))
-    before, after = built.program.costs, risen.costs
-    assert risen.rows is built.program.rows
-    assert np.all(np.abs(after - before) <= TILT * np.abs(before))
-    assert (after != before).sum() > len(built.ops) / 2
-
-
-def test_relaxation_is_perturbed_only_if_many_decisions_are_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    problem = Problem(build(graphs.gpt2(4)))
-    budget = (problem.bounds.floor + 4 * problem.bounds.ceiling) // 5
-    original = Search._perturbed_relaxation
-    was_solved: list[bool] = []
-
-    def record(self: Search, built: BuiltProgram, relaxed: Outcome) -> Outcome:
-        before = self.allowance.work_left
-        outcome = original(self, built, relaxed)
-        was_solved.append(self.allowance.work_left < before)
-        return outcome
-
-    monkeypatch.setattr(Search, "_perturbed_relaxation", record)
-    plans = []
-    for many in (10_000, 1):
-        monkeypatch.setattr(search, "MANY_UNDECIDED", many)
-        allowance = Allowance(60.0, Stopwatch(60.0), None)
-        found = Search(problem, budget, gap=0.01, allowance=allowance)
-        found.run()
-        plans.append(found)
-    assert was_solved == [False, True]
-    first, second = (found.best for found in plans)
-    rounding = 1 + 1e-9
-    assert second.bound <= first.cost * rounding  # tilted costs do not give a bound
-    assert first.bound <= second.cost * rounding
-
-
-def test_what_the_perturbed_relaxation_rounds_to_is_not_ruled_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule out whole solutions only: a rounded one says nothing about the program, and there are many."""
-    monkeypatch.setattr(search, "MANY_UNDECIDED", 1)
-    problem = Problem(build(graphs.gpt2(2)))
-    budget = (9 * problem.bounds.floor + problem.bounds.ceiling) // 10
-    found = Search(problem, budget, gap=0.01, allowance=Allowance(20.0, Stopwatch(60.0), None))
-    assert found.run() is Stopped.OPTIMAL
-    assert found.excluded == []
-    assert found.rounds < 10
 
 
 def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
