@@ -12,6 +12,7 @@ from autoac.planner.plan import DEFAULT_TIME_LIMIT_S, DEFAULT_WORK_LIMIT, Plan, 
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
+from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
@@ -103,7 +104,7 @@ def find_frontier(
         search = Search(
             problem,
             budget,
-            gap=gap,
+            goal=Goal(gap),
             allowance=Allowance(work_limit, Stopwatch(time_limit_s, clock), on_progress),
             start=(smallest.save_set,),
             moments=moments or (),

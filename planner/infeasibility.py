@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from autoac.planner.errors import Holding, InfeasibleBudget, InfeasibleConstraints
 from autoac.planner.formats.constraints import Constraints
@@ -19,9 +20,10 @@ from autoac.planner.memory.simulate import instant_name, peak_bytes, peak_of
 from autoac.planner.minimum_peak import MinimumPeak
 from autoac.planner.problem.apply_constraints import constrained, with_forward_limit
 from autoac.planner.problem.graph import Graph
+from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.recompute_windows import find_windows
-from autoac.planner.solver.start.heuristics import simple_save_sets
+from autoac.planner.solver.start.segments import Segments
 from autoac.planner.units import format_bytes
 
 MOST_REASONS = 8  # that a text names
@@ -81,19 +83,19 @@ def find_blame(
     """Return which constraints are to blame for `error`. Arguments as of `with_blame`.
 
     A constraint is to blame where the proven bound exceeds the budget with it and not without, or where a
-    simple save set would fit without it.
+    save set of segments would fit without it.
     """
     graph, budget = constrained(profile, constraints), error.budget
     blame = Blame()
     if forward is not None and forward < budget:
-        peak = _smallest_simple_peak(graph)
+        peak = peak_found(graph)
         blame = Blame(forward, peak if peak <= budget else None, budget - forward)
     if constraints.pins:
         unpinned = {"pin_save": (), "pin_recompute": (), "recompute_only": (), "fsdp_units": ()}
         free = constrained(profile, constraints.model_copy(update=unpinned))
         loose = with_forward_limit(free, budget, forward)
         known = bounds(with_forward_limit(graph, budget, forward))
-        if known.floor > budget >= bounds(loose).floor or _smallest_simple_peak(loose) <= budget:
+        if known.floor > budget >= bounds(loose).floor or peak_found(loose) <= budget:
             pins = _pinned_bytes(graph, free, known.floor_at)
             n_recompute = sum(op.must_recompute and not free.ops[op.id].must_recompute for op in graph.ops)
             at = graph.moment_name(known.floor_at)
@@ -120,8 +122,10 @@ def blame_in_words(blame: Blame) -> Iterator[str]:
         yield f"pin_recompute has {n} ops recomputed, whose outputs are live from their first use on."
 
 
-def _smallest_simple_peak(graph: Graph) -> int:
-    return min(peak_bytes(graph, save_set) for save_set in simple_save_sets(graph))
+def peak_found(graph: Graph) -> int:
+    """Return the smallest peak that is found without a search: of segments, or with nothing recomputed."""
+    save_sets = chain([graph.everything], Segments(as_arrays(find_windows(graph))).smallest())
+    return min(peak_bytes(graph, save_set) for save_set in save_sets)
 
 
 def _pinned_bytes(graph: Graph, free: Graph, moment: int) -> tuple[PinnedBytes, ...]:

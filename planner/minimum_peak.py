@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -10,6 +11,7 @@ from autoac.planner.formats.profile import Profile
 from autoac.planner.problem.apply_constraints import constrained
 from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.solver.highs import OnProgress, Stopped
+from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
@@ -84,33 +86,35 @@ def search_peak_within(problem: Problem, allowance: Allowance, budget: int) -> M
     If none exists, go on to the smallest peak, as evidence of what would fit.
     """
     search = _peak_search(problem, allowance, GAP)
-    search.enough = budget
+    search.best.goal = Goal(GAP, enough=budget)
     stopped = search.run()
     if stopped is Stopped.OPTIMAL and search.best.bound <= budget:  # perhaps only up to the gap
-        search.gap = 0.0
+        search.best.goal = Goal(0.0, enough=budget)
         stopped = search.run()
     if search.best.bound > budget:
-        search.enough, search.gap = None, GAP
+        search.best.goal = Goal(GAP)
         stopped = search.run()
     return _result(search, stopped)
 
 
 def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
-    start = chain(problem.segments.smallest(), (save_set for _, save_set in problem.simple))
+    start: Iterable[SaveSet] = problem.segments.smallest()
     if problem.without_groups is not problem:
         once = _peak_search(problem.without_groups, allowance.with_work_up_to(ONCE_WORK), gap)
         once.run()
         assert once.best.save_set is not None
         start = chain(start, [problem.from_step(once.best.save_set)])
-    search = Search(problem, None, gap=gap, allowance=allowance, start=start, bound=problem.bounds.floor)
-    if not search.is_good_enough and problem.blockwise_peak is not None:
+    search = Search(
+        problem, None, goal=Goal(gap), allowance=allowance, start=start, bound=problem.bounds.floor
+    )
+    if not search.best.is_good_enough and problem.blockwise_peak is not None:
         best = search.best
         low, high = int(best.bound), int(best.cost)
         for bound, save_set in problem.blockwise_peak.smallest_peak(low, high, allowance.spend):
             if save_set is not None:
                 best.offer(save_set)
             best.raise_bound(bound)
-            if search.is_good_enough:
+            if best.is_good_enough:
                 break
     return search
 

@@ -30,6 +30,7 @@ from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced
 from autoac.planner.problem.use_groups import later_runs
 from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
+from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.search import Search
 from autoac.planner.solver.shared_code import shared_calls, with_few_variants
 from autoac.planner.solver.start.search_problem import Problem
@@ -238,9 +239,8 @@ def _find_save_set(
     if once is problem:
         return _search(problem, budget, rule, allowance, starts)
     of_step = [once.from_step(problem.to_step(save_set)) for save_set in starts]
-    search = Search(
-        once, budget, gap=rule.gap, allowance=allowance, start=of_step, tolerance=rule.tolerance_us
-    )
+    goal = Goal(rule.gap, rule.tolerance_us)
+    search = Search(once, budget, goal=goal, allowance=allowance, start=of_step)
     if search.best.save_set is None:
         return _search(problem, budget, rule, allowance, starts)
     stopped = search.run()
@@ -248,17 +248,17 @@ def _find_save_set(
     same = problem.from_step(once.to_step(search.best.save_set))
     if search.best.cost <= rule.worth_groups_us or allowance.over:
         return once, search.best.save_set, search, stopped
+    enough = search.best.cost - rule.worth_groups_us
     grouped = Search(
         problem,
         budget,
-        gap=rule.gap,
+        goal=Goal(rule.gap, enough=enough),
         allowance=allowance.with_work_up_to(GROUPS_WORK),
         start=(*starts, same),
     )
-    grouped.enough = search.best.cost - rule.worth_groups_us
     grouped.run()
-    if grouped.best.bound <= grouped.enough and not grouped.allowance.over:
-        grouped.enough, grouped.tolerance = None, rule.tolerance_us
+    if grouped.best.bound <= enough and not grouped.allowance.over:
+        grouped.best.goal = goal
         stopped_grouped = grouped.run()
     else:
         stopped_grouped = grouped.allowance.stopped
@@ -275,9 +275,8 @@ def _search(
 
     If no start fits, the smallest peak is searched first: its bound proves soonest that nothing fits.
     """
-    search = Search(
-        problem, budget, gap=rule.gap, allowance=allowance, start=start, tolerance=rule.tolerance_us
-    )
+    goal = Goal(rule.gap, rule.tolerance_us)
+    search = Search(problem, budget, goal=goal, allowance=allowance, start=start)
     if search.best.save_set is None:
         smallest = search_peak_within(problem, allowance.with_work(FLOOR_WORK_LIMIT), budget)
         if smallest.proven > budget:

@@ -29,7 +29,7 @@ from autoac.planner.report.by_module import (
     fold_paths,
     op_decisions,
 )
-from autoac.planner.solver.start.heuristics import every_block_recomputed
+from autoac.planner.report.checkpointed_blocks import every_block_recomputed
 
 FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
 """Kinds of event. OPTIMIZER is the last."""

@@ -9,8 +9,7 @@ NOTE [ Work ]
 A limit in seconds gives another answer on a slower or busier machine. So effort is counted in *units of
 work*, about a second of one core each, from counts of HiGHS that do not depend on a clock:
 
-- for a program without integers, simplex iterations (`simplex_iteration_limit`), also if it is solved again
-  from the basis of an earlier solve;
+- for a program without integers, simplex iterations (`simplex_iteration_limit`);
 - for a program with integers, how often branch and bound checks its limits. HiGHS calls back there
   (`kCallbackMipInterrupt`): after a round of cuts, a heuristic, a node. It does not report its simplex
   iterations by then, so they are not counted.
@@ -48,7 +47,6 @@ THREADS = 1  # the same number in the whole process, or HiGHS raises an error
 SOLVE = 0.01
 # The same, for each nonzero of a program.
 BUILD = 1e-6  # with presolve, and the simulation of the candidate
-SOLVE_AGAIN, REBUILD = 0.001, 2e-7  # the same two for a Relaxation that was solved before
 SIMPLEX_ITERATION = 1e-9
 MIP_ROOT = 1e-5  # of a program that branch and bound does not decide at once
 MIP_CHECK = 5e-7
@@ -57,9 +55,6 @@ MOST_ITERATIONS = 2**31 - 1  # the largest value that HiGHS accepts
 
 Spend = Callable[[float], None]
 """A function that counts units of work, and raises an error if there are none left."""
-
-Basis = Any
-"""A basis of HiGHS (highspy.HighsBasis)."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -184,11 +179,10 @@ class Outcome:
 class _Meter:
     """Count the work of one solve, in units that do not depend on the machine. See NOTE [ Work ]."""
 
-    def __init__(self, nonzeros: int, linear: bool, limit: float, *, again: bool = False) -> None:
+    def __init__(self, nonzeros: int, linear: bool, limit: float) -> None:
         self._nonzeros, self._linear, self._limit = max(nonzeros, 1), linear, limit
-        self._once, self._each = (SOLVE_AGAIN, REBUILD) if again else (SOLVE, BUILD)
         self._checks = 0
-        left = (limit - self._once) / self._nonzeros - self._each
+        left = (limit - SOLVE) / self._nonzeros - BUILD
         most = left / SIMPLEX_ITERATION if linear else FEW_CHECKS + (left - MIP_ROOT) / MIP_CHECK
         self.most = int(min(max(most, 0), MOST_ITERATIONS))  # iterations, or checks
 
@@ -205,12 +199,12 @@ class _Meter:
         """Return the work of the solve so far. If the work limit ended the solve, return the limit."""
         if self.exhausted or (self._linear and iterations >= self.most):
             return self._limit
-        each = self._each
+        each = BUILD
         if self._linear:
             each += SIMPLEX_ITERATION * iterations
         elif self._checks > FEW_CHECKS:
             each += MIP_ROOT + MIP_CHECK * (self._checks - FEW_CHECKS)
-        return self._once + self._nonzeros * each
+        return SOLVE + self._nonzeros * each
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -320,70 +314,6 @@ def solve(
     return _outcome(model, linear, meter)
 
 
-class Relaxation:
-    """A program without integers that HiGHS keeps, to solve it again with some columns fixed.
-
-    A solve from the basis of a similar one takes a few simplex iterations, where the first takes thousands.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._fixed: dict[int, float] = {}  # in HiGHS, by column
-        self._first: Basis | None = None  # of the first solution
-        solver = _Highs(program, None, mip=False, msg=False, threads=THREADS, random_seed=SEED)
-        problem = pulp.LpProblem("relaxation", pulp.LpMinimize)
-        solver.createAndConfigureSolver(problem)
-        solver.buildSolverModel(problem)
-        self._model = problem.solverModel
-
-    def solve(
-        self,
-        fixed: Mapping[int, float],
-        basis: Basis | None = None,
-        *,
-        cutoff: float = math.inf,
-        time_limit_s: float = math.inf,
-        work_limit: float = math.inf,
-    ) -> tuple[Outcome, Basis | None]:
-        """Solve with `fixed` columns from `basis`; return the outcome, and the basis if there is a solution.
-
-        Args:
-            fixed: values by column; all other columns are free within their bounds.
-            basis: of an earlier solve of this relaxation; default: the first.
-            cutoff: the solve may end as INFEASIBLE once no solution can cost at most this.
-            time_limit_s: seconds of HiGHS's own clock.
-            work_limit: units of work.
-        """
-        self._fix(fixed)
-        model, is_first = self._model, self._first is None
-        meter = _Meter(len(self._program.rows.columns), True, work_limit, again=not is_first)
-        began = model.getRunTime()  # HiGHS adds up the time of all solves, and the limit is one for the sum
-        model.setOptionValue("time_limit", began + max(time_limit_s, 0.0))
-        model.setOptionValue("simplex_iteration_limit", meter.most)
-        model.setOptionValue("presolve", "on" if is_first else "off")
-        if not is_first:
-            model.setOptionValue("objective_bound", cutoff)
-            model.setBasis(basis or self._first)
-        model.run()
-        outcome = _outcome(model, True, meter)
-        outcome = replace(outcome, seconds=outcome.seconds - began)
-        if outcome.stopped is not Stopped.OPTIMAL:
-            return outcome, None
-        found = model.getBasis()
-        self._first = self._first or found
-        return outcome, found
-
-    def _fix(self, fixed: Mapping[int, float]) -> None:
-        lower, upper = self._program.lower, self._program.upper
-        for column in [column for column in self._fixed if column not in fixed]:
-            self._model.changeColBounds(column, float(lower[column]), float(upper[column]))
-            del self._fixed[column]
-        for column, value in fixed.items():
-            if self._fixed.get(column) != value:
-                self._model.changeColBounds(column, value, value)
-                self._fixed[column] = value
-
-
 def _outcome(model: Any, linear: bool, meter: _Meter) -> Outcome:
     status, info = model.getModelStatus(), model.getInfo()
     kinds = highspy.HighsModelStatus
@@ -392,7 +322,6 @@ def _outcome(model: Any, linear: bool, meter: _Meter) -> Outcome:
         kinds.kModelEmpty: Stopped.OPTIMAL,
         kinds.kObjectiveTarget: Stopped.TARGET,
         kinds.kInfeasible: Stopped.INFEASIBLE,
-        kinds.kObjectiveBound: Stopped.INFEASIBLE,
         kinds.kUnboundedOrInfeasible: Stopped.INFEASIBLE,  # costs are not negative: never unbounded
         kinds.kTimeLimit: Stopped.TIME_LIMIT,
         kinds.kIterationLimit: Stopped.WORK_LIMIT,

@@ -1,20 +1,26 @@
-"""Judge the save sets that a search comes across, and keep the best with the bound that is proven for all."""
+"""Keep the best save set that a search has come across, with the bound that is proven for all of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from dataclasses import dataclass
 
 from autoac.planner.memory.schedule import recompute_us
-from autoac.planner.memory.simulate import fits, peak_bytes, simulate
+from autoac.planner.memory.simulate import fits, peak_bytes
 from autoac.planner.problem.graph import Graph, SaveSet
-from autoac.planner.problem.save_sets import without_cost_free_recomputes
-from autoac.planner.solver.constrained_moments import moments_over_budget
-from autoac.planner.solver.highs import Floats
-from autoac.planner.solver.moments import ConstrainedMoment
-from autoac.planner.solver.program import UNDECIDED, BuiltProgram
-from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, relative_gap
+
+CLOSED = 1e-9  # a bound within this share of a cost counts as equal to it
+SHARE = 0.98  # of the gap asked for that a solve may use up; the rest is for rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """When a search may end: at the first of these."""
+
+    gap: float  # the best cost is proven to be within this fraction of the least,
+    tolerance: float = 0.0  # or within this of the least
+    enough: float | None = None  # it is no more than this, or proven to be above it
 
 
 class Incumbent:
@@ -25,16 +31,38 @@ class Incumbent:
     Invariant: `bound` holds for every save set that fits; `save_set` fits, by the simulator.
     """
 
-    def __init__(self, graph: Graph, budget: int | None, bound: float, allowance: Allowance) -> None:
+    def __init__(
+        self, graph: Graph, budget: int | None, goal: Goal, bound: float, allowance: Allowance
+    ) -> None:
         self.cost = math.inf
         self.save_set: SaveSet | None = None
-        self.bound = bound
+        self.bound, self.goal = bound, goal
         self._graph, self._budget, self._allowance = graph, budget, allowance
 
     @property
     def gap(self) -> float:
         """Return the share of the cost that is not proven to be necessary; infinite without a save set."""
         return math.inf if self.save_set is None else relative_gap(self.cost, self.bound)
+
+    @property
+    def allowed_gap(self) -> float:
+        """Return the gap that is small enough: the goal's, or what its tolerance is of the cost."""
+        goal = self.goal
+        return max(goal.gap, min(goal.tolerance / self.cost, 1.0) if self.cost > 0 else 0.0)
+
+    @property
+    def target(self) -> float:
+        """Return the cost up to which a save set is proven to be good enough."""
+        goal = self.goal
+        return max(self.bound / max(1 - goal.gap * SHARE, 0.01), self.bound + goal.tolerance * SHARE)
+
+    @property
+    def is_good_enough(self) -> bool:
+        """Return True if the goal is reached."""
+        enough = self.goal.enough
+        if enough is not None and (self.cost <= enough or self.bound > enough):
+            return True
+        return self.gap <= max(self.allowed_gap, CLOSED)
 
     def offer(self, save_set: SaveSet) -> None:
         """Take `save_set` if it fits and costs less."""
@@ -62,63 +90,3 @@ class Incumbent:
                 bound = math.ceil(bound * (1 - 1e-9))
             self.bound = max(self.bound, min(bound, self.cost))
         self._allowance.report(None if self.save_set is None else self.cost, self.bound)
-
-
-class Judge:
-    """Simulate candidates, pass the ones that fit on to the incumbent, and note where others are too large.
-
-    Invariant: `missing` is about the last candidate: None if it fits, or if nothing is known of it.
-    """
-
-    def __init__(
-        self, problem: Problem, budget: int | None, best: Incumbent, moments: Set[ConstrainedMoment]
-    ) -> None:
-        self.missing: list[ConstrainedMoment] | None = None
-        self._problem, self._graph, self._budget, self._best = problem, problem.graph, budget, best
-        self._moments = moments  # with rows
-
-    def consider(self, candidate: SaveSet, objective: float) -> int:
-        """Keep `candidate` if it is the best; else note where it is too large.
-
-        Args:
-            candidate: a save set.
-            objective: its cost by the program.
-
-        Returns:
-            its peak.
-        """
-        self.missing = None
-        tidy = without_cost_free_recomputes(self._graph, candidate)
-        tidy_peak = peak_bytes(self._graph, tidy)
-        if self._budget is not None and tidy_peak <= self._budget:
-            self._best.take(recompute_us(self._graph, tidy), tidy)
-            return tidy_peak
-        windows, blocks = self._problem.windows, self._problem.blocks
-        timeline = simulate(self._graph, candidate)  # its peak is seldom smaller than that of `tidy`
-        peak = timeline.peak.live_bytes
-        if self._budget is None:
-            self._best.take(tidy_peak, tidy)
-            self._best.take(peak, candidate)
-            over = moments_over_budget(windows, math.ceil(objective), candidate, timeline, blocks)
-            self.missing = [moment for moment in over if moment not in self._moments] or None
-        elif peak <= self._budget:
-            self._best.take(recompute_us(self._graph, candidate), candidate)
-        else:
-            self.missing = moments_over_budget(windows, self._budget, candidate, timeline, blocks)
-        return min(tidy_peak, peak)
-
-    def consider_rounded(self, built: BuiltProgram, decisions: Floats, objective: float) -> None:
-        """Consider the relaxation's decisions, rounded.
-
-        If that takes too much memory and there is a budget, two other ways to round are tried. Without what
-        the relaxation saves in part, a large model takes less and is hardly slower. With all of it, a chain
-        of ops is cut up that would run again at once; `missing` is then about this candidate.
-        """
-        peak = self.consider(built.rounded(decisions), objective)
-        if self._budget is None or self.missing is None:
-            return
-        whole = built.rounded(decisions, 1 - UNDECIDED)
-        self._best.offer(without_cost_free_recomputes(self._graph, whole))
-        parts = built.rounded(decisions, UNDECIDED)
-        if peak_bytes(self._graph, parts) < peak:
-            self.consider(parts, objective)

@@ -8,13 +8,11 @@ from typing import Any
 
 from autoac.planner.errors import InvalidLimit
 from autoac.planner.solver.highs import (
-    Basis,
     Floats,
     OnProgress,
     Outcome,
     Program,
     Progress,
-    Relaxation,
     Stopped,
     solve,
 )
@@ -133,20 +131,6 @@ class Allowance:
         )
         self._count(outcome)
         return outcome
-
-    def solve_again(
-        self, relaxation: Relaxation, fixed: Mapping[int, float], basis: Basis | None, cutoff: float
-    ) -> tuple[Outcome, Basis | None]:
-        """Solve `relaxation` as its `solve` does, with `fixed` columns."""
-        outcome, found = relaxation.solve(
-            fixed,
-            basis,
-            cutoff=cutoff,
-            time_limit_s=self._left_s,
-            work_limit=max(self.work_left, 0.0),
-        )
-        self._count(outcome)
-        return outcome, found
 
     def _count(self, outcome: Outcome) -> None:
         self._stopwatch.solver_s += outcome.seconds

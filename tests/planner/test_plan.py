@@ -41,9 +41,8 @@ from autoac.planner.plan import plan_of
 from autoac.planner.problem.graph import OpId, chain
 from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced_saves
 from autoac.planner.solver import search as search_module
-from autoac.planner.solver.highs import Outcome
-from autoac.planner.solver.program import BuiltProgram
-from autoac.planner.solver.start.heuristics import filled, simple_save_sets
+from autoac.planner.solver.efforts import Round
+from autoac.planner.solver.start.fill import filled
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.variables import Options
 
@@ -102,9 +101,9 @@ def test_save_set_that_fits_outweighs_a_proof_that_none_does(monkeypatch: pytest
 
 
 class _SearchWithAWrongProof(search_module.Search):
-    def _relaxation(self) -> tuple[BuiltProgram, Outcome]:
-        built, outcome = super()._relaxation()
-        return built, replace(outcome, values=None, stopped=Stopped.INFEASIBLE)
+    def _relaxation(self) -> Round:
+        now = super()._relaxation()
+        return replace(now, relaxed=replace(now.relaxed, values=None, stopped=Stopped.INFEASIBLE))
 
 
 @pytest.mark.parametrize("share", [0.7, 0.3])
@@ -462,8 +461,8 @@ def test_known_save_set_is_used_as_a_start() -> None:
 @given(seeds)
 def test_filled_save_set_fits_and_recomputes_no_more(seed: int) -> None:
     graph, budget, _ = problem(seed)
-    for save_set in simple_save_sets(graph):
-        if fits(graph, save_set, budget):
+    for save_set in (frozenset[OpId](), graph.everything, Problem(graph).segments.within(budget)):
+        if save_set is not None and fits(graph, save_set, budget):
             more = filled(graph, save_set, budget)
             assert fits(graph, more, budget)
             assert recompute_us(graph, more) <= recompute_us(graph, save_set)

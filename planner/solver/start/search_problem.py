@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
-from autoac.planner.memory.schedule import recompute_us
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.distant_uses import distant_uses
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
@@ -16,7 +15,6 @@ from autoac.planner.solver.bounds import Bounds, bounds_of
 from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.recompute_windows import Windows, find_windows
 from autoac.planner.solver.repeated_blocks import RepeatedBlocks
-from autoac.planner.solver.start.heuristics import simple_save_sets
 from autoac.planner.solver.start.segments import Segments
 from autoac.planner.solver.variables import Options
 
@@ -103,9 +101,3 @@ class Problem:
     def blockwise_peak(self) -> Blockwise | None:
         """Return `blockwise` without run times, which is faster."""
         return None if self.graph.runs else Blockwise(self.arrays, self.ceiling, timed=False)
-
-    @cached_property
-    def simple(self) -> tuple[tuple[float, SaveSet], ...]:
-        """Return the simple save sets with their recompute times, the fastest first."""
-        timed = [(recompute_us(self.graph, save_set), save_set) for save_set in simple_save_sets(self.graph)]
-        return tuple(sorted(timed, key=lambda item: item[0]))

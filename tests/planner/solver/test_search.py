@@ -1,25 +1,44 @@
-"""Check the first moments of a search, lower limits, and how a search rounds."""
+"""Check the first moments of a search, its efforts one by one, and what it makes of their answers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import random
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import graphs
+import oracles
 import pytest
 
-from autoac.planner import build
+from autoac.planner import Graph, build
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.problem.graph import chain
 from autoac.planner.solver import search
 from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, first_moments
+from autoac.planner.solver.efforts import (
+    FAR,
+    LIMITS,
+    Answer,
+    Effort,
+    Round,
+    efforts,
+    full_program,
+    lowered_limits,
+    rounded,
+)
 from autoac.planner.solver.highs import Outcome, Program, Stopped
+from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.moments import DuringStep
 from autoac.planner.solver.program import UNDECIDED
 from autoac.planner.solver.recompute_windows import find_windows
-from autoac.planner.solver.search import FAR, LIMITS, Search
+from autoac.planner.solver.search import Search
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
+
+ROUNDING = 1 + 1e-6
+efforts_module = sys.modules["autoac.planner.solver.efforts"]
 
 
 def of_backward(n_ops: int) -> int:
@@ -35,13 +54,58 @@ def test_the_first_program_of_a_large_graph_has_fewer_moments() -> None:
     assert of_backward(large) in range(1, few + 2)
 
 
+def search_of(graph: Graph, budget: int, gap: float, **options: Any) -> Search:
+    allowance = Allowance(60.0, Stopwatch(60.0), None)
+    return Search(Problem(graph), budget, goal=Goal(gap), allowance=allowance, **options)
+
+
+def budget_of(graph: Graph, share: float) -> int:
+    bounds = Problem(graph).bounds
+    return int(bounds.floor + share * (bounds.ceiling - bounds.floor))
+
+
+def only(monkeypatch: pytest.MonkeyPatch, *chosen: Effort) -> None:
+    monkeypatch.setattr(search, "efforts", lambda _, is_first: list(chosen))
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.1, 0.3])
+def test_the_full_program_alone_finds_and_proves_the_optimum_of_brute_force(
+    monkeypatch: pytest.MonkeyPatch, gap: float
+) -> None:
+    only(monkeypatch, full_program)
+    for seed in range(80):
+        rng = random.Random(seed)
+        graph = build(graphs.random_profile(rng, 9))
+        table = oracles.peaks_and_times(graph)
+        ceiling = peak_bytes(graph, graph.everything)
+        peaks = sorted({peak for peak, _ in table.values() if peak < ceiling})
+        budget = rng.choice(peaks or [ceiling])
+        least = oracles.least_time(table, budget)
+        assert least is not None
+        found = search_of(graph, budget or 1, gap)
+        assert found.run() is Stopped.OPTIMAL
+        assert found.best.bound <= least * ROUNDING, seed
+        assert found.best.cost * (1 - gap) <= least * ROUNDING, seed
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.8])
+def test_best_plan_ends_a_search_without_a_gap(share: float) -> None:
+    """Take costs for equal that differ by rounding: rule out no plan that fits, and prove no more than it."""
+    graph = build(graphs.gpt2(2))
+    found = search_of(graph, budget_of(graph, share), 0.0)
+    assert found.run() is Stopped.OPTIMAL
+    assert found.excluded == []
+    assert not found.options.lazy_rows
+    assert found.best.bound <= found.best.cost
+
+
 def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Plans within the gap of the best one are of no use, so the full program has none of them."""
-    problem = Problem(build(graphs.gpt2(2)))
-    budget = (3 * problem.bounds.floor + problem.bounds.ceiling) // 4
-    known = Search(problem, budget, gap=0.0, allowance=Allowance(60.0, Stopwatch(60.0), None))
+    graph = build(graphs.gpt2(2))
+    budget = budget_of(graph, 0.25)
+    known = search_of(graph, budget, 0.0)
     known.run()
     asked: list[float] = []
 
@@ -51,96 +115,110 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
                 asked.append(program.rows.upper[-1] * scale)
             return super().solve(program, scale, **options)
 
-    monkeypatch.setattr(search, "TIME_NEIGHBORHOODS", ())
-    monkeypatch.setattr(Search, "_try_blocks", lambda self: None)
-    monkeypatch.setattr(Search, "_branch", lambda self, built, relaxed: replace(relaxed, values=None))
-    found = Search(
-        problem,
-        budget,
-        gap=0.02,
-        allowance=Recorded(60.0, Stopwatch(60.0), None),
-        start=[known.best.save_set or frozenset()],
-    )
+    only(monkeypatch, full_program)
+    allowance = Recorded(60.0, Stopwatch(60.0), None)
+    start = [known.best.save_set or frozenset()]
+    found = Search(Problem(graph), budget, goal=Goal(0.02), allowance=allowance, start=start)
     assert found.run() is Stopped.OPTIMAL
     assert asked
     assert max(asked) <= known.best.cost * (1 - 0.019) * (1 + 1e-9)
 
 
-def test_best_plan_is_filled_before_the_full_program_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem(build(graphs.gpt2(4)))
-    budget = (2 * problem.bounds.floor + problem.bounds.ceiling) // 3
-    searched = Search(problem, budget, gap=0.0, allowance=Allowance(60.0, Stopwatch(60.0), None))
-    built, relaxed = searched._relaxation()
-    first = searched.best.cost
-    monkeypatch.setattr(searched, "_consider", lambda *_: None)  # whatever the program finds
-    searched._full_program(built, relaxed)
-    assert searched.best.save_set is not None
-    assert searched.best.cost < first
-    assert peak_bytes(problem.graph, searched.best.save_set) <= budget
+def test_an_effort_that_no_relaxation_changes_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def once(now: Round) -> Iterator[Answer]:
+        asked.append(len(now.moments))
+        yield Answer()
+
+    monkeypatch.setattr(search, "ONCE", {once})
+    only(monkeypatch, once, rounded, full_program)
+    graph = build(graphs.random_profile(random.Random(1), 20))
+    found = search_of(graph, budget_of(graph, 0.3), 0.0)
+    assert found.run() is Stopped.OPTIMAL
+    assert found.rounds > 1
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("bound", "n_open", "expected"),
+    [
+        (0.6, 5, ["rounded", "blocks", "lowered_limits", "neighborhood", "neighborhood", "full_program"]),
+        (0.3, 5, ["rounded", "lowered_limits", "neighborhood", "neighborhood", "blocks", "full_program"]),
+        (0.1, 50, ["rounded", "lowered_limits", "neighborhood", "neighborhood", "blocks", "full_program"]),
+        (0.1, 5, ["rounded", "lowered_limits", "neighborhood", "neighborhood", "full_program"]),
+    ],
+    ids=["tight", "between", "loose and open", "loose"],
+)
+def test_blocks_are_asked_first_where_most_runs_again(
+    monkeypatch: pytest.MonkeyPatch, bound: float, n_open: int, expected: list[str]
+) -> None:
+    now = recurrent_round()
+    now.best.bound = bound * now.all_us
+    monkeypatch.setattr(Round, "n_open", n_open)
+    names = [getattr(effort, "func", effort).__name__ for effort in efforts(now, is_first=True)]
+    assert names == expected
 
 
 def recurrent_search() -> Search:
-    problem = Problem(build(graphs.recurrent(32)))
-    budget = (problem.bounds.floor + problem.bounds.ceiling) // 2
-    return Search(problem, budget, gap=0.01, allowance=Allowance(20.0, Stopwatch(60.0), None))
+    graph = build(graphs.recurrent(32))
+    return search_of(graph, budget_of(graph, 0.5), 0.01)
+
+
+def recurrent_round() -> Round:
+    return recurrent_search()._relaxation()
 
 
 def test_relaxations_for_lower_limits_give_a_plan_of_a_long_chain() -> None:
     searched = recurrent_search()
-    built, relaxed = searched._relaxation()
-    searched._consider(built, relaxed, in_part=True)
-    assert searched.judge.missing  # no way to round it fits
+    now = searched._relaxation()
+    assert all(searched._take(answer) or answer.save_set for answer in rounded(now))
     bound, before = searched.best.bound, searched.best.cost
-    nothing = searched._lowered_limit(built, relaxed)
-    assert nothing.values is None
-    assert searched.best.bound == bound  # those for lower limits prove nothing
+    answers = list(lowered_limits(now))
+    assert [answer.bound for answer in answers] == [-math.inf]  # it proves nothing
+    assert not searched._take(answers[0])
+    assert searched.best.bound == bound
     assert searched.best.save_set is not None
     assert searched.budget is not None
-    assert peak_bytes(searched.graph, searched.best.save_set) <= searched.budget
+    assert peak_bytes(searched.problem.graph, searched.best.save_set) <= searched.budget
     assert searched.best.cost < 0.8 * before
 
 
 def test_every_relaxation_for_a_lower_limit_is_rounded_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched = recurrent_search()
-    built, relaxed = searched._relaxation()
+    now = recurrent_round()
     solved: list[Outcome] = []
     simulated: list[int] = []
-    solve = searched.allowance.solve
+    solve = now.allowance.solve
 
     def recorded(*args: Any, **kwargs: Any) -> Outcome:
         solved.append(solve(*args, **kwargs))
         return solved[-1]
 
     def a_byte_too_much(*_: object) -> int:
-        assert searched.budget is not None
-        simulated.append(searched.budget + 1)
+        assert now.budget is not None
+        simulated.append(now.budget + 1)
         return simulated[-1]
 
-    monkeypatch.setattr(searched.allowance, "solve", recorded)
-    monkeypatch.setattr(search, "peak_bytes", a_byte_too_much)
-    searched._lowered_limit(built, relaxed)
+    monkeypatch.setattr(now.allowance, "solve", recorded)
+    monkeypatch.setattr(efforts_module, "peak_bytes", a_byte_too_much)
+    assert not list(lowered_limits(now))
     assert len(solved) == LIMITS
     assert all(outcome.values is not None for outcome in solved)
     assert len(simulated) == 1 + LIMITS
 
 
 def test_lower_limits_are_tried_only_far_from_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched = recurrent_search()
-    built, relaxed = searched._relaxation()
-    monkeypatch.setattr(search, "build_program", None)
-    searched.best.take(searched.best.bound / (1 - FAR) - 1e-6, searched.graph.everything)
-    assert searched._lowered_limit(built, relaxed).values is None
+    now = recurrent_round()
+    monkeypatch.setattr(efforts_module, "build_program", None)
+    now.best.take(now.best.bound / (1 - FAR) - 1e-6, now.problem.graph.everything)
+    assert not list(lowered_limits(now))
 
 
 def test_decisions_are_rounded_up_if_that_takes_less_memory() -> None:
-    searched = recurrent_search()
-    built, relaxed = searched._relaxation()
-    decisions = built.decisions(relaxed.values)
-    some, parts = built.rounded(decisions), built.rounded(decisions, UNDECIDED)
-    assert peak_bytes(searched.graph, parts) < peak_bytes(searched.graph, some)
-    searched.judge.consider_rounded(built, decisions, 0.0)
-    missing = searched.judge.missing
-    searched.judge.consider(parts, 0.0)
-    assert searched.judge.missing == missing
-    searched.judge.consider(some, 0.0)
-    assert searched.judge.missing != missing
+    now = recurrent_round()
+    assert now.relaxed.values is not None
+    decisions = now.built.decisions(now.relaxed.values)
+    some, parts = now.built.rounded(decisions), now.built.rounded(decisions, UNDECIDED)
+    assert peak_bytes(now.problem.graph, parts) < peak_bytes(now.problem.graph, some)
+    *_, last = rounded(now)
+    assert last.save_set == parts

@@ -1,1 +1,0 @@
-"""Branch and bound over the decisions that the relaxation leaves open."""

@@ -1,0 +1,231 @@
+"""Look for a good candidate near the relaxation: each effort is a function from a Round to Answers.
+
+An effort changes nothing but the work that is left. The search (search.py) takes each answer before it asks
+for the next: then `best` is up to date, and an effort may go on from there.
+
+Source: docs/formulation.md, section 7.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from autoac.planner.memory.simulate import fits, peak_bytes
+from autoac.planner.problem.graph import SaveSet
+from autoac.planner.problem.save_sets import without_cost_free_recomputes
+from autoac.planner.solver.highs import Outcome, Stopped
+from autoac.planner.solver.incumbent import SHARE, Incumbent
+from autoac.planner.solver.moments import ConstrainedMoment
+from autoac.planner.solver.program import UNDECIDED, BuiltProgram, assignment, build_program
+from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.time_limit import Allowance
+from autoac.planner.solver.variables import Options
+
+# (share, reach) of the neighborhoods: see `neighborhood`.
+TIME_NEIGHBORHOODS = ((0.05, 1.0), (0.2, 2.0))
+PEAK_NEIGHBORHOODS = ((0.1, 1.0), (0.5, 1.0))
+FAR = 0.1  # gap from which smaller limits are tried,
+LIMITS = 5  # so many
+FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
+MANY_UNDECIDED = 100  # so many open decisions say little, see `rounded` and `neighborhood`
+FEW_UNDECIDED = 10  # so few open decisions are better left to the full program than to blocks
+TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked first
+LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
+BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
+DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods do not pay
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What an effort knows: the program with the rows so far, its relaxation, and the best save set."""
+
+    problem: Problem
+    budget: int | None  # bytes; None to minimise the peak
+    moments: frozenset[ConstrainedMoment]  # with rows
+    options: Options
+    built: BuiltProgram
+    relaxed: Outcome
+    best: Incumbent
+    allowance: Allowance
+
+    @property
+    def n_open(self) -> int:
+        """Return the number of decisions that the relaxation leaves open."""
+        return self.built.undecided(self.relaxed)
+
+    @property
+    def all_us(self) -> float:
+        """Return the recompute time of everything."""
+        return float(self.problem.arrays.cost_us.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A candidate, and what is proven for all save sets."""
+
+    save_set: SaveSet | None = None
+    bound: float = -math.inf  # of the cost of every save set; infinite if none is better than the best one
+    objective: float = 0.0  # the cost of the candidate, by the program
+    adds_rows: bool = False  # where the candidate is too large, the program lacks rows
+    is_solution: bool = False  # of the program: if it has all rows, it is ruled out
+
+
+Effort = Callable[[Round], Iterator[Answer]]
+
+
+def efforts(now: Round, *, is_first: bool) -> list[Effort]:
+    """Return the efforts of a round, the cheapest first. Only the first round is rounded."""
+    first: list[Effort] = [rounded] if is_first else []
+    if now.budget is None:
+        return [*first, *(partial(neighborhood, *one) for one in PEAK_NEIGHBORHOODS), full_program]
+    near: list[Effort] = [lowered_limits, *(partial(neighborhood, *one) for one in TIME_NEIGHBORHOODS)]
+    if now.best.bound > TIGHT * now.all_us:
+        near = [blocks, *near]
+    elif now.best.bound >= LOOSE * now.all_us or now.n_open > FEW_UNDECIDED:
+        near = [*near, blocks]
+    return [*first, *near, full_program]
+
+
+def rounded(now: Round) -> Iterator[Answer]:
+    """Round the relaxation's decisions: seldom a plan, but they show where rows are missing.
+
+    If that takes too much memory and there is a budget, two other ways to round are tried. Without what the
+    relaxation saves in part, a large model takes less and is hardly slower. With all of it, a chain of ops is
+    cut up that would run again at once.
+    """
+    assert now.relaxed.values is not None
+    built, graph = now.built, now.problem.graph
+    decisions = built.decisions(now.relaxed.values)
+    candidate = built.rounded(decisions)
+    if now.budget is not None and not fits(graph, candidate, now.budget):
+        yield Answer(built.rounded(decisions, 1 - UNDECIDED))
+        parts = built.rounded(decisions, UNDECIDED)
+        candidate = min(candidate, parts, key=lambda save_set: peak_bytes(graph, save_set))
+    is_useful = now.budget is None or now.n_open < MANY_UNDECIDED
+    yield Answer(candidate, objective=_cost(now, now.relaxed), adds_rows=is_useful)
+
+
+def lowered_limits(now: Round) -> Iterator[Answer]:
+    """Round relaxations for lower limits up until one fits, if the best plan is far from the bound.
+
+    Where thousands of ops form a chain, as in a recurrent network, the relaxation saves some of them by a
+    tenth. Without these ops, the whole chain runs again at once; with them, a little too much is saved.
+    """
+    if now.best.gap < FAR or now.relaxed.work > DEAR:
+        return
+    assert now.budget is not None
+    graph, built, relaxed, limit, too_much = now.problem.graph, now.built, now.relaxed, now.budget, now.budget
+    for left in reversed(range(LIMITS + 1)):
+        if relaxed.values is None:
+            limit = (limit + too_much) // 2
+        else:
+            decisions = built.decisions(relaxed.values)
+            save_set = without_cost_free_recomputes(graph, built.rounded(decisions, UNDECIDED))
+            over = peak_bytes(graph, save_set) - now.budget
+            if over <= 0:
+                yield Answer(save_set)
+                return
+            halfway = (limit + now.problem.bounds.floor) // 2
+            limit, too_much = max(limit - 2 * over, halfway), limit
+        if left == 0 or now.allowance.over:
+            return
+        built = build_program(now.problem.arrays, limit, now.moments, options=now.options)
+        relaxed = now.allowance.solve(built.program, built.cost_scale, relaxed=True)
+
+
+def neighborhood(share: float, reach: float, now: Round) -> Iterator[Answer]:
+    """Look for a candidate without changes that are expensive by themselves.
+
+    The slack is the distance from the relaxation to the target (for the peak: to the best). One change
+    may cost `share` of the slack, and the candidate may be `reach` times the slack away.
+    It is left out with many open decisions, since it is about as hard as the whole program then, and
+    where HiGHS's root alone would take too long, whatever the limit on time.
+    """
+    built, relaxed = now.built, now.relaxed
+    if now.budget is None:
+        cutoff = now.best.cost / built.cost_scale
+        slack = max(cutoff - relaxed.bound, 0.0)
+        target = relaxed.bound + slack / 4
+    elif now.n_open >= MANY_UNDECIDED or relaxed.work > DEAR:
+        return
+    else:
+        target = now.best.target / built.cost_scale
+        slack = max(target - relaxed.bound, 0.0)
+        cutoff = relaxed.bound + reach * slack
+    outcome = now.allowance.solve(
+        built.program.costing_at_most(cutoff).priced_out(relaxed, share * slack),
+        built.cost_scale,
+        target=target,
+        options={"mip_max_nodes": FEW_NODES},
+    )
+    yield _solution(now, outcome)
+
+
+def blocks(now: Round) -> Iterator[Answer]:
+    """Answer with plans and bounds of the dynamic program over blocks, which no relaxation changes."""
+    blockwise, allowance, best = now.problem.blockwise, now.allowance, now.best
+    if blockwise is None or now.budget is None:
+        return
+    least_left = BLOCKS_SHARE * allowance.work_left
+
+    def may_go_on(work: float) -> bool:
+        return allowance.spend(work) and allowance.work_left > least_left
+
+    proven = 0.0 if best.save_set is None else best.bound
+    plans = blockwise.plans(now.budget, min(best.cost, now.all_us), may_go_on, proven_us=proven)
+    for bound, save_set in plans:
+        yield Answer(save_set, bound)
+
+
+def full_program(now: Round) -> Iterator[Answer]:
+    """Solve the program with all its columns: find a candidate up to a cutoff, or prove that none exists.
+
+    The cutoff starts at the target and moves away twice as far each time, up to the best cost. For the
+    peak, it is the best from the start.
+    """
+    built, best = now.built, now.best
+    slack = max(best.target - best.bound, 1e-4 * now.all_us)
+    while True:
+        known, cutoff_cost = best.save_set, best.cost
+        if now.budget is not None:
+            # If nothing is better than this, the best is good enough.
+            cutoff_cost *= 1 - best.allowed_gap * SHARE
+            if best.bound + slack < now.all_us:
+                cutoff_cost = min(best.bound + slack, cutoff_cost)
+        slack *= 2
+        is_up_to_best = cutoff_cost >= best.cost
+        cutoff = cutoff_cost / built.cost_scale
+        program = built.program
+        if math.isfinite(cutoff):
+            program = program.costing_at_most(cutoff)
+            if now.options.fix_by_price:
+                program = program.priced_out(now.relaxed, cutoff - now.relaxed.bound)
+        outcome = now.allowance.solve(
+            program,
+            built.cost_scale,
+            gap=best.allowed_gap * SHARE,
+            target=None if now.budget is None else best.target / built.cost_scale,
+            start=assignment(now.problem.windows, built, known)
+            if known is not None and is_up_to_best
+            else None,
+        )
+        yield _solution(now, outcome, min(outcome.bound * built.cost_scale, cutoff_cost))
+        if outcome.stopped is not Stopped.INFEASIBLE:
+            return
+        if is_up_to_best:
+            yield Answer(bound=math.inf)
+            return
+
+
+def _solution(now: Round, outcome: Outcome, bound: float = -math.inf) -> Answer:
+    if outcome.values is None:
+        return Answer(bound=bound)
+    save_set = now.built.save_set(outcome.values)
+    return Answer(save_set, bound, _cost(now, outcome), adds_rows=True, is_solution=True)
+
+
+def _cost(now: Round, outcome: Outcome) -> float:
+    return (outcome.objective or 0.0) * now.built.cost_scale
