@@ -44,7 +44,8 @@ DEFAULT_TIME_LIMIT_S = 600.0
 """Defaults of a plan, also for requests to the service."""
 STEP_SHARE = 0.1  # of the gap: the share of the step's time within which a plan is good enough, too
 GROUPS_GAIN = 0.001  # of the step: use groups are tried where they may save more than this,
-GROUPS_WORK = 2.0  # with so much work
+GROUPS_WORK = 0.02  # with so much work for each op,
+MOST_GROUPS_WORK = 1.2  # and at most so much
 SHARED_WORK = 3.0  # if blocks share compiled code: the best plan has more variants than is allowed
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 
@@ -253,7 +254,7 @@ def _find_save_set(
         problem,
         budget,
         goal=Goal(rule.gap, enough=enough),
-        allowance=allowance.with_work_up_to(GROUPS_WORK),
+        allowance=allowance.with_work_up_to(min(GROUPS_WORK * len(graph.ops), MOST_GROUPS_WORK)),
         start=(*starts, same),
     )
     grouped.run()
