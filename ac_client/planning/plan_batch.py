@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ from autoac.planner import (
     Profile,
     SolverOutOfTime,
     as_planned,
-    plan,
 )
+from autoac.planner import plan as plan_profile
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.units import format_bytes, format_us
 from autoac.profiler import Loop, Loss, ProfilerBusy, device_of, observe
@@ -48,6 +49,9 @@ from autoac.profiler.static_memory import ONLY_PRESENT_STATE, static_bytes
 from autoac.profiler.torch_facts.streams import is_capturing
 
 log = logging.getLogger("ac_client")
+
+WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
+plan = partial(plan_profile, work_limit=WORK_LIMIT)
 
 
 class _ThreadState(threading.local):

@@ -1,0 +1,25 @@
+"""Check how much a training step waits for its plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from ac_client.planning.plan_batch import WORK_LIMIT, plan  # before a fixture takes its place
+from autoac.planner.plan import DEFAULT_WORK_LIMIT
+from autoac.planner.problem.graph import chain
+from autoac.planner.solver.time_limit import Allowance
+
+
+def test_step_waits_for_less_work_than_a_plan_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[float] = []
+    original = Allowance.__init__
+
+    def record(self: Allowance, work_limit: float, *others: object) -> None:
+        limits.append(work_limit)
+        original(self, work_limit, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Allowance, "__init__", record)
+    plan(chain(1, 8, 1, 8, 0), budget_bytes=10)
+    assert limits[0] == WORK_LIMIT < DEFAULT_WORK_LIMIT
