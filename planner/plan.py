@@ -45,7 +45,7 @@ DEFAULT_TIME_LIMIT_S = 600.0
 STEP_SHARE = 0.1  # of the gap: the share of the step's time within which a plan is good enough, too
 GROUPS_GAIN = 0.001  # of the step: use groups are tried where they may save more than this,
 GROUPS_WORK = 0.02  # with so much work for each op,
-MOST_GROUPS_WORK = 1.2  # and at most so much
+MOST_GROUPS_WORK = 1.4  # and at most so much
 SHARED_WORK = 3.0  # if blocks share compiled code: the best plan has more variants than is allowed
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
 

@@ -33,7 +33,6 @@ FEW_NODES = 20  # in a neighborhood: what is not found soon is not there
 MANY_UNDECIDED = 100  # so many open decisions say little, see `rounded` and `neighborhood`
 FEW_UNDECIDED = 10  # so few open decisions are better left to the full program than to blocks
 TIGHT = 0.5  # of the time of everything: if so much must run again, blocks are asked first
-LOOSE = 0.2  # of it: if less must run again and few decisions are open, blocks are not asked
 BLOCKS_SHARE = 0.4  # of the work that is left then: this much is kept for further rounds
 DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods do not pay
 
@@ -84,7 +83,7 @@ def efforts(now: Round, *, is_first: bool) -> list[Effort]:
     near: list[Effort] = [lowered_limits, *(partial(neighborhood, *one) for one in TIME_NEIGHBORHOODS)]
     if now.best.bound > TIGHT * now.all_us:
         near = [blocks, *near]
-    elif now.best.bound >= LOOSE * now.all_us or now.n_open > FEW_UNDECIDED:
+    elif now.n_open > FEW_UNDECIDED:
         near = [*near, blocks]
     return [*first, *near, full_program]
 
