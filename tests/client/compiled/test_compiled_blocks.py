@@ -17,7 +17,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 import ac_client
 from autoac.planner import find_minimum_peak, plan
-from autoac.planner.solver.shared_code import MOST_VARIANTS
+from autoac.planner.shared_code import MOST_VARIANTS
 from autoac.profiler import DATASHEETS, profile
 from autoac.profiler.capture.allocations import AllocationRecord
 

@@ -8,8 +8,8 @@ from autoac.planner import plan
 from autoac.planner.memory.simulate import peak_bytes
 from autoac.planner.plan import DEFAULT_GAP
 from autoac.planner.problem.graph import Graph, OpId, chain
+from autoac.planner.shared_code import MOST_VARIANTS, shared_calls, with_few_variants
 from autoac.planner.solver.highs import Stopped
-from autoac.planner.solver.shared_code import MOST_VARIANTS, shared_calls, with_few_variants
 
 OPS = ("linear", "gelu", "drop", "add")
 
