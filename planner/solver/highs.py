@@ -69,7 +69,9 @@ class Stopped(StrEnum):
     INFEASIBLE = "infeasible"  # proven
     WORK_LIMIT = "work limit"  # a count: the same on every machine
     TIME_LIMIT = "time limit"  # seconds: another machine may get further
-    FEW_VARIANTS = "few variants"  # blocks that share compiled code may not differ more; see shared_code.py
+    FEW_VARIANTS = (
+        "few variants"  # blocks that share compiled code may not differ more: planner/shared_code.py
+    )
     INTERRUPTED = "interrupted"  # by the progress callback
     FAILED = "failed"  # numerical trouble
 

@@ -91,12 +91,11 @@ class Search:
         while not (self.best.is_good_enough or self.allowance.over):
             if (stopped := self._round()) is not None:
                 return stopped
-        known = self.best.save_set
-        if not (
-            self.best.is_good_enough or self.budget is None or known is None or self.allowance.out_of_time
-        ):
-            self.best.offer(filled(self.problem.graph, known, self.budget))
-        return Stopped.OPTIMAL if self.best.is_good_enough else self.allowance.stopped
+        best, allowance = self.best, self.allowance
+        is_short = best.goal.enough is None and not best.is_good_enough and not allowance.out_of_time
+        if is_short and self.budget is not None and best.save_set is not None:
+            best.offer(filled(self.problem.graph, best.save_set, self.budget))
+        return Stopped.OPTIMAL if best.is_good_enough else allowance.stopped
 
     def _round(self) -> Stopped | None:
         """Solve the relaxation with the rows so far, and take answers until the program has to change.
@@ -127,9 +126,7 @@ class Search:
                 return None
         if answer.save_set is None:
             return Stopped.FAILED
-        self.excluded.append(
-            answer.save_set
-        )  # the best of the program, but the simulator says that it costs more
+        self.excluded.append(answer.save_set)  # its cost by the program was too low
         return None
 
     def _relaxation(self) -> Round:

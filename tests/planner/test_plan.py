@@ -495,7 +495,7 @@ def test_solver_stays_unused_if_everything_fits() -> None:
     assert "simulate" in files
     solver = {path.stem for path in Path(search_module.__file__).parent.glob("*.py")}
     assert {"bounds", "program", "highs"} < solver
-    assert files & solver <= {"search", "time_limit", "shared_code"}  # none of which solves anything
+    assert files & solver <= {"search", "time_limit"}  # neither of which solves anything
 
 
 @laws
