@@ -22,7 +22,7 @@ from autoac.planner.memory.simulate import peak_bytes, simulate
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
-from autoac.planner.solver.efforts import Answer, Effort, Round, blocks, efforts
+from autoac.planner.solver.efforts import Answer, Effort, Round, blocks, efforts, lowered_limits
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.incumbent import Goal, Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
@@ -31,7 +31,7 @@ from autoac.planner.solver.start.fill import filled
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.time_limit import Allowance
 
-ONCE = {blocks}  # efforts whose answers no relaxation changes
+ONCE = {blocks, lowered_limits}  # efforts that later rounds would hardly help
 
 
 class Search:

@@ -124,7 +124,7 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
     assert max(asked) <= known.best.cost * (1 - 0.019) * (1 + 1e-9)
 
 
-def test_an_effort_that_no_relaxation_changes_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_effort_that_later_rounds_do_not_help_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def once(now: Round) -> Iterator[Answer]:
