@@ -7,4 +7,5 @@ checkmate.py  the optimum where an op may be recomputed any number of times, for
 compare.py    one profile -> build/bench/plans/*.json
 report.py     comparisons -> Markdown and plots
 near_minimum.py  plans a little above the minimum peak -> Markdown
+ablation.py   plans with one part of the solver switched off
 """
