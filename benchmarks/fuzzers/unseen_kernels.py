@@ -356,7 +356,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch._dynamo.config.suppress_errors = False
-    plan_batch.plan = partial(plan, gap=0.5, work_limit=1)  # type: ignore[attr-defined]
+    plan_batch.plan = partial(plan, gap=0.5, work_limit=1)
     if options.without_fingerprints:
         switch_fingerprints_off()
     counts: Counter[tuple[str, str]] = Counter()

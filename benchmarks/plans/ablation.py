@@ -1,8 +1,8 @@
 """Switch off one part of the solver at a time: `python -m benchmarks.plans.ablation [NAMES]`.
 
 For each model, at 5, 30 and 60 % of the way from the minimum to the save-all peak, a plan is made with all
-parts and without each. A row has the time lost and what is not proven, as shares of the step, and CPU seconds.
-docs/formulation.md, "What each part buys", has the rows that tell.
+parts and without each. A row has the time lost, and what is not proven, as shares of the step; and CPU
+seconds. docs/formulation.md, "What each part buys", has the rows that tell.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Return the save set that checkpointing every block has, to draw beside a plan."""
+"""Return the save set of checkpointing every block, which the page draws next to a plan."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods do
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What an effort knows: the program with the rows so far, its relaxation, and the best save set."""
+    """Holds what an effort knows: the program with the rows so far, its relaxation, and the best save set."""
 
     problem: Problem
     budget: int | None  # bytes; None to minimise the peak
