@@ -130,10 +130,9 @@ ARROWS = arrows_of_table()
 MOST_FILES = 16  # in one folder
 MOST_PARAMETERS = 10
 MANY_PARAMETERS = 7
-MOST_WITH_MANY = 13  # functions with more than that
+MOST_WITH_MANY = 10  # functions with more than that
 # Users read the parameters of these in one place; inside, they are one value.
 ENTRY_POINTS = {"apply", "plan", "profile", "observe"}
-TOO_MANY = {"ac_client/applied_model.py __init__"}  # to be mended
 # The same layer of sibling packages, by the same name.
 SHARED_NAMES = {"__init__.py", "__main__.py", "errors.py", "settings.py", "options.py"}
 # The callback of each training library has the name that users of both know.
@@ -257,7 +256,7 @@ def test_few_functions_have_many_parameters() -> None:
     many = {
         name: n for name, n in counts.items() if n > MANY_PARAMETERS and name.split()[1] not in ENTRY_POINTS
     }
-    assert {name for name, n in many.items() if n > MOST_PARAMETERS} <= TOO_MANY
+    assert not {name for name, n in many.items() if n > MOST_PARAMETERS}
     assert len(many) <= MOST_WITH_MANY, many
 
 

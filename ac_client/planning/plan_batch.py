@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +50,14 @@ from autoac.profiler.torch_facts.streams import is_capturing
 log = logging.getLogger("ac_client")
 
 WORK_LIMIT = 10.0  # units of work for a plan that a training step waits for: NOTE [ Work ] in highs.py
-plan = partial(plan_profile, work_limit=WORK_LIMIT)
+
+
+def plan(profile: Profile, **terms: Any) -> Plan:
+    """Plan with little work, and where that finds no plan, with as much as a plan that is asked for."""
+    try:
+        return plan_profile(profile, work_limit=WORK_LIMIT, **terms)
+    except SolverOutOfTime:
+        return plan_profile(profile, **terms)
 
 
 class _ThreadState(threading.local):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ac_client.planning import plan_batch
 from ac_client.planning.plan_batch import WORK_LIMIT, plan  # before a fixture takes its place
+from autoac.planner.errors import SolverOutOfTime
 from autoac.planner.plan import DEFAULT_WORK_LIMIT
 from autoac.planner.problem.graph import chain
 from autoac.planner.solver.time_limit import Allowance
@@ -23,3 +25,19 @@ def test_step_waits_for_less_work_than_a_plan_that_is_asked_for(
     monkeypatch.setattr(Allowance, "__init__", record)
     plan(chain(1, 8, 1, 8, 0), budget_bytes=10)
     assert limits[0] == WORK_LIMIT < DEFAULT_WORK_LIMIT
+
+
+def test_budget_that_little_work_does_not_reach_is_planned_with_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits: list[object] = []
+
+    def planned(_profile: object, **terms: object) -> str:
+        limits.append(terms.get("work_limit"))
+        if len(limits) == 1:
+            raise SolverOutOfTime(10, 600.0)
+        return "a plan"
+
+    monkeypatch.setattr(plan_batch, "plan_profile", planned)
+    assert plan(chain(1, 8, 1, 8, 0), budget_bytes=10) == "a plan"  # type: ignore[arg-type]
+    assert limits == [WORK_LIMIT, None]

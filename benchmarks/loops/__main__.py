@@ -1,0 +1,270 @@
+"""Train 31 loops as people write them, planned at two budgets, and compare with plain.
+
+    python -m benchmarks.loops [--on cpu|standin] [--only NAME ...] [--shares 0.6 0.1]
+
+Each loop runs plainly first, then with a budget that nothing fits, whose error gives the smallest peak, then
+at shares of the way from that to plain's peak. Each step's peak is the device's: of the stand-in's
+counter, or on a CPU, for the last two steps, of an allocator's record. Reported for each run:
+
+- *weights*: equal to plain's after five steps, bit for bit;
+- *over*: steps above the budget, with a warning in that step (said) or without one (not said);
+- *warnings* in all, which are false where no step was over; *profiles* after the third step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+
+
+class OnCpu:
+    """Peaks of steps on a CPU, from the allocator's record above what is alive when the step begins.
+
+    No other record may run while a step is profiled, so only steps after the third are measured.
+    """
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self._peaks: list[int] = []
+        self._record: Any = None
+        self._before = 0
+        gc.collect()
+        self._others = self._storages()  # of runs before
+
+    def _storages(self) -> dict[int, int]:
+        """Return the bytes of the storages of all tensors that Python knows, by address."""
+        import torch
+
+        tensors = [
+            one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.device.type == "cpu"
+        ]
+        tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+        return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+
+    def begin(self) -> None:
+        import torch
+
+        from autoac.profiler.capture.allocations import AllocationRecord
+
+        if len(self._peaks) < 3:
+            return
+        gc.collect()
+        alive = self._storages()
+        self._before = sum(nbytes for at, nbytes in alive.items() if at not in self._others)
+        self._record = AllocationRecord(torch.device("cpu"))
+        self._record.__enter__()
+
+    def end(self) -> None:
+        if self._record is None:
+            self._peaks.append(0)
+            return
+        self._record.__exit__(None, None, None)
+        changes = self._record.changes
+        self._peaks.append(self._before + max(accumulate((c.nbytes for c in changes), initial=0)))
+        self._record = None
+
+    def peaks(self) -> list[int]:
+        return self._peaks
+
+
+class OnStandin:
+    """Peaks of steps on the stand-in device, from its counter."""
+
+    device = "cuda"
+
+    def __init__(self) -> None:
+        import torch
+
+        self._cuda, self._peaks = torch.cuda, list[int]()
+        gc.collect()
+        self._before = torch.cuda.memory_allocated()
+        assert not self._before, f"{self._before} bytes of an earlier run are on the device"
+
+    def begin(self) -> None:
+        self._cuda.reset_peak_memory_stats()
+
+    def end(self) -> None:
+        self._peaks.append(self._cuda.max_memory_allocated() - self._before)
+
+    def peaks(self) -> list[int]:
+        return self._peaks
+
+
+class Messages(logging.Handler):
+    """Keep what is logged and warned in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.warnings: dict[int, list[str]] = {}
+        self.profiles: list[int] = []
+        self.step = -1
+
+    def said_by(self, step: int) -> bool:
+        """Return True if a warning of this step, or an earlier one that lasts, says that it may be over."""
+        before = [text for n, texts in self.warnings.items() for text in texts if n < step]
+        return bool(self.warnings.get(step)) or any("cannot be kept" in text for text in before)
+
+    def claims(self) -> list[str]:
+        """Return the warnings that say more than what may happen, or what is assumed."""
+        hedged = ("may go over", "The plan is for a loop that drops them")
+        texts = [text for texts in self.warnings.values() for text in texts]
+        return [text for text in texts if not any(hedge in text for hedge in hedged)]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.levelno >= logging.WARNING:
+            self.warnings.setdefault(self.step, []).append(text)
+        elif "profiling one step" in text:
+            self.profiles.append(self.step)
+
+
+class Run:
+    """One run of a loop: an Env, and what was found."""
+
+    def __init__(self, loop: Callable[[Any], None], meter: Any, budget: int | None, steps: int = 5) -> None:
+        import numpy
+        import torch
+
+        import ac_client
+        from autoac.planner.units import GIB
+
+        self._apply, self._gib = ac_client.apply, GIB
+        self._budget, self._steps, self._n, self._kept = budget, steps, 0, list[Any]()
+        self.device, self._meter, self.messages = meter.device, meter, Messages()
+        self.error: Exception | None = None
+        log = logging.getLogger("ac_client")
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        log.handlers = [self.messages]
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                loop(self)
+            except Exception as error:
+                if not type(error).__module__.startswith("autoac.planner"):
+                    raise
+                self.error = error.with_traceback(None)  # whose frames hold the model
+        self.weights = [
+            tensor.detach().cpu().clone() for m in self._kept for tensor in m.state_dict().values()
+        ]
+        self._kept.clear()
+        self.peaks = meter.peaks()
+        gc.collect()
+
+    def plan(self, model: Any, optimizer: Any = None, **options: Any) -> Any:
+        if self._budget is None:
+            return model
+        return self._apply(model, self._budget / self._gib, optimizer=optimizer, **options)
+
+    def keep(self, *modules: Any) -> None:
+        self._kept += modules
+
+    def steps(self) -> range:
+        return range(self._steps)
+
+    @contextmanager
+    def step(self) -> Iterator[int]:
+        import torch
+
+        torch.manual_seed(1000 + self._n)
+        self.messages.step = self._n
+        self._meter.begin()
+        try:
+            yield self._n
+        finally:
+            self._meter.end()
+        self._n += 1
+
+
+def examine(name: str, loop: Callable[[Any], None], meter: Callable[[], Any], shares: list[float]) -> bool:
+    import torch
+
+    plain = Run(loop, meter(), None)
+    most = max(plain.peaks)
+    refused = Run(loop, meter(), 1)
+    least = getattr(refused.error, "smallest_found", None)
+    if least is None:
+        print(f"{name}: no smallest peak: {refused.error!r}", flush=True)
+        return False
+    good = True
+    for share in shares:
+        budget = int(least + share * max(0, most - least))
+        begun = time.monotonic()
+        run = Run(loop, meter(), budget)
+        if run.error is not None:
+            print(f"{name} {share}: refused at {budget:,}: {run.error}"[:300], flush=True)
+            good = False
+            continue
+        equal = len(run.weights) == len(plain.weights) and all(map(torch.equal, run.weights, plain.weights))
+        over = [i for i, peak in enumerate(run.peaks) if peak > budget]
+        said = [i for i in over if run.messages.said_by(i)]
+        false = len(run.messages.claims()) if not over else 0
+        late = [i for i in run.messages.profiles if i > 2]
+        fine = equal and over == said and not false and not late
+        good &= fine
+        ratios = " ".join(f"{peak / budget:.3f}" for peak in run.peaks)
+        print(
+            f"{'ok  ' if fine else 'FAIL'} {name} {share}: weights {'equal' if equal else 'DIFFER'}; "
+            f"peaks/budget {ratios}; over {over}, said {said}; false warnings {false}; "
+            f"late profiles {late}; plain {most / budget:.3f}; {time.monotonic() - begun:.1f} s",
+            flush=True,
+        )
+        if not fine:
+            for step, texts in run.messages.warnings.items():
+                for text in texts:
+                    print(f"       step {step}: {text[:220]}", flush=True)
+    return good
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--on", choices=("cpu", "standin"), default="cpu")
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--shares", nargs="+", type=float, default=[0.6, 0.1])
+    options = parser.parse_args()
+    if options.on == "standin":
+        sys.path.insert(0, str(HERE.parents[2] / "tests"))
+        from standin import cuda  # type: ignore[import-not-found]
+        from standin.library import library  # type: ignore[import-not-found]
+
+        cuda.load(library())
+    import torch
+
+    from benchmarks.loops.written_loops import LOOPS
+
+    torch.set_num_threads(1)
+    meter = OnCpu if options.on == "cpu" else OnStandin
+    bad = []
+    for name, loop in LOOPS.items():
+        if options.only and name not in options.only:
+            continue
+        try:
+            if not examine(name, loop, meter, options.shares):
+                bad.append(name)
+        except Exception as error:  # noqa: BLE001 - of whatever the loop does
+            print(f"FAIL {name}: {type(error).__name__}: {error}"[:400], flush=True)
+            bad.append(name)
+    print(f"{len(bad)} loops fail: {', '.join(bad)}" if bad else "all loops pass")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
