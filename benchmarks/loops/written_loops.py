@@ -23,7 +23,7 @@ WIDTH, ROWS, TOKENS, VOCABULARY = 64, 128, 64, 512
 
 
 class Env(Protocol):
-    """What a loop needs from the study."""
+    """Offer what a loop needs of the study."""
 
     device: str
 
