@@ -75,7 +75,7 @@ class PlannedFor:
     holds_outputs: bool = False  # a step held outputs again that earlier steps had dropped
     gradients: bool = False  # existed before the step
     optimizers: OptimizerBytes = NO_OPTIMIZER  # whose state and workspace count
-    others_nbytes: int = 0  # held by other planned models on the device
+    others_nbytes: int = 0  # held by other models and tensors on the device
     kept_nbytes: int = 0  # held in forward by names of the step before
     module_tries: int = 0  # batches that were profiled because skipped modules ran, and ran no more
     correction: Correction = Correction()
@@ -94,7 +94,7 @@ class StepFacts(NamedTuple):
     gradients: bool = False  # exist before the step
     optimizers: OptimizerBytes | None = None  # of all that have stepped the model, or will
     optimizer_names: str = ""  # of those that were not passed to `apply`
-    others_nbytes: int | None = None  # held by other planned models on the device
+    others_nbytes: int | None = None  # held by other models and tensors on the device
     room_requested: int = 0  # that other planned models on the device have asked for
     ran_skipped: Set[str] = frozenset()  # modules that ran, and that the profiled forward skipped
     kept_nbytes: int = 0  # held by names of the step before, until this forward has ended
@@ -467,8 +467,8 @@ def loop_in_words(loop: Loop) -> str:
 
 
 def of_others(nbytes: int) -> str:
-    """Return words for messages: `nbytes` are held by other planned models on the device."""
-    return f"other planned models on the device hold {format_bytes(nbytes)}"
+    """Return words for messages: `nbytes` are held by other models and tensors on the device."""
+    return f"other models and tensors on the device hold {format_bytes(nbytes)}"
 
 
 def _may_go_over(planned: PlannedFor, observed: str, advice: str, *, again: bool = False) -> str:

@@ -250,12 +250,15 @@ class BatchPlanner:
         Raises:
             ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
         """
+        self._on_device.look_around(call.args, call.kwargs)
         profile = profile or self.profile(call, loop)
         others = self._on_device.others_nbytes()
         try:
             made, profile, loop = self.plan_first(profile, loop, others)
         except InfeasibleBudget as error:
-            if not others and not running:
+            alone = None if error.smallest_found is None else error.smallest_found - others
+            fits_alone = alone is not None and alone <= self.options.limit
+            if not (running or fits_alone or self._on_device.neighbors_nbytes()):
                 self._on_device.name_others(error)
                 raise
             profile, loop = dropping_all(profile, loop)

@@ -108,10 +108,19 @@ def test_counter_that_stays_equal_over_a_step_does_not_loosen_the_plan(gpu: Modu
     assert report.predicted_peak_bytes == peaks[-1] <= budget
 
 
+def test_what_is_on_the_device_before_the_first_plan_counts_in_it(gpu: ModuleType) -> None:
+    """A teacher, an average of the weights: no step goes over the budget, and no plan is corrected."""
+    budget = between(bounds_of("cuda:1"), 0.7)
+    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, before=EXTRA, steps=WATCHED_STEPS + 1)
+    assert max(peaks) <= budget
+    assert report.predicted_peak_bytes == peaks[-1]
+    assert corrected == [0] * (WATCHED_STEPS + 1)
+
+
 def test_plan_is_not_corrected_before_the_optimizer_has_its_state(gpu: ModuleType) -> None:
     """The step lacks it, so that the correction would be too small, and there are only two."""
     budget = between(bounds_of("cuda:1"), 0.7)
-    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, before=EXTRA, steps=WATCHED_STEPS + 1)
+    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, later=EXTRA, steps=WATCHED_STEPS + 1)
     assert corrected == [0, 0, EXTRA, EXTRA]
     assert report.corrections == 1
     assert peaks[-1] == report.predicted_peak_bytes <= budget

@@ -3,13 +3,18 @@
 A budget is the device's, so what other planned models hold is static to a plan: parameters, buffers,
 gradients and optimizer state all the time, and what their forwards in flight have saved. Another model counts
 once it has run a planned forward after `apply` was called for this one: until then it may never train.
+
+Whatever else is on the device counts too, if its allocator counts: a teacher, an average of the weights, the
+next batch. It is looked at once, before the first plan.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +52,7 @@ class ModelOnDevice:
         self._bucket: PlannedBucket | None = None  # of the last forward
         self._planned_at = next(_turns)
         self._forward_at = 0  # turn at which the last planned forward began
+        self._uncounted: int | None = None  # bytes on the device that no planned model holds; None: not known
         _all.add(self)
 
     def close(self) -> None:
@@ -78,7 +84,22 @@ class ModelOnDevice:
         """Return the bytes that the neighbors and their optimizers hold now."""
         return sum(other.standing_nbytes() for other in self._others())
 
+    def look_around(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before the first plan, for a step on this batch, count what no planned model holds."""
+        model = self._model()
+        if self._uncounted is not None or model is None or device_of(model).type != "cuda":
+            return
+        gc.collect()
+        device = device_of(model)
+        held = static_bytes(model, args, kwargs, self._optimizers.state_nbytes(device), device).total
+        held += sum(o._held_nbytes() for o in list(_all) if o is not self and o.device() == device)
+        self._uncounted = max(0, torch.cuda.memory_allocated(device) - held)
+
     def others_nbytes(self) -> int:
+        """Return the bytes on the device that the model does not hold."""
+        return (self._uncounted or 0) + self.neighbors_nbytes()
+
+    def neighbors_nbytes(self) -> int:
         """Return the bytes that the neighbors hold between steps, and for their forwards in flight now."""
         return sum(other._held_nbytes() for other in self._others())
 

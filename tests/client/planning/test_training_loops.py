@@ -421,7 +421,7 @@ def test_two_planned_models_share_the_budget_of_their_device(caplog: pytest.LogC
         ac_client.apply(model, budget / GIB)
     step()
     assert (
-        "other planned models on the device" in warnings(caplog)[0]
+        "other models and tensors on the device" in warnings(caplog)[0]
     )  # in the step in which both train first
     for _ in range(3):
         step()
