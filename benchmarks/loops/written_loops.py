@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -558,7 +558,7 @@ def batches_of_two_lengths(env: Env) -> None:
 def two_optimizers(env: Env) -> None:
     model = mlp().to(env.device)
     first, second = AdamW(model[:2].parameters()), SGD(model[2:].parameters(), lr=1e-2, momentum=0.9)
-    env.plan(model, first, headroom_gb=2**-11)  # for the momentum of the second
+    env.plan(model, first)  # the second is noticed when it steps
     env.keep(model)
     for i in env.steps():
         with env.step():
@@ -578,14 +578,15 @@ def optimizer_in_backward(env: Env) -> None:
         optimizers[parameter].step()  # type: ignore[index]
         optimizers[parameter].zero_grad()  # type: ignore[index]
 
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(update)
-    env.plan(model)
-    env.keep(model)
-    for i in env.steps():
-        with env.step():
-            x, y = rows(env, i)
-            F.cross_entropy(model(x), y).backward()
+    with ExitStack() as hooks:  # a hook that stays would keep the model alive
+        for parameter in model.parameters():
+            hooks.callback(parameter.register_post_accumulate_grad_hook(update).remove)
+        env.plan(model)
+        env.keep(model)
+        for i in env.steps():
+            with env.step():
+                x, y = rows(env, i)
+                F.cross_entropy(model(x), y).backward()
 
 
 @loop
