@@ -208,7 +208,8 @@ def test_compiled_model_runs_the_kernels_of_the_gpu() -> None:
     assert "aten.scaled_dot_product_attention" not in kinds(profile(of_cpu, x))
     torch.compiler.reset()
     compiled: Any = torch.compile(model, backend="aot_eager")
-    assert kinds(on_h100(compiled, x)) == kinds(on_h100(model, x))
+    of_compiled = [kind for kind in kinds(on_h100(compiled, x)) if kind != "autoac.rng_state"]
+    assert of_compiled == kinds(on_h100(model, x))
     torch.compiler.reset()
     of_cpu = torch.compile(model, backend="aot_eager")
     assert "aten.scaled_dot_product_attention" not in kinds(profile(of_cpu, x))
