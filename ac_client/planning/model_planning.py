@@ -157,7 +157,7 @@ class ModelPlanning:
             before: what the allocator had counted before the step.
 
         Raises:
-            PlannerError, RemoteError: there is no tighter plan.
+            PlannerError, RemoteError: no tighter plan was found.
         """
         allocator, had = self.watch.peaks.allocator, bucket.planned_for.peak
         if allocator is not None and (counted := allocator.allocated_peak()) > before:

@@ -250,7 +250,7 @@ class BatchPlanner:
         Raises:
             ProfilerError, PlannerError, RemoteError: the step could not be profiled, or not planned.
         """
-        self._on_device.look_around(call.args, call.kwargs)
+        self._on_device.measure_uncounted(call.args, call.kwargs)
         profile = profile or self.profile(call, loop)
         others = self._on_device.others_nbytes()
         try:

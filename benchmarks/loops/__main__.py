@@ -170,10 +170,9 @@ class Run:
         self.peaks = meter.peaks()
         gc.collect()
 
-    def plan(self, model: Any, optimizer: Any = None, **options: Any) -> Any:
-        if self._budget is None:
-            return model
-        return self._apply(model, self._budget / self._gib, optimizer=optimizer, **options)
+    def plan(self, model: Any, optimizer: Any = None) -> None:
+        if self._budget is not None:
+            self._apply(model, self._budget / self._gib, optimizer=optimizer)
 
     def keep(self, *modules: Any) -> None:
         self._kept += modules
@@ -182,14 +181,14 @@ class Run:
         return range(self._steps)
 
     @contextmanager
-    def step(self) -> Iterator[int]:
+    def step(self) -> Iterator[None]:
         import torch
 
         torch.manual_seed(1000 + self._n)
         self.messages.step = self._n
         self._meter.begin()
         try:
-            yield self._n
+            yield
         finally:
             self._meter.end()
         self._n += 1

@@ -7,7 +7,7 @@ A loop is a function of an Env. It makes its model, has `env.plan` plan it, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
@@ -27,11 +27,11 @@ class Env(Protocol):
 
     device: str
 
-    def plan(self, model: nn.Module, optimizer: Any = None, **options: Any) -> nn.Module:
-        """Return the model, planned or not."""
+    def plan(self, model: nn.Module, optimizer: Any = None) -> None:
+        """Have the model planned, if this run is planned."""
 
-    def step(self) -> AbstractContextManager[int]:
-        """Surround one step, whose number it returns."""
+    def step(self) -> AbstractContextManager[None]:
+        """Surround one step."""
 
     def steps(self) -> range: ...
 
@@ -104,15 +104,22 @@ def log_likelihood(model: nn.Module, ids: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1).sum(-1)
 
 
+def planned(env: Env, model: nn.Module) -> AdamW:
+    """Move the model to the device and have it planned; return its optimizer."""
+    model.to(env.device)
+    optimizer = AdamW(model.parameters())
+    env.plan(model, optimizer)
+    env.keep(model)
+    return optimizer
+
+
 # --- loops --------------------------------------------------------------------------------------------------
 
 
 @loop
 def readme(env: Env) -> None:
-    model = LanguageModel().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = LanguageModel()
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             ids = tokens(env, i)
@@ -141,10 +148,8 @@ def logits_in_the_loop(env: Env) -> None:
 
 @loop
 def accumulation(env: Env) -> None:
-    model = mlp().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = mlp()
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             for part in range(3):
@@ -208,10 +213,8 @@ def moving_average(env: Env) -> None:
 
 @loop
 def evaluation_in_between(env: Env) -> None:
-    model = mlp(drop=0.1).to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = mlp(drop=0.1)
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             x, y = rows(env, i)
@@ -293,10 +296,8 @@ def gan(env: Env) -> None:
 
 @loop
 def siamese(env: Env) -> None:
-    model = mlp().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = mlp()
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             left, right = model(rows(env, i)[0]), model(rows(env, 50 + i)[0])
@@ -318,10 +319,8 @@ class TwoTowers(nn.Module):
 
 @loop
 def contrastive(env: Env) -> None:
-    model = TwoTowers().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = TwoTowers()
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             similar = model(rows(env, i)[0], rows(env, 50 + i)[0])
@@ -437,10 +436,8 @@ class Forces(nn.Module):
 
 @loop
 def forces(env: Env) -> None:
-    model = Forces().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = Forces()
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             energy, force = model(rows(env, i)[0])
@@ -503,10 +500,7 @@ def stochastic_depth(env: Env) -> None:
 
 
 def classification(env: Env, model: nn.Module) -> None:
-    model.to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             x, y = rows(env, i)
@@ -528,10 +522,8 @@ def packed_sequences(env: Env) -> None:
             out, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0])
             return self.head(out.mean(0))  # type: ignore[no-any-return]
 
-    model = Reader().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = Reader()
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             x, y = rows(env, i, 24 * 16)
@@ -542,10 +534,8 @@ def packed_sequences(env: Env) -> None:
 
 @loop
 def batches_of_two_lengths(env: Env) -> None:
-    model = LanguageModel().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = LanguageModel()
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             ids = tokens(env, i, TOKENS if i % 2 == 0 else TOKENS // 2)
@@ -635,10 +625,8 @@ def lbfgs(env: Env) -> None:
 
 @loop
 def last_loss_is_logged_later(env: Env) -> None:
-    model = mlp().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = mlp()
+    optimizer = planned(env, model)
     history: list[Tensor] = []
     for i in env.steps():
         with env.step():
@@ -662,10 +650,8 @@ def truncated_time(env: Env) -> None:
                 h = self.cell(x, h)
             return self.head(h), h
 
-    model = Cell().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = Cell()
+    optimizer = planned(env, model)
     h = torch.zeros(16, WIDTH, device=env.device)
     for i in env.steps():
         with env.step():
@@ -678,10 +664,8 @@ def truncated_time(env: Env) -> None:
 
 @loop
 def a_step_raises(env: Env) -> None:
-    model = mlp().to(env.device)
-    optimizer = AdamW(model.parameters())
-    env.plan(model, optimizer)
-    env.keep(model)
+    model = mlp()
+    optimizer = planned(env, model)
     for i in env.steps():
         with env.step():
             x, y = rows(env, i)
@@ -693,8 +677,3 @@ def a_step_raises(env: Env) -> None:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-
-
-def parameters_of(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    for module in modules:
-        yield from module.state_dict().values()

@@ -16,11 +16,11 @@ SHARE = 0.98  # of the gap asked for that a solve may use up; the rest is for ro
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When a search may end: at the first of these."""
+    """Says when a search may end: as soon as one of these is reached."""
 
-    gap: float  # the best cost is proven to be within this fraction of the least,
-    tolerance: float = 0.0  # or within this of the least
-    enough: float | None = None  # it is no more than this, or proven to be above it
+    gap: float  # the best cost is proven to exceed the least by at most this fraction of itself
+    tolerance: float = 0.0  # or by at most this much
+    enough: float | None = None  # the best cost is at most this, or every cost is proven to be above it
 
 
 class Incumbent:

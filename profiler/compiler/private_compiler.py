@@ -309,7 +309,7 @@ def extract_forward_and_backward(
 
 
 def functions_with_rng_state() -> tuple[Any, Any]:
-    """Return what runs an op and also returns the generator's state before, and what runs it from a state."""
+    """Return two functions that run an op: one returns the generator's state too, one begins from a state."""
     from torch._prims import rng_prims
 
     return rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state

@@ -84,8 +84,8 @@ class ModelOnDevice:
         """Return the bytes that the neighbors and their optimizers hold now."""
         return sum(other.standing_nbytes() for other in self._others())
 
-    def look_around(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before the first plan, for a step on this batch, count what no planned model holds."""
+    def measure_uncounted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Measure what no planned model holds, before the first plan; the batch is the step's."""
         model = self._model()
         if self._uncounted is not None or model is None or device_of(model).type != "cuda":
             return
