@@ -27,7 +27,7 @@ from ac_client.planning.model_hooks import ModelHooks
 from ac_client.planning.model_planning import ModelPlanning
 from ac_client.planning.options import ApplyOptions
 from ac_client.runtime.policy_context import active
-from autoac.planner import Plan, Policy, PolicySet
+from autoac.planner import Plan, Policy, PolicySet, beyond_dispatch_in_words
 from autoac.profiler import Loop, device_of
 from autoac.profiler.compiler.second_stage import forget_code_that_calls
 from autoac.profiler.torch_facts.inductor import uncompiled
@@ -174,6 +174,9 @@ class Applied:
             stale=bucket.stale if bucket is not None else "",
             peak_at=predicted.peak_at if predicted else "",
             live_at_peak=bucket.loaded.live_at_peak if bucket is not None else (),
+            beyond_dispatch=(
+                tuple(beyond_dispatch_in_words(bucket.plan.graph)) if bucket and bucket.plan else ()
+            ),
             buckets=len(buckets),
             corrections=sum(bucket.statistics.corrections for bucket in buckets),
             corrected_by_bytes=policy.corrected_by_bytes if policy else 0,

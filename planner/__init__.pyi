@@ -30,7 +30,7 @@ from .problem.apply_constraints import constrained
 from .problem.build import build
 from .problem.graph import Graph
 from .report.compare import Difference, difference, difference_in_words
-from .report.summary import explain
+from .report.summary import beyond_dispatch_in_words, explain
 from .report.timeline import Picture, picture
 from .report.what_if import More, Why, as_planned, carried, more, more_in_words, why, why_in_words
 from .solver.bounds import Bounds, bounds
@@ -72,6 +72,7 @@ __all__ = [
     "UnmatchedPattern",
     "Why",
     "as_planned",
+    "beyond_dispatch_in_words",
     "bounds",
     "build",
     "carried",

@@ -36,6 +36,7 @@ class Report:
     live_at_peak: tuple[
         Holding, ...
     ] = ()  # at that moment, largest first; empty if the plan was loaded from a file
+    beyond_dispatch: tuple[str, ...] = ()  # what must be saved for kernels that PyTorch does not dispatch
     buckets: int = 1  # policies for different batch shapes; the numbers above are of the last that ran
     corrections: int = 0  # how often the model was planned again because a measured peak differed
     corrected_by_bytes: int = 0  # by how much the policy's budget was lowered for that
@@ -113,6 +114,7 @@ class Report:
             lines.append(f"  the prediction is stale: {self.stale}")
         if self.off_path:
             lines.append(f"  off the path: {self.off_path}")
+        lines += [f"  {line}" for line in self.beyond_dispatch]
         if self.live_at_peak:
             lines.append(f"  live at the peak, {self.peak_at}:")
             lines += [f"  {line}" for line in holdings_in_lines(self.live_at_peak)]

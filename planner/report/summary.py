@@ -49,6 +49,7 @@ def _plan(plan: Plan, *, table: bool) -> str:
     graph = plan.graph
     decisions = runs_added_up(op_decisions(graph, plan.save_set))
     rows = by_module(decisions)
+    beyond = [f"{line}." for line in beyond_dispatch_in_words(graph)]
     lines = [
         f"The peak is {format_bytes(plan.peak)} of a budget of {format_bytes(plan.budget)}"
         f"{f' (and {format_bytes(plan.headroom)} of headroom)' if plan.headroom else ''}; with nothing"
@@ -58,23 +59,24 @@ def _plan(plan: Plan, *, table: bool) -> str:
         "",
         *(rows_as_table(rows) if table else rows_in_words(rows)),
         "",
-        *_beyond_dispatch(graph),
+        *beyond,
+        *([""] if beyond else []),
         f"The peak is at {plan.peak_at}, while these are live:",
         *holdings_in_lines(live_at_peak(graph, plan.save_set)),
     ]
     return "\n".join(lines)
 
 
-def _beyond_dispatch(graph: Graph) -> list[str]:
-    """Return lines on the ops that must be saved for what PyTorch does not dispatch, and what they make."""
+def beyond_dispatch_in_words(graph: Graph) -> list[str]:
+    """Return for each reason that PyTorch does not show which ops must be saved, and the bytes they make."""
     lines = []
     for reason in BEYOND_DISPATCH:
         ops = [op for op in graph.ops if op.must_save == reason]
         if ops:
             nbytes = sum(graph.nbytes(version) for op in ops for version in op.writes)
             more = f" and {len(ops) - 1} more" if len(ops) > 1 else ""
-            lines.append(f"{ops[0].name}{more} must be saved ({format_bytes(nbytes)}): {reason}.")
-    return [*lines, ""] if lines else []
+            lines.append(f"{ops[0].name}{more} must be saved ({format_bytes(nbytes)}): {reason}")
+    return lines
 
 
 def _policy(policy: Policy) -> str:

@@ -153,6 +153,7 @@ def test_collectives_run_in_the_order_of_a_stream_of_their_own() -> None:
 
 
 SMALL = "DDP in small buckets"
+COMPARING = 2 << 20  # bytes at most, in the first planned step, which compares what it recomputes
 BUCKETS = 8  # at most; each is rounded to 512 bytes, and DDP sizes them after the first backward
 
 
@@ -165,7 +166,8 @@ def test_planned_ranks_have_the_plain_numbers_and_the_predicted_peak(way: str) -
         assert found["recomputed"] > 0
         assert (found["corrections"], found["off_path"]) == (0, "")
         assert found["predicted"] <= found["measured"][-1] <= found["predicted"] + unpredicted
-        assert max(found["measured"]) == found["measured"][-1] <= found["budget"]
+        assert found["measured"][0] <= found["budget"] + COMPARING
+        assert max(found["measured"][1:]) == found["measured"][-1] <= found["budget"]
         assert found["save_all"] <= found["plain"][-1] <= found["save_all"] + unpredicted
     first, second = (rank[way] for rank in ranks())
     assert first["policy"] == second["policy"]

@@ -83,6 +83,26 @@ def test_plan_that_recomputes_all_it_may_has_the_plain_gradients(kind: str) -> N
     assert not report.off_path, "the model does not run the copies that the runtime makes"
 
 
+@pytest.mark.parametrize(
+    ("kind", "line"),
+    [
+        (
+            "fills empty",
+            "1/aten.empty_like.default#0 and 1 more must be saved (1.00 KiB): written by a kernel",
+        ),
+        ("rope", "1/Rope#0 and 1 more must be saved (1.00 KiB): it writes its arguments"),
+    ],
+)
+def test_report_lists_what_must_be_saved_for_what_pytorch_does_not_show(kind: str, line: str) -> None:
+    net = network(kind)
+    ac_client.apply(net, budget_gb=1.0, loss=loss_of)
+    assert ac_client.applied(net).report().beyond_dispatch == ()
+    loss_of(net(batch().requires_grad_())).backward()
+    report = ac_client.applied(net).report()
+    assert report.beyond_dispatch[0].startswith(line)
+    assert f"  {line}" in str(report)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_pinned_unseen_layer_has_the_plain_gradients_or_is_refused(kind: str) -> None:
     net = network(kind)
