@@ -21,7 +21,7 @@ from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.measure.recording_overhead import recording_us_of_process
 from ac_client.measure.report import Report
 from ac_client.planning.batch_shape import ModelCall
-from ac_client.planning.facts.peak_counter import PeakBounds, proposed_headroom
+from ac_client.planning.facts.peak_counter import PeakBounds, reserved_for
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.model_hooks import ModelHooks
 from ac_client.planning.model_planning import ModelPlanning
@@ -149,10 +149,11 @@ class Applied:
         shown = self._hooks.log
         gaps = [b - a for a, b in pairwise(shown.began[1:])]
         budget, allocator = self.budget_bytes, self._planning.watch.peaks.allocator
-        allocated = reserved = headroom = None
+        allocated = reserved = predicted_reserved = None
         if allocator is not None:
+            if policy is not None:
+                predicted_reserved = self._reserved(bucket, policy.predicted.peak_bytes)
             allocated, reserved = allocator.allocated_peak(), allocator.reserved_peak()
-            headroom = proposed_headroom(allocated, reserved, budget) if budget is not None else None
         return Report(
             model=self._planning.planner.name,
             budget_bytes=budget,
@@ -183,8 +184,16 @@ class Applied:
             retries=self._hooks.retry.retries,
             allocated_peak_bytes=allocated,
             reserved_peak_bytes=reserved,
-            proposed_headroom_bytes=headroom,
+            predicted_reserved_bytes=predicted_reserved,
         )
+
+    def _reserved(self, bucket: PlannedBucket | None, peak: int) -> int | None:
+        """Return the bytes that the allocator reserves for steps with that peak; None if not known."""
+        fragments = self._planning.watch.peaks.fragments
+        if fragments is not None:
+            return peak + fragments
+        profile = bucket.profile if bucket is not None else None
+        return reserved_for(peak, profile.storages.block_nbytes()) if profile is not None else None
 
     def _page(self, bucket: PlannedBucket | None) -> str:
         if bucket is None:

@@ -23,7 +23,7 @@ from ac_client.arguments import (
 )
 from ac_client.files import named
 from ac_client.planning.loaded_policy import other_environment
-from ac_client.planning.options import ApplyOptions, Shapes
+from ac_client.planning.options import ApplyOptions, Budget, BudgetOf, Shapes
 from ac_client.planning.ranks import AUTO, Group
 from ac_client.service_client.errors import ServiceUnavailable
 from ac_client.service_client.policy_requests import named_policy
@@ -43,7 +43,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def apply(
     model: Model,
-    budget_gb: float | None = None,
+    budget_gb: Budget = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     policy: Policy | PolicySet | str | os.PathLike[str] | None = None,
@@ -51,6 +51,7 @@ def apply(
     service: str | None = None,
     require_service: bool = False,
     headroom_gb: float = 0.0,
+    budget_of: BudgetOf = "allocated",
     constraints: Constraints | None = None,
     strict: bool = False,
     shapes: Shapes = "bucket",
@@ -71,7 +72,8 @@ def apply(
         model: the model, as it will be trained, or torch.compile of it.
             torch.compile of the model or of its blocks may also follow.
         budget_gb: the device's peak in GiB over the whole step: parameters, buffers, gradients and
-            optimizer state included. Optional if `policy` is given.
+            optimizer state included. Optional if `policy` is given. "device": what this process has and can
+            still get of the model's GPU now, with `budget_of="reserved"`.
         optimizer: the optimizer that steps the model; its state counts, also before its first step.
         policy: the policy to carry out: a Policy, for every batch; a PolicySet, for the batches that it
             covers, and without `budget_gb` also for all others; or the path of a file with
@@ -82,7 +84,9 @@ def apply(
             and constraints, and gets the profile if it has none. Its key is the environment's AUTOAC_TOKEN.
             If the service is away, the plan is made in this process.
         require_service: raise ServiceUnavailable if the service is away.
-        headroom_gb: left free below the budget, for fragmentation.
+        headroom_gb: left free below the budget, for what no plan counts.
+        budget_of: "allocated": the budget is for the bytes that the allocator hands out. "reserved": for
+            those that it takes from the GPU, fragments included (docs/budget.md).
         constraints: what must hold for the plan in addition to the budget: pins by module path or op, FSDP
             units, a budget for forward, ... (docs/constraints.md).
         strict: raise LeftThePath if the ops that run are not those of the policy, instead of saving what is
@@ -110,9 +114,10 @@ def apply(
         TypeError: `model` is not a module, `optimizer` not an optimizer, `policy` not a policy or path,
             `constraints` not Constraints, `group` not a group, `loss` not a function, or a switch not a bool.
         InvalidBudget: budget or headroom is not a number of GiB (one in bytes is refused); or there is no
-            budget, and the policy set is empty.
-        ValueError: `shapes` or `group` is not one of its valid values; `service` is not a URL; `alias` cannot
-            be a name, or comes with `policy`; or `alias` or `require_service` come without `service`.
+            budget, and the policy set is empty; or it is for reserved memory, and the model is not on a GPU.
+        ValueError: `shapes`, `group` or `budget_of` is not one of its valid values; `service` is not a URL;
+            `alias` cannot be a name, or comes with `policy`; or `alias` or `require_service` come without
+            `service`.
         ServiceUnavailable: the service is away, and `require_service` was passed or `budget_gb` was
             not. From `apply` for an alias, otherwise from the first training forward, which leaves the
             model as it was.
@@ -140,10 +145,13 @@ def apply(
         take_over_checkpoints=take_over_checkpoints,
         shapes=shapes,
         group=group,
+        budget_of=budget_of,
     )
+    if budget_gb == "device":
+        budget_of = "reserved"
     check_source(budget_gb, policy, alias, service, require_service=require_service)
     check_constraints(constraints, planned=policy is not None or alias is not None)
-    budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, model)
+    budget_bytes, headroom_bytes = check_budget(budget_gb, headroom_gb, budget_of, model)
     check_loop(loss, forwards_in_flight, verify)
     check_unplanned(model, may_checkpoint=take_over_checkpoints)
     if is_called_compiled(given) or compiled_parts(model):
@@ -166,6 +174,7 @@ def apply(
     options = ApplyOptions(
         budget_bytes=budget_bytes,
         headroom_bytes=headroom_bytes,
+        budget_of=budget_of,
         constraints=constraints,
         service=service,
         require_service=require_service,

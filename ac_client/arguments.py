@@ -11,6 +11,7 @@ from torch import nn
 
 from ac_client.applied_model import planned_models
 from ac_client.errors import AlreadyApplied, CheckpointingActive
+from ac_client.planning.options import BudgetOf
 from ac_client.planning.ranks import AUTO
 from ac_client.service_client.connection import policies_url
 from autoac.planner import Constraints, InvalidBudget, InvalidConstraints, Policy, PolicySet
@@ -86,34 +87,45 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
 
 
-def check_budget(budget_gb: Any, headroom_gb: Any, model: nn.Module) -> tuple[int | None, int]:
-    """Return budget and headroom in bytes; warn if `model`'s device has less memory than the budget.
+def check_budget(
+    budget_gb: Any, headroom_gb: Any, budget_of: BudgetOf, model: nn.Module
+) -> tuple[int | None, int]:
+    """Return budget and headroom in bytes; warn if the budget is more than this process can have.
 
     Raises:
-        InvalidBudget: budget or headroom is not a number of GiB, or the headroom uses up the budget.
+        InvalidBudget: budget or headroom is not a number of GiB, the headroom uses up the budget, or the
+            model is not on a GPU, whose allocator alone reserves memory.
     """
     headroom = headroom_in_bytes(headroom_gb)
     if budget_gb is None:
         return None, headroom
-    budget = budget_in_bytes(budget_gb)
+    device = device_of(model)
+    free = _free_nbytes(device)
+    if budget_of == "reserved" and device.type != "cuda":
+        got = "a budget of the device" if budget_gb == "device" else 'budget_of="reserved"'
+        raise InvalidBudget(
+            f"the budget must be in GiB of allocated memory for a model on {device}, got {got}: move "
+            "the model to its GPU first"
+        )
+    budget = free if budget_gb == "device" and free is not None else budget_in_bytes(budget_gb)
     if headroom >= budget:
         raise InvalidBudget(f"headroom_gb must be below budget_gb={budget_gb!r}, got {headroom_gb!r}")
-    device = device_of(model)
-    total = _memory_nbytes(device)
-    if total is not None and budget > total:
+    if free is not None and budget > free:
         log.warning(
-            "budget_gb=%r is more than the %s that %s has, so the plan may not fit; budget_gb is in GiB",
+            "budget_gb=%r is more than the %s that this process can have on %s, so the plan may not fit; "
+            "budget_gb is in GiB",
             budget_gb,
-            format_bytes(total),
+            format_bytes(free),
             "this machine" if device.type == "cpu" else device,
         )
     return budget, headroom
 
 
-def _memory_nbytes(device: torch.device) -> int | None:
-    """Return the memory of `device`; None if it is not known."""
+def _free_nbytes(device: torch.device) -> int | None:
+    """Return the memory of `device` that this process has or can still get; None if it is not known."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
     if device.type == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return None
@@ -166,14 +178,14 @@ def check_constraints(constraints: Any, *, planned: bool) -> None:
 
 
 def check_switches(
-    *, strict: Any, require_service: Any, take_over_checkpoints: Any, shapes: Any, group: Any
+    *, strict: Any, require_service: Any, take_over_checkpoints: Any, shapes: Any, group: Any, budget_of: Any
 ) -> None:
     """Check the arguments that have only a few valid values.
 
     Raises:
         TypeError: `strict`, `require_service` or `take_over_checkpoints` is not a bool, or `group` is not a
             ProcessGroup.
-        ValueError: `shapes` or `group` is a string other than the valid ones.
+        ValueError: `shapes`, `group` or `budget_of` is not one of the valid strings.
     """
     switches = {
         "strict": strict,
@@ -185,6 +197,8 @@ def check_switches(
             raise TypeError(f"{name} must be True or False, got {switch!r}")
     if shapes not in ("bucket", "first"):
         raise ValueError(f'shapes must be "bucket" or "first", got {shapes!r}')
+    if budget_of not in ("allocated", "reserved"):
+        raise ValueError(f'budget_of must be "allocated" or "reserved", got {budget_of!r}')
     if isinstance(group, str):
         if group != AUTO:
             raise ValueError(f'group must be "auto", a ProcessGroup or None, got {group!r}')

@@ -24,6 +24,7 @@ from ac_client import Applied
 from ac_client.integrations import loop
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
+from ac_client.planning.options import Budget
 
 try:
     from accelerate import Accelerator
@@ -38,7 +39,7 @@ except ModuleNotFoundError as error:
 def planned(
     accelerator: Accelerator,
     model: nn.Module,
-    budget_gb: float | None = None,
+    budget_gb: Budget = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     **options: Unpack[Options],

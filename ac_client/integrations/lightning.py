@@ -26,6 +26,7 @@ from ac_client.errors import NO_TRAINING
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session
+from ac_client.planning.options import Budget
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -66,7 +67,7 @@ class AutoACCallback(Callback):
 
     def __init__(
         self,
-        budget_gb: float | None = None,
+        budget_gb: Budget = None,
         *,
         module: str | None = None,
         measure: bool = False,

@@ -17,12 +17,13 @@ from torch import nn
 
 from ac_client import Applied, applied, apply
 from ac_client.integrations.options import Options
+from ac_client.planning.options import Budget
 
 
 @contextmanager
 def planned(
     model: nn.Module,
-    budget_gb: float | None = None,
+    budget_gb: Budget = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     **options: Unpack[Options],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TypedDict
 
-from ac_client.planning.options import Shapes
+from ac_client.planning.options import BudgetOf, Shapes
 from autoac.planner import Constraints, Policy, PolicySet
 
 
@@ -17,6 +17,7 @@ class Options(TypedDict, total=False):
     service: str | None
     require_service: bool
     headroom_gb: float
+    budget_of: BudgetOf
     constraints: Constraints | None
     strict: bool
     take_over_checkpoints: bool

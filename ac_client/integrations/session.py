@@ -10,6 +10,7 @@ from torch import nn
 
 from ac_client import Applied, applied, apply
 from ac_client.integrations.options import Options
+from ac_client.planning.options import Budget
 
 log = logging.getLogger("ac_client")
 
@@ -28,7 +29,7 @@ class Session:
     def __init__(
         self,
         model: nn.Module,
-        budget_gb: float | None,
+        budget_gb: Budget,
         optimizer: torch.optim.Optimizer | None,
         measure: bool,
         options: Options,

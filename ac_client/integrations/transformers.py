@@ -24,6 +24,7 @@ from ac_client.errors import NO_TRAINING
 from ac_client.integrations.errors import MissingLibrary
 from ac_client.integrations.options import Options
 from ac_client.integrations.session import Session
+from ac_client.planning.options import Budget
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -55,7 +56,7 @@ class AutoACCallback(TrainerCallback):
     """
 
     def __init__(
-        self, budget_gb: float | None = None, *, measure: bool = False, **options: Unpack[Options]
+        self, budget_gb: Budget = None, *, measure: bool = False, **options: Unpack[Options]
     ) -> None:
         self._budget_gb = budget_gb
         self._measure = measure
@@ -142,7 +143,7 @@ class AutoACCallback(TrainerCallback):
 
 @contextmanager
 def planned(
-    trainer: Trainer, budget_gb: float | None = None, *, measure: bool = False, **options: Unpack[Options]
+    trainer: Trainer, budget_gb: Budget = None, *, measure: bool = False, **options: Unpack[Options]
 ) -> Iterator[AutoACCallback]:
     """Add the callback to `trainer` for a with-block, and leave both as they were however the block ends.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from autoac.planner.errors import Holding, holdings_in_lines
@@ -43,7 +42,7 @@ class Report:
     retries: int = 0  # steps that ran out of memory and ran again
     allocated_peak_bytes: int | None = None  # of the allocator's counter since its last reset (CUDA)
     reserved_peak_bytes: int | None = None  # memory that the allocator then held on the device (CUDA)
-    proposed_headroom_bytes: int | None = None  # headroom that keeps reserved memory within the budget
+    predicted_reserved_bytes: int | None = None  # of the device, fragments included (CUDA)
 
     def metrics(self) -> dict[str, float]:
         """Return values for a training loop's logger, by name, such as `autoac/predicted_peak_gb`.
@@ -102,13 +101,10 @@ class Report:
                 f"{format_bytes(self.corrected_by_bytes)}; {self.retries} steps run again"
             )
         if self.reserved_peak_bytes is not None and self.allocated_peak_bytes is not None:
-            headroom = ""
-            if self.proposed_headroom_bytes:
-                gb = math.ceil(gb_from_bytes(self.proposed_headroom_bytes) * 1000) / 1000
-                headroom = f"; headroom_gb={gb:.3f} would keep that within the budget"
             lines.append(
                 f"  device: reserved {size(self.reserved_peak_bytes)} for "
-                f"{size(self.allocated_peak_bytes)} allocated{headroom}"
+                f"{size(self.allocated_peak_bytes)} allocated, predicted "
+                f"{size(self.predicted_reserved_bytes)}"
             )
         if self.stale:
             lines.append(f"  the prediction is stale: {self.stale}")

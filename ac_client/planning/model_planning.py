@@ -35,7 +35,13 @@ from autoac.profiler.errors import ProfilerError
 
 log = logging.getLogger("ac_client")
 
-_LOUD = ("out of memory", "loosened too far", "over the limit", "far under the limit")  # measured steps
+_LOUD = (
+    "out of memory",
+    "loosened too far",
+    "over the limit",
+    "fragments",
+    "far under the limit",
+)  # measured
 
 
 class ModelPlanning:
@@ -88,7 +94,7 @@ class ModelPlanning:
         if bucket is None:
             return None
         gradients = not bucket.planned_for.gradients and self.store.parameters.gradients_exist()
-        facts = self.watch.before_forward(call.model, bucket, self.forwards, waiting, gradients=gradients)
+        facts = self.watch.before_forward(call, bucket, self.forwards, waiting, gradients=gradients)
         while isinstance(action := self._next(bucket, facts), PlanAgain):
             facts = facts._replace(can_profile=facts.can_profile and not action.profiles)
             if action.row == "other models":
@@ -138,6 +144,8 @@ class ModelPlanning:
                     bucket.correct_prediction(facts.peak.at_most - bucket.planned_for.peak)
                     bucket.fitted = bucket.loaded, bucket.step, bucket.planned_for
                 self._plan_again(bucket, action)
+                if action.row == "fragments":
+                    torch.cuda.empty_cache()  # of the plan before
             case CorrectPrediction(nbytes):
                 predicted = bucket.planned_for.peak
                 bucket.correct_prediction(nbytes)
@@ -239,7 +247,7 @@ class ModelPlanning:
         if call is not None and action.profiles:
             step = self.planner.profiled_step(call, step.profile, loaded)
         bucket.load(loaded, step, terms)
-        if infeasible is not None and peak > terms.limit:
+        if infeasible is not None and peak > self.options.limit:
             bucket.warned.add(action.row)
             self.planner.warn_over_budget(peak, action.reason)
             if action.row == "other models":

@@ -8,7 +8,7 @@ the facts that are known then:
     a forward has ended     ran_skipped
     a backward begins       backward
     an optimizer stepped    optimizers
-    a step is over          peak, whole; or had_nbytes, if the device ran out of memory
+    a step is over          peak, whole, reserved_over; or had_nbytes, if the device ran out of memory
 
 Only before a forward and after a step a plan is made. What the other moments show is warned of at once, if
 the step that runs may go over the budget, and is planned for before the next forward.
@@ -98,11 +98,14 @@ class StepFacts(NamedTuple):
     room_requested: int = 0  # that other planned models on the device have asked for
     ran_skipped: Set[str] = frozenset()  # modules that ran, and that the profiled forward skipped
     kept_nbytes: int = 0  # held by names of the step before, until this forward has ended
+    kept_before: int = 0  # the same as the last forward began
     can_profile: bool = True  # the batch is like the profiled one, and no profiler is running
     backward: BackwardFacts | None = None
     peak: PeakBounds | None = None
     whole: bool = False  # the steps of `peak` had all of the optimizer's state, and its step
     had_nbytes: int | None = None  # that the device had when it ran out of memory
+    reserved_over: int = 0  # by which the step took what the allocator has reserved over the budget
+    of_reserved: bool = False  # the budget is for what the allocator has reserved
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ def next_action(planned: PlannedFor, facts: StepFacts) -> Action:
 
     A plan that was made elsewhere stays; then only the warning is left.
     """
-    measured = facts.peak is not None or facts.had_nbytes is not None
+    measured = facts.peak is not None or facts.had_nbytes is not None or facts.reserved_over > 0
     kept = KEEP
     for name, row in (MEASURED if measured else BACKWARD if facts.backward is not None else LOOP).items():
         action = row(planned, facts)
@@ -185,6 +188,8 @@ def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if peak is None or peak.at_least <= max(planned.limit, planned.peak):
         return None
     if planned.elsewhere or correction.times >= MOST_CORRECTIONS:
+        if facts.of_reserved:
+            return None  # fragments may leave room for it
         why = "planned elsewhere" if planned.elsewhere else f"corrected {correction.times} times"
         return Keep(
             f"measured a peak of {format_bytes(peak.at_least)}, over the limit of "
@@ -194,6 +199,21 @@ def _over_limit(planned: PlannedFor, facts: StepFacts) -> Action | None:
     nbytes = correction.nbytes + peak.at_least - planned.peak + margin
     correction = replace(correction, times=correction.times + 1, nbytes=nbytes)
     return PlanAgain(replace(planned, correction=correction), _measured(planned, peak.at_least))
+
+
+def _fragments(planned: PlannedFor, facts: StepFacts) -> Action | None:
+    """Leave room for the fragments that the allocator turned out to hold, if the budget is for them too."""
+    over, correction = facts.reserved_over, planned.correction
+    if over <= 0:
+        return None
+    held = f"the allocator has reserved {format_bytes(over)} more than the budget, for fragments"
+    if not facts.of_reserved or planned.elsewhere or correction.times >= MOST_CORRECTIONS:
+        advice = "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        if not facts.of_reserved:
+            advice += ', or pass budget_of="reserved" to ac_client.apply to have the budget count them'
+        return Keep(f"{held}. Where the device is nearly full, {advice}")
+    correction = replace(correction, times=correction.times + 1, withheld=correction.withheld + over)
+    return PlanAgain(replace(planned, correction=correction), held)
 
 
 def _far_under(planned: PlannedFor, facts: StepFacts) -> Action | None:
@@ -270,7 +290,7 @@ def _skipped_modules(planned: PlannedFor, facts: StepFacts) -> Action | None:
         planned,
         f"modules run that the profiled forward skipped ({', '.join(some[:3])}{more}). They are decided like "
         "the nearest layer that it ran, or else saved",
-        "a first batch that runs all modules is planned best",
+        "later steps that run yet others may, too; a first batch that runs all modules is planned best",
         again=True,
     )
     if facts.waiting or planned.module_tries >= MOST_MODULE_TRIES or not facts.can_profile:
@@ -288,7 +308,7 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
     if facts.others_nbytes is None:
         return None
     more = facts.others_nbytes - planned.others_nbytes
-    lacks_room = more > 0 and planned.peak + more > planned.limit
+    lacks_room = more > SMALL and planned.peak <= planned.limit < planned.peak + more
     gains_room = more < 0 and planned.peak > planned.limit
     if not (facts.room_requested or lacks_room or gains_room):
         return None
@@ -309,10 +329,14 @@ def _other_models(planned: PlannedFor, facts: StepFacts) -> Action | None:
 
 
 def _last_step(planned: PlannedFor, facts: StepFacts) -> Action | None:
-    """Count what names such as `loss` keep of the last step: they are rebound when forward has ended."""
+    """Count what names such as `loss` keep of the last step: they are rebound when forward has ended.
+
+    If the plan has room for it, they must have kept as much of the step before: else it may be garbage.
+    """
     more = facts.kept_nbytes - planned.kept_nbytes
     fits_no_more = planned.peak <= planned.limit < planned.peak + more
-    if more <= SMALL or (more <= MISPREDICTED * min(planned.limit, planned.peak) and not fits_no_more):
+    large = more > MISPREDICTED * min(planned.limit, planned.peak) and facts.kept_before >= facts.kept_nbytes
+    if more <= SMALL or not (fits_no_more or large):
         return None
     return PlanAgain(
         replace(planned, kept_nbytes=facts.kept_nbytes, correction=replace(planned.correction, loosened=0)),
@@ -433,6 +457,7 @@ MEASURED: dict[str, Row] = {
     "out of memory": _out_of_memory,
     "loosened too far": _loosened_too_far,
     "over the limit": _over_limit,
+    "fragments": _fragments,
     "far under the limit": _far_under,
     "mispredicted": _mispredicted,
 }

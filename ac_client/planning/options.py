@@ -10,6 +10,8 @@ from autoac.planner import Constraints
 from autoac.profiler import Loss
 
 Shapes = Literal["bucket", "first"]
+Budget = float | Literal["device"] | None
+BudgetOf = Literal["allocated", "reserved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,7 @@ class ApplyOptions:
 
     budget_bytes: int | None = None  # None: a policy was given without a budget
     headroom_bytes: int = 0
+    budget_of: BudgetOf = "allocated"
     constraints: Constraints | None = None
     service: str | None = None
     require_service: bool = False

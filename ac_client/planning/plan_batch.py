@@ -22,6 +22,7 @@ from ac_client.measure.recording_overhead import is_host_bound, replay_us_of_pro
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
+from ac_client.planning.facts.peak_counter import allocator_peak, most_allocated
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, skipped_modules
 from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions
@@ -101,6 +102,8 @@ class BatchPlanner:
         log.info("%s: profiling one step", self.name)
         check_hooks()
         self._warn_of_copies(call)
+        allocator = allocator_peak(device_of(call.model, call.args, call.kwargs))
+        before = allocator.allocated_peak() if allocator is not None else 0
         self._thread.profiling = True
         loss = self.options.loss
         if loss is not None and loop.forwards > 1 and (self.options.forwards_in_flight or 1) == 1:
@@ -117,6 +120,8 @@ class BatchPlanner:
                     loop=loop,
                     recall=True,
                 )
+            if allocator is not None and allocator.allocated_peak() > before:
+                self._warn_of_peak(allocator.allocated_peak())
             for message in unplanned_in(profile):
                 self.warn_once(message, message)
             for note in profile.notes:
@@ -135,6 +140,12 @@ class BatchPlanner:
         finally:
             self._thread.profiling = False
 
+    def limit_of(self, profile: Profile) -> int:
+        """Return the most bytes that a planned peak of this step may have."""
+        if self.options.budget_of == "allocated":
+            return self.options.limit
+        return most_allocated(self.options.limit, profile.storages.block_nbytes())
+
     def _warn_of_copies(self, call: ModelCall) -> None:
         """Warn if the model fits the budget, but not with the copies of its buffers that profiling makes."""
         model = call.model
@@ -149,6 +160,17 @@ class BatchPlanner:
                 f"profiling a step copies the model's buffers ({format_bytes(static.buffers)}) and so holds "
                 f"at least {format_bytes(needs)}, which is over the budget of {format_bytes(limit)}; to "
                 "profile without memory, plan for a datasheet and pass policy=...",
+            )
+
+    def _warn_of_peak(self, peak: int) -> None:
+        """Warn if the profile itself did not keep the budget."""
+        budget = self.options.budget_bytes
+        if budget is not None and peak > budget:
+            self.warn_once(
+                "profile",
+                f"profiling a step took {format_bytes(peak)}, which is over the budget of "
+                f"{format_bytes(budget)}. Its plan keeps the budget; to profile with less memory, train on a "
+                "smaller batch first, or plan for a datasheet and pass policy=...",
             )
 
     def plan_within(
@@ -252,9 +274,9 @@ class BatchPlanner:
         """
         self._on_device.measure_uncounted(call.args, call.kwargs)
         profile = profile or self.profile(call, loop)
-        others = self._on_device.others_nbytes()
+        others, limit = self._on_device.others_nbytes(), self.limit_of(profile)
         try:
-            made, profile, loop = self.plan_first(profile, loop, others)
+            made, profile, loop = self.plan_first(profile, loop, others, limit)
         except InfeasibleBudget as error:
             alone = None if error.smallest_found is None else error.smallest_found - others
             fits_alone = alone is not None and alone <= self.options.limit
@@ -262,23 +284,30 @@ class BatchPlanner:
                 self._on_device.name_others(error)
                 raise
             profile, loop = dropping_all(profile, loop)
-            policy, plan, infeasible = self.plan_or_tightest(profile, self.options.limit, others)
+            policy, plan, infeasible = self.plan_or_tightest(profile, limit, others)
             made, needs = (policy, plan), policy.predicted.peak_bytes
-            if infeasible is not None:
+            if infeasible is not None and limit < needs <= self.options.limit:
+                self.warn_once(
+                    "fragments",
+                    f"the smallest peak found, {format_bytes(needs)}, leaves "
+                    f"{format_bytes(self.options.limit - needs)} of the budget for fragments, where "
+                    f"{format_bytes(self.options.limit - limit)} are expected. It runs under that plan",
+                )
+            elif infeasible is not None:
                 self.warn_over_budget(needs, running or of_others(others))
-            self._on_device.ask_others_for_room(needs - self.options.limit)
-        terms = PlannedFor(self.options.limit, loop=loop, others_nbytes=others)
+            self._on_device.ask_others_for_room(needs - limit)
+        terms = PlannedFor(limit, loop=loop, others_nbytes=others)
         loaded = LoadedPolicy(*made)
         return PlannedBucket(call.shape, loaded, self.profiled_step(call, profile, loaded), terms)
 
     def plan_first(
-        self, profile: Profile, loop: Loop, others: int, limit: int | None = None
+        self, profile: Profile, loop: Loop, others: int, limit: int
     ) -> tuple[tuple[Policy, Plan], Profile, Loop]:
         """Plan a loop that has not run yet: as one that drops the model's outputs, if no other plan fits.
 
         Args:
             others: bytes held beyond what the profile counts, by other models or on other ranks.
-            limit: of the peak; by default the budget's.
+            limit: of the peak.
 
         Returns:
             Policy and plan, and the profile and the form of the loop that they are for.
@@ -286,7 +315,6 @@ class BatchPlanner:
         Raises:
             InfeasibleBudget: no plan fits, although the loop drops the outputs.
         """
-        limit = self.options.limit if limit is None else limit
         try:
             return self.plan_within(profile, limit, others), profile, loop
         except InfeasibleBudget as error:

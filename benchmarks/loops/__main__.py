@@ -118,7 +118,8 @@ class Messages(logging.Handler):
     def said_by(self, step: int) -> bool:
         """Return True if a warning of this step, or an earlier one that lasts, says that it may be over."""
         before = [text for n, texts in self.warnings.items() for text in texts if n < step]
-        return bool(self.warnings.get(step)) or any("cannot be kept" in text for text in before)
+        lasts = ("cannot be kept", "later steps")
+        return bool(self.warnings.get(step)) or any(words in text for text in before for words in lasts)
 
     def claims(self) -> list[str]:
         """Return the warnings that say more than what may happen, or what is assumed."""

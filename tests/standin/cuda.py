@@ -113,6 +113,10 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
         del unseen
         return copied.untyped_storage()
 
+    def mem_get_info(which: Any = None) -> tuple[int, int]:
+        total = min(device.limit(index_of(which)), Properties.total_memory)
+        return total - cuda.memory_reserved(which), total
+
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
@@ -131,6 +135,7 @@ def _replace_python(cuda: Any, device: ModuleType) -> None:
     cuda.is_current_stream_capturing = lambda: False
     cuda.is_initialized = cuda.memory.is_initialized = lambda: True
     cuda.device_count = device.device_count
+    cuda.mem_get_info = cuda.memory.mem_get_info = mem_get_info
     cuda.get_device_name = lambda which=None: Properties.name
     cuda.get_device_capability = lambda which=None: (Properties.major, Properties.minor)
     cuda.get_device_properties = lambda which=None: Properties

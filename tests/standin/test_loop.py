@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import ac_client
 from ac_client.planning.next_action import WATCHED_STEPS
@@ -32,6 +33,7 @@ def train(
     steps: int,
     before: int = 0,
     later: int = 0,
+    inside: int = 0,
     reset: bool = True,
 ) -> tuple[list[int], list[int], ac_client.Report]:
     """Train under a budget; returns the counter after each step, what was corrected by then, and the report.
@@ -39,18 +41,25 @@ def train(
     Args:
         before: bytes that are on the device before `apply`.
         later: and more of them from the second step on.
+        inside: bytes that are made in each forward from the second on, and freed after the step.
         reset: reset the counter at the head of each step, as many loops do.
     """
     model, optimizer, batch = task.made()
     held = [torch.empty(before, dtype=torch.uint8, device=task.device)]
+    made: list[Tensor] = []
     ac_client.apply(model, budget / GIB, optimizer=optimizer)
     at = ac_client.applied(model)
     peaks, corrected = [], []
     for i in range(steps):
+        if i == 1 and inside:
+            model.register_forward_pre_hook(
+                lambda *_: made.append(torch.empty(inside, dtype=torch.uint8, device=task.device))
+            )
         if reset:
             torch.cuda.reset_peak_memory_stats(task.device)
         step(task, model, optimizer, batch, Training(None))
         optimizer.zero_grad()
+        made.clear()
         peaks.append(gpu.peak(task.index))
         corrected.append(at.report().corrected_by_bytes)
         if i == 0:
@@ -64,7 +73,7 @@ def test_step_over_its_budget_is_corrected_if_the_counter_is_reset_each_step(
 ) -> None:
     budget = between(bounds_of("cuda:1"), 0.7)
     with caplog.at_level(logging.WARNING):
-        peaks, _, report = train(gpu, task_of("cuda:1"), budget, later=EXTRA, steps=5)
+        peaks, _, report = train(gpu, task_of("cuda:1"), budget, inside=EXTRA, steps=5)
     assert peaks[1] > budget, "the first whole step is over"
     assert all(peak <= budget for peak in peaks[3:])  # the first step of a plan also compares contents
     assert report.predicted_peak_bytes == peaks[-1]
@@ -117,10 +126,51 @@ def test_what_is_on_the_device_before_the_first_plan_counts_in_it(gpu: ModuleTyp
     assert corrected == [0] * (WATCHED_STEPS + 1)
 
 
+def test_what_is_on_the_device_later_counts_from_the_next_step_on(gpu: ModuleType) -> None:
+    """A copy of the weights that an optimizer or the loop keeps."""
+    budget = between(bounds_of("cuda:1"), 0.7)
+    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, later=EXTRA, steps=WATCHED_STEPS + 1)
+    assert all(peak <= budget for peak in peaks[2:])  # the first step of a plan also compares contents
+    assert report.predicted_peak_bytes == peaks[-1]
+    assert corrected == [0] * (WATCHED_STEPS + 1)
+
+
 def test_plan_is_not_corrected_before_the_optimizer_has_its_state(gpu: ModuleType) -> None:
     """The step lacks it, so that the correction would be too small, and there are only two."""
     budget = between(bounds_of("cuda:1"), 0.7)
-    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, later=EXTRA, steps=WATCHED_STEPS + 1)
+    peaks, corrected, report = train(gpu, task_of("cuda:1"), budget, inside=EXTRA, steps=WATCHED_STEPS + 1)
     assert corrected == [0, 0, EXTRA, EXTRA]
     assert report.corrections == 1
     assert peaks[-1] == report.predicted_peak_bytes <= budget
+
+
+class Banked(nn.Module):
+    """A memory bank in a buffer, which a profile copies, and small layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        self.register_buffer("bank", torch.zeros(4 << 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) + self.bank[:64]
+
+
+def test_profile_over_the_budget_is_said(gpu: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    model = Banked().to("cuda")
+    ac_client.apply(model, 24 / 1024)
+    model(torch.ones(8, 64, device="cuda")).square().sum().backward()
+    said = [text for text in caplog.messages if "profiling a step took" in text]
+    assert len(said) == 1
+    assert "over the budget of 24.00 MiB" in said[0]
+
+
+def test_large_loss_outside_of_the_model_is_said_in_the_first_step(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.reset_peak(0)  # it shows nothing below an earlier peak
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to("cuda"), torch.ones(512, 64)
+    ac_client.apply(model, 2 / 1024)
+    z = model(x.to("cuda"))
+    (z @ z.T).softmax(1).square().sum().backward()  # a matrix of 1 MiB, three times
+    assert any("between the model's forward and its backward" in text for text in caplog.messages)

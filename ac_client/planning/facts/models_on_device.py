@@ -5,7 +5,7 @@ gradients and optimizer state all the time, and what their forwards in flight ha
 once it has run a planned forward after `apply` was called for this one: until then it may never train.
 
 Whatever else is on the device counts too, if its allocator counts: a teacher, an average of the weights, the
-next batch. It is looked at once, before the first plan.
+next batch, copies that an optimizer keeps. It is looked at before the first steps of each plan.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ModelOnDevice:
         self._bucket: PlannedBucket | None = None  # of the last forward
         self._planned_at = next(_turns)
         self._forward_at = 0  # turn at which the last planned forward began
-        self._uncounted: int | None = None  # bytes on the device that no planned model holds; None: not known
+        self._uncounted = 0  # bytes on the device that no planned model holds, as last measured
         _all.add(self)
 
     def close(self) -> None:
@@ -84,20 +84,32 @@ class ModelOnDevice:
         """Return the bytes that the neighbors and their optimizers hold now."""
         return sum(other.standing_nbytes() for other in self._others())
 
-    def measure_uncounted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Measure what no planned model holds, before the first plan; the batch is the step's."""
+    def measure_uncounted(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], kept: int = 0, state: int | None = None
+    ) -> None:
+        """Measure what no planned model holds. No forward of this model may be in flight.
+
+        Args:
+            args, kwargs: the batch of the step that begins.
+            kept: bytes that names of the step before hold, and that count elsewhere.
+            state: of the optimizers, that a plan counts; None before the first plan.
+        """
         model = self._model()
-        if self._uncounted is not None or model is None or device_of(model).type != "cuda":
+        if model is None or device_of(model).type != "cuda":
             return
-        gc.collect()
         device = device_of(model)
-        held = static_bytes(model, args, kwargs, self._optimizers.state_nbytes(device), device).total
+        present = self._optimizers.state_nbytes(device)
+        present = present if state is None else min(present, state)
+        held = static_bytes(model, args, kwargs, present, device).total
         held += sum(o._held_nbytes() for o in list(_all) if o is not self and o.device() == device)
+        held += gathered_nbytes(model) + kept
+        if torch.cuda.memory_allocated(device) - held > self._uncounted:
+            gc.collect()  # garbage is not held
         self._uncounted = max(0, torch.cuda.memory_allocated(device) - held)
 
     def others_nbytes(self) -> int:
         """Return the bytes on the device that the model does not hold."""
-        return (self._uncounted or 0) + self.neighbors_nbytes()
+        return self._uncounted + self.neighbors_nbytes()
 
     def neighbors_nbytes(self) -> int:
         """Return the bytes that the neighbors hold between steps, and for their forwards in flight now."""

@@ -22,6 +22,9 @@ import torch
 
 from autoac.planner.units import rounded_bytes
 
+MIB = 1 << 20
+LAST_SEGMENTS = 40 * MIB  # that are rarely full
+
 
 class AllocatorPeak(Protocol):
     """The allocator of a device."""
@@ -31,6 +34,12 @@ class AllocatorPeak(Protocol):
 
     def reserved_peak(self) -> int:
         """Return the most bytes taken from the device since that counter was last reset."""
+
+    def allocated(self) -> int:
+        """Return the bytes handed out now."""
+
+    def reserved(self) -> int:
+        """Return the bytes taken from the device and not given back."""
 
 
 class CudaPeak:
@@ -44,6 +53,12 @@ class CudaPeak:
 
     def reserved_peak(self) -> int:
         return torch.cuda.max_memory_reserved(self._device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self._device)
 
 
 def allocator_peak(device: torch.device) -> AllocatorPeak | None:
@@ -84,12 +99,28 @@ class PeakBounds:
         return PeakBounds(max(self.at_least, other.at_least), at_most)
 
 
-def proposed_headroom(allocated_peak: int, reserved_peak: int, budget: int) -> int:
-    """Return the headroom in bytes that keeps what the allocator reserves within `budget`.
+def reserved_for(allocated: int, blocks: Sequence[int]) -> int:
+    """Return how many bytes the allocator reserves to hand out `allocated`, in blocks of about these sizes.
 
-    Fragments are what was reserved and not handed out. If the budget has room for both, the headroom is 0.
+    Segments are filled with blocks of one size each (tests/standin/caching_allocator.py has the rules).
+    Measured on the stand-in, seven models of 50 to 520 MB at two budgets each: between 16 % too much and 1 %
+    too little.
     """
-    if reserved_peak <= budget:
-        return 0
-    block = 2 << 20  # the caching allocator's
-    return rounded_bytes(max(0, reserved_peak - allocated_peak), block)
+    return round(allocated * _reserved_per_byte(blocks)) + LAST_SEGMENTS
+
+
+def most_allocated(reserved: int, blocks: Sequence[int]) -> int:
+    """Return how many bytes may be handed out for `reserved_for` to be `reserved`; at least 1."""
+    return max(1, int((reserved - LAST_SEGMENTS) / _reserved_per_byte(blocks)))
+
+
+def _reserved_per_byte(blocks: Sequence[int]) -> float:
+    reserved = sum(_segment(block) / (_segment(block) // block) for block in blocks if block)
+    return reserved / sum(blocks) if reserved else 1.0
+
+
+def _segment(block: int) -> int:
+    """Return the size of the segment that a block is cut from."""
+    if block >= 10 * MIB:
+        return rounded_bytes(block, 2 * MIB)
+    return 2 * MIB if block <= MIB else 20 * MIB

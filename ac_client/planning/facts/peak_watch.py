@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
-from ac_client.planning.facts.peak_counter import AllocatorPeak, PeakBounds, allocator_peak
+from ac_client.planning.facts.peak_counter import (
+    AllocatorPeak,
+    PeakBounds,
+    allocator_peak,
+)
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
+from ac_client.planning.options import ApplyOptions
 from ac_client.runtime.write_guard import version_counter
 from autoac.profiler import device_of
 from autoac.profiler.distributed.fsdp import parameters_of
@@ -25,8 +30,9 @@ class _Readings:
 
     bucket: PlannedBucket
     loaded: LoadedPolicy  # when the step began
-    counts: list[int]  # from before forward on
+    counts: list[int] | None  # from before forward on; None if the step's peak is not compared
     written: int  # `PeakWatch.written` before forward
+    reserved: int  # before forward
 
 
 class PeakWatch:
@@ -34,10 +40,13 @@ class PeakWatch:
 
     Attributes:
         allocator: of the model's device, once a step was planned here.
+        fragments: bytes that it had reserved beyond the peak of the last compared step; None before one.
     """
 
-    def __init__(self, model: nn.Module, optimizers: ModelOptimizers) -> None:
+    def __init__(self, model: nn.Module, options: ApplyOptions, optimizers: ModelOptimizers) -> None:
         self.allocator: AllocatorPeak | None = None
+        self.fragments: int | None = None
+        self._options = options
         self._started = False
         self._model = weakref.ref(model)
         self._optimizers = optimizers
@@ -59,24 +68,23 @@ class PeakWatch:
 
     @property
     def reading(self) -> bool:
-        """Return True if the step that runs is compared."""
+        """Return True if the step that runs is watched."""
         return self._readings is not None
 
     def begin_step(self, bucket: PlannedBucket, *, compares: bool = False) -> None:
-        """Take the first reading of a step under `bucket`, if it is one to compare.
+        """Take the first reading of a step under `bucket`, if it is one of the first.
 
         Args:
             compares: backward compares contents in this step, for which it allocates up to 2 MiB more.
         """
-        if compares or self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
+        if self.allocator is None or bucket.statistics.compared >= WATCHED_STEPS:
             return
-        if self.is_complete(bucket):
-            counts = [self.allocator.allocated_peak()]
-            self._readings = _Readings(bucket, bucket.loaded, counts, self.written())
+        counts = None if compares or not self.is_complete(bucket) else [self.allocator.allocated_peak()]
+        self._readings = _Readings(bucket, bucket.loaded, counts, self.written(), self.allocator.reserved())
 
     def read(self) -> None:
         """Take one more reading of the step that runs."""
-        if self._readings is not None and self.allocator is not None:
+        if self._readings is not None and self._readings.counts is not None and self.allocator is not None:
             self._readings.counts.append(self.allocator.allocated_peak())
 
     def discard(self) -> None:
@@ -90,9 +98,26 @@ class PeakWatch:
         if readings is None or readings.loaded is not readings.bucket.loaded:
             return None
         bucket = readings.bucket
-        bucket.statistics.add(PeakBounds.of(readings.counts))
-        last = bucket.statistics.compared == WATCHED_STEPS
-        return bucket, self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
+        facts = StepFacts()
+        if readings.counts is not None:
+            bucket.statistics.add(PeakBounds.of(readings.counts))
+            last = bucket.statistics.compared == WATCHED_STEPS
+            facts = self.facts(bucket, bucket.statistics.peak, readings.written, last=last)
+        return bucket, self._with_reserved(facts, readings.reserved)
+
+    def _with_reserved(self, facts: StepFacts, before: int) -> StepFacts:
+        """Return `facts`, and by how much the step took what the allocator has reserved over the budget.
+
+        What was reserved before the step, for an evaluation say, is not the plan's to keep small.
+        """
+        budget = self._options.budget_bytes
+        if self.allocator is None or budget is None:
+            return facts
+        now = self.allocator.reserved()
+        if facts.peak is not None and facts.peak.at_most is not None:
+            self.fragments = max(0, now - facts.peak.at_most)
+        over = now - budget if now > before else 0
+        return facts._replace(reserved_over=over, of_reserved=self._options.budget_of == "reserved")
 
     def facts(
         self, bucket: PlannedBucket, peak: PeakBounds | None, written: int, *, last: bool = True

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.forwards_in_flight import BackwardFacts, ForwardsInFlight, Listener
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
 from ac_client.planning.facts.peak_watch import PeakWatch
 from ac_client.planning.loaded_policy import PlannedBucket
-from ac_client.planning.next_action import StepFacts
+from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions
 from autoac.profiler import device_of
 from autoac.profiler.static_memory import OptimizerBytes, optimizer_bytes
@@ -32,10 +33,11 @@ class StepWatch:
         self._in_flight = ForwardsInFlight()
         self._most_forwards = 1  # in flight at once, so far
         self._kept = 0  # bytes that names of the last step held as the last forward began
+        self._after_forward: tuple[int, int] | None = None  # allocated bytes, and their peak; None: not read
         self._adopted = 0  # optimizers that were adopted when their state was last compared with a plan's
         self.optimizers = ModelOptimizers(model, optimizer)
         self.on_device = ModelOnDevice(model, type(model).__name__, self.optimizers, self.waiting)
-        self.peaks = PeakWatch(model, self.optimizers)
+        self.peaks = PeakWatch(model, options, self.optimizers)
 
     def waiting(self) -> int:
         """Return how many forwards wait for their backward."""
@@ -48,12 +50,12 @@ class StepWatch:
         self.on_device.close()
 
     def before_forward(
-        self, model: nn.Module, bucket: PlannedBucket, forwards: int, waiting: int, *, gradients: bool
+        self, call: ModelCall, bucket: PlannedBucket, forwards: int, waiting: int, *, gradients: bool
     ) -> StepFacts:
-        """Return the facts as a forward of `model` begins.
+        """Return the facts as a forward begins.
 
         Args:
-            model: the model.
+            call: of the model, on the batch.
             bucket: that runs the forward.
             forwards: before one backward, for which steps are planned now.
             waiting: how many forwards wait for their backward.
@@ -68,11 +70,14 @@ class StepWatch:
             return StepFacts(waiting, loop, most, ran_skipped=bucket.ran_skipped)
         outputs = None if waiting or loop.retains else self._in_flight.kept_outputs()
         now = 0 if outputs is None else outputs + bucket.profile.kept_nbytes
-        kept, self._kept = min(now, self._kept), now  # twice in a row: a name, not garbage
+        kept_before, self._kept = self._kept, now
+        if not waiting and bucket.statistics.compared < WATCHED_STEPS:
+            state = bucket.planned_for.optimizers.state
+            self.on_device.measure_uncounted(call.args, call.kwargs, outputs or 0, state)
         needs, names = None, ""
         if bucket.step.n_adopted != self.optimizers.adopted:
             bucket.step = replace(bucket.step, n_adopted=self.optimizers.adopted)
-            needs, names = self._needs_of_optimizers(model)
+            needs, names = self._needs_of_optimizers(call.model)
         return StepFacts(
             waiting,
             loop,
@@ -83,16 +88,23 @@ class StepWatch:
             self.on_device.others_nbytes(),
             bucket.room_requested,
             bucket.ran_skipped,
-            kept_nbytes=kept,
+            kept_nbytes=now,
+            kept_before=kept_before,
         )
 
     def after_forward(self, out: Any, listener: Listener) -> None:
         """Watch the forward that returned `out` until its backward begins."""
         self._in_flight.add(out, listener, has_loss=self._options.loss is not None)
+        self._after_forward = self._read_allocator() if self.peaks.reading else None
 
     def in_backward(self, bucket: PlannedBucket, backward: BackwardFacts) -> StepFacts:
         """Return the facts as a backward begins through a forward that ran under `bucket`."""
         plan, profile, drops = bucket.plan, bucket.profile, bucket.planned_for.loop.drops
+        if self._after_forward is not None and backward.first and (now := self._read_allocator()) is not None:
+            (before, peak_before), (allocated, peak) = self._after_forward, now
+            most = peak if peak > peak_before else allocated + backward.dropped_nbytes
+            backward = backward._replace(nbytes_outside=max(0, most - before))
+            self._after_forward = None
         if backward.nbytes_outside and (plan is None or self._options.loss is not None):
             backward = backward._replace(nbytes_outside=0)
         elif backward.nbytes_outside and plan is not None:
@@ -101,6 +113,10 @@ class StepWatch:
         if profile is not None and not drops <= backward.dropped:
             backward = backward._replace(held_nbytes=profile.output_nbytes(drops - backward.dropped))
         return StepFacts(backward=backward)
+
+    def _read_allocator(self) -> tuple[int, int] | None:
+        allocator = self.peaks.allocator
+        return None if allocator is None else (allocator.allocated(), allocator.allocated_peak())
 
     def after_optimizer(self, model: nn.Module, bucket: PlannedBucket) -> StepFacts:
         """Return the facts after a step of an optimizer."""

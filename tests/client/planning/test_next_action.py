@@ -129,6 +129,19 @@ def test_peak_over_the_limit_is_warned_of_if_the_plan_stays(planned: PlannedFor)
     assert "planned elsewhere" in action.warning or "corrected 2 times" in action.warning
 
 
+def test_reserved_bytes_over_the_budget_are_warned_of_or_planned_for() -> None:
+    action = next_action(PLANNED, StepFacts(reserved_over=80))
+    assert isinstance(action, Keep)
+    assert action.row == "fragments"
+    assert 'pass budget_of="reserved"' in action.warning
+    facts = StepFacts(peak=PeakBounds.exactly(990), reserved_over=80, of_reserved=True)
+    correction = again("fragments", PLANNED, facts).terms.correction
+    assert correction == Correction(1, withheld=80)
+    last = next_action(replace(PLANNED, correction=Correction(MOST_CORRECTIONS)), facts)
+    assert isinstance(last, Keep)
+    assert "expandable_segments" in last.warning
+
+
 def test_peak_far_under_the_prediction_loosens_a_plan_by_half() -> None:
     for facts in (exactly(800), step(0, 800)):
         correction = again("far under the limit", PLANNED, facts).terms.correction
@@ -187,10 +200,16 @@ def test_modules_that_the_profile_skipped_are_profiled_between_steps() -> None:
 
 
 def test_bytes_of_other_models_are_counted_if_the_plan_leaves_no_room() -> None:
-    action = again("other models", PLANNED, StepFacts(others_nbytes=101))
-    assert action.terms.others_nbytes == 101
+    large = replace(PLANNED, limit=10**7, peak=9_999_000)
+    action = again("other models", large, StepFacts(others_nbytes=2_000))
+    assert action.terms.others_nbytes == 2_000
     assert not action.warning
-    assert "may go over" in again("other models", PLANNED, StepFacts(waiting=1, others_nbytes=101)).warning
+    assert "may go over" in again("other models", large, StepFacts(waiting=1, others_nbytes=2_000)).warning
+    for room in (
+        replace(large, peak=9_998_000),
+        replace(large, peak=10**7 + 1),
+    ):  # more than enough, and none
+        assert next_action(room, StepFacts(others_nbytes=2_000)) == Keep()
 
 
 def test_other_models_that_hold_less_are_counted_if_no_plan_fitted() -> None:
@@ -208,7 +227,9 @@ def test_graph_that_a_name_carries_into_the_next_step_is_counted() -> None:
     large = replace(PLANNED, limit=10**7, peak=9_999_000)
     action = again("last step", large, StepFacts(kept_nbytes=2_000))
     assert (action.terms.kept_nbytes, action.profiles) == (2_000, False)
-    again("last step", replace(large, peak=5 * 10**6), StepFacts(kept_nbytes=60_000))
+    half = replace(large, peak=5 * 10**6)
+    again("last step", half, StepFacts(kept_nbytes=60_000, kept_before=60_000))
+    assert next_action(half, StepFacts(kept_nbytes=60_000)) == Keep(), "it may be garbage"
     assert next_action(replace(large, kept_nbytes=2_000), StepFacts(kept_nbytes=2_000)) == Keep()
 
 

@@ -12,10 +12,10 @@ from torch import nn
 
 import ac_client
 from ac_client.planning.facts import peak_watch
-from ac_client.planning.facts.peak_counter import PeakBounds, proposed_headroom
+from ac_client.planning.facts.peak_counter import PeakBounds, most_allocated, reserved_for
 from ac_client.planning.next_action import FAR_UNDER, LAST_MARGIN, MOST_CORRECTIONS, WATCHED_STEPS
 from autoac.planner import build, find_minimum_peak, simulate
-from autoac.planner.units import GIB
+from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
 from autoac.profiler.unseen.fingerprints import Comparison
 from benchmarks.models.modules import Transformer
@@ -54,13 +54,19 @@ class Fake:
 
     extra: int
     peak: int = 0
-    reserved: int = 0
+    most_reserved: int = 0
 
     def allocated_peak(self) -> int:
         return self.peak
 
     def reserved_peak(self) -> int:
-        return max(self.reserved, self.peak)
+        return max(self.most_reserved, self.peak)
+
+    def allocated(self) -> int:
+        return 0
+
+    def reserved(self) -> int:
+        return self.most_reserved
 
 
 def planned(
@@ -367,21 +373,21 @@ def test_two_steps_have_the_larger_peak_of_both() -> None:
     assert PeakBounds(9, 9).joined(PeakBounds(12, None)) == PeakBounds(12, None)
 
 
-def test_headroom_is_proposed_where_fragments_go_over_the_budget(
-    budget: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert proposed_headroom(10 * MIB, 13 * MIB, 12 * MIB) == 4 * MIB
-    assert proposed_headroom(10 * MIB, 13 * MIB, 13 * MIB) == 0
+def test_report_predicts_what_the_allocator_reserves(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reserved_for(16 * MIB, [8 * MIB]) == 20 * MIB + 40 * MIB  # two blocks in a segment of 20 MiB
+    assert reserved_for(22 * MIB, [11 * MIB]) == 24 * MIB + 40 * MIB  # a segment for each
+    assert reserved_for(7 * 512, [512]) == 7 * 512 + 40 * MIB
+    for blocks in ([8 * MIB], [3 * MIB, 700], []):
+        assert most_allocated(reserved_for(MIB, blocks), blocks) == pytest.approx(MIB, abs=2)
     fake = Fake(extra=0)
     model, sgd = planned(budget, fake, monkeypatch)
-    step(model, sgd, fake)
     at = ac_client.applied(model)
-    fake.reserved = budget
-    assert at.report().proposed_headroom_bytes == 0
-    assert "headroom_gb" not in str(at.report())
-    fake.reserved = budget + 3 * MIB
-    assert at.report().proposed_headroom_bytes >= 3 * MIB
-    assert "headroom_gb=0.0" in str(at.report())
+    fake.most_reserved = budget + 3 * MIB
+    for _ in range(4):
+        step(model, sgd, fake)
+    report = at.report()
+    assert report.predicted_reserved_bytes == report.reserved_peak_bytes == budget + 3 * MIB
+    assert f"predicted {format_bytes(budget + 3 * MIB)}" in str(report)
 
 
 class Banked(nn.Module):

@@ -1,0 +1,112 @@
+"""Test budgets for the memory that the allocator takes from the device, fragments included."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ac_client
+from autoac.planner.units import GIB
+from standin.training import Task, Training, step
+
+MIB = 1 << 20
+
+
+class Layers(nn.Module):
+    """Layers whose activations take 8 MiB each, a few of them of odd sizes."""
+
+    def __init__(self, n: int = 8, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(n))
+        self.odd = nn.Linear(width, 77)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        parts = []
+        for layer in self.layers:
+            x = x + layer(x).sin()
+            parts.append(self.odd(x).sigmoid().square().mean())
+        return {"loss": torch.stack(parts).sum()}
+
+
+TASK = Task(Layers, lambda: {"x": torch.randn(16384, 128, generator=torch.Generator().manual_seed(0))})
+
+
+def train(gpu: ModuleType, steps: int, limit: int = 1 << 50, **options: object) -> tuple[Training, list[int]]:
+    """Train in `steps` steps on a device of `limit` bytes; return results and reserved bytes of each step."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    gpu.set_limit(0, limit)
+    gpu.reset_peak(0)
+    model, optimizer, batch = TASK.made()
+    if options:
+        ac_client.apply(model, optimizer=optimizer, **options)
+    done, reserved = Training(ac_client.applied(model) if options else None), []
+    for i in range(steps):
+        torch.manual_seed(i)
+        step(TASK, model, optimizer, batch, done)
+        optimizer.zero_grad()
+        reserved.append(torch.cuda.memory_reserved())
+    done.peaks.append(gpu.peak(0))
+    return done, reserved
+
+
+def test_budget_of_the_device_trains_where_plain_runs_out_of_memory(gpu: ModuleType) -> None:
+    plain, reserved = train(gpu, 5)
+    limit = int(0.95 * reserved[-1])
+    with pytest.raises(torch.OutOfMemoryError):
+        train(gpu, 2, limit)
+    planned, reserved = train(gpu, 5, limit, budget_gb="device")
+    assert planned.same_numbers(plain)
+    assert planned.applied is not None
+    report = planned.applied.report()
+    assert report.budget_bytes == limit
+    assert max(reserved) <= limit
+    assert report.predicted_reserved_bytes == pytest.approx(reserved[-1], rel=0.05)
+
+
+def test_reserved_bytes_over_the_budget_are_planned_for(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ac_client.planning.plan_batch.most_allocated", lambda reserved, _: reserved)
+    budget = int(0.8 * train(gpu, 2)[0].peaks[-1])
+    _, without = train(gpu, 5, budget_gb=budget / GIB)
+    assert max(without) > budget
+    warned = [r.getMessage() for r in caplog.records if "has reserved" in r.getMessage()]
+    assert len(warned) == 1
+    assert 'pass budget_of="reserved"' in warned[0]
+    assert "expandable_segments" in warned[0]
+    caplog.clear()
+    planned, reserved = train(gpu, 6, budget_gb=budget / GIB, budget_of="reserved")
+    assert reserved[-1] <= budget
+    assert planned.applied is not None
+    assert 1 <= planned.applied.report().corrections <= 2
+
+
+def test_memory_that_an_evaluation_has_reserved_is_not_blamed_on_the_plan(
+    gpu: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, batch = TASK.made()
+    ac_client.apply(model, 0.25, optimizer=optimizer)
+    done = Training(None)
+    torch.empty(300 * MIB, dtype=torch.uint8, device="cuda")  # freed at once; the allocator keeps it
+    with caplog.at_level(logging.WARNING, "ac_client"):
+        for _ in range(4):
+            step(TASK, model, optimizer, batch, done)
+            optimizer.zero_grad()
+    assert torch.cuda.memory_reserved() > GIB // 4
+    assert not [r for r in caplog.records if "has reserved" in r.getMessage()]
+    torch.cuda.empty_cache()
+
+
+def test_budget_above_what_is_free_is_warned_of(gpu: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    gpu.set_limit(0, 100 * MIB)
+    model = Layers(1).to("cuda")
+    ac_client.apply(model, 0.2)
+    assert "more than the 100.00 MiB that this process can have" in caplog.text
