@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from waiting import NotInTime, until
 
 _BEGIN = """
 import os
@@ -81,12 +82,14 @@ _ENDED = -signal.SIGKILL  # by us
 
 def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> None:
     """Wait until all ranks ended, or one failed, since the others then wait for it forever."""
-    until = time.monotonic() + timeout
+
+    def over() -> bool:
+        codes = [rank.poll() for rank in ranks]
+        return None not in codes or any(codes)
+
     try:
-        while any(rank.poll() is None for rank in ranks):
-            if time.monotonic() > until or any(rank.returncode for rank in ranks):
-                break
-            time.sleep(0.02)
+        with contextlib.suppress(NotInTime):
+            until(over, timeout)
     finally:
         for rank in ranks:
             rank.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
@@ -11,12 +10,13 @@ from typing import Any
 
 import pytest
 import uvicorn
+from waiting import until
 
 NO_CHROMIUM = "Chromium is missing; `make browser` installs it"  # tests/conftest.py looks for it
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+in_chromium = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
 
 
 @contextmanager
@@ -26,9 +26,8 @@ def serving(app: Any) -> Iterator[str]:
     thread = Thread(target=server.run)
     thread.start()
     try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
+        until(lambda: server.started or not thread.is_alive())
+        assert server.started
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True

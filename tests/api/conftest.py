@@ -18,9 +18,10 @@ from starlette.testclient import TestClient
 sys.path.append(str(Path(__file__).parent))  # the import mode adds no folder by itself
 
 from postgres import NoPostgres, Server
-from service_app import InApp, Serve, Transport
+from service_app import Clock, InApp, Serve, Transport
 from service_fakes import InProcess, chain_profile, save_all
 
+import ac_client.service_client.connection
 from autoac.api import Settings, create_app
 from autoac.api.solving.child_process import Solver
 from autoac.api.storage.database import Database
@@ -50,6 +51,14 @@ def _quiet() -> None:
 def anyio_backend() -> str:
     """Return the event loop that uvicorn uses."""
     return "asyncio"
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Collect the pauses of the client before further tries, without waiting."""
+    waited: list[float] = []
+    monkeypatch.setattr(ac_client.service_client.connection, "time", Clock(waited))
+    return waited
 
 
 @pytest.fixture(scope="session")

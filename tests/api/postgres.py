@@ -7,13 +7,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import psycopg
+from waiting import NotInTime, until
 
 NOBODY = 65534
 
@@ -101,15 +101,23 @@ class Server:
                 stderr=log,
                 **_as_another(),
             )
-        until = time.monotonic() + 60
-        while True:
-            try:
-                psycopg.connect(self.url("postgres", driver="postgresql")).close()
-                return
-            except psycopg.OperationalError:
-                if self.process.poll() is not None or time.monotonic() > until:
-                    raise NoPostgres((self.folder / "log").read_text()[-500:]) from None
-                time.sleep(0.05)
+        try:
+            until(self._answers_or_ended, 60)
+        except NotInTime:
+            raise NoPostgres(self._log_tail()) from None
+        if self.process.poll() is not None:
+            raise NoPostgres(self._log_tail())
+
+    def _answers_or_ended(self) -> bool:
+        assert self.process is not None
+        try:
+            psycopg.connect(self.url("postgres", driver="postgresql")).close()
+        except psycopg.OperationalError:
+            return self.process.poll() is not None
+        return True
+
+    def _log_tail(self) -> str:
+        return (self.folder / "log").read_text()[-500:]
 
     def stop(self, how: signal.Signals = signal.SIGQUIT) -> None:
         """Stop the server; SIGQUIT disconnects every client, like a crash."""

@@ -8,10 +8,28 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
-BOTH = pytest.mark.parametrize("size", ["sqlite", "postgresql"], indirect=True)
-"""Run the tests of a module on both databases: `pytestmark = BOTH`."""
+_POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.slow)
+
+BOTH = pytest.mark.parametrize("size", ["sqlite", _POSTGRESQL], indirect=True)
+"""Run a test on both databases; with `pytestmark = BOTH`, all tests of a module."""
+
+POSTGRES = pytest.mark.parametrize("size", [_POSTGRESQL], indirect=True)
+"""Run a test on PostgreSQL alone."""
 
 Serve = Callable[..., TestClient]
+
+
+class Clock:
+    """A stand-in for `time` in which only `sleep` takes time."""
+
+    def __init__(self, slept: list[float]) -> None:
+        self.slept = slept
+
+    def monotonic(self) -> float:
+        return sum(self.slept)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
 
 
 class InApp(httpx2.BaseTransport):

@@ -279,10 +279,12 @@ class Held(InProcess):
 
 def waits_for_a_file(profile: Profile, **options: Any) -> Planned:
     """Wait for the file that the environment names; append the process id to its `.began` file first."""
+    end = time.monotonic() + 600
     gate = Path(os.environ["GATE_FILE"])
     with gate.with_suffix(".began").open("a") as began:
         began.write(f"{os.getpid()}\n")
     while not gate.exists():
+        assert time.monotonic() < end, f"{gate} must appear within 600 s"
         time.sleep(0.02)
     return save_all(profile, **options)
 

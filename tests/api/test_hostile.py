@@ -18,6 +18,8 @@ from starlette.testclient import TestClient
 from autoac.api.solving.child_process import SpawnedSolver
 from autoac.planner.formats.profile import Profile
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
 ZSTD = JSON | {"Content-Encoding": "zstd"}

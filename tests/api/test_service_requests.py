@@ -36,6 +36,8 @@ from autoac.planner.formats.policy import Policy
 from autoac.planner.formats.profile import Profile
 from autoac.planner.plan import plan
 
+pytestmark = pytest.mark.slow
+
 URL = "http://localhost"
 TOKEN = "a token of more than sixteen"
 PROBLEM = {"content-type": "application/problem+json"}
@@ -263,6 +265,7 @@ def test_body_that_the_service_does_not_take_is_a_refusal(in_app: Transport, pro
         ask(profile, in_app(max_sent_bytes=10))
 
 
+@pytest.mark.usefixtures("pauses")
 def test_dead_solver_and_a_busy_service_are_unavailable(in_app: Transport, profile: Profile) -> None:
     dead = Raising(error=SolverDied("the solver was ended by signal 9 (Killed)"))
     with pytest.raises(ServiceUnavailable, match="500: the solver was ended by signal 9"):

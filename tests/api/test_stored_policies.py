@@ -26,6 +26,8 @@ from autoac.planner.problem.use_groups import later_runs, with_use_groups
 from autoac.planner.solver.start.search_problem import Problem
 from autoac.planner.solver.variables import Options
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("pauses")]
+
 URL = "http://localhost"
 MIB = 1 << 20
 GIB = 1 << 30
@@ -37,27 +39,6 @@ NAME = "chain@cpu/production"
 def step() -> Profile:
     """Return a step for which some budgets require a recompute."""
     return chain_profile(*SIZES)
-
-
-@pytest.fixture(autouse=True)
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Collect the pauses of the client before further tries, without waiting."""
-    waited: list[float] = []
-    monkeypatch.setattr(ac_client.service_client.connection, "time", Clock(waited))
-    return waited
-
-
-class Clock:
-    """A stand-in for `time` in which only `sleep` takes time."""
-
-    def __init__(self, slept: list[float]) -> None:
-        self.slept = slept
-
-    def monotonic(self) -> float:
-        return sum(self.slept)
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
 
 
 def ask(transport: httpx2.BaseTransport, profile: Profile, budget: int = GIB, **options: Any) -> Policy:

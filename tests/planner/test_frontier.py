@@ -38,6 +38,7 @@ def test_every_plan_of_a_frontier_is_the_fastest_that_fits_its_peak(seed: int) -
         assert plan.peak == peak_bytes(graph, plan.save_set) <= max(plan.budget, made.floor.found)
 
 
+@pytest.mark.slow
 def test_frontier_of_a_transformer_is_monotone_from_floor_to_ceiling() -> None:
     graph = build(graphs.gpt2(3))
     made = find_frontier(graph, points=6)
@@ -51,6 +52,7 @@ def test_frontier_of_a_transformer_is_monotone_from_floor_to_ceiling() -> None:
     assert all(plan.gap <= 0.01 for plan in made.plans)
 
 
+@pytest.mark.slow
 def test_the_largest_kink_comes_first() -> None:
     made = find_frontier(build(graphs.gpt2(3)), points=6)
     bends = [kink.before_us_per_gib / max(kink.after_us_per_gib, 1e-9) for kink in made.kinks]
@@ -68,6 +70,7 @@ def test_a_frontier_of_one_point_is_refused() -> None:
         find_frontier(build(graphs.gpt2(2)), points=1)
 
 
+@pytest.mark.slow
 def test_frontier_obeys_constraints_and_writes_them_into_each_policy() -> None:
     profile = graphs.gpt2(2)
     rules = Constraints(extra_static_bytes=512)

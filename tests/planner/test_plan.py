@@ -192,6 +192,7 @@ def test_plans_are_equally_fast_with_each_switch(options: Options) -> None:
         assert switched.recompute_us == pytest.approx(as_is.recompute_us)
 
 
+@pytest.mark.slow
 @laws
 @given(seeds)
 def test_one_byte_below_the_smallest_peak_is_infeasible_with_true_bounds(seed: int) -> None:
@@ -394,6 +395,7 @@ def test_out_of_time_error_has_the_smallest_peak_found() -> None:
     assert plan(graph, budget_bytes=found, time_limit_s=1e-3).peak == found
 
 
+@pytest.mark.slow
 def test_a_limit_on_work_gives_the_same_plan_on_a_slow_machine() -> None:
     graph = build(graphs.gpt2(4, batch=8, length=512, vocabulary=5000))
     budget = _between(graph, 0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -9,13 +10,13 @@ import select
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from waiting import NotInTime, until
 
 from standin.library import CannotBuild, library
 
@@ -122,12 +123,16 @@ def _left(device: ModuleType) -> list[int]:
     The engine's thread of a device lets go of its last node after backward has returned, so this looks again
     for at most two seconds.
     """
-    until = time.monotonic() + 2
-    while True:
+    left: list[int] = []
+
+    def nothing() -> bool:
         gc.collect()
-        left = [device.live(index) for index in range(device.device_count())]
-        if not any(left) or time.monotonic() > until:
-            return left
+        left[:] = [device.live(index) for index in range(device.device_count())]
+        return not any(left)
+
+    with contextlib.suppress(NotInTime):
+        until(nothing, 2)
+    return left
 
 
 @pytest.fixture

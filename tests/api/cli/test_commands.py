@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_app import BOTH, Serve
+from service_app import BOTH, POSTGRES, Serve
 from service_fakes import request
 from sqlalchemy import text
 
 from autoac.api.cli.commands import main
 from autoac.api.storage.database import Database
 from autoac.planner.formats.profile import Profile
+
+pytestmark = pytest.mark.slow
 
 JSON = {"Content-Type": "application/json"}
 
@@ -139,7 +141,7 @@ def test_doctor_names_the_next_step_for_a_damaged_file(
     assert "restore a backup" in findings(capsys, 1)["database"]["move"]
 
 
-@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+@POSTGRES
 @pytest.mark.usefixtures("environment")
 def test_doctor_reports_missing_workers(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings(capsys, 1)["runners"]["move"] == "start `autoac worker`"

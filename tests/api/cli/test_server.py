@@ -23,6 +23,8 @@ from autoac.api.cli.server import check_reach
 from autoac.api.storage.database import Database
 from autoac.api.storage.keys import Scope, create_key
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "a token of more than sixteen"
 
 

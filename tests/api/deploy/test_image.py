@@ -24,6 +24,8 @@ from service_fakes import request
 
 from autoac.planner import Policy, Profile
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 TOKEN = "a token of more than sixteen"
 

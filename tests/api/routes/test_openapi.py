@@ -22,6 +22,8 @@ from serving import serving
 
 from autoac.api import Settings, create_app
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 DOCUMENT = create_app(Settings()).openapi()
 OPERATIONS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 import pytest
+from anyio import to_thread
 from service_fakes import (
     MIB,
     Planned,
@@ -28,6 +29,7 @@ from service_fakes import (
     sleeps,
     writes_its_pid,
 )
+from waiting import until
 
 from autoac.api.errors import MalformedRequest, SolverDied, SolveTimedOut
 from autoac.api.requests import Kind
@@ -35,7 +37,7 @@ from autoac.api.solving.child_process import SpawnedSolver
 from autoac.planner import InfeasibleBudget, Profile, plan
 from autoac.planner.units import gb_from_bytes
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 Ask = Callable[[bytes], Awaitable[str]]
@@ -102,9 +104,7 @@ async def test_child_over_its_time_is_killed(profile: Profile, pid_file: Path) -
 async def test_cancelled_solve_kills_its_child(profile: Profile, pid_file: Path) -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(solver(writes_its_pid), request(profile))
-        with anyio.fail_after(10):
-            while not pid_file.exists():
-                await anyio.sleep(0.01)
+        await to_thread.run_sync(until, pid_file.exists, 10.0)
         group.cancel_scope.cancel()
     assert_gone(pid_file)
 
@@ -143,7 +143,7 @@ async def test_child_does_not_see_the_token(profile: Profile, monkeypatch: pytes
     assert await spawned.draw(b"") == b"none"
 
 
-async def test_child_ends_with_a_killed_service(profile: Profile, pid_file: Path) -> None:
+def test_child_ends_with_a_killed_service(profile: Profile, pid_file: Path) -> None:
     spawned = f"SpawnedSolver(60.0, 0.0, 1 << 31, {child_command(writes_its_pid)!r})"
     code = (
         "import anyio, sys;"
@@ -154,15 +154,11 @@ async def test_child_ends_with_a_killed_service(profile: Profile, pid_file: Path
     assert service.stdin is not None
     service.stdin.write(request(profile))
     service.stdin.close()
-    with anyio.fail_after(20):
-        while not pid_file.exists():
-            await anyio.sleep(0.01)
+    until(pid_file.exists)
     pid = int(pid_file.read_text())
     service.send_signal(signal.SIGKILL)
     service.wait()
-    with anyio.fail_after(5):
-        while is_running(pid):
-            await anyio.sleep(0.01)
+    until(lambda: not is_running(pid), 5)
 
 
 async def test_solves_do_not_block_the_event_loop(profile: Profile) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from service_app import Serve
+from service_app import POSTGRES, Serve
 from service_fakes import InProcess, Planned, chain_profile, request, save_all
 from sqlalchemy import text
 from starlette.testclient import TestClient
@@ -20,7 +20,7 @@ from autoac.api.storage.job_runs import JobRuns
 from autoac.api.storage.job_store import JobState, JobStore
 from autoac.api.storage.keys import Scope, create_key
 
-pytestmark = pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+pytestmark = POSTGRES
 
 JSON = {"Content-Type": "application/json"}
 NAME = "chain@cpu/production"

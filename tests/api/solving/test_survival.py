@@ -20,13 +20,15 @@ from typing import Any
 import httpx2
 import pytest
 from postgres import Server
-from service_app import BOTH
+from service_app import BOTH, POSTGRES
 from service_fakes import request, save_all, waits_for_a_file
 from sqlalchemy import make_url
 from waiting import listening, until
 
 from autoac.api.cli.health_check import answers
 from autoac.planner.formats.profile import Profile
+
+pytestmark = pytest.mark.slow
 
 FAKES = str(Path(__file__).parents[1] / "service_fakes.py")
 JSON = {"Content-Type": "application/json"}
@@ -170,7 +172,7 @@ def test_service_killed_in_mid_solve_loses_no_job(machines: Machines, profile: P
         assert_finished_once(http, url, wanted(profile, gb))
 
 
-@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+@POSTGRES
 def test_worker_killed_in_mid_solve_loses_no_job(machines: Machines, profile: Profile) -> None:
     first = machines.start("worker")
     _, http = machines.serve()
@@ -201,7 +203,7 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+@POSTGRES
 @pytest.mark.parametrize("embedded", [True, False], ids=["embedded", "workers"])
 def test_database_crash_in_mid_solve_loses_no_job(
     postgres: Server, database_url: str, tmp_path: Path, profile: Profile, embedded: bool
@@ -233,7 +235,7 @@ def test_database_crash_in_mid_solve_loses_no_job(
             postgres.start()
 
 
-@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+@POSTGRES
 def test_runners_survive_a_read_only_database(
     postgres: Server, database_url: str, tmp_path: Path, profile: Profile
 ) -> None:
@@ -260,7 +262,7 @@ def test_runners_survive_a_read_only_database(
         machines.end()
 
 
-@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+@POSTGRES
 def test_each_worker_solves_again_after_a_failover(
     postgres: Server, database_url: str, tmp_path: Path, profile: Profile
 ) -> None:
@@ -310,7 +312,7 @@ def test_each_worker_solves_again_after_a_failover(
         machines.end()
 
 
-@pytest.mark.parametrize("size", ["postgresql"], indirect=True)
+@POSTGRES
 def test_probe_restarts_a_worker_that_no_job_can_reach(
     postgres: Server, database_url: str, tmp_path: Path, profile: Profile
 ) -> None:

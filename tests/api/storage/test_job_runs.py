@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-from service_app import BOTH
+from service_app import BOTH, POSTGRES
 from service_fakes import chain_profile, request, save_all
 from sqlalchemy import text
 
@@ -20,8 +19,6 @@ from autoac.api.storage.job_requests import JobRequests
 from autoac.api.storage.job_runs import JobRuns, OwnerBusy
 from autoac.api.storage.job_store import Job, JobState, JobStore, prune_jobs
 from autoac.planner.formats.profile import Profile
-
-POSTGRES = pytest.mark.parametrize("size", ["postgresql"], indirect=True)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import pytest
 from anyio import to_thread
 from drawings import HOSTILE, hostile, small
 from service_fakes import InProcess, chain_profile
-from serving import chromium, needs_chromium, serving
+from serving import chromium, in_chromium, serving
 
 from autoac.api import Settings, create_app
 from autoac.api.requests import Answer, Kind
@@ -32,7 +32,7 @@ TOKEN = "a token of more than sixteen"
 AXE = Path(__file__).parents[2] / "vendor" / "axe.min.js"
 READY = '#main[data-ready="true"]'
 
-pytestmark = needs_chromium
+pytestmark = in_chromium
 
 
 @dataclass(frozen=True)

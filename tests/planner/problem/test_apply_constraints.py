@@ -88,6 +88,7 @@ def fastest(graph: Graph, rules: Constraints, budget: int) -> float | None:
 # --- the forward budget ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(seeds)
 def test_plan_with_a_forward_budget_is_the_fastest_within_both_budgets(seed: int) -> None:
@@ -188,6 +189,7 @@ def budgets_of(graph: Graph) -> list[int]:
     return sorted({max(peak, 1) for peak, _ in oracles.peaks_and_times(graph).values()})
 
 
+@pytest.mark.slow
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(seeds)
 def test_plan_with_pins_is_the_fastest_that_obeys_them(seed: int) -> None:
@@ -228,6 +230,7 @@ def random_constraints(profile: Profile, rng: random.Random, most_forward: int) 
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(seeds, st.integers(1, 3))
 @example(76, 1)  # draws no constraints

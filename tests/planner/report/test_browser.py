@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from drawings import HOSTILE, hostile, small, timeline_of
-from serving import chromium, needs_chromium
+from serving import chromium, in_chromium
 
 from autoac.planner import Picture
 from autoac.planner.report.page import timeline_page
 from autoac.planner.units import format_bytes
 
-pytestmark = needs_chromium
+pytestmark = in_chromium
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,7 @@ def test_smallest_peak_of_residual_blocks_is_nearly_proven() -> None:
     assert found[-1][0] >= 0.9 * best
 
 
+@pytest.mark.slow
 def test_plans_of_blocks_fit_and_cost_no_less_than_the_bound() -> None:
     graph = build(graphs.gpt2(4))
     of_blocks = blockwise(graph)

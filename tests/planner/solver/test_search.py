@@ -68,6 +68,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *chosen: Effort) -> None:
     monkeypatch.setattr(search, "efforts", lambda _, is_first: list(chosen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [0.0, 0.1, 0.3])
 def test_the_full_program_alone_finds_and_proves_the_optimum_of_brute_force(
     monkeypatch: pytest.MonkeyPatch, gap: float
@@ -124,6 +125,7 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
     assert max(asked) <= known.best.cost * (1 - 0.019) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_an_effort_that_later_rounds_do_not_help_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
@@ -168,6 +170,7 @@ def recurrent_round() -> Round:
     return recurrent_search()._relaxation()
 
 
+@pytest.mark.slow
 def test_relaxations_for_lower_limits_give_a_plan_of_a_long_chain() -> None:
     searched = recurrent_search()
     now = searched._relaxation()
@@ -183,6 +186,7 @@ def test_relaxations_for_lower_limits_give_a_plan_of_a_long_chain() -> None:
     assert searched.best.cost < 0.8 * before
 
 
+@pytest.mark.slow
 def test_every_relaxation_for_a_lower_limit_is_rounded_and_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
     now = recurrent_round()
     solved: list[Outcome] = []

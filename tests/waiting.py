@@ -1,4 +1,4 @@
-"""Wait for other threads and processes, with generous limits."""
+"""Wait for a condition that other threads or processes bring about: no test sleeps for it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from pathlib import Path
 from typing import Any
 
 
+class NotInTime(AssertionError):
+    """The condition did not hold in time."""
+
+
 def until(holds: Callable[[], Any], seconds: float = 120) -> Any:
-    """Return the result of `holds` once it is true."""
+    """Return the result of `holds` once it is true.
+
+    Raises:
+        NotInTime: it did not become true; the last attempt was made after the time was over.
+    """
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        found = holds()
-        if found:
-            return found
+    while True:
+        last = time.monotonic() > end
+        result = holds()
+        if result:
+            return result
+        if last:
+            raise NotInTime(f"the condition must hold within {seconds:g} s")
         time.sleep(0.02)
-    raise AssertionError(f"the condition must hold within {seconds:g} s")
 
 
 def listening(service: subprocess.Popen[bytes], log: Path) -> str:
