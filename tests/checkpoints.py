@@ -1,0 +1,81 @@
+"""Small functions to checkpoint, and counts of the ops that their backward runs."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torchs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    create_selective_checkpoint_contexts,
+)
+
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from benchmarks.models.modules import Block
+
+MM = torch.ops.aten.mm.default
+THEIRS = functools.partial(torchs.checkpoint, use_reentrant=False)
+
+
+class Ops(TorchDispatchMode):
+    """Count the ops that run inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def replayed(backward: Callable[[], Any], *names: str) -> list[int]:
+    """Return how often `backward` ran each op of `names`. No derivative formula uses these ops."""
+    with Ops() as ops:
+        backward()
+    return [ops.ran[name] for name in names]
+
+
+def chain(x: Tensor, w: Tensor | None = None) -> Tensor:
+    """Run exp, sin and tanh. Backward replays exp and sin, and needs the output of tanh itself."""
+    y = x.exp().sin()
+    return (y if w is None else y @ w).tanh()
+
+
+def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def same(got: Any, want: Any) -> bool:
+    return len(got) == len(want) and all(map(torch.equal, got, want))
+
+
+class Stack(nn.Module):
+    """Run each block by `how(block, x)`."""
+
+    def __init__(self, how: Callable[..., Any], blocks: int = 6) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Block(64, 4, dropout=0.1) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.how(block, x)
+        return x
+
+
+def stack_peak(how: Callable[..., Any]) -> tuple[list[Tensor], int]:
+    torch.manual_seed(0)
+    model, batch = Stack(how), torch.randn(4, 64, 64, requires_grad=True)
+    with AllocatorTimeline() as timeline:
+        model(batch).sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], timeline.peak_bytes
+
+
+def selective(policy: Any, **kwargs: Any) -> Any:
+    return functools.partial(create_selective_checkpoint_contexts, policy, **kwargs)

@@ -1,0 +1,427 @@
+"""Compare `checkpoint` with torch's: the same results and errors. Count the ops that backward recomputes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import THEIRS, chain, leaf, replayed, same, stack_peak
+from stepping import nothing_left, scalar
+from torch import Tensor, nn
+from torch.utils import checkpoint as torchs
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+import ac_client
+from ac_client import checkpoint, checkpoint_sequential, save_recompute_policy
+from ac_client.measure.memory_timeline import AllocatorTimeline
+from ac_client.runtime.policy_context import active
+from benchmarks.models.modules import ConvNet, InPlace, Recurrent, Routed, Transformer, Views
+
+# Signatures
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "checkpoint_sequential"])
+def test_signature_has_every_parameter_of_the_function_of_torch(name: str) -> None:
+    ours = inspect.signature(getattr(ac_client, name)).parameters
+    for parameter in inspect.signature(getattr(torchs, name)).parameters.values():
+        assert ours[parameter.name].kind is parameter.kind
+        if parameter.name != "use_reentrant":
+            assert ours[parameter.name].default is parameter.default
+    assert ours["use_reentrant"].default is False
+    assert name in ac_client.__all__
+
+
+# What is recomputed
+
+
+def test_backward_recomputes_what_it_needs_and_gives_the_plain_gradients(x: Tensor, w: Tensor) -> None:
+    want = torch.autograd.grad(chain(x, w).sum(), (x, w))
+    loss = checkpoint(chain, x, w).sum()
+    got: list[Tensor] = []
+    counts = replayed(lambda: got.extend(torch.autograd.grad(loss, (x, w))), "exp", "sin", "mm", "tanh")
+    assert same(got, want)
+    assert counts == [1, 1, 3, 1]  # two of the three mm are derivatives of the first
+
+
+def test_input_of_the_last_op_is_not_recomputed_unless_its_derivative_reads_it(x: Tensor) -> None:
+    loss = checkpoint(lambda t: t.exp().sin() + 1, x).sum()
+    assert replayed(loss.backward, "exp", "sin") == [1, 0]
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "transformer": (lambda: Transformer(layers=2, width=64), (4, 64, 64)),
+    "convolutions": (ConvNet, (16, 3, 8, 8)),
+    "recurrent": (Recurrent, (16, 20, 8)),
+    "routed": (Routed, (12, 16)),
+    "in place": (lambda: InPlace(rows=512), (512, 16)),
+    "views": (Views, (64, 8)),
+}
+
+
+def stepped(how: Callable[..., Any], model: str) -> tuple[list[Tensor], int]:
+    """Return the gradients of one step with `how(module, batch)`, and the allocator's peak since forward."""
+    make, shape = MODELS[model]
+    torch.manual_seed(0)
+    module, batch = make(), torch.randn(shape, requires_grad=True)
+    with AllocatorTimeline() as timeline:
+        scalar(how(module, batch)).backward()
+    return [t.grad for t in (batch, *module.parameters()) if t.grad is not None], timeline.peak_bytes
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_plain_and_the_peak_is_at_most_that_of_torch(model: str) -> None:
+    want, _ = stepped(lambda module, batch: module(batch), model)
+    got, peak = stepped(checkpoint, model)
+    _, theirs = stepped(THEIRS, model)
+    assert same(got, want)
+    assert peak <= theirs
+
+
+def test_checkpoint_around_every_block_peaks_far_below_the_plain_step() -> None:
+    want, plain = stack_peak(lambda block, x: block(x))
+    got, peak = stack_peak(checkpoint)
+    _, theirs = stack_peak(THEIRS)
+    assert same(got, want)
+    assert peak <= theirs
+    assert peak < plain / 2
+
+
+def test_ops_whose_results_decide_are_saved_unless_a_policy_insists(x: Tensor) -> None:
+    def f(t: Tensor) -> Tensor:
+        return t.exp().where(t > 0, t).sin()
+
+    insist = functools.partial(
+        create_selective_checkpoint_contexts, lambda ctx, op, *a, **k: CheckpointPolicy.MUST_RECOMPUTE
+    )
+    assert replayed(checkpoint(f, x).sum().backward, "exp", "gt") == [1, 0]
+    assert replayed(checkpoint(f, x, context_fn=insist).sum().backward, "exp", "gt") == [1, 1]
+
+
+def test_forward_saves_the_inputs_and_no_intermediate_tensor(x: Tensor) -> None:
+    inside: list[weakref.ref[Any]] = []
+
+    def watched(t: Tensor) -> Tensor:
+        y = t.exp()
+        inside.append(weakref.ref(y.untyped_storage()))
+        return y.sin()
+
+    given = x * 2
+    held = weakref.ref(given.untyped_storage())
+    loss = checkpoint(watched, given).sum()
+    del given
+    assert inside[0]() is None
+    assert held() is not None
+    loss.backward()
+    del loss
+    assert held() is None
+
+
+def test_dropped_loss_frees_everything(x: Tensor) -> None:
+    x.grad = torch.zeros_like(x)
+    checkpoint(chain, x).sum().backward()
+    with nothing_left():
+        checkpoint(chain, x).sum()
+        checkpoint(chain, x).sum().backward()
+
+
+# Arguments and outputs
+
+
+def test_each_of_several_calls_in_one_graph_is_recomputed(x: Tensor) -> None:
+    def twice(how: Callable[..., Tensor]) -> Tensor:
+        return (how(chain, how(chain, x)) * how(chain, x)).sum()
+
+    want = torch.autograd.grad(twice(lambda f, t: f(t)), x)
+    loss = twice(checkpoint)
+    got: list[Tensor] = []
+    assert replayed(lambda: got.extend(torch.autograd.grad(loss, x)), "exp", "sin") == [3, 2 + 1]
+    assert same(got, want)
+
+
+def test_parameters_get_gradients_where_no_input_needs_one() -> None:
+    linear, batch = nn.Linear(4, 4), torch.randn(3, 4)
+
+    def f(t: Tensor) -> Tensor:
+        return linear(t).exp().sin()
+
+    want = torch.autograd.grad(f(batch).sum(), linear.parameters())
+    loss = checkpoint(f, batch).sum()
+    got: list[Tensor] = []
+    assert replayed(lambda: got.extend(torch.autograd.grad(loss, linear.parameters())), "addmm") == [1]
+    assert same(got, want)
+
+
+def test_function_without_tensor_arguments(w: Tensor) -> None:
+    def f(scale: float, name: str) -> Tensor:
+        assert name == "a"
+        return (w * scale).exp().sin()
+
+    want = torch.autograd.grad(f(2.0, "a").sum(), w)
+    loss = checkpoint(f, 2.0, name="a").sum()
+    got: list[Tensor] = []
+    assert replayed(lambda: got.extend(torch.autograd.grad(loss, w)), "exp") == [1]
+    assert same(got, want)
+
+
+def test_outputs_keep_their_structure_and_identity(x: Tensor) -> None:
+    marker = object()
+
+    def f(t: Tensor, *, extra: dict[str, list[Tensor]]) -> Any:
+        y = t.exp() * extra["by"][0]
+        return {"loss": y.sin(), "rest": (None, 3, [y.cos(), marker]), "given": t}
+
+    by = leaf(4, 4, seed=2)
+    plain = f(x, extra={"by": [by]})
+    want = torch.autograd.grad(plain["loss"].sum() + plain["rest"][2][0].sum(), (x, by))
+    out = checkpoint(f, x, extra={"by": [by]})
+    assert out["rest"][:2] == (None, 3)
+    assert out["rest"][2][1] is marker
+    assert out["given"] is x
+    loss = out["loss"].sum() + out["rest"][2][0].sum()
+    got: list[Tensor] = []
+    assert replayed(lambda: got.extend(torch.autograd.grad(loss, (x, by))), "exp") == [1]
+    assert same(got, want)
+
+
+def test_output_that_is_a_view_of_an_input(x: Tensor) -> None:
+    want = torch.autograd.grad((x[1:] * 2).exp().sum(), x)
+    got = torch.autograd.grad((checkpoint(lambda t: t[1:], x) * 2).exp().sum(), x)
+    assert same(got, want)
+
+
+def test_without_grad_mode_no_context_is_entered(x: Tensor) -> None:
+    made: list[str] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        made.append("entered")
+        yield
+
+    def contexts() -> Any:
+        made.append("made")
+        return context(), contextlib.nullcontext()
+
+    with torch.no_grad():
+        y = checkpoint(lambda t: (t.exp(), active.region), x, context_fn=contexts)
+    assert y[0].grad_fn is None
+    assert y[1] is None
+    assert made == ["made"]
+
+
+def test_exception_in_the_function_passes_and_removes_the_mode(x: Tensor) -> None:
+    def fails(t: Tensor) -> Tensor:
+        t.exp()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        checkpoint(fails, x)
+    assert active.region is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_exception_in_the_function_frees_everything(x: Tensor) -> None:
+    def fails(t: Tensor) -> Tensor:
+        y = t.exp().sin()
+        raise KeyError(y.shape)
+
+    checkpoint(chain, x).sum()  # create objects that are made once and stay
+    with nothing_left(), contextlib.suppress(KeyError):
+        checkpoint(fails, x)
+
+
+# Happens once, where torch does it twice
+
+
+def test_side_effects_of_the_function_happen_once(x: Tensor) -> None:
+    def calls(how: Callable[..., Tensor]) -> int:
+        seen: list[int] = []
+
+        def f(t: Tensor) -> Tensor:
+            seen.append(1)
+            return chain(t)
+
+        how(f, x).sum().backward()
+        return len(seen)
+
+    assert calls(checkpoint) == 1
+    assert calls(THEIRS) == 2
+
+
+def test_running_statistics_of_checkpointed_batch_norm_are_updated_once() -> None:
+    def stepped(how: Callable[..., Tensor]) -> tuple[list[int], Tensor, Tensor]:
+        norm, x = nn.BatchNorm1d(4), leaf(8, 4)
+        loss = how(lambda t: norm(t.exp()).sin(), x).sum()
+        counts = replayed(loss.backward, "native_batch_norm")
+        return counts, norm.running_mean, norm.num_batches_tracked
+
+    _, mean, batches = stepped(lambda f, x: f(x))
+    counts, ours, our_batches = stepped(checkpoint)
+    _, theirs, their_batches = stepped(THEIRS)
+    assert counts == [1]
+    assert torch.equal(ours, mean)
+    assert our_batches == batches == 1
+    assert not torch.equal(theirs, mean)
+    assert their_batches == 2
+
+
+def test_buffer_that_the_function_writes_is_written_once(x: Tensor) -> None:
+    def f(buffer: Tensor, t: Tensor) -> Tensor:
+        with torch.no_grad():
+            buffer.add_(1)
+        return (t * buffer).exp().sin()
+
+    want = torch.autograd.grad(f(torch.zeros(4), x).sum(), x)
+    buffer = torch.zeros(4)
+    loss = checkpoint(f, buffer, x).sum()
+    got: list[Tensor] = []
+    assert replayed(lambda: got.extend(torch.autograd.grad(loss, x)), "exp") == [1]
+    assert same(got, want)
+    assert torch.equal(buffer, torch.ones(4))
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_dropout_is_the_same_for_each_preserve_rng_state(x: Tensor, preserve: bool) -> None:
+    def f(t: Tensor) -> Tensor:
+        return nn.functional.dropout(t.exp(), 0.5).sin()
+
+    def stepped(how: Callable[..., Tensor]) -> tuple[Tensor, Tensor, int]:
+        torch.manual_seed(3)
+        loss = how(f, x).sum()
+        torch.rand(7)
+        got: list[Tensor] = []
+        (draws,) = replayed(lambda: got.extend(torch.autograd.grad(loss, x)), "bernoulli_")
+        return got[0], torch.get_rng_state(), draws
+
+    want, state, nothing = stepped(lambda f, t: f(t))
+    got, moved, draws = stepped(functools.partial(checkpoint, preserve_rng_state=preserve))
+    assert torch.equal(got, want)
+    assert torch.equal(moved, state)
+    assert (nothing, draws) == (0, 1)
+
+
+# Arguments about the second run of torch's checkpoint
+
+
+@pytest.mark.parametrize("check", ["default", "none"])
+@pytest.mark.parametrize("debug", [False, True])
+def test_determinism_check_and_debug_change_nothing(x: Tensor, check: str, debug: bool) -> None:
+    loss = checkpoint(chain, x, determinism_check=check, debug=debug).sum()
+    assert replayed(loss.backward, "exp") == [1]
+
+
+def test_function_that_would_take_another_branch_in_a_second_run_is_correct(x: Tensor) -> None:
+    turns = iter([True, False])
+
+    def f(t: Tensor) -> Tensor:
+        return t.exp().sin() if next(turns) else t
+
+    want = torch.autograd.grad(x.exp().sin().sum(), x)
+    assert same(torch.autograd.grad(checkpoint(f, x).sum(), x), want)
+
+
+BAD_CALLS: dict[str, dict[str, Any]] = {
+    "unknown determinism_check": {"determinism_check": "strict"},
+    "debug with context_fn": {"debug": True, "context_fn": lambda: noop_context_fn()},
+    "reentrant with keywords": {"use_reentrant": True, "w": None},
+    "reentrant with context_fn": {"use_reentrant": True, "context_fn": lambda: noop_context_fn()},
+    "reentrant with debug": {"use_reentrant": True, "debug": True},
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_invalid_argument_raises_the_error_of_torch_before_the_function_runs(x: Tensor, case: str) -> None:
+    def never(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("the function ran")
+
+    raised: list[Exception] = []
+    for how in (checkpoint, torchs.checkpoint):
+        with pytest.raises(ValueError, match=r"determinism|debug|keyword") as caught:
+            how(never, x, **{"use_reentrant": False, **BAD_CALLS[case]})
+        raised.append(caught.value)
+    assert str(raised[0]) == str(raised[1])
+
+
+def test_global_debug_switch_of_torch_counts_as_debug(x: Tensor) -> None:
+    with set_checkpoint_debug_enabled(True), pytest.raises(ValueError, match="debug"):
+        checkpoint(chain, x, context_fn=lambda: noop_context_fn())
+    with set_checkpoint_debug_enabled(False):
+        checkpoint(chain, x, debug=True, context_fn=lambda: noop_context_fn())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_recomputation_stops_early_for_each_early_stop(x: Tensor, enabled: bool) -> None:
+    def f(t: Tensor) -> Tensor:
+        return t.exp().sin() + 1
+
+    with set_checkpoint_early_stop(enabled):
+        loss = checkpoint(f, x, early_stop=enabled).sum()
+    assert replayed(loss.backward, "exp", "sin") == [1, 0]
+
+
+# checkpoint_sequential
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 5])
+def test_every_segment_but_the_last_is_recomputed(x: Tensor, segments: int) -> None:
+    def step(t: Tensor) -> Tensor:
+        return t.exp().sin() * 1
+
+    def plain(t: Tensor) -> Tensor:
+        for _ in range(5):
+            t = step(t)
+        return t
+
+    want = torch.autograd.grad(plain(x).sum(), x)
+    loss = checkpoint_sequential([step] * 5, segments, x).sum()
+    again = 5 // segments * (segments - 1)
+    got: list[Tensor] = []
+    assert replayed(lambda: got.extend(torch.autograd.grad(loss, x)), "exp") == [again]
+    assert same(got, want)
+
+
+def test_checkpoint_sequential_runs_a_sequential_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    x = leaf(3, 4)
+    want = torch.autograd.grad(model(x).sum(), model.parameters())
+    loss = checkpoint_sequential(model, 2, x, preserve_rng_state=False).sum()
+    got: list[Tensor] = []
+    assert replayed(lambda: got.extend(torch.autograd.grad(loss, model.parameters())), "addmm", "tanh") == [
+        1,
+        1,
+    ]
+    assert same(got, want)
+
+
+def test_checkpoint_sequential_rejects_what_torch_rejects(x: Tensor) -> None:
+    refused = "segments must be from 1 to the 1 functions", "must not be zero"
+    for how, words in zip((checkpoint_sequential, torchs.checkpoint_sequential), refused, strict=True):
+        with pytest.raises(ValueError, match="Unexpected keyword arguments: mode"):
+            how([chain], 1, x, use_reentrant=False, mode=1)
+        with pytest.raises(ValueError, match=words):
+            how([chain], 2, x, use_reentrant=False)
+
+
+def test_checkpoint_sequential_passes_use_reentrant_on(x: Tensor) -> None:
+    seen = checkpoint_sequential([chain, lambda t: t.grad_fn], 2, x, use_reentrant=True)
+    assert type(seen).__name__ == "CheckpointFunctionBackward"
+
+
+def test_error_repeats_why_saved_tensor_hooks_are_disabled(x: Tensor) -> None:
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("the reason of somebody else"),
+        pytest.raises(RuntimeError, match="the reason of somebody else"),
+        save_recompute_policy("recompute_all"),
+    ):
+        pass
