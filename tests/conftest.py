@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 NO_CHROMIUM = "Chromium is missing; `make browser` installs it"  # the reason in serving.py
 
@@ -27,3 +32,23 @@ def pytest_collection_finish() -> None:
     """Freeze the heap: most of a million objects, which each `gc.collect` of a test would visit."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: some kernels allocate workspace for each, so peaks and plans depend on it."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Start Chromium."""
+    from serving import chromium
+
+    with chromium() as launched:
+        yield launched

@@ -8,11 +8,13 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ac_client
@@ -21,8 +23,11 @@ from ac_client.runtime import replay
 from ac_client.runtime.nodes import Node, live_versions
 from ac_client.runtime.policy_context import save_recompute_policy
 from ac_client.runtime.replay import EventLog
-from autoac.planner import Policy
+from autoac.planner import Graph, Policy, build, find_minimum_peak, simulate
 from autoac.planner.formats.profile import Profile
+from autoac.profiler.capture.allocations import AllocationRecord
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Outcome:
     peak: int | None  # bytes, from the allocator's record; None if not measured
 
     def recomputed(self) -> list[str]:
-        return [name for kind, name in self.log.events if kind == "recompute"]
+        return recomputed(self.log)
 
 
 def scalar(out: Any) -> Tensor:
@@ -56,6 +61,57 @@ def scalar(out: Any) -> Tensor:
 def seed(number: int) -> None:
     """Seed the CPU alone. `torch.manual_seed` formats the stack for each accelerator that is not in use."""
     torch.default_generator.manual_seed(number)
+
+
+def seeded(make: Callable[..., M], *args: Any, **kwargs: Any) -> M:
+    """Return a new model, with the same weights in each call."""
+    seed(0)
+    return make(*args, **kwargs)
+
+
+def gradients(model: nn.Module, *args: Any, dropout: int = 1, **kwargs: Any) -> list[Tensor]:
+    """Run a step, and return its gradients; `dropout` seeds the generator."""
+    model.zero_grad()
+    seed(dropout)
+    scalar(model(*args, **kwargs)).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def allocated_peak(run: Callable[[], Any]) -> int:
+    """Return the most bytes that the CPU's allocator holds while `run` runs, without those from before."""
+    with AllocationRecord(torch.device("cpu")) as record:
+        run()
+    return max(accumulate(change.nbytes for change in record.changes))
+
+
+def peaks(found: Profile | Graph) -> tuple[int, int]:
+    """Return the smallest peak found, and that of saving everything."""
+    graph = found if isinstance(found, Graph) else build(found)
+    smallest = find_minimum_peak(found, time_limit_s=10).found
+    return smallest, simulate(graph, graph.everything).peak.live_bytes
+
+
+def binding_budget(found: Profile | Graph, share: float = 0.5) -> int:
+    """Return the bytes at `share` of the way from the smallest peak found to that of saving everything."""
+    smallest, everything = peaks(found)
+    return round(smallest + share * (everything - smallest))
+
+
+def recomputed(log: EventLog) -> list[str]:
+    """Return the ops that backward recomputed, in order."""
+    return [name for kind, name in log.events if kind == "recompute"]
+
+
+class SeenOps(TorchDispatchMode):
+    """Collect the names of the ops that run under the mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def timed_by_flops(found: Profile) -> Profile:

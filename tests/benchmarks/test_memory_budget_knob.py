@@ -32,11 +32,9 @@ def net() -> ModelAndBatch:
     return Net(), {"x": torch.randn(256, 32)}
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_plan_at_each_peak_of_torch_recomputes_no_more() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     found = compare("MLP", net, [(1.0, "dp"), (0.5, "dp")])
-    torch.set_num_threads(before)
     torch.compiler.reset()
     roomy, tight = found.rows
     assert roomy.torchs.matmuls == 0

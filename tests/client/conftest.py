@@ -8,9 +8,16 @@ import pytest
 
 from ac_client.planning import plan_batch
 from autoac.planner import plan
+from autoac.profiler.unseen.fingerprints import Comparison
 
 
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound the search by work, not by the clock, because measured run times make some plans take long."""
     monkeypatch.setattr(plan_batch, "plan", partial(plan, gap=0.5, work_limit=1))
+
+
+@pytest.fixture
+def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave contents uncompared: a step that compares them takes more memory, and is not judged."""
+    monkeypatch.setattr(Comparison, "enabled", False)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import scalar
+from stepping import binding_budget, gradients, scalar, seeded
 from torch import nn
 
 import ac_client
-from autoac.planner import build, find_minimum_peak, plan, simulate
+from autoac.planner import find_minimum_peak, plan
 from autoac.planner.errors import MOST_HOLDINGS, MalformedPolicy
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
@@ -28,25 +28,14 @@ from benchmarks.models.modules import ConvNet, Transformer
 BATCH = torch.randn(4, 64, 64)
 
 
-def made() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(layers=3, width=64)
+def new_model() -> Transformer:
+    return seeded(Transformer, layers=3, width=64)
 
 
 @pytest.fixture(scope="module")
 def budget_gb() -> float:
     """Half way between the smallest feasible peak and save-all's."""
-    found = profile(made(), BATCH)
-    bounds = find_minimum_peak(found, time_limit_s=10)
-    graph = build(found)
-    return (bounds.found + simulate(graph, graph.everything).peak.live_bytes) / 2 / GIB
-
-
-def gradients(model: nn.Module, *, seed: int = 1) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(seed)
-    scalar(model(BATCH)).backward()
-    return [p.grad.clone() for p in model.parameters()]
+    return binding_budget(profile(new_model(), BATCH)) / GIB
 
 
 def assert_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
@@ -72,10 +61,10 @@ def test_first_planned_step_logs_one_line_per_phase(caplog: pytest.LogCaptureFix
 
 
 def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
-    plain, planned = made(), made()
+    plain, planned = new_model(), new_model()
     assert ac_client.apply(planned, budget_gb) is planned
     for seed in range(3):
-        assert_equal(gradients(planned, seed=seed), gradients(plain, seed=seed))
+        assert_equal(gradients(planned, BATCH, dropout=seed), gradients(plain, BATCH, dropout=seed))
     report = ac_client.applied(planned).report()
     assert report.predicted_peak_bytes < report.save_all_peak_bytes
     assert report.steps == 3
@@ -83,7 +72,7 @@ def test_gradients_are_those_of_the_plain_model(budget_gb: float) -> None:
 
 
 def test_measured_peak_is_within_the_budget(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb)
+    model = ac_client.apply(new_model(), budget_gb)
 
     def step() -> None:
         out = list(model(BATCH).values())
@@ -100,7 +89,7 @@ def test_measured_peak_is_within_the_budget(budget_gb: float) -> None:
 
 
 def test_forward_that_does_not_train_uses_nothing_up(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb)
+    model = ac_client.apply(new_model(), budget_gb)
     with torch.no_grad():
         model(BATCH)
     model.eval()
@@ -132,7 +121,7 @@ def test_profiling_does_not_change_the_first_step() -> None:
 
 
 def test_accumulated_gradients_equal_the_plain_models(budget_gb: float) -> None:
-    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     for model in (plain, planned):
         torch.manual_seed(1)
         for _ in range(3):
@@ -141,48 +130,48 @@ def test_accumulated_gradients_equal_the_plain_models(budget_gb: float) -> None:
 
 
 def test_budget_above_what_the_step_needs_costs_nothing() -> None:
-    model = ac_client.apply(made(), 10.0)
-    gradients(model)
+    model = ac_client.apply(new_model(), 10.0)
+    gradients(model, BATCH)
     report = ac_client.applied(model).report()
     assert (report.recomputed, report.recompute_us) == (0, 0)
 
 
 def test_same_policy_from_a_file_in_a_fresh_model(budget_gb: float, tmp_path: Path) -> None:
-    first = ac_client.apply(made(), budget_gb)
-    want = gradients(first)
+    first = ac_client.apply(new_model(), budget_gb)
+    want = gradients(first, BATCH)
     policy = ac_client.applied(first).policy
     (tmp_path / "policy.json").write_text(policy.to_json())
-    second = ac_client.apply(made(), policy=tmp_path / "policy.json")
-    assert_equal(gradients(second), want)
+    second = ac_client.apply(new_model(), policy=tmp_path / "policy.json")
+    assert_equal(gradients(second, BATCH), want)
     assert ac_client.applied(second).policy == policy
     assert ac_client.applied(second).plan is None
     with pytest.raises(ac_client.InfeasibleBudget):
-        ac_client.apply(made(), policy.predicted.peak_bytes / GIB / 2, policy=policy)
+        ac_client.apply(new_model(), policy.predicted.peak_bytes / GIB / 2, policy=policy)
 
 
 def test_file_without_a_policy_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "policy.json"
     path.write_bytes(b"\xff\xfe\x00 weights")
     with pytest.raises(MalformedPolicy, match=r"policy\.json: not a valid policy: not JSON"):
-        ac_client.apply(made(), policy=path)
+        ac_client.apply(new_model(), policy=path)
     path.write_text('{"format": "autoac.profile", "version": 1}')
     with pytest.raises(MalformedPolicy, match=r"policy\.json: not a valid policy: .* got a profile"):
-        ac_client.apply(made(), policy=path)
+        ac_client.apply(new_model(), policy=path)
 
 
 def test_infeasible_budget_leaves_the_model_as_it_was() -> None:
-    model = ac_client.apply(made(), 1e-4)
+    model = ac_client.apply(new_model(), 1e-4)
     with pytest.raises(ac_client.InfeasibleBudget, match="needs at least") as raised:
         model(BATCH)
     assert raised.value.proven_floor > raised.value.budget
     assert hooks(model) == 0
     with pytest.raises(ac_client.NotApplied):
         ac_client.applied(model)
-    gradients(model)
+    gradients(model, BATCH)
 
 
 def test_applying_twice_is_an_error_also_to_a_part() -> None:
-    model = ac_client.apply(made(), 1.0)
+    model = ac_client.apply(new_model(), 1.0)
     with pytest.raises(ac_client.AlreadyApplied):
         ac_client.apply(model, 1.0)
     with pytest.raises(ac_client.AlreadyApplied, match=r"at 0"):
@@ -196,7 +185,7 @@ def test_applying_twice_is_an_error_also_to_a_part() -> None:
 def test_model_that_checkpoints_itself_is_refused_if_it_is_not_taken_over() -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    model = made()
+    model = new_model()
     model.gradient_checkpointing = True
     with pytest.raises(ac_client.CheckpointingActive, match=r"gradient_checkpointing = False"):
         ac_client.apply(model, 1.0, take_over_checkpoints=False)
@@ -223,19 +212,19 @@ def test_weights_of_functional_call_need_no_gradient(budget_gb: float) -> None:
             scalar(torch.func.functional_call(model, weights, (BATCH,))).backward()
         return [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
 
-    assert_equal(trained(ac_client.apply(made(), budget_gb * 2)), trained(made()))
+    assert_equal(trained(ac_client.apply(new_model(), budget_gb * 2)), trained(new_model()))
 
 
 def test_report_without_a_budget_says_so(budget_gb: float) -> None:
-    found = plan(profile(made(), BATCH), budget_bytes=GIB)
-    model = ac_client.apply(made(), policy=found.policy())
+    found = plan(profile(new_model(), BATCH), budget_bytes=GIB)
+    model = ac_client.apply(new_model(), policy=found.policy())
     model(BATCH)
     assert str(ac_client.applied(model).report()).startswith("Transformer: a policy and no budget, 1 planned")
 
 
 def test_list_of_what_is_live_counts_the_rest() -> None:
     with pytest.raises(ac_client.InfeasibleBudget) as refused:
-        ac_client.apply(made(), 1e-6)(BATCH)
+        ac_client.apply(new_model(), 1e-6)(BATCH)
     live = refused.value.live
     assert len(live) > MOST_HOLDINGS
     rest = sum(holding.nbytes for holding in live[MOST_HOLDINGS:])
@@ -243,10 +232,10 @@ def test_list_of_what_is_live_counts_the_rest() -> None:
 
 
 def test_remove_leaves_the_model_as_it_was(budget_gb: float) -> None:
-    model = made()
+    model = new_model()
     state = dict(model.__dict__)
     ac_client.apply(model, budget_gb)
-    gradients(model)
+    gradients(model, BATCH)
     done = ac_client.applied(model)
     done.remove()
     done.remove()
@@ -256,19 +245,19 @@ def test_remove_leaves_the_model_as_it_was(budget_gb: float) -> None:
 
 
 def test_exception_in_forward_leaves_nothing_behind(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb)
-    want = gradients(model)
+    model = ac_client.apply(new_model(), budget_gb)
+    want = gradients(model, BATCH)
     with pytest.raises(RuntimeError):
         model(torch.randn(4, 64, 63))
     assert torch._C._len_torch_dispatch_stack() == 0
-    assert_equal(gradients(model), want)
+    assert_equal(gradients(model, BATCH), want)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_batch(
     error: type[BaseException],
 ) -> None:
-    model = ac_client.apply(made(), 1.0)
+    model = ac_client.apply(new_model(), 1.0)
 
     def spoil(*_: Any) -> None:
         raise error("a bad batch")
@@ -276,7 +265,7 @@ def test_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_batch
     with pytest.raises(error, match="a bad batch"), model.register_forward_pre_hook(spoil):
         model(BATCH)
     assert torch._C._len_torch_dispatch_stack() == 0
-    assert_equal(gradients(model), gradients(made()))
+    assert_equal(gradients(model, BATCH), gradients(new_model(), BATCH))
     assert ac_client.applied(model).policy is not None
 
 
@@ -284,9 +273,9 @@ def test_forward_that_raises_while_it_is_profiled_is_planned_with_the_next_batch
 def test_code_after_an_interrupted_forward_is_not_part_of_it(
     strict: bool, budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, model = made(), ac_client.apply(made(), budget_gb, strict=strict)
-    want = gradients(plain)
-    gradients(model)
+    plain, model = new_model(), ac_client.apply(new_model(), budget_gb, strict=strict)
+    want = gradients(plain, BATCH)
+    gradients(model, BATCH)
     model.zero_grad()
 
     def interrupt(*_: Any) -> None:
@@ -300,14 +289,14 @@ def test_code_after_an_interrupted_forward_is_not_part_of_it(
     model.blocks[2](torch.randn(4, 64, 64)).sum().backward()
     assert ac_client.applied(model).report().off_path == ""
     assert not caplog.messages
-    assert_equal(gradients(model), want)
+    assert_equal(gradients(model, BATCH), want)
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_batch_of_one_is_on_the_path_of_larger_ones(budget_gb: float) -> None:
     """Attention copies its heads, but for one batch entry of one head."""
-    model = ac_client.apply(made(), budget_gb, strict=True)
-    gradients(model)
+    model = ac_client.apply(new_model(), budget_gb, strict=True)
+    gradients(model, BATCH)
     scalar(model(BATCH[:1])).backward()
     assert ac_client.applied(model).report().buckets == 1
 
@@ -348,8 +337,8 @@ def test_module_called_in_a_loop_stays_on_the_path() -> None:
 def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, planned = made(), ac_client.apply(made(), budget_gb, shapes="first")
-    gradients(planned)
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb, shapes="first")
+    gradients(planned, BATCH)
     short, scale = torch.randn(2, 16, 64), {"by": torch.ones(64)}
     with caplog.at_level(logging.WARNING):
         for model in (plain, planned):
@@ -362,20 +351,20 @@ def test_another_batch_shape_is_right_and_reported_if_its_ops_differ(
 
 
 def test_strict_raises_where_the_ops_differ(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb, strict=True, shapes="first")
-    gradients(model)
+    model = ac_client.apply(new_model(), budget_gb, strict=True, shapes="first")
+    gradients(model, BATCH)
     with pytest.raises(ac_client.LeftThePath, match=r"found aten.mul.Tensor"):
         model(BATCH, scale={"by": torch.ones(64)})
-    gradients(model)
+    gradients(model, BATCH)
 
 
 def test_service_that_is_away_is_warned_of_once_and_planned_around(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ac_client.apply(made(), budget_gb, service="http://127.0.0.1:9")
+    model = ac_client.apply(new_model(), budget_gb, service="http://127.0.0.1:9")
     with caplog.at_level(logging.WARNING):
-        gradients(model)
-        gradients(model)
+        gradients(model, BATCH)
+        gradients(model, BATCH)
     assert sum("planning in-process" in message for message in caplog.messages) == 1
     assert ac_client.applied(model).plan is not None
 
@@ -383,13 +372,13 @@ def test_service_that_is_away_is_warned_of_once_and_planned_around(
 def test_planning_waits_until_torchs_profiler_is_done(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ac_client.apply(made(), budget_gb)
+    model = ac_client.apply(new_model(), budget_gb)
     with torch.profiler.profile(), caplog.at_level(logging.WARNING):
-        gradients(model)
-        gradients(model)
+        gradients(model, BATCH)
+        gradients(model, BATCH)
     assert ac_client.applied(model).policy is None
     assert sum("without a plan now" in message for message in caplog.messages) == 1
-    gradients(model)
+    gradients(model, BATCH)
     assert ac_client.applied(model).policy is not None
 
 
@@ -397,22 +386,22 @@ def test_planning_waits_until_torchs_profiler_is_done(
 def test_copy_of_a_planned_model_is_a_plain_model(
     budget_gb: float, copied: Callable[[nn.Module], nn.Module]
 ) -> None:
-    model = ac_client.apply(made(), budget_gb)
-    want = gradients(model)
+    model = ac_client.apply(new_model(), budget_gb)
+    want = gradients(model, BATCH)
     twin = copied(model)
     with pytest.raises(ac_client.NotApplied):
         ac_client.applied(twin)
-    assert_equal(gradients(twin), want)
-    assert model.state_dict().keys() == twin.state_dict().keys() == made().state_dict().keys()
+    assert_equal(gradients(twin, BATCH), want)
+    assert model.state_dict().keys() == twin.state_dict().keys() == new_model().state_dict().keys()
 
 
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_optimizer_state_is_in_the_budget_before_its_first_step(make_optimizer: Any) -> None:
-    model = made()
+    model = new_model()
     optimizer = make_optimizer(model.parameters(), lr=0.1)
     parameters = sum(p.numel() * 4 for p in model.parameters())
     ac_client.apply(model, 10.0, optimizer=optimizer)
-    gradients(model)
+    gradients(model, BATCH)
     counted = ac_client.applied(model).policy.predicted.static_bytes
     optimizer.step()
     expected = sum(
@@ -425,7 +414,7 @@ def test_optimizer_state_is_in_the_budget_before_its_first_step(make_optimizer: 
 
 
 def test_gradients_that_stay_between_microbatches_are_planned_for(budget_gb: float) -> None:
-    plain, planned = made(), made()
+    plain, planned = new_model(), new_model()
     ac_client.apply(planned, budget_gb)
     policies = []
     for model in (plain, planned):
@@ -446,7 +435,7 @@ def test_gradients_that_stay_between_microbatches_are_planned_for(budget_gb: flo
 
 
 def test_tightest_plan_runs_if_gradients_leave_no_room(caplog: pytest.LogCaptureFixture) -> None:
-    planned = made()
+    planned = new_model()
     found = profile(planned, BATCH)
     least = find_minimum_peak(found, time_limit_s=10).found / GIB
     ac_client.apply(planned, least)
@@ -460,25 +449,25 @@ def test_tightest_plan_runs_if_gradients_leave_no_room(caplog: pytest.LogCapture
 @pytest.mark.parametrize("left_out", [0, 1, 2], ids=["first", "middle", "last"])
 def test_layer_that_is_taken_out_is_reported_and_right(budget_gb: float, left_out: int) -> None:
     """Layers are built alike, so each op of the next one is the op that the policy has for this one."""
-    plain, planned = made(), ac_client.apply(made(), budget_gb)
-    gradients(planned)
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
+    gradients(planned, BATCH)
     for model in (plain, planned):
         del model.blocks[left_out]
     # The paths of what comes behind it stay as they were.
-    assert_equal(gradients(planned), gradients(plain))
+    assert_equal(gradients(planned, BATCH), gradients(plain, BATCH))
     assert ac_client.applied(planned).report().off_path.startswith(f"expected blocks.{left_out}")
 
 
 def test_strict_raises_where_a_layer_is_left_out(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb, strict=True)
-    gradients(model)
+    model = ac_client.apply(new_model(), budget_gb, strict=True)
+    gradients(model, BATCH)
     head, model.head = model.head, nn.Identity()
     head.zero_grad()  # else gradients exist before the step, and it is planned again as it is now
     with pytest.raises(ac_client.LeftThePath, match=r"expected head/.*, found the end of forward"):
-        gradients(model)
+        gradients(model, BATCH)
     assert torch._C._len_torch_dispatch_stack() == 0
     model.head = head
-    gradients(model)
+    gradients(model, BATCH)
 
 
 def test_model_that_loads_the_packages_at_first_use_is_freed() -> None:

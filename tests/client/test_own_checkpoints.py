@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as torchs
 from blocks import Block
-from stepping import seed, timed_by_flops
+from stepping import seed, seeded, timed_by_flops
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -109,11 +109,6 @@ def batch() -> Tensor:
     return torch.randn(64, 32, generator=torch.Generator().manual_seed(5))
 
 
-def made(call: Callable[[Any, Tensor], Tensor]) -> Net:
-    seed(0)
-    return Net(call)
-
-
 def trained(model: nn.Module, steps: int = 2) -> list[Tensor | None]:
     for number in range(steps):
         model.zero_grad()
@@ -133,26 +128,26 @@ def tightest(model: nn.Module) -> Policy:
 
 @pytest.mark.parametrize("call", TAKEN, ids=lambda call: call.__name__)
 def test_plan_decides_in_place_of_a_checkpoint(call: Callable[[Any, Tensor], Tensor]) -> None:
-    policy = tightest(made(call))
-    model = ac_client.apply(made(call), policy=policy, strict=True)
+    policy = tightest(seeded(Net, call))
+    model = ac_client.apply(seeded(Net, call), policy=policy, strict=True)
     gradients = trained(model)
     assert model.calls == 2 * len(model.blocks)  # backward runs no function again
     assert ac_client.applied(model).report().recomputed > 0
-    assert same(gradients, trained(made(PLAIN.get(call, plainly))))
+    assert same(gradients, trained(seeded(Net, PLAIN.get(call, plainly))))
 
 
 @pytest.mark.parametrize("call", TAKEN, ids=lambda call: call.__name__)
 def test_generous_plan_recomputes_nothing(call: Callable[[Any, Tensor], Tensor]) -> None:
-    model = ac_client.apply(made(call), 1.0)
+    model = ac_client.apply(seeded(Net, call), 1.0)
     trained(model, 1)
     calls = model.calls
-    assert same(trained(model), trained(made(PLAIN.get(call, plainly))))
+    assert same(trained(model), trained(seeded(Net, PLAIN.get(call, plainly))))
     assert model.calls == calls + 2 * len(model.blocks)
 
 
 @pytest.mark.parametrize("call", [in_torch, reentrant, ours], ids=lambda call: call.__name__)
 def test_tightest_plan_is_no_larger_than_the_checkpoint(call: Callable[[Any, Tensor], Tensor]) -> None:
-    model, x = made(call), batch()
+    model, x = seeded(Net, call), batch()
     graph = build(timed_by_flops(profile(model, x)))
     smallest = find_minimum_peak(graph, gap=0.05).found
     with AllocatorTimeline(base=graph.static_bytes) as timeline:
@@ -224,15 +219,15 @@ def test_reentrant_checkpoint_of_inputs_without_a_gradient_still_gives_none() ->
 
 
 def test_checkpoints_are_left_alone_if_told_so() -> None:
-    model = ac_client.apply(made(in_torch), 1.0, take_over_checkpoints=False)
-    assert same(trained(model), trained(made(plainly)))
+    model = ac_client.apply(seeded(Net, in_torch), 1.0, take_over_checkpoints=False)
+    assert same(trained(model), trained(seeded(Net, plainly)))
     calls = model.calls
     trained(model, 1)
     assert model.calls == calls + 2 * len(model.blocks)
     with pytest.raises(CannotProfile, match="use_reentrant"):
-        trained(ac_client.apply(made(reentrant), 1.0, take_over_checkpoints=False))
+        trained(ac_client.apply(seeded(Net, reentrant), 1.0, take_over_checkpoints=False))
     with pytest.raises(TypeError, match="take_over_checkpoints"):
-        ac_client.apply(made(in_torch), 1.0, take_over_checkpoints=1)
+        ac_client.apply(seeded(Net, in_torch), 1.0, take_over_checkpoints=1)
 
 
 @pytest.mark.parametrize(
@@ -242,16 +237,16 @@ def test_what_cannot_be_taken_over_is_named(
     call: Callable[[Any, Tensor], Tensor], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="ac_client"):
-        model = ac_client.apply(made(call), 1.0)
-        assert same(trained(model), trained(made(plainly)))
+        model = ac_client.apply(seeded(Net, call), 1.0)
+        assert same(trained(model), trained(seeded(Net, plainly)))
     assert [name in record.getMessage() for record in caplog.records] == [True]
     with pytest.raises(ac_client.InfeasibleBudget) as error:
-        trained(ac_client.apply(made(call), 30_000 / GIB))
+        trained(ac_client.apply(seeded(Net, call), 30_000 / GIB))
     assert name in error.value.__notes__[0]
 
 
 def test_selective_checkpoint_is_carried_out_by_torch() -> None:
-    model = ac_client.apply(made(selective), 1.0)
+    model = ac_client.apply(seeded(Net, selective), 1.0)
     trained(model, 1)
     calls = model.calls
     trained(model, 1)
@@ -262,7 +257,7 @@ def test_other_threads_and_models_keep_their_checkpoints() -> None:
     counts: list[int] = []
 
     def elsewhere() -> None:
-        other = made(in_torch)
+        other = seeded(Net, in_torch)
         trained(other, 1)
         counts.append(other.calls)
 
@@ -272,7 +267,7 @@ def test_other_threads_and_models_keep_their_checkpoints() -> None:
         thread.join()
         return in_torch(function, x)
 
-    model = ac_client.apply(made(call), policy=tightest(made(in_torch)))
+    model = ac_client.apply(seeded(Net, call), policy=tightest(seeded(Net, in_torch)))
     trained(model, 1)
     assert set(counts) == {2 * len(model.blocks)}
     elsewhere()
@@ -287,7 +282,7 @@ def test_torch_is_restored_after_a_forward_that_raises() -> None:
         return in_torch(function, x)
 
     fails = False
-    model = ac_client.apply(made(call), 1.0)
+    model = ac_client.apply(seeded(Net, call), 1.0)
     trained(model, 1)
     fails = True
     with pytest.raises(KeyError, match="user"):

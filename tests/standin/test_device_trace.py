@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from stepping import SeenOps
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from autoac.planner import bounds, build
@@ -52,20 +52,10 @@ def test_trace_of_every_device_has_all_allocations(gpu: ModuleType) -> None:
     assert found["cuda"].address == held[2].data_ptr()
 
 
-class Watching(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_dispatch_modes_do_not_see_the_range_around_a_trace(gpu: ModuleType) -> None:
-    with Watching() as watching, TorchTrace(CUDA) as recording:
+    with SeenOps() as watching, TorchTrace(CUDA) as recording:
         recording.mark("here")
-    assert watching.seen == []
+    assert watching.ops == []
     assert [entry.name for entry in recording.events() if isinstance(entry, MarkEvent)] == ["here"]
 
 

@@ -32,7 +32,7 @@ def replicas(serve: Serve) -> tuple[TestClient, TestClient]:
     return serve(), serve()
 
 
-def made(http: TestClient, budget_gb: float = 1.0) -> Any:
+def post_policy(http: TestClient, budget_gb: float = 1.0) -> Any:
     answer = http.post("/v1/policies", content=request(chain_profile(), budget_gb=budget_gb), headers=JSON)
     assert answer.status_code == 201
     return answer
@@ -40,14 +40,14 @@ def made(http: TestClient, budget_gb: float = 1.0) -> Any:
 
 def test_replicas_share_what_is_stored(replicas: tuple[TestClient, TestClient]) -> None:
     one, other = replicas
-    answer = made(one)
+    answer = post_policy(one)
     profile = chain_profile()
     found = [http.get(answer.headers["location"]) for http in replicas]
     assert [got.content for got in found] == [answer.content] * 2
     assert [got.headers["etag"] for got in found] == [answer.headers["etag"]] * 2
     known = {"If-None-Match": answer.headers["etag"]}
     assert [http.get(answer.headers["location"], headers=known).status_code for http in replicas] == [304] * 2
-    made(other, 2.0)
+    post_policy(other, 2.0)
     for path in (
         "/v1/policies",
         f"/v1/policies?fingerprint={profile.fingerprint}&budget_gb=2",
@@ -66,7 +66,7 @@ def test_replicas_share_what_is_stored(replicas: tuple[TestClient, TestClient]) 
 def test_list_continues_at_another_replica(replicas: tuple[TestClient, TestClient]) -> None:
     one, other = replicas
     for budget in (1.0, 2.0, 3.0):
-        made(one, budget)
+        post_policy(one, budget)
     first = one.get("/v1/policies", params={"limit": 2}).json()
     second = other.get("/v1/policies", params={"limit": 2, "cursor": first["next"]}).json()
     budgets = [item["budget_bytes"] >> 30 for item in first["items"] + second["items"]]
@@ -80,7 +80,7 @@ def test_equal_requests_at_two_replicas_are_solved_once(serve: Serve) -> None:
         solved.append(options)
         return save_all(profile, **options)
 
-    texts = [made(serve(InProcess(counted))).content for _ in range(2)]
+    texts = [post_policy(serve(InProcess(counted))).content for _ in range(2)]
     assert texts[0] == texts[1]
     assert len(solved) == 1
 
@@ -96,7 +96,7 @@ def test_job_is_shown_and_cancelled_by_another_replica(serve: Serve) -> None:
 
 def test_alias_moves_at_both_replicas(replicas: tuple[TestClient, TestClient]) -> None:
     one, other = replicas
-    ids = [made(one, budget).headers["etag"].strip('"') for budget in (1.0, 2.0)]
+    ids = [post_policy(one, budget).headers["etag"].strip('"') for budget in (1.0, 2.0)]
 
     def put(http: TestClient, id: str, **headers: str) -> int:
         named = {name.replace("_", "-"): text for name, text in headers.items()}

@@ -18,7 +18,7 @@ import pytest
 from anyio import to_thread
 from drawings import HOSTILE, hostile, small
 from service_fakes import InProcess, chain_profile
-from serving import chromium, in_chromium, serving
+from serving import in_chromium, serving
 
 from autoac.api import Settings, create_app
 from autoac.api.requests import Answer, Kind
@@ -140,12 +140,6 @@ def stored(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         )
         assert named.status_code == 201
         yield Stored(live, profile, ids, budgets, wild, long_)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as launched:
-        yield launched
 
 
 class Visit:

@@ -9,10 +9,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def fresh_compiler(one_thread: None) -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-    torch.set_num_threads(before)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Block
+from stepping import allocated_peak
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
@@ -79,9 +80,7 @@ def outcome(model: nn.Module) -> list[Tensor]:
 
 def measured_peak(model: nn.Module) -> int:
     model.zero_grad()
-    with AllocationRecord(torch.device("cpu")) as record:
-        step(model)
-    return max(accumulate(change.nbytes for change in record.changes))
+    return allocated_peak(lambda: step(model))
 
 
 @pytest.mark.parametrize("compiled", [in_place, wrapped])

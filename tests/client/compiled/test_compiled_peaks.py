@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from blocks import Block
+from stepping import allocated_peak
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import ac_client
 from autoac.planner import find_minimum_peak, plan
 from autoac.profiler import profile
-from autoac.profiler.capture.allocations import AllocationRecord
 from autoac.profiler.joint_graph.joint_graph import JointGraph, simplify
 from benchmarks.models.gpt2 import gpt2
 
@@ -83,9 +82,7 @@ def outcome(model: nn.Module, call: Callable[..., Any], batch: dict[str, Tensor]
 
 def measured_peak(model: nn.Module, call: Callable[..., Any], batch: dict[str, Tensor]) -> int:
     model.zero_grad()
-    with AllocationRecord(torch.device("cpu")) as record:
-        step(call, batch)
-    return max(accumulate(change.nbytes for change in record.changes))
+    return allocated_peak(lambda: step(call, batch))
 
 
 def unplanned_outcome(make: Callable[[], nn.Module], batch: dict[str, Tensor]) -> list[Tensor]:

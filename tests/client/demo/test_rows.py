@@ -1,7 +1,6 @@
 """Measuring one row of the demo, on a tiny model."""
 
 import pytest
-import torch
 
 from ac_client.demo import comparison, rows
 from ac_client.demo.rows import Row, measure
@@ -10,15 +9,6 @@ from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import LiveBytes
 from benchmarks.demo_table.table import WRAPPERS
 from benchmarks.torch_checkpoint import BASELINES
-
-
-@pytest.fixture
-def one_thread():
-    """Let no child wait for threads of this process, which a fork does not have."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("method", BASELINES)

@@ -17,7 +17,7 @@ from benchmarks.models.modules import Transformer
 BUDGET_GB = 0.0026
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Transformer(layers=2, width=32)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -32,7 +32,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: tuple[int, 
 
 
 def test_block_is_planned_and_nothing_after_it() -> None:
-    (plain, optimizer), (ours, own) = made(), made()
+    (plain, optimizer), (ours, own) = model_and_optimizer(), model_and_optimizer()
     train(plain, optimizer)
     with planned(ours, BUDGET_GB, optimizer=own) as at:
         assert ac_client.applied(ours) is at
@@ -46,7 +46,7 @@ def test_block_is_planned_and_nothing_after_it() -> None:
 
 
 def test_block_that_raises_leaves_nothing_behind() -> None:
-    model, optimizer = made()
+    model, optimizer = model_and_optimizer()
     with (
         pytest.raises(RuntimeError, match="normalized_shape"),
         planned(model, BUDGET_GB, optimizer=optimizer),
@@ -64,7 +64,7 @@ def test_profiled_step_is_recognizable() -> None:
     class Telling(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = made()[0]
+            self.inner = model_and_optimizer()[0]
             self.told: list[bool] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

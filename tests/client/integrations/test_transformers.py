@@ -29,7 +29,7 @@ def rows(count: int = ROWS) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def made() -> nn.Module:
+def new_model() -> nn.Module:
     torch.manual_seed(0)
     return gpt2(layers=2, width=32, heads=4, vocabulary=64, positions=64, use_cache=True)
 
@@ -44,7 +44,7 @@ def trainer_of(
 ) -> Trainer:
     chosen = {"num_train_epochs": 1, "save_strategy": "no", "logging_steps": 1, **arguments}
     return kind(
-        model=made() if model is None else model,
+        model=new_model() if model is None else model,
         args=TrainingArguments(
             output_dir=str(folder),
             per_device_train_batch_size=4,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import binding_budget, seeded
 
 import ac_client
-from autoac.planner import build, find_minimum_peak, simulate
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
@@ -20,18 +20,13 @@ from benchmarks.models.modules import Transformer
 BATCH = torch.randn(4, 48, 64)
 
 
-def made() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(layers=3, width=64)
+def new_model() -> Transformer:
+    return seeded(Transformer, layers=3, width=64)
 
 
 @pytest.fixture(scope="module")
 def budget() -> int:
-    found = profile(made(), BATCH)
-    graph = build(found)
-    return (
-        find_minimum_peak(found, time_limit_s=5).found + simulate(graph, graph.everything).peak.live_bytes
-    ) // 2
+    return binding_budget(profile(new_model(), BATCH))
 
 
 def step(model: torch.nn.Module) -> None:
@@ -51,7 +46,7 @@ def data_of(page: Path) -> dict[str, Any]:
 
 
 def test_measured_step_is_drawn_over_the_predicted_step(budget: int, tmp_path: Path) -> None:
-    model = ac_client.apply(made(), budget / GIB)
+    model = ac_client.apply(new_model(), budget / GIB)
     at = ac_client.applied(model)
     step(model)
     with at.measure():
@@ -80,7 +75,7 @@ def test_measured_step_is_drawn_over_the_predicted_step(budget: int, tmp_path: P
 
 
 def test_last_of_several_steps_is_drawn(budget: int, tmp_path: Path) -> None:
-    model = ac_client.apply(made(), budget / GIB)
+    model = ac_client.apply(new_model(), budget / GIB)
     at = ac_client.applied(model)
     step(model)
     with at.measure():
@@ -93,7 +88,7 @@ def test_last_of_several_steps_is_drawn(budget: int, tmp_path: Path) -> None:
 
 
 def test_text_lists_what_is_live_at_the_peak(budget: int) -> None:
-    model = ac_client.apply(made(), budget / GIB)
+    model = ac_client.apply(new_model(), budget / GIB)
     at = ac_client.applied(model)
     step(model)
     with at.measure():
@@ -107,7 +102,7 @@ def test_text_lists_what_is_live_at_the_peak(budget: int) -> None:
 
 
 def test_measured_step_is_drawn_with_the_plan_that_it_followed(budget: int, tmp_path: Path) -> None:
-    model = ac_client.apply(made(), budget / GIB)
+    model = ac_client.apply(new_model(), budget / GIB)
     at = ac_client.applied(model)
     step(model)
     first = at.policy
@@ -139,19 +134,19 @@ def test_measured_step_is_drawn_with_the_plan_that_it_followed(budget: int, tmp_
 
 
 def test_plan_alone_is_drawn_without_a_measurement(budget: int, tmp_path: Path) -> None:
-    model = ac_client.apply(made(), budget / GIB)
+    model = ac_client.apply(new_model(), budget / GIB)
     step(model)
     ac_client.applied(model).report(html=tmp_path / "page.html")
     assert data_of(tmp_path / "page.html")["measured"] is None
 
 
 def test_page_needs_a_plan_and_its_bytes(budget: int, tmp_path: Path) -> None:
-    first = ac_client.apply(made(), budget / GIB)
+    first = ac_client.apply(new_model(), budget / GIB)
     with pytest.raises(RuntimeError, match="run one training step first"):
         ac_client.applied(first).report(html=tmp_path / "page.html")
     step(first)
     policy = ac_client.applied(first).policy
-    second = ac_client.apply(made(), policy=policy)
+    second = ac_client.apply(new_model(), policy=policy)
     step(second)
     with pytest.raises(RuntimeError, match="autoac explain POLICY --profile PROFILE --html"):
         ac_client.applied(second).report(html=tmp_path / "page.html")
@@ -160,7 +155,7 @@ def test_page_needs_a_plan_and_its_bytes(budget: int, tmp_path: Path) -> None:
 
 
 def test_measuring_changes_no_gradient(budget: int) -> None:
-    plain, model = made(), ac_client.apply(made(), budget / GIB)
+    plain, model = new_model(), ac_client.apply(new_model(), budget / GIB)
     for one in (plain, model):
         torch.manual_seed(1)
         out = list(one(BATCH).values())
@@ -179,7 +174,7 @@ def test_measuring_changes_no_gradient(budget: int) -> None:
 def test_first_plan_on_a_cpu_says_once_that_nothing_compares(
     budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ac_client.apply(made(), budget / GIB)
+    model = ac_client.apply(new_model(), budget / GIB)
     with caplog.at_level(logging.INFO, "ac_client"):
         step(model)
         model(torch.cat([BATCH, BATCH]))  # planned too
@@ -188,7 +183,7 @@ def test_first_plan_on_a_cpu_says_once_that_nothing_compares(
 
 
 def test_report_on_a_cpu_says_how_to_measure_the_peak(budget: int) -> None:
-    model = ac_client.apply(made(), budget / GIB)
+    model = ac_client.apply(new_model(), budget / GIB)
     at = ac_client.applied(model)
     assert "peak" not in str(at.report())
     step(model)

@@ -8,24 +8,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from stepping import binding_budget
 from torch import Tensor, nn
 
 import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from autoac.planner import build, find_minimum_peak, simulate
+from autoac.planner import build, simulate
 from autoac.planner.units import GIB
 from autoac.profiler import observe
-from autoac.profiler.unseen.fingerprints import Comparison
 from benchmarks.models.modules import Transformer
+
+pytestmark = pytest.mark.usefixtures("no_comparison")
 
 X = torch.randn(4, 64, 64, generator=torch.Generator().manual_seed(0))
 PLACES = ("pre-hook", "first pre-hook", "forward", "hook")
-
-
-@pytest.fixture(autouse=True)
-def _no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave contents uncompared: a step that compares them may peak higher."""
-    monkeypatch.setattr(Comparison, "enabled", False)
 
 
 class Model(nn.Module):
@@ -44,9 +40,7 @@ class Model(nn.Module):
 @functools.cache
 def budget_gb() -> float:
     """Near the smallest feasible peak, so that some modules are saved and others recomputed."""
-    graph = build(observe(Model(), (X,), {}))
-    smallest = find_minimum_peak(graph, time_limit_s=10).found
-    return (smallest + 0.4 * (simulate(graph, graph.everything).peak.live_bytes - smallest)) / GIB
+    return binding_budget(observe(Model(), (X,), {}), 0.4) / GIB
 
 
 def step(model: nn.Module) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from stepping import nothing_left, scalar
+from stepping import binding_budget, nothing_left, scalar, seeded
 from torch import Tensor, nn
 
 import ac_client
 from ac_client.planning import plan_batch
 from ac_client.planning.oom_retry import is_out_of_memory
 from ac_client.runtime.policy_context import active
-from autoac.planner import build, find_minimum_peak, plan, simulate
+from autoac.planner import plan
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
@@ -92,17 +92,9 @@ class Trapped(nn.Module):
         return self.after(self.trap(self.norm(self.before(x)["logits"])))["logits"]
 
 
-def made() -> Trapped:
-    torch.manual_seed(0)
-    return Trapped()
-
-
 @pytest.fixture(scope="module")
 def budget_gb() -> float:
-    found = profile(made(), BATCH)
-    graph = build(found)
-    everything = simulate(graph, graph.everything).peak.live_bytes
-    return (0.4 * find_minimum_peak(found, time_limit_s=5).found + 0.6 * everything) / GIB
+    return binding_budget(profile(seeded(Trapped), BATCH), 0.6) / GIB
 
 
 def run(model: nn.Module) -> None:
@@ -110,7 +102,7 @@ def run(model: nn.Module) -> None:
 
 
 def planned(budget_gb: float) -> tuple[Trapped, Callable[[], None]]:
-    model = ac_client.apply(made(), budget_gb)
+    model = ac_client.apply(seeded(Trapped), budget_gb)
     run(model)
     model.zero_grad()
     return model, lambda: run(model)
@@ -129,7 +121,7 @@ def assert_same(a: list[Tensor], b: list[Tensor]) -> None:
 
 def plain(steps: int, *, accumulate: bool = False) -> list[Tensor]:
     """After the planning step and so many more."""
-    model = made()
+    model = seeded(Trapped)
     run(model)
     model.zero_grad()
     torch.manual_seed(5)
@@ -233,7 +225,7 @@ def test_out_of_memory_in_a_plain_loop_has_advice(budget_gb: float) -> None:
 
 @pytest.mark.parametrize("in_step", [False, True])
 def test_out_of_memory_in_the_first_step_is_not_advised_to_retry(budget_gb: float, in_step: bool) -> None:
-    model = ac_client.apply(made(), budget_gb)
+    model = ac_client.apply(seeded(Trapped), budget_gb)
     model.trap.aim.where, model.trap.aim.times = "forward", 1
     at = ac_client.applied(model)
     step = partial(at.step, partial(run, model), retry_oom=True) if in_step else partial(run, model)
@@ -317,7 +309,7 @@ def written(parameter: Tensor) -> None:
 
 def test_policy_from_elsewhere_cannot_be_planned_again(budget_gb: float) -> None:
     first, _ = planned(budget_gb)
-    model = ac_client.apply(made(), policy=ac_client.applied(first).policy)
+    model = ac_client.apply(seeded(Trapped), policy=ac_client.applied(first).policy)
     model.trap.aim.where, model.trap.aim.times = "forward", 1
     with pytest.raises(torch.OutOfMemoryError) as raised:
         ac_client.applied(model).step(lambda: run(model), retry_oom=True)

@@ -7,40 +7,31 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from stepping import scalar
+from stepping import binding_budget, peaks, scalar, seeded
 from torch import nn
 
 import ac_client
 from ac_client.planning.facts import peak_watch
 from ac_client.planning.facts.peak_counter import PeakBounds, most_allocated, reserved_for
 from ac_client.planning.next_action import FAR_UNDER, LAST_MARGIN, MOST_CORRECTIONS, WATCHED_STEPS
-from autoac.planner import build, find_minimum_peak, simulate
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
-from autoac.profiler.unseen.fingerprints import Comparison
 from benchmarks.models.modules import Transformer
+
+pytestmark = pytest.mark.usefixtures("no_comparison")
 
 MIB = 1 << 20
 BATCH = torch.randn(4, 48, 32)
 
 
-@pytest.fixture(autouse=True)
-def _no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave contents uncompared: steps that compare them are not judged."""
-    monkeypatch.setattr(Comparison, "enabled", False)
-
-
-def made() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(layers=1, width=32)
+def new_model() -> Transformer:
+    return seeded(Transformer, layers=1, width=32)
 
 
 @pytest.fixture(scope="module")
 def bounds() -> tuple[int, int]:
     """Return the minimum peak found and the save-all peak."""
-    found = profile(made(), BATCH)
-    graph = build(found)
-    return find_minimum_peak(found, time_limit_s=5).found, simulate(graph, graph.everything).peak.live_bytes
+    return peaks(profile(new_model(), BATCH))
 
 
 @pytest.fixture
@@ -73,7 +64,7 @@ def planned(
     budget: int, fake: Fake, monkeypatch: pytest.MonkeyPatch, *, optimizer: bool = True, fused: bool = False
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     monkeypatch.setattr(peak_watch, "allocator_peak", lambda _device: fake)
-    model = made()
+    model = new_model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused) if optimizer else None
     return ac_client.apply(model, budget / GIB, optimizer=sgd), sgd
 
@@ -110,7 +101,7 @@ def test_peak_over_the_budget_is_corrected_once_and_fits(
     assert at.policy.budget_bytes == at.budget_bytes
     assert sum("planned again" in message for message in caplog.messages) == 1
     assert "planned again 1 times" in str(report)
-    want, plain = [p.grad for p in model.parameters()], made()
+    want, plain = [p.grad for p in model.parameters()], new_model()
     torch.manual_seed(1)
     scalar(plain(BATCH)).backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), want, strict=True))
@@ -256,7 +247,7 @@ def test_evaluation_is_not_part_of_a_step(budget: int, monkeypatch: pytest.Monke
 
 
 def test_measuring_on_a_cpu_corrects_too(budget: int, caplog: pytest.LogCaptureFixture) -> None:
-    model = ac_client.apply(made(), budget / GIB)
+    model = ac_client.apply(new_model(), budget / GIB)
     at = ac_client.applied(model)
     held = []
 
@@ -282,7 +273,7 @@ def test_measuring_on_a_cpu_corrects_too(budget: int, caplog: pytest.LogCaptureF
 
 
 def test_gradients_dropped_in_a_measured_step_are_counted_until_then() -> None:
-    model = ac_client.apply(made(), 1.0)
+    model = ac_client.apply(new_model(), 1.0)
     at = ac_client.applied(model)
     peaks = []
     scalar(model(BATCH)).backward()
@@ -313,9 +304,7 @@ def test_batch_made_before_the_measured_step_counts() -> None:
         sgd.step()
         sgd.zero_grad()
 
-    found = profile(model, torch.randn(512, 64))
-    graph = build(found)
-    budget = (find_minimum_peak(found).found + simulate(graph, graph.everything).peak.live_bytes) // 2
+    budget = binding_budget(profile(model, torch.randn(512, 64)))
     at = ac_client.applied(ac_client.apply(model, budget / GIB, optimizer=sgd))
     batch = torch.randn(512, 64)
     step(batch)
@@ -335,10 +324,10 @@ def test_batch_made_before_the_measured_step_counts() -> None:
 def test_policy_planned_elsewhere_is_not_planned_again_but_warned_of(
     budget: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = ac_client.apply(made(), budget / GIB)
+    first = ac_client.apply(new_model(), budget / GIB)
     first(BATCH)
     policy = ac_client.applied(first).policy
-    model = ac_client.apply(made(), budget / GIB, policy=policy)
+    model = ac_client.apply(new_model(), budget / GIB, policy=policy)
     at = ac_client.applied(model)
     scalar(model(BATCH)).backward()
     with caplog.at_level(logging.WARNING):

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 import torch
 from serving import serving
-from stepping import scalar
+from stepping import gradients, seeded
 from torch import nn
 
 import ac_client
@@ -27,16 +27,8 @@ NAME = "transformer@cpu/production"
 NOBODY = "http://127.0.0.1:9"
 
 
-def made() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(layers=2, width=64)
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    scalar(model(BATCH)).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+def new_model() -> Transformer:
+    return seeded(Transformer, layers=2, width=64)
 
 
 def policy_of(model: nn.Module) -> Policy:
@@ -50,7 +42,7 @@ def budget_gb() -> float:
     """Under which something is recomputed."""
     from autoac.planner import build, simulate
 
-    graph = build(profile(made(), BATCH))
+    graph = build(profile(new_model(), BATCH))
     return (simulate(graph, graph.everything).peak.live_bytes - 1) / GIB
 
 
@@ -74,27 +66,27 @@ def profiles(url: str) -> int:
 
 
 def test_second_training_gets_the_stored_policy_also_by_alias(url: str, budget_gb: float) -> None:
-    plain = gradients(made())
-    first = ac_client.apply(made(), budget_gb, service=url, require_service=True)
-    assert all(map(torch.equal, gradients(first), plain))
+    plain = gradients(new_model(), BATCH)
+    first = ac_client.apply(new_model(), budget_gb, service=url, require_service=True)
+    assert all(map(torch.equal, gradients(first, BATCH), plain))
     assert (profiles(url), set(policy_of(first).decisions.values()) > {"save"}) == (1, True)
 
     # Its run times are others, so that its profile, were it sent, would be a second one.
-    second = ac_client.apply(made(), budget_gb, service=url)
-    assert all(map(torch.equal, gradients(second), plain))
+    second = ac_client.apply(new_model(), budget_gb, service=url)
+    assert all(map(torch.equal, gradients(second, BATCH), plain))
     assert policy_of(second) == policy_of(first)
     assert profiles(url) == 1
 
     id = httpx2.get(f"{url}/v1/policies").json()["items"][0]["id"]
     put = httpx2.put(f"{url}/v1/aliases/{NAME}", json={"policy_id": id}, headers={"If-None-Match": "*"})
     assert put.status_code == 201
-    named = ac_client.apply(made(), alias=NAME, service=url)
+    named = ac_client.apply(new_model(), alias=NAME, service=url)
     assert policy_of(named) == policy_of(first)
-    assert all(map(torch.equal, gradients(named), plain))
+    assert all(map(torch.equal, gradients(named, BATCH), plain))
     with pytest.raises(ServiceRefused, match="no alias transformer@cpu/canary"):
-        ac_client.apply(made(), budget_gb, alias="transformer@cpu/canary", service=url)
+        ac_client.apply(new_model(), budget_gb, alias="transformer@cpu/canary", service=url)
     with pytest.raises(InfeasibleBudget):
-        ac_client.apply(made(), budget_gb / 2, alias=NAME, service=url)
+        ac_client.apply(new_model(), budget_gb / 2, alias=NAME, service=url)
 
 
 class Waves(nn.Module):
@@ -107,11 +99,11 @@ def test_module_runs_again_as_a_whole_under_the_policy_of_a_service(url: str) ->
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(64, 64), Waves(), nn.Linear(64, 64))
 
-    plain = gradients(chain())
+    plain = gradients(chain(), BATCH)
     rules = Constraints(pin_recompute=("1/*",))
     model = ac_client.apply(chain(), 1, service=url, require_service=True, constraints=rules)
     for _ in range(2):  # the first step audits the call
-        assert all(map(torch.equal, gradients(model), plain))
+        assert all(map(torch.equal, gradients(model, BATCH), plain))
     plan = ac_client.applied(model).plan
     assert plan is not None
     assert plan.peak == policy_of(model).predicted.peak_bytes
@@ -122,31 +114,31 @@ def test_module_runs_again_as_a_whole_under_the_policy_of_a_service(url: str) ->
 def test_required_service_that_is_away_fails_the_first_step_and_restores_the_model(
     budget_gb: float,
 ) -> None:
-    model = ac_client.apply(made(), budget_gb, service=NOBODY, require_service=True)
+    model = ac_client.apply(new_model(), budget_gb, service=NOBODY, require_service=True)
     with pytest.raises(ServiceUnavailable, match="require_service=True forbids planning in this process"):
-        gradients(model)
-    assert all(map(torch.equal, gradients(model), gradients(made())))
+        gradients(model, BATCH)
+    assert all(map(torch.equal, gradients(model, BATCH), gradients(new_model(), BATCH)))
 
 
 def test_alias_of_a_service_that_is_away_is_planned_here_unless_required(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        model = ac_client.apply(made(), budget_gb, alias=NAME, service=NOBODY)
+        model = ac_client.apply(new_model(), budget_gb, alias=NAME, service=NOBODY)
     assert f"in place of {NAME}" in caplog.text
-    gradients(model)
+    gradients(model, BATCH)
     assert ac_client.applied(model).plan is not None  # made here
     for given in ({"require_service": True, "budget_gb": budget_gb}, {}):
         with pytest.raises(ServiceUnavailable, match="did not answer"):
-            ac_client.apply(made(), alias=NAME, service=NOBODY, **given)
+            ac_client.apply(new_model(), alias=NAME, service=NOBODY, **given)
 
 
 def test_arguments_without_effect_are_refused() -> None:
     with pytest.raises(ValueError, match="alias needs a service"):
-        ac_client.apply(made(), 1, alias=NAME)
+        ac_client.apply(new_model(), 1, alias=NAME)
     with pytest.raises(ValueError, match="require_service needs a service"):
-        ac_client.apply(made(), 1, require_service=True)
+        ac_client.apply(new_model(), 1, require_service=True)
     with pytest.raises(ValueError, match="not both"):
-        ac_client.apply(made(), 1, alias=NAME, policy="policy.json", service=NOBODY)
+        ac_client.apply(new_model(), 1, alias=NAME, policy="policy.json", service=NOBODY)
     with pytest.raises(ValueError, match="alias must be a name"):
-        ac_client.apply(made(), 1, alias="not a name", service=NOBODY)
+        ac_client.apply(new_model(), 1, alias="not a name", service=NOBODY)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import stepping
 import torch
-from stepping import scalar
+from stepping import binding_budget, scalar, seeded
 from torch import Tensor, nn
 
 import ac_client
@@ -19,7 +20,7 @@ from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.options import Shapes
 from ac_client.planning.shape_buckets import Buckets
 from ac_client.planning.trained_parameters import SAMPLED_PER_FORWARD
-from autoac.planner import bounds, build, find_minimum_peak, plan, simulate
+from autoac.planner import bounds, build, find_minimum_peak, plan
 from autoac.planner.units import GIB
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
@@ -28,9 +29,8 @@ WIDTH = 32
 SMALL, TALL, WIDE, LARGE = (2, 16), (6, 16), (2, 48), (6, 48)
 
 
-def made() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(layers=2, width=WIDTH)
+def new_model() -> Transformer:
+    return seeded(Transformer, layers=2, width=WIDTH)
 
 
 def batch(of: tuple[int, int]) -> Tensor:
@@ -41,17 +41,11 @@ def batch(of: tuple[int, int]) -> Tensor:
 @pytest.fixture(scope="module")
 def budget_gb() -> float:
     """Binds for the largest batch, and for none of the others."""
-    found = profile(made(), batch(LARGE))
-    graph = build(found)
-    everything = simulate(graph, graph.everything).peak.live_bytes
-    return (find_minimum_peak(found, time_limit_s=5).found + everything) / 2 / GIB
+    return binding_budget(profile(new_model(), batch(LARGE))) / GIB
 
 
-def gradients(model: nn.Module, of: tuple[int, int], *, seed: int = 1, **kwargs: Any) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(seed)
-    scalar(model(batch(of), **kwargs)).backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+def gradients(model: nn.Module, of: tuple[int, int], **kwargs: Any) -> list[Tensor]:
+    return stepping.gradients(model, batch(of), **kwargs)
 
 
 def assert_as_plain(planned: nn.Module, plain: nn.Module, of: tuple[int, int], **kwargs: Any) -> None:
@@ -65,7 +59,7 @@ def shape(of: tuple[int, int]) -> dict[str, str]:
 
 
 def test_each_shape_runs_under_the_smallest_bucket_that_covers_it(budget_gb: float) -> None:
-    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     at = ac_client.applied(planned)
     ran = {}
     for of in (SMALL, TALL, WIDE, LARGE, SMALL, WIDE, LARGE, TALL):
@@ -93,7 +87,7 @@ def eval_shape(shape: dict[str, str]) -> tuple[int, int]:
 
 
 def test_short_last_batch_is_not_planned(budget_gb: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     assert_as_plain(planned, plain, LARGE)
     policy = ac_client.applied(planned).policy
     monkeypatch.setattr(plan_batch, "observe", None)  # profiling now fails
@@ -102,7 +96,7 @@ def test_short_last_batch_is_not_planned(budget_gb: float, monkeypatch: pytest.M
 
 
 def test_evaluation_and_other_modules_in_between_do_not_disturb(budget_gb: float) -> None:
-    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     at, other = ac_client.applied(planned), nn.Linear(WIDTH, 1)
     for of in (LARGE, SMALL, LARGE):
         assert_as_plain(planned, plain, of)
@@ -119,7 +113,7 @@ def test_evaluation_and_other_modules_in_between_do_not_disturb(budget_gb: float
 
 def test_backwards_in_another_order_than_forwards_have_each_its_own_policy(budget_gb: float) -> None:
     got = []
-    for model in (made(), ac_client.apply(made(), budget_gb)):
+    for model in (new_model(), ac_client.apply(new_model(), budget_gb)):
         torch.manual_seed(3)
         losses = [scalar(model(batch(of))) for of in (SMALL, LARGE, TALL)]
         for i in (1, 2, 0):
@@ -129,7 +123,7 @@ def test_backwards_in_another_order_than_forwards_have_each_its_own_policy(budge
 
 
 def test_strict_refuses_what_no_bucket_covers_before_anything_runs(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb, strict=True)
+    model = ac_client.apply(new_model(), budget_gb, strict=True)
     at = ac_client.applied(model)
     gradients(model, SMALL)
     ran: list[str] = []
@@ -145,30 +139,30 @@ def test_strict_refuses_what_no_bucket_covers_before_anything_runs(budget_gb: fl
     torch.set_rng_state(state)
     at.plan_for(batch(TALL))
     assert at.report().buckets == 2
-    assert_as_plain(model, made(), TALL)
+    assert_as_plain(model, new_model(), TALL)
     with pytest.raises(ac_client.ShapeNotPlanned):
         model(batch(SMALL), scale={"by": torch.ones(WIDTH)})  # the same sizes, and another argument
 
 
 def test_planning_ahead_changes_nothing(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb)
+    model = ac_client.apply(new_model(), budget_gb)
     at = ac_client.applied(model)
     x, state = batch(LARGE), torch.get_rng_state()
     at.plan_for(x)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     assert at.report().steps == 0
-    assert_as_plain(model, made(), TALL)
+    assert_as_plain(model, new_model(), TALL)
     assert at.report().buckets == 1
     model.eval()
     with pytest.raises(RuntimeError, match=r"model.train\(\)"):
         at.plan_for(batch(TALL))
     with pytest.raises(RuntimeError, match="budget_gb"):
-        ac_client.applied(ac_client.apply(made(), policy=at.policies)).plan_for(batch(LARGE))
+        ac_client.applied(ac_client.apply(new_model(), policy=at.policies)).plan_for(batch(LARGE))
 
 
 def test_shape_that_does_not_fit_leaves_the_others_planned(budget_gb: float) -> None:
-    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     assert_as_plain(planned, plain, SMALL)
     with pytest.raises(ac_client.InfeasibleBudget):
         planned(batch((30, 240)))
@@ -179,14 +173,14 @@ def test_shape_that_does_not_fit_leaves_the_others_planned(budget_gb: float) -> 
 def test_set_is_carried_out_from_a_file(
     budget_gb: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, first = made(), ac_client.apply(made(), budget_gb)
+    plain, first = new_model(), ac_client.apply(new_model(), budget_gb)
     for of in (SMALL, LARGE):
         gradients(first, of)
     policies = ac_client.applied(first).policies
     path = tmp_path / "policies.json"
     path.write_text(policies.to_json())
 
-    second = ac_client.apply(made(), policy=path)
+    second = ac_client.apply(new_model(), policy=path)
     at = ac_client.applied(second)
     for of in (LARGE, SMALL, (6, 17)):
         assert_as_plain(second, plain, of)
@@ -196,23 +190,23 @@ def test_set_is_carried_out_from_a_file(
             assert_as_plain(second, plain, of)
             assert at.policy == policies.buckets[1].policy
     assert sum("no bucket covers" in message for message in caplog.messages) == 1
-    strict = ac_client.apply(made(), policy=policies, strict=True)
+    strict = ac_client.apply(new_model(), policy=policies, strict=True)
     with pytest.raises(ac_client.ShapeNotPlanned, match="Pass budget_gb as well as the policies"):
         strict(batch((7, 48)))
-    filled = ac_client.apply(made(), 1.0, policy=policies)
+    filled = ac_client.apply(new_model(), 1.0, policy=policies)
     assert_as_plain(filled, plain, (7, 48))
     assert ac_client.applied(filled).report().buckets == 3
     with pytest.raises(ac_client.InfeasibleBudget):
-        ac_client.apply(made(), budget_gb / 4, policy=policies)
+        ac_client.apply(new_model(), budget_gb / 4, policy=policies)
     with pytest.raises(ac_client.InvalidBudget, match="no buckets"):
-        ac_client.apply(made(), policy=ac_client.PolicySet(buckets=()))
+        ac_client.apply(new_model(), policy=ac_client.PolicySet(buckets=()))
 
 
 def test_loop_with_ever_larger_batches_does_not_plan_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choose_policy, "MOST_BUCKETS", 2)
-    plain, planned = made(), ac_client.apply(made(), 1.0)
+    plain, planned = new_model(), ac_client.apply(new_model(), 1.0)
     with caplog.at_level(logging.WARNING):
         for length in (1, 2, 3, 4):
             assert_as_plain(planned, plain, (1, length))
@@ -221,7 +215,7 @@ def test_loop_with_ever_larger_batches_does_not_plan_for_ever(
 
 
 def test_largest_bucket_serves_larger_batches_while_torchs_profiler_runs(budget_gb: float) -> None:
-    plain, planned = made(), ac_client.apply(made(), budget_gb)
+    plain, planned = new_model(), ac_client.apply(new_model(), budget_gb)
     at = ac_client.applied(planned)
     for of in (TALL, SMALL):
         assert_as_plain(planned, plain, of)
@@ -234,12 +228,12 @@ def test_largest_bucket_serves_larger_batches_while_torchs_profiler_runs(budget_
 
 
 def test_first_policy_can_serve_every_shape() -> None:
-    plain, planned = made(), ac_client.apply(made(), 1.0, shapes="first")
+    plain, planned = new_model(), ac_client.apply(new_model(), 1.0, shapes="first")
     for of in (SMALL, LARGE):
         assert_as_plain(planned, plain, of)
     assert ac_client.applied(planned).report().buckets == 1
     with pytest.raises(ValueError, match="got 'one'"):
-        ac_client.apply(made(), 1.0, shapes="one")  # type: ignore[arg-type]
+        ac_client.apply(new_model(), 1.0, shapes="one")  # type: ignore[arg-type]
 
 
 def test_shape_with_nothing_to_differentiate_runs_plain() -> None:
@@ -285,10 +279,7 @@ def test_larger_object_is_planned_as_a_larger_batch() -> None:
         def forward(self, graph: Graph) -> Tensor:
             return self.layers(graph.features["x"]).square().mean()
 
-    found = profile(OnGraph(), Graph(64))
-    graph = build(found)
-    everything = simulate(graph, graph.everything).peak.live_bytes
-    budget = (find_minimum_peak(found, time_limit_s=5).found + everything) // 2
+    budget = binding_budget(profile(OnGraph(), Graph(64)))
     model = ac_client.apply(OnGraph(), budget / GIB)
     for rows in (16, 64):
         model(Graph(rows)).backward()
@@ -376,7 +367,7 @@ def test_other_parameters_that_train_have_a_plan_of_their_own(
 
     unwatched = plan_batch.observe
     monkeypatch.setattr(plan_batch, "observe", observe)
-    plain, planned = made(), made()
+    plain, planned = new_model(), new_model()
     most = len(list(plain.parameters()))
     peaks: dict[int, float] = {}
     for count in (2, most):  # what the plain step takes with so many
@@ -403,7 +394,7 @@ def test_other_parameters_that_train_have_a_plan_of_their_own(
 
 
 def test_single_frozen_parameter_is_noticed_within_a_few_forwards(budget_gb: float) -> None:
-    planned, plain = made(), made()
+    planned, plain = new_model(), new_model()
     ac_client.apply(planned, 2 * budget_gb)
     assert_as_plain(planned, plain, LARGE)
     before = ac_client.applied(planned).policy
@@ -416,9 +407,9 @@ def test_single_frozen_parameter_is_noticed_within_a_few_forwards(budget_gb: flo
 
 
 def test_policy_that_was_given_serves_whatever_trains(budget_gb: float) -> None:
-    first = ac_client.apply(made(), budget_gb)
+    first = ac_client.apply(new_model(), budget_gb)
     gradients(first, LARGE)
-    planned, plain = made(), made()
+    planned, plain = new_model(), new_model()
     ac_client.apply(planned, policy=ac_client.applied(first).policy)
     for count in (2, len(list(plain.parameters())), 2):
         train_only(plain, count)

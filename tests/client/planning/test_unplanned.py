@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stepping import scalar
+from stepping import binding_budget, scalar, seeded
 from torch import Tensor, nn
 
 import ac_client
 from ac_client import applied
-from autoac.planner import build, find_minimum_peak, simulate
+from autoac.planner import find_minimum_peak
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
 from benchmarks.models.modules import Transformer
@@ -19,20 +19,13 @@ from benchmarks.models.modules import Transformer
 BATCH = torch.randn(4, 64, 64)
 
 
-def made() -> Transformer:
-    torch.manual_seed(0)
-    return Transformer(layers=2, width=64)
+def new_model() -> Transformer:
+    return seeded(Transformer, layers=2, width=64)
 
 
 @pytest.fixture(scope="module")
 def budget_gb() -> float:
-    found = profile(made().eval(), BATCH)
-    graph = build(found)
-    return (
-        (find_minimum_peak(found, time_limit_s=5).found + simulate(graph, graph.everything).peak.live_bytes)
-        / 2
-        / GIB
-    )
+    return binding_budget(profile(new_model().eval(), BATCH)) / GIB
 
 
 def train(
@@ -53,7 +46,7 @@ def train(
 def test_training_in_eval_is_planned_from_the_second_step_on(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain, planned = made().eval(), ac_client.apply(made().eval(), budget_gb)
+    plain, planned = new_model().eval(), ac_client.apply(new_model().eval(), budget_gb)
     weights = train(plain, plain)
     assert all(map(torch.equal, train(planned, planned), weights))
     report = applied(planned).report()
@@ -64,7 +57,7 @@ def test_training_in_eval_is_planned_from_the_second_step_on(
 
 
 def test_evaluation_with_gradients_is_not_planned(budget_gb: float, caplog: pytest.LogCaptureFixture) -> None:
-    model = ac_client.apply(made(), budget_gb * 2)
+    model = ac_client.apply(new_model(), budget_gb * 2)
     for _ in range(2):
         train(model.train(), model, steps=1)
         model.eval()(BATCH)
@@ -75,7 +68,7 @@ def test_evaluation_with_gradients_is_not_planned(budget_gb: float, caplog: pyte
 def test_evaluation_with_gradients_that_may_go_over_the_budget_is_named(
     budget_gb: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ac_client.apply(made(), budget_gb)
+    model = ac_client.apply(new_model(), budget_gb)
     train(model, model, steps=1)
     with torch.no_grad():
         model.eval()(BATCH)
@@ -88,7 +81,7 @@ def test_evaluation_with_gradients_that_may_go_over_the_budget_is_named(
 
 
 def test_each_mode_has_a_plan_of_its_own(budget_gb: float) -> None:
-    model = ac_client.apply(made(), budget_gb * 2)
+    model = ac_client.apply(new_model(), budget_gb * 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     train(model, model, 2, optimizer)
     train(model.eval(), model, 2, optimizer)
@@ -101,7 +94,7 @@ def test_each_mode_has_a_plan_of_its_own(budget_gb: float) -> None:
 
 @pytest.mark.parametrize("way", ["forward", "list"])
 def test_steps_without_a_call_of_the_model_warn_once(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    model: nn.Module = made()
+    model: nn.Module = new_model()
     call: Callable[[Tensor], object] = model.forward
     if way == "list":
         layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
@@ -115,10 +108,10 @@ def test_steps_without_a_call_of_the_model_warn_once(way: str, caplog: pytest.Lo
 
 
 def test_two_optimizers_over_one_forward_are_not_unplanned_steps(caplog: pytest.LogCaptureFixture) -> None:
-    model = ac_client.apply(made(), 1.0)
+    model = ac_client.apply(new_model(), 1.0)
     half, others = list(model.parameters())[::2], list(model.parameters())[1::2]
     optimizers = [torch.optim.SGD(some, lr=0.1) for some in (half, others)]
-    stranger = torch.optim.SGD(made().parameters(), lr=0.1)
+    stranger = torch.optim.SGD(new_model().parameters(), lr=0.1)
     for _ in range(3):
         scalar(model(BATCH)).backward()
         for optimizer in (*optimizers, stranger, stranger):

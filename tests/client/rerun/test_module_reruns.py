@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from programs import COLUMNS, ROWS, Program
-from stepping import nothing_left, scalar
+from stepping import nothing_left, scalar, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,11 +93,6 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
 }
 
 
-def made(make: Make) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
-
-
 def random_save_set(graph: Graph, chance: random.Random) -> SaveSet:
     """Return a save set under which whole modules are recomputed, besides some single ops."""
     modules = sorted({op.name.split("/")[0] for op in graph.ops})
@@ -113,7 +108,7 @@ def random_save_set(graph: Graph, chance: random.Random) -> SaveSet:
 
 def planned(make: Make, found: Profile, save_set: SaveSet, reruns: Sequence[Span]) -> nn.Module:
     """Return the model under a plan with this save set, which runs these calls again as a whole."""
-    model = apply_save_set(made(make), found, save_set)
+    model = apply_save_set(seeded(make), found, save_set)
     bucket = ac_client.applied(model)._store.single_policy
     assert bucket is not None
     with mock.patch("ac_client.planning.loaded_policy.module_reruns", return_value=reruns):
@@ -162,9 +157,9 @@ def compare(make: Make, batch: Tensor, seed: int, rounds: int, *, peaks: bool = 
     Args:
         peaks: False if tensors are so small that the state of the CPU's generator is the peak.
     """
-    found = profile(made(make), batch, loss=scalar)
+    found = profile(seeded(make), batch, loss=scalar)
     graph, chance = build(found), random.Random(seed)
-    plain = [tensors for tensors, _ in steps(made(make), batch, 0)]
+    plain = [tensors for tensors, _ in steps(seeded(make), batch, 0)]
     calls, moved = 0, 0
     for _ in range(rounds):
         save_set = random_save_set(graph, chance)
@@ -224,7 +219,7 @@ def fuzz(seeds: Sequence[int]) -> int:
     for seed in seeds:
         make, batch = partial(Programs, seed), torch.randn(ROWS, COLUMNS)
         try:
-            steps(made(make), batch, 0, 1)
+            steps(seeded(make), batch, 0, 1)
         except RuntimeError:  # autograd refuses the program
             continue
         calls += compare(make, batch, seed, 2, peaks=False)[0]
@@ -260,7 +255,7 @@ class Around(nn.Module):
 def around(body: type[Body] = Body) -> nn.Module:
     """Return a planned model after the step in which its body is audited."""
     batch = torch.ones(32, 64)
-    found = profile(made(partial(Around, body)), batch, loss=scalar)
+    found = profile(seeded(partial(Around, body)), batch, loss=scalar)
     graph = build(found)
     save_set = with_forced_saves(
         graph, frozenset(op.id for op in graph.ops if not op.name.startswith("body/"))
@@ -321,7 +316,7 @@ def test_call_runs_again_as_in_forward_whatever_is_around_backward(
 ) -> None:
     model = around()
     assert all(sites_of(model).values())
-    assert all(map(torch.equal, grads(model, backward), grads(made(Around), backward)))
+    assert all(map(torch.equal, grads(model, backward), grads(seeded(Around), backward)))
 
 
 def test_forwards_of_a_recorded_call_leave_nothing_alive() -> None:
@@ -359,7 +354,7 @@ def test_forward_that_raises_inside_of_a_recorded_call_leaves_the_model_usable()
 
     with mock.patch.object(Body, "extra", fail), pytest.raises(KeyError, match="inside"):
         model(torch.ones(32, 64))
-    assert all(map(torch.equal, grads(model, retained), grads(made(Around), retained)))
+    assert all(map(torch.equal, grads(model, retained), grads(seeded(Around), retained)))
 
 
 seen: list[Tensor] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import Replays, replays
+from stepping import Replays, recomputed, replays
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -65,10 +65,6 @@ def step(
     with replays() as made_again, around:
         loss.backward()
     return log, made_again
-
-
-def recomputed(log: EventLog) -> list[str]:
-    return [name for kind, name in log.events if kind == "recompute"]
 
 
 @pytest.mark.parametrize("policy", ["recompute_all", EVERY_8TH], ids=["all", "every 8th saved"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import scalar
+from stepping import scalar, seeded
 from torch import nn
 
 import ac_client
@@ -130,11 +130,6 @@ CASES: dict[str, tuple[Make, tuple[int, ...]]] = {
 }
 
 
-def made(make: Make) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
-
-
 def casting(on: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast("cpu", dtype=torch.bfloat16) if on else contextlib.nullcontext()
 
@@ -142,7 +137,7 @@ def casting(on: bool) -> contextlib.AbstractContextManager[Any]:
 def measured(
     make: Make, batch: torch.Tensor, choice: dict[str, Any], static: int, autocast: bool = False
 ) -> tuple[int, EventLog]:
-    model = made(make)
+    model = seeded(make)
     log = EventLog()
     cursor = Cursor(Route(choice), strict=True)
     watch_modules(model, cursor.enter, cursor.leave)
@@ -174,7 +169,7 @@ def test_predicted_peak_equals_the_measured_peak(case: str, autocast: bool) -> N
         pytest.skip("these models mix types by hand")
     batch = torch.randn(shape)
     with casting(autocast):
-        found = profile(made(make), batch, loss=scalar)
+        found = profile(seeded(make), batch, loss=scalar)
     graph = build(found)
     for save_set in save_sets(found, 12):
         peak, log = measured(make, batch, decisions(found, save_set), found.static.total, autocast)
@@ -239,7 +234,7 @@ class Twice(nn.Module):
 
 def test_tensors_unpacked_in_two_steps_are_recomputed_as_often_as_predicted() -> None:
     batch = torch.randn(64, 16)
-    found = profile(made(Twice), batch, loss=scalar)
+    found = profile(seeded(Twice), batch, loss=scalar)
     graph = build(found)
     twice = 0
     for save_set in save_sets(found, 20):

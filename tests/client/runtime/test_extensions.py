@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import Outcome, assert_same, nothing_left, step
+from stepping import Outcome, SeenOps, assert_same, nothing_left, step
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ac_client
@@ -566,18 +565,6 @@ def test_planned_model_with_nested_tensors(layout: torch.layout) -> None:
         assert torch.equal(planned, plain)
 
 
-class Counts(TorchDispatchMode):
-    """Count the ops that run under the mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def chain(x: Tensor) -> Tensor:
     return (x.sin().exp() * x).cos()
 
@@ -588,7 +575,7 @@ def gradient(out: Tensor, x: Tensor) -> Tensor:
 
 def test_dispatch_modes_around_and_inside_see_every_op() -> None:
     x, log = torch.randn(4, requires_grad=True), EventLog()
-    outer, inner, later = Counts(), Counts(), Counts()
+    outer, inner, later = SeenOps(), SeenOps(), SeenOps()
     with outer, save_recompute_policy("recompute_all", log=log), inner:
         z = chain(x)
     with later:

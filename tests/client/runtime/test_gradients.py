@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import assert_same, step
+from stepping import assert_same, recomputed, step
 from torch import nn
 
 from ac_client.runtime.policy_context import save_recompute_policy
@@ -223,7 +223,7 @@ def test_ops_shaped_by_a_mask_or_an_index_are_recomputed() -> None:
     with save_recompute_policy("recompute_all", log=log):
         y = model(x)
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
-    again = [name for kind, name in log.events if kind == "recompute"]
+    again = recomputed(log)
     assert again.count("aten.index.Tensor") == 2
     assert again.count("aten.masked_select.default") == 1
     assert "aten.gt.Scalar" not in again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -23,14 +22,7 @@ from autoac.profiler import profile
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.models.tiny import IRREGULAR, ZooModel
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one thread, because oneDNN's workspaces, and so the plans, depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass(frozen=True, slots=True)

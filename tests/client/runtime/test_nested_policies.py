@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import recomputed
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy as P
 
@@ -72,9 +73,9 @@ def test_inner_policy_applies_inside_only() -> None:
             b = (a @ a).sin()
         c = (b @ b).sin()
     c.sum().backward()
-    recomputed = [name for kind, name in log.events if kind == "recompute"]
-    assert recomputed.count("aten.mm.default") == 2
-    assert recomputed.count("aten.sin.default") == 1
+    again = recomputed(log)
+    assert again.count("aten.mm.default") == 2
+    assert again.count("aten.sin.default") == 1
 
 
 @pytest.mark.parametrize("policy", ["save_everything", 3, [torch.mm], ["mm"]])
@@ -106,7 +107,7 @@ def test_function_sees_the_output_of_the_op() -> None:
     y.backward()
     assert seen[0] == (MM, (3, 3))
     # The sum over rows is small, so it is saved, and so is exp; of the large tensors, backward needs only mm.
-    assert [name for kind, name in log.events if kind == "recompute"] == ["aten.mm.default"]
+    assert recomputed(log) == ["aten.mm.default"]
 
 
 def test_function_in_the_form_of_selective_checkpoint_is_rejected_with_advice() -> None:
@@ -114,20 +115,20 @@ def test_function_in_the_form_of_selective_checkpoint_is_rejected_with_advice() 
         save_recompute_policy(lambda ctx, op, *args, **kwargs: True)
 
 
-def recomputed(policy: Any, tag: Any, **options: Any) -> tuple[list[str], Tensor]:
+def recompute_of(policy: Any, tag: Any, **options: Any) -> tuple[list[str], Tensor]:
     """Return the recomputed ops among sin, exp and cos with a tag on the output of exp, and the gradient."""
     x, log = torch.linspace(0.1, 1, 6, requires_grad=True), EventLog()
     with save_recompute_policy(policy, log=log, **options):
         y = ac_client.tag(x.sin().exp(), tag).cos()
     y.sum().backward()
     assert x.grad is not None
-    return [name for kind, name in log.events if kind == "recompute"], x.grad
+    return recomputed(log), x.grad
 
 
 @pytest.mark.parametrize("tag", ["must_save", "prefer_save", P.MUST_SAVE])
 def test_tagged_tensor_is_saved(tag: Any) -> None:
-    again, gradient = recomputed("recompute_all", tag)
-    without, plain = recomputed("recompute_all", "prefer_recompute")
+    again, gradient = recompute_of("recompute_all", tag)
+    without, plain = recompute_of("recompute_all", "prefer_recompute")
     assert without == ["aten.sin.default", "aten.exp.default"]
     assert again == []  # exp saves its output, which is tagged, and nothing needs the output of sin
     assert torch.equal(gradient, plain)
@@ -142,17 +143,17 @@ def test_tag_against_a_policy_that_insists_is_an_error_that_names_both() -> None
     with pytest.raises(
         PolicyConflict, match=r"MUST_RECOMPUTE by .*test_nested_policies.py:\d+.* and MUST_SAVE by the tag"
     ):
-        recomputed(P.MUST_RECOMPUTE, "must_save")
+        recompute_of(P.MUST_RECOMPUTE, "must_save")
     with pytest.raises(PolicyConflict, match=r"MUST_RECOMPUTE by the function .* and MUST_SAVE by the tag"):
-        recomputed(asked(P.MUST_RECOMPUTE), "must_save")
-    assert recomputed(P.MUST_RECOMPUTE, "prefer_save")[0] == ["aten.sin.default", "aten.exp.default"]
+        recompute_of(asked(P.MUST_RECOMPUTE), "must_save")
+    assert recompute_of(P.MUST_RECOMPUTE, "prefer_save")[0] == ["aten.sin.default", "aten.exp.default"]
 
 
 def test_saved_tensor_cannot_be_tagged_must_recompute() -> None:
     with pytest.raises(RuntimeError, match="was saved when it was made"):
-        recomputed("must_save_all", "must_recompute")
+        recompute_of("must_save_all", "must_recompute")
     with pytest.raises(ValueError, match="policy must be one of"):
-        recomputed("recompute_all", "save")
+        recompute_of("recompute_all", "save")
 
 
 @pytest.mark.parametrize("policy", ["recompute_all", "must_save_all", [torch.ops.aten.exp]])
@@ -163,16 +164,16 @@ def test_packing_decides_how_a_saved_tensor_is_held(policy: Any) -> None:
         packed.append(tuple(tensor.shape))
         return tensor.numpy(force=True).copy()
 
-    _, plain = recomputed(policy, "prefer_recompute")
+    _, plain = recompute_of(policy, "prefer_recompute")
     assert not packed
-    _, gradient = recomputed(policy, "prefer_recompute", packing=(pack, torch.from_numpy))
+    _, gradient = recompute_of(policy, "prefer_recompute", packing=(pack, torch.from_numpy))
     assert torch.equal(gradient, plain)
     assert packed
 
 
 def test_packing_in_half_precision_changes_the_expected_gradient() -> None:
     half = (lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32))
-    _, plain = recomputed("must_save_all", "prefer_save")
-    _, coarse = recomputed("must_save_all", "prefer_save", packing=half)
+    _, plain = recompute_of("must_save_all", "prefer_save")
+    _, coarse = recompute_of("must_save_all", "prefer_save", packing=half)
     assert not torch.equal(coarse, plain)
     assert torch.allclose(coarse, plain, rtol=0.02)

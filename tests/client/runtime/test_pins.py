@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stepping import assert_same, step
+from stepping import assert_same, recomputed, step
 from torch import Tensor, nn
 
 import ac_client
@@ -27,28 +27,28 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(block() for _ in range(6)))
 
 
-def recomputed(net: nn.Module, x: Tensor, policy: object) -> list[str]:
+def recomputed_by(net: nn.Module, x: Tensor, policy: object) -> list[str]:
     log = EventLog()
     with save_recompute_policy(policy, log=log):
         out = net(x)
     out.square().sum().backward()
-    return [name for kind, name in log.events if kind == "recompute"]
+    return recomputed(log)
 
 
 def test_pinned_module_is_saved_in_a_region_that_recomputes() -> None:
     net, x = model(), torch.randn(4, 16)
-    everything = len(recomputed(net, x, "recompute_all"))
+    everything = len(recomputed_by(net, x, "recompute_all"))
     pinned = pin(net[2], "must_save")
-    assert len(recomputed(net, x, "recompute_all")) == everything - 4
+    assert len(recomputed_by(net, x, "recompute_all")) == everything - 4
     pinned.remove()
-    assert len(recomputed(net, x, "recompute_all")) == everything
+    assert len(recomputed_by(net, x, "recompute_all")) == everything
 
 
 def test_pins_accept_the_decisions_of_a_policy_file() -> None:
     net, x = model(), torch.randn(4, 16)
-    everything = len(recomputed(net, x, "recompute_all"))
+    everything = len(recomputed_by(net, x, "recompute_all"))
     pin(net[2], "save")
-    assert len(recomputed(net, x, "recompute_all")) == everything - 4
+    assert len(recomputed_by(net, x, "recompute_all")) == everything - 4
     pin(net[3], "recompute")
     assert pins_of(net)["3"] == "must_recompute"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from stepping import nothing_left, replays
+from stepping import nothing_left, recomputed, replays
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -45,7 +45,7 @@ MODELS = {"linears": (linears, (3, 4)), "attention": (attention, (2, 3, 8))}
 LINEAR = "aten.addmm"
 
 
-def made(name: str) -> tuple[nn.Module, Tensor]:
+def model_and_input(name: str) -> tuple[nn.Module, Tensor]:
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make()
@@ -57,10 +57,6 @@ def forward(model: nn.Module, x: Tensor, log: EventLog, policy: Any = "recompute
     with save_recompute_policy(policy, log=log):
         out: Tensor = model(x)
     return out
-
-
-def recomputed(log: EventLog) -> list[str]:
-    return [name for kind, name in log.events if kind == "recompute"]
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
@@ -88,7 +84,7 @@ def assert_equal(a: list[Tensor | None], b: list[Tensor | None]) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
-    model, x = made(name)
+    model, x = model_and_input(name)
     want = plainly(model, x)
     log = EventLog()
     forward(model, x, log).sum().backward()
@@ -108,7 +104,7 @@ def test_stage_recomputes_each_op_once_for_both_halves(name: str) -> None:
 
 
 def test_halves_of_two_microbatches_may_interleave() -> None:
-    model, x = made("linears")
+    model, x = model_and_input("linears")
     other = torch.randn(3, 4, requires_grad=True)
     want = plainly(model, x), plainly(model, other)
     logs = EventLog(), EventLog()
@@ -127,7 +123,7 @@ def test_halves_of_two_microbatches_may_interleave() -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("policy", ["recompute_all", [torch.ops.aten.addmm]], ids=["all", "some"])
 def test_second_half_frees_everything(name: str, policy: Any) -> None:
-    model, x = made(name)
+    model, x = model_and_input(name)
     for p in [x, *model.parameters()]:
         p.grad = torch.zeros_like(p)
 
@@ -145,7 +141,7 @@ def test_second_half_frees_everything(name: str, policy: Any) -> None:
 
 
 def test_stage_without_a_weight_half_frees_everything_with_its_graph() -> None:
-    model, x = made("linears")
+    model, x = model_and_input("linears")
     out = forward(model, x, EventLog())
     with replays() as made_again:
         _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
@@ -156,7 +152,7 @@ def test_stage_without_a_weight_half_frees_everything_with_its_graph() -> None:
 
 
 def test_end_of_the_block_frees_cached_tensors() -> None:
-    model, x = made("linears")
+    model, x = model_and_input("linears")
     loss = forward(model, x, EventLog()).sum()
     with replays() as made_again:
         with split_backward():
@@ -166,7 +162,7 @@ def test_end_of_the_block_frees_cached_tensors() -> None:
 
 
 def test_partial_backward_outside_of_a_split_caches_nothing() -> None:
-    model, x = made("linears")
+    model, x = model_and_input("linears")
     loss = forward(model, x, EventLog()).sum()
     with replays() as made_again:
         torch.autograd.grad(loss, x, retain_graph=True)
@@ -175,7 +171,7 @@ def test_partial_backward_outside_of_a_split_caches_nothing() -> None:
 
 
 def test_input_half_that_raises_caches_nothing() -> None:
-    model, x = made("linears")
+    model, x = model_and_input("linears")
     loss = forward(model, x, EventLog()).sum()
 
     def boom(_: Tensor) -> None:
@@ -205,7 +201,7 @@ def test_graph_tasks_in_a_block_are_one_pass() -> None:
 
 
 def test_second_part_that_unpacks_everything_again_is_a_separate_pass() -> None:
-    model, x = made("linears")
+    model, x = model_and_input("linears")
     want = plainly(model, x)
     log = EventLog()
     loss = forward(model, x, log).sum()
@@ -217,7 +213,7 @@ def test_second_part_that_unpacks_everything_again_is_a_separate_pass() -> None:
 
 
 def test_whole_backward_in_a_block_works_as_outside() -> None:
-    model, x = made("attention")
+    model, x = model_and_input("attention")
     want = plainly(model, x)
     plain, split = EventLog(), EventLog()
     with replays() as outside:
@@ -232,7 +228,7 @@ def test_whole_backward_in_a_block_works_as_outside() -> None:
 
 
 def test_second_whole_backward_in_a_block_is_a_separate_pass() -> None:
-    model, x = made("attention")
+    model, x = model_and_input("attention")
     want = plainly(model, x)
     log = EventLog()
     out = forward(model, x, log).sum()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.profiler import profile
 from benchmarks.fuzzers.expected_log import expected_log
 from benchmarks.models.tiny import ZOO, ZooModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Casting = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -59,15 +61,6 @@ def trained(entry: ZooModel) -> nn.Module:
 def measured(entry: ZooModel, casting: Casting, graph: Graph, policy: Any) -> Outcome:
     make = functools.partial(trained, entry)
     return step(make, policy=policy, around=casting, standing=graph.static_bytes, **entry.batch())
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one thread, because oneDNN's workspaces, and so the plans, depend on the number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(

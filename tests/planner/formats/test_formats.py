@@ -41,7 +41,7 @@ from autoac.planner.formats import policy
 from autoac.planner.units import bytes_from_gb, exact_bytes, format_bytes, format_us
 
 
-def made() -> Policy:
+def recomputing_policy() -> Policy:
     profile = graphs.gpt2(1)
     known = bounds(build(profile))
     return plan(profile, budget_bytes=(known.floor + known.ceiling) // 2).policy()
@@ -56,14 +56,14 @@ def test_profile_round_trips_through_json_and_builds_the_same_graph() -> None:
 
 
 def test_policy_round_trips_through_json() -> None:
-    policy = made()
+    policy = recomputing_policy()
     assert Policy.from_json(policy.to_json()) == policy
     assert Policy.from_json(policy.to_json()).to_json() == policy.to_json()
 
 
 def test_policy_has_one_decision_per_op_in_execution_order() -> None:
     profile = graphs.gpt2(1)
-    assert list(made().decisions) == profile.keys()
+    assert list(recomputing_policy().decisions) == profile.keys()
 
 
 def test_run_times_change_the_digest_but_not_the_fingerprint() -> None:
@@ -171,7 +171,7 @@ def test_unknown_version_has_its_own_error() -> None:
     profile = json.loads(graphs.dropout().to_json()) | {"version": 7}
     with pytest.raises(UnknownVersion, match="version 7 is not known here"):
         Profile.from_data(profile)
-    policy = json.loads(made().to_json()) | {"version": 7}
+    policy = json.loads(recomputing_policy().to_json()) | {"version": 7}
     with pytest.raises(UnknownVersion, match="version 7 is not known here"):
         Policy.from_json(json.dumps(policy))
 
@@ -184,7 +184,7 @@ def test_profile_that_lists_values_to_pack_is_read_without_them() -> None:
 
 
 def test_policy_that_packs_is_of_an_unknown_version() -> None:
-    older = json.loads(made().to_json()) | {"version": 3}
+    older = json.loads(recomputing_policy().to_json()) | {"version": 3}
     older["decisions"] |= {next(iter(older["decisions"])): "pack"}
     with pytest.raises(UnknownVersion, match="version 3 is not known here"):
         Policy.from_json(json.dumps(older))

@@ -8,19 +8,13 @@ from typing import Any
 
 import pytest
 from drawings import HOSTILE, hostile, small, timeline_of
-from serving import chromium, in_chromium
+from serving import in_chromium
 
 from autoac.planner import Picture
 from autoac.planner.report.page import timeline_page
 from autoac.planner.units import format_bytes
 
 pytestmark = in_chromium
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as launched:
-        yield launched
 
 
 class Opened:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import outputs_of_ranks
+from stepping import seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -34,19 +35,11 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_rank() -> Iterator[None]:
+def one_rank(one_thread: None) -> Iterator[None]:
     """Provide a process group with this process as its only rank, on one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    torch.set_num_threads(before)
-
-
-def made() -> nn.Module:
-    torch.manual_seed(0)
-    return ConvNet()
 
 
 def batch() -> Tensor:
@@ -66,7 +59,7 @@ def step(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("way", WAYS)
 def test_profile_does_not_change_training(way: str) -> None:
     def trained(profiled: bool) -> list[Tensor]:
-        model = DistributedDataParallel(made(), **WAYS[way])
+        model = DistributedDataParallel(seeded(ConvNet), **WAYS[way])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []
         for _ in range(3):
@@ -83,7 +76,7 @@ def test_profile_does_not_change_training(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_profile_sends_nothing_and_changes_no_attribute(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = DistributedDataParallel(made(), **WAYS[way])
+    model = DistributedDataParallel(seeded(ConvNet), **WAYS[way])
     attributes = dict(vars(model))
     monkeypatch.setattr(model, "_sync_buffers", lambda: pytest.fail("buffers were sent"))
     monkeypatch.setattr(model, "reducer", Reducer())
@@ -106,7 +99,7 @@ class Reducer:
 @pytest.mark.parametrize("way", ["plain", "gradients in buckets"])
 def test_buckets_count_in_the_peak(way: str) -> None:
     def run(standing: int) -> int:
-        model = DistributedDataParallel(made(), **WAYS[way])
+        model = DistributedDataParallel(seeded(ConvNet), **WAYS[way])
         x = batch()
         step(model)  # DDP rebuilds its buckets after the first backward
         step(model)
@@ -116,7 +109,7 @@ def test_buckets_count_in_the_peak(way: str) -> None:
             out.sum().backward()
         return timeline.peak_bytes
 
-    model = DistributedDataParallel(made(), **WAYS[way])
+    model = DistributedDataParallel(seeded(ConvNet), **WAYS[way])
     found = profile(model, batch(), loss=torch.sum)
     parameters = sum(p.nbytes for p in model.parameters())
     assert found.static.gradients == parameters
@@ -127,7 +120,7 @@ def test_buckets_count_in_the_peak(way: str) -> None:
 
 def test_buckets_count_for_a_model_inside_its_wrapper() -> None:
     """With `DistributedDataParallel(apply(model))`, the model is profiled in its wrapper's forward."""
-    model = made()
+    model = seeded(ConvNet)
     found: list[int] = []
 
     def once(module: nn.Module, args: Any) -> None:
@@ -140,7 +133,7 @@ def test_buckets_count_for_a_model_inside_its_wrapper() -> None:
 
 
 def test_planned_model_trains_in_its_wrapper() -> None:
-    plain, planned = DistributedDataParallel(made()), made()
+    plain, planned = DistributedDataParallel(seeded(ConvNet)), seeded(ConvNet)
     ac_client.apply(planned, 1.0)
     wrapped = DistributedDataParallel(planned)
     for _ in range(2):
@@ -336,7 +329,7 @@ def test_one_of_two_ranks_can_profile_without_the_other(tmp_path: Path) -> None:
 
 
 def test_buckets_count_for_a_module_around_the_wrapped_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapped = DistributedDataParallel(made())
+    wrapped = DistributedDataParallel(seeded(ConvNet))
     around = nn.Sequential(wrapped.module)
     assert buckets_of(around, None).nbytes == 0
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", wrapped)  # as in its forward

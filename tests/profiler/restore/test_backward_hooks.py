@@ -33,7 +33,7 @@ class Steep(nn.Module):
         return torch.log(1 - x) + torch.atanh(x)
 
 
-def made() -> nn.Sequential:
+def new_model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), Steep(), nn.Linear(4, 1))
 
@@ -78,7 +78,7 @@ def gradients(model: nn.Sequential) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_are_called_only_in_real_steps(name: str) -> None:
-    plain, planned = made(), made()
+    plain, planned = new_model(), new_model()
     handle = HOOKS[name](plain)
     if not name.startswith("all"):
         HOOKS[name](planned)
@@ -96,7 +96,7 @@ def test_hooks_are_called_only_in_real_steps(name: str) -> None:
 
 @pytest.mark.parametrize("mode", ["hollow", "measured", "fake"])
 def test_no_mode_calls_hooks(mode: Any) -> None:
-    model = made()
+    model = new_model()
     HOOKS["tensor"](model)
     HOOKS["module"](model)
     CALLS.clear()
@@ -152,7 +152,7 @@ class Solver:
     ],
 )
 def test_hooks_that_differentiate_are_called_in_a_profile(make: Any, calls: bool, mode: Any) -> None:
-    model = made()
+    model = new_model()
     on_square(model, make)
     CALLS.clear()
     found = profile(model, X, mode=mode, on=DATASHEETS["h100"] if mode == "fake" else None)
@@ -163,7 +163,7 @@ def test_hooks_that_differentiate_are_called_in_a_profile(make: Any, calls: bool
 
 def test_profile_leaves_torch_unpatched() -> None:
     before = Tensor.register_hook, torch.autograd.Function._register_hook
-    profile(made(), X)
+    profile(new_model(), X)
     assert (Tensor.register_hook, torch.autograd.Function._register_hook) == before
 
 
@@ -178,7 +178,7 @@ def anomaly() -> Iterator[None]:
 
 
 def test_anomaly_mode_checks_only_real_steps() -> None:
-    plain, planned = made(), made()
+    plain, planned = new_model(), new_model()
     ac_client.apply(planned, 1.0)
     with anomaly():
         assert all(map(torch.equal, gradients(planned), gradients(plain)))

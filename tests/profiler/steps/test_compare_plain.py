@@ -6,7 +6,7 @@ import contextlib
 import functools
 import random
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,13 @@ from autoac.profiler.static_memory import optimizer_bytes
 from benchmarks.models.modules import ConvNet, Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SOME = [entry for entry in ZOO if entry.name in ("GPT-2", "ResNet", "LSTM", "mixture of experts")]
 CASTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "fp32": contextlib.nullcontext,
     "bf16 autocast": functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one thread, since some kernels allocate memory for each thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

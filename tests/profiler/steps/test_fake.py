@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from autoac.profiler import DATASHEETS, CannotFake, profile
 from autoac.profiler.timing.roofline import Device, KernelKind, bytes_moved
 from benchmarks.models.modules import Recurrent, Routed, Transformer
 from benchmarks.models.tiny import ZOO, ZooModel
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PLAIN = Device(
     "a CPU with round numbers",
@@ -42,15 +44,6 @@ ELSEWHERE = {
 }
 
 FAKEABLE = [entry for entry in ZOO if entry.name not in ELSEWHERE]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Use one thread, since some kernels allocate memory for each thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def both(entry: ZooModel, casting: Callable[[], Any] = contextlib.nullcontext) -> tuple[Profile, Profile]:

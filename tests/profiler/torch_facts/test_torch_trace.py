@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from stepping import SeenOps
 
 from autoac.profiler import ProfilerBusy
 from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, OpEvent, TorchTrace
@@ -61,22 +61,12 @@ def test_requested_ops_and_nodes_of_backward_are_traced() -> None:
     assert "SumBackward0" in [entry.name for entry in ran if entry.node]
 
 
-class Watching(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_dispatch_modes_do_not_see_marks() -> None:
     recording = TorchTrace(CPU)
-    with Watching() as watching, recording:
+    with SeenOps() as watching, recording:
         recording.mark("here")
         torch.ones(3).sin()
-    assert watching.seen == ["aten.ones.default", "aten.sin.default"]
+    assert watching.ops == ["aten.ones.default", "aten.sin.default"]
     assert [entry.name for entry in recording.events() if isinstance(entry, MarkEvent)] == ["here"]
 
 
