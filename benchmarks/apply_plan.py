@@ -10,7 +10,7 @@ from autoac.planner import Plan, Profile
 from autoac.planner.plan import plan_of
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import SaveSet
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 
 
@@ -26,5 +26,5 @@ def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
 
 def apply_save_set(model: nn.Module, profile: Profile, save_set: SaveSet) -> nn.Module:
     """Apply the plan that saves these ops of `build(profile)` and recomputes each other op once."""
-    problem = Problem(build(profile), Options(use_groups=False))
+    problem = SearchProblem(build(profile), Options(use_groups=False))
     return apply_plan(model, plan_of(problem, profile, 1 << 40, save_set))

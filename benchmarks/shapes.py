@@ -16,7 +16,7 @@ import torch
 
 from ac_client.planning.batch_shape import key_of, shape_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
-from ac_client.planning.shape_buckets import MOST_BUCKETS, Buckets
+from ac_client.planning.shape_buckets import MOST_BUCKETS, ShapeBuckets
 from ac_client.planning.trained_parameters import TrainedParameters
 from autoac.planner import Policy, plan
 from autoac.profiler import profile
@@ -40,9 +40,9 @@ BATCHES: dict[str, Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]] = {
 }
 
 
-def filled(policy: Policy, of: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]) -> Buckets:
+def filled(policy: Policy, of: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]) -> ShapeBuckets:
     """Return as many buckets as are allowed, of growing size."""
-    buckets = Buckets()
+    buckets = ShapeBuckets()
     for i in range(MOST_BUCKETS):
         args, kwargs = of(8 * (i + 1))
         buckets.add(PlannedBucket(shape_of(args, kwargs), LoadedPolicy(policy)))
@@ -67,10 +67,10 @@ def main() -> None:
         args, kwargs = of(8 * MOST_BUCKETS - 1)
         key = key_of(args, kwargs)
 
-        def lookup_known(args: Any = args, kwargs: Any = kwargs, buckets: Buckets = buckets) -> object:
+        def lookup_known(args: Any = args, kwargs: Any = kwargs, buckets: ShapeBuckets = buckets) -> object:
             return buckets.known.get(key_of(args, kwargs))
 
-        def lookup_new(args: Any = args, kwargs: Any = kwargs, buckets: Buckets = buckets) -> None:
+        def lookup_new(args: Any = args, kwargs: Any = kwargs, buckets: ShapeBuckets = buckets) -> None:
             key = key_of(args, kwargs)
             loaded = buckets.known.get(key) or buckets.covering(key, args, kwargs)
             assert loaded is not None

@@ -14,7 +14,7 @@ from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.highs import OnProgress
 from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.search import Search
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
 from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import format_bytes, format_us
@@ -92,7 +92,7 @@ def find_frontier(
     check_limits(gap, time_limit_s, work_limit)
     observed = None if isinstance(profile, Graph) else profile
     graph = constrained(profile, without_forward_budget(constraints))
-    problem = Problem(graph, options_for(profile, options))
+    problem = SearchProblem(graph, options_for(profile, options))
     allowance = Allowance(PEAK_WORK, Stopwatch(time_limit_s, clock), progress)
     smallest = search_minimum_peak(problem, allowance)
     low, high = smallest.found, problem.ceiling

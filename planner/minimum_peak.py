@@ -13,7 +13,7 @@ from autoac.planner.problem.graph import Graph, SaveSet
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.search import Search
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits
 from autoac.planner.solver.variables import options_for
 
@@ -66,11 +66,11 @@ def find_minimum_peak(
     check_limits(gap, time_limit_s, work_limit)
     allowance = Allowance(work_limit, Stopwatch(time_limit_s, clock), progress)
     graph = constrained(profile, without_forward_budget(constraints))
-    problem = Problem(graph, options_for(profile, None))
+    problem = SearchProblem(graph, options_for(profile, None))
     return search_minimum_peak(problem, allowance, gap)
 
 
-def search_minimum_peak(problem: Problem, allowance: Allowance, gap: float = GAP) -> MinimumPeak:
+def search_minimum_peak(problem: SearchProblem, allowance: Allowance, gap: float = GAP) -> MinimumPeak:
     """Search for the smallest peak that a plan of `problem` can have.
 
     Stop once `allowance` (work and time) is used up, or once the peak is proven to be within the fraction
@@ -80,7 +80,7 @@ def search_minimum_peak(problem: Problem, allowance: Allowance, gap: float = GAP
     return _result(search, search.run())
 
 
-def search_peak_within(problem: Problem, allowance: Allowance, budget: int) -> MinimumPeak:
+def search_peak_within(problem: SearchProblem, allowance: Allowance, budget: int) -> MinimumPeak:
     """Search until a save set within `budget` is found or proven not to exist, if the work is enough.
 
     If none exists, go on to the smallest peak, as evidence of what would fit.
@@ -97,7 +97,7 @@ def search_peak_within(problem: Problem, allowance: Allowance, budget: int) -> M
     return _result(search, stopped)
 
 
-def _peak_search(problem: Problem, allowance: Allowance, gap: float) -> Search:
+def _peak_search(problem: SearchProblem, allowance: Allowance, gap: float) -> Search:
     start: Iterable[SaveSet] = problem.segments.smallest()
     if problem.without_groups is not problem:
         once = _peak_search(problem.without_groups, allowance.with_work_up_to(ONCE_WORK), gap)

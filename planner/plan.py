@@ -33,7 +33,7 @@ from autoac.planner.solver.bounds import bounds
 from autoac.planner.solver.highs import OnProgress, Stopped
 from autoac.planner.solver.incumbent import Goal
 from autoac.planner.solver.search import Search
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Clock, Stopwatch, check_limits, relative_gap
 from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import format_bytes
@@ -181,7 +181,7 @@ def plan(
     forward = _forward_limit(constraints, headroom_bytes)
     graph = constrained(profile, constraints)
     options = options_for(profile, options)
-    problem = Problem(with_forward_limit(graph, budget, forward), options)
+    problem = SearchProblem(with_forward_limit(graph, budget, forward), options)
     shares_code = bool(shared_calls(problem.graph))
     if shares_code:
         work_limit = min(work_limit, SHARED_WORK)
@@ -200,7 +200,7 @@ def plan(
         if search and stopped is Stopped.OPTIMAL and spent - search.best.bound > allowed_us:
             stopped = Stopped.FEW_VARIANTS
     return plan_of(
-        chosen if chosen.step is graph else Problem(graph, chosen.options),
+        chosen if chosen.step is graph else SearchProblem(graph, chosen.options),
         None if isinstance(profile, Graph) else profile,
         budget,
         save_set,
@@ -221,8 +221,8 @@ class _Rule:
 
 
 def _find_save_set(
-    problem: Problem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
-) -> tuple[Problem, SaveSet, Search | None, Stopped]:
+    problem: SearchProblem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
+) -> tuple[SearchProblem, SaveSet, Search | None, Stopped]:
     """Return a save set that fits, with the problem that it is of, its search, and why that stopped.
 
     The problem has each op recomputed at most once, unless use groups make the plan faster or make one fit.
@@ -270,8 +270,8 @@ def _find_save_set(
 
 
 def _search(
-    problem: Problem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
-) -> tuple[Problem, SaveSet, Search | None, Stopped]:
+    problem: SearchProblem, budget: int, rule: _Rule, allowance: Allowance, start: Iterable[SaveSet]
+) -> tuple[SearchProblem, SaveSet, Search | None, Stopped]:
     """Search `problem` alone; returns and raises as `_find_save_set` does.
 
     If no start fits, the smallest peak is searched first: its bound proves soonest that nothing fits.
@@ -293,7 +293,7 @@ def _search(
 
 
 def plan_of(
-    problem: Problem,
+    problem: SearchProblem,
     profile: Profile | None,
     budget: int,
     save_set: SaveSet,

@@ -20,7 +20,7 @@ from autoac.planner.formats.profile import (
     Values,
 )
 from autoac.planner.units import rounded_bytes
-from autoac.profiler.capture.allocations import Allocations, Block
+from autoac.profiler.capture.allocations import AllocatedBlock, Allocations
 from autoac.profiler.capture.op_recorder import RecordedStorage
 from autoac.profiler.steps.hollow import HollowStep
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
@@ -48,7 +48,7 @@ def assemble(
     other = _LiveBytes.of(record, hidden=of_forward + copies + registers, permanent=step.workspaces)
     requested = _requested_nbytes(blocks, forward.storages, environment.allocator_rounding)
     n = len(forward.ops)
-    outputs: list[list[Block]] = [[] for _ in forward.ops]
+    outputs: list[list[AllocatedBlock]] = [[] for _ in forward.ops]
     for version in forward.versions:
         if version.previous < 0 and (output := blocks[version.storage]) is not None:
             outputs[version.op].append(output)
@@ -162,7 +162,7 @@ def assemble(
     )
 
 
-def _block_of(record: Allocations, storage: RecordedStorage) -> Block | None:
+def _block_of(record: Allocations, storage: RecordedStorage) -> AllocatedBlock | None:
     """Return the block of a storage; None if the device's allocator did not allocate it."""
     return record.block_at(storage.address, storage.mark) if storage.address else None
 
@@ -195,14 +195,14 @@ def _later(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else max(a, b)
 
 
-def _temporaries(record: Allocations, begin: int, end: int) -> list[Block]:
+def _temporaries(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:
     """Return the blocks that are allocated and freed between two positions."""
     allocated = (change.block for change in record.changes[begin:end] if change.nbytes > 0)
     return [block for block in allocated if block.freed_at is not None and block.freed_at < end]
 
 
 def _requested_nbytes(
-    blocks: Sequence[Block | None], storages: Sequence[RecordedStorage], rounding: int
+    blocks: Sequence[AllocatedBlock | None], storages: Sequence[RecordedStorage], rounding: int
 ) -> tuple[int, ...]:
     """Return the bytes that each storage requested of its block, rounded; 0 without a block."""
     return tuple(
@@ -234,7 +234,9 @@ class _LiveBytes:
     positions: list[int]  # of the changes that count, ascending
 
     @classmethod
-    def of(cls, record: Allocations, hidden: Sequence[Block], permanent: Sequence[Block]) -> _LiveBytes:
+    def of(
+        cls, record: Allocations, hidden: Sequence[AllocatedBlock], permanent: Sequence[AllocatedBlock]
+    ) -> _LiveBytes:
         """Count the blocks that are not `hidden`. Count `permanent` ones at every position."""
         skipped = {id(block) for block in (*hidden, *permanent)}
         live = sum(block.nbytes for block in permanent)
@@ -250,7 +252,7 @@ class _LiveBytes:
         """Return the most bytes live between two positions."""
         return max(self.at[begin : end + 1])
 
-    def workspace(self, begin: int, end: int, outputs: Sequence[Block]) -> int:
+    def workspace(self, begin: int, end: int, outputs: Sequence[AllocatedBlock]) -> int:
         """Return the most bytes that an op between two positions holds in addition to all of its outputs.
 
         Workspace that the op frees before it allocates an output is replaced by that output.

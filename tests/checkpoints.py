@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import ac_client
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from benchmarks.models.modules import Block
 
@@ -79,3 +80,11 @@ def stack_peak(how: Callable[..., Any]) -> tuple[list[Tensor], int]:
 
 def selective(policy: Any, **kwargs: Any) -> Any:
     return functools.partial(create_selective_checkpoint_contexts, policy, **kwargs)
+
+
+def checkpoint_each(net: nn.Module, x: Tensor) -> Tensor:
+    """Run `net`, a Sequential, with a checkpoint around each module."""
+    assert isinstance(net, nn.Sequential)
+    for block in net:
+        x = ac_client.checkpoint(block, x, use_reentrant=False)
+    return x

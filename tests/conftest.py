@@ -52,3 +52,14 @@ def browser() -> Iterator[Browser]:
 
     with chromium() as launched:
         yield launched
+
+
+@pytest.fixture(scope="module")
+def unseen_kernels() -> None:
+    """Build the kernels that PyTorch does not dispatch, or skip the test where there is no compiler."""
+    from benchmarks.unseen_kernels.library import NoCompiler, compiled
+
+    try:
+        compiled()
+    except NoCompiler as error:
+        pytest.skip(str(error))

@@ -45,7 +45,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class DemoComparison:
     """All rows, and the promises about them."""
 
     setting: Setting
@@ -78,7 +78,7 @@ class Comparison:
         }
 
 
-def run(setting: Setting | None = None, *, pairs: int = 5, on_row: OnRow | None = None) -> Comparison:
+def run(setting: Setting | None = None, *, pairs: int = 5, on_row: OnRow | None = None) -> DemoComparison:
     """Measure the three rows. Our budget is the measured peak of the checkpoint around every block.
 
     Args:
@@ -98,7 +98,7 @@ def run(setting: Setting | None = None, *, pairs: int = 5, on_row: OnRow | None 
         budget = lines[-1].measured.peak_bytes if method == "ours" else None
         row = Row(name, method, budget, pairs)
         lines.append(Line(row, run_in_child(measure, row, setting, limit_s=LIMIT_S)))
-    return Comparison(setting, tuple(lines), tuple(checks(lines)), time.monotonic() - start)
+    return DemoComparison(setting, tuple(lines), tuple(checks(lines)), time.monotonic() - start)
 
 
 def checks(lines: list[Line]) -> list[Check]:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
-from ac_client.demo.comparison import PLAIN, Comparison, Line
+from ac_client.demo.comparison import PLAIN, DemoComparison, Line
 from ac_client.demo.terminal import facts, gradients, mib, slowdown
 from autoac.planner.report.page import page, read
 
 COLUMNS = ("row", "budget MiB", "predicted MiB", "peak MiB", "step time / plain", "gradients equal")
 
 
-def render_page(comparison: Comparison) -> str:
+def render_page(comparison: DemoComparison) -> str:
     """Return the page: memory over one step for every row, the table, and the promises."""
     plain_ms = comparison.line(PLAIN).measured.step_s * 1e3
     own = files("ac_client.demo")

@@ -8,14 +8,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ac_client.demo.comparison import Comparison, Line
+from ac_client.demo.comparison import DemoComparison, Line
 
 MIB = 1 << 20
 BAR_WIDTH = 24
 COLORS = {"plain": "bright_black", "checkpoint": "yellow", "ours": "green"}
 
 
-def render(comparison: Comparison) -> RenderableType:
+def render(comparison: DemoComparison) -> RenderableType:
     """Render the rows, their bars and the promises."""
     highest = max(line.measured.peak_bytes for line in comparison.lines)
     slowest = max(line.measured.slowdown for line in comparison.lines)
@@ -38,7 +38,7 @@ def render(comparison: Comparison) -> RenderableType:
     return Group(Text(comparison.setting.describe()), table, Text(facts(comparison)), *_checks(comparison))
 
 
-def facts(comparison: Comparison) -> str:
+def facts(comparison: DemoComparison) -> str:
     """Say in one line what the rows do not show."""
     first_steps = [line.measured.first_step_s for line in comparison.lines if line.measured.first_step_s]
     return (
@@ -62,7 +62,7 @@ def gradients(line: Line) -> str:
     return "" if line.row.method == "plain" else "yes" if line.measured.gradients_equal else "NO"
 
 
-def _checks(comparison: Comparison) -> list[Text]:
+def _checks(comparison: DemoComparison) -> list[Text]:
     lines = []
     for check in comparison.checks:
         mark = Text("ok   ", style="green") if check.kept else Text("MISS ", style="bold red")

@@ -23,7 +23,7 @@ from torch import nn
 from ac_client import Applied
 from ac_client.integrations import loop
 from ac_client.integrations.errors import MissingLibrary
-from ac_client.integrations.options import Options
+from ac_client.integrations.options import ApplyArguments
 from ac_client.planning.options import Budget
 
 try:
@@ -42,7 +42,7 @@ def planned(
     budget_gb: Budget = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[ApplyArguments],
 ) -> Iterator[Applied]:
     """Apply a budget to a prepared model for a with-block, and remove it however the block ends.
 

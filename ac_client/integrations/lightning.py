@@ -24,7 +24,7 @@ from torch import nn
 from ac_client import Applied, ApplyError, CompiledModel, NotApplied, Report, applied
 from ac_client.errors import NO_TRAINING
 from ac_client.integrations.errors import MissingLibrary
-from ac_client.integrations.options import Options
+from ac_client.integrations.options import ApplyArguments
 from ac_client.integrations.session import Session
 from ac_client.planning.options import Budget
 
@@ -71,7 +71,7 @@ class AutoACCallback(Callback):
         *,
         module: str | None = None,
         measure: bool = False,
-        **options: Unpack[Options],
+        **options: Unpack[ApplyArguments],
     ) -> None:
         super().__init__()
         self._budget_gb = budget_gb
@@ -167,7 +167,7 @@ class AutoACCallback(Callback):
                 "cannot be planned as one forward: name the module that it calls, "
                 f"AutoACCallback(module=...), such as {_children(pl_module)}"
             )
-        step = TrainingStep(pl_module)
+        step = TrainingStepModule(pl_module)
         session = self._session_of(step, trainer)
         self._undo = step.replace_method()
         return session
@@ -178,7 +178,7 @@ class AutoACCallback(Callback):
         )
 
 
-class TrainingStep(nn.Module):
+class TrainingStepModule(nn.Module):
     """A LightningModule's `training_step` as the forward of a module."""
 
     def __init__(self, module: LightningModule) -> None:

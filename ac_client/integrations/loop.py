@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ac_client import Applied, applied, apply
-from ac_client.integrations.options import Options
+from ac_client.integrations.options import ApplyArguments
 from ac_client.planning.options import Budget
 
 
@@ -26,7 +26,7 @@ def planned(
     budget_gb: Budget = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[ApplyArguments],
 ) -> Iterator[Applied]:
     """Apply a budget for a with-block, and remove it however the block ends.
 

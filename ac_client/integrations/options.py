@@ -9,7 +9,7 @@ from ac_client.planning.options import BudgetOf, Shapes
 from autoac.planner import Constraints, Policy, PolicySet
 
 
-class Options(TypedDict, total=False):
+class ApplyArguments(TypedDict, total=False):
     """Keyword arguments of `ac_client.apply`."""
 
     policy: Policy | PolicySet | str | os.PathLike[str] | None

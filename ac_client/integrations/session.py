@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ac_client import Applied, applied, apply
-from ac_client.integrations.options import Options
+from ac_client.integrations.options import ApplyArguments
 from ac_client.planning.options import Budget
 
 log = logging.getLogger("ac_client")
@@ -32,7 +32,7 @@ class Session:
         budget_gb: Budget,
         optimizer: torch.optim.Optimizer | None,
         measure: bool,
-        options: Options,
+        options: ApplyArguments,
     ) -> None:
         apply(model, budget_gb, optimizer=optimizer, **options)
         self.at: Applied = applied(model)

@@ -22,7 +22,7 @@ from torch import nn
 from ac_client import Applied, ApplyError, NotApplied, Report
 from ac_client.errors import NO_TRAINING
 from ac_client.integrations.errors import MissingLibrary
-from ac_client.integrations.options import Options
+from ac_client.integrations.options import ApplyArguments
 from ac_client.integrations.session import Session
 from ac_client.planning.options import Budget
 
@@ -56,7 +56,7 @@ class AutoACCallback(TrainerCallback):
     """
 
     def __init__(
-        self, budget_gb: Budget = None, *, measure: bool = False, **options: Unpack[Options]
+        self, budget_gb: Budget = None, *, measure: bool = False, **options: Unpack[ApplyArguments]
     ) -> None:
         self._budget_gb = budget_gb
         self._measure = measure
@@ -143,7 +143,7 @@ class AutoACCallback(TrainerCallback):
 
 @contextmanager
 def planned(
-    trainer: Trainer, budget_gb: Budget = None, *, measure: bool = False, **options: Unpack[Options]
+    trainer: Trainer, budget_gb: Budget = None, *, measure: bool = False, **options: Unpack[ApplyArguments]
 ) -> Iterator[AutoACCallback]:
     """Add the callback to `trainer` for a with-block, and leave both as they were however the block ends.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ac_client.compiled.stored_policy import StoredPolicy, is_compiled
+from ac_client.compiled.policy_file import PolicyFile, is_compiled
 from ac_client.measure.recording_overhead import is_host_bound, replay_us_of_process
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
@@ -209,7 +209,7 @@ class BatchPlanner:
                 log.warning("planning in-process, because %s", error)
             else:
                 return policy, as_planned(policy, profile)
-        stored = StoredPolicy(profile, (budget, headroom, constraints))
+        stored = PolicyFile(profile, (budget, headroom, constraints))
         if (found := stored.read()) is not None:
             return found, as_planned(found, profile)
         made = plan(

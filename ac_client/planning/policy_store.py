@@ -9,7 +9,7 @@ from torch import nn
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import PlannedFor
 from ac_client.planning.options import ApplyOptions
-from ac_client.planning.shape_buckets import Buckets
+from ac_client.planning.shape_buckets import ShapeBuckets
 from ac_client.planning.trained_parameters import TrainedKey, TrainedParameters
 from autoac.planner import Policy, PolicySet
 from autoac.planner.formats.policy_set import Bucket
@@ -42,7 +42,7 @@ class PolicyStore:
             terms = PlannedFor(limit, loop=Loop(len(one.forwards)))
             self._given.append(PlannedBucket(shape, LoadedPolicy(one), terms=terms))
             self._log_policy("runs under a given policy", one)
-        self._by_trained: dict[TrainedKey, Buckets] = {}
+        self._by_trained: dict[TrainedKey, ShapeBuckets] = {}
         self.parameters = TrainedParameters(model)
         self.buckets = self._buckets_of_parameters()
 
@@ -84,7 +84,7 @@ class PolicyStore:
             self.buckets.serve_all(bucket)
         self._log_policy("planned", bucket.policy)
 
-    def _buckets_of_parameters(self) -> Buckets:
+    def _buckets_of_parameters(self) -> ShapeBuckets:
         buckets = self._by_trained.get(self.parameters.key)
         if buckets is None:
             if self.all:
@@ -92,7 +92,7 @@ class PolicyStore:
                     "%s: other parameters train, or in another dtype or mode: batches are planned again",
                     self._name,
                 )
-            buckets = self._by_trained[self.parameters.key] = Buckets()
+            buckets = self._by_trained[self.parameters.key] = ShapeBuckets()
             for bucket in self._given:
                 buckets.add(bucket)
             if len(self._given) == 1 and self._given[0].shape is None:

@@ -22,7 +22,7 @@ class _Extent(NamedTuple):
     bucket: PlannedBucket
 
 
-class Buckets:
+class ShapeBuckets:
     """All policies of a model while one set of its parameters trains.
 
     The bucket of a batch key that was seen before is one look into `known`. The first half of a new key, what

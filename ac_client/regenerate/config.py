@@ -34,13 +34,13 @@ class InvalidConfig(CommandError):
         super().__init__(f"{file}: {problem}")
 
 
-class Table(BaseModel):
+class ConfigTable(BaseModel):
     """Base class of the tables in `autoac.toml`. An unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ConstraintsTable(Table):
+class ConstraintsTable(ConfigTable):
     """`[models.NAME.constraints]`: the constraints of docs/constraints.md, in GiB instead of bytes."""
 
     pin_save: Patterns = ()
@@ -68,7 +68,7 @@ class ConstraintsTable(Table):
         return None if constraints == Constraints() else constraints
 
 
-class ModelTable(Table):
+class ModelTable(ConfigTable):
     """`[models.NAME]`: one model with one batch shape on one device, and its budgets."""
 
     entry: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]  # "module:function"
@@ -124,7 +124,7 @@ class ModelTable(Table):
         }
 
 
-class Config(Table):
+class Config(ConfigTable):
     """The content of `autoac.toml`: where policies are written, and the models to plan."""
 
     policies: str = "policies"  # folder, relative to the file

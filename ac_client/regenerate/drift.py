@@ -29,7 +29,7 @@ from ac_client.files import write_whole
 from ac_client.regenerate.config import LOCAL, Config, ModelTable, budget_name, lock_file, policy_file
 from ac_client.regenerate.lock import Lock, sha256
 from ac_client.regenerate.model_source import ModelSource
-from ac_client.regenerate.outcome import Outcome, PolicyResult, StepNumbers, Verdict
+from ac_client.regenerate.outcome import PolicyResult, RegenerateOutcome, StepNumbers, Verdict
 from ac_client.regenerate.step_changes import ChangedLayer, changed_layers, changed_step
 from ac_client.regenerate.stored_policies import StoredPolicies, stale_files
 from autoac.planner import (
@@ -68,7 +68,7 @@ def regenerate(
     options: RunOptions,
     on_task: Callable[[str], None] = lambda task: None,
     progress: Callable[[Progress], bool | None] | None = None,
-) -> Outcome:
+) -> RegenerateOutcome:
     """Bring the policies in the folder up to date; with `options.check`, only report what would change.
 
     All policies of a model are written, then its lock. If one of them cannot be planned, none is written.
@@ -94,7 +94,7 @@ def regenerate(
     if options.prune and not options.check:
         for path in stale:
             path.unlink(missing_ok=True)
-    return Outcome(config_file, folder, options.check, tuple(results), stale, options.prune)
+    return RegenerateOutcome(config_file, folder, options.check, tuple(results), stale, options.prune)
 
 
 class _ModelRun:

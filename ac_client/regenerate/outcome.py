@@ -59,7 +59,7 @@ class PolicyResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RegenerateOutcome:
     """The results of one run of `autoac regenerate`, for all policies of autoac.toml."""
 
     config: Path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ac_client.regenerate.config import InvalidConfig
-from ac_client.regenerate.outcome import Outcome, PolicyResult, StepNumbers, Verdict
+from ac_client.regenerate.outcome import PolicyResult, RegenerateOutcome, StepNumbers, Verdict
 from ac_client.regenerate.step_changes import ChangedLayer
 from autoac.planner import difference_in_words
 from autoac.planner.units import format_bytes, format_us
@@ -17,7 +17,7 @@ from autoac.planner.units import format_bytes, format_us
 MAX_LINES = 12  # of one list
 
 
-def as_text(outcome: Outcome) -> str:
+def as_text(outcome: RegenerateOutcome) -> str:
     """Describe each policy, then count the verdicts."""
     lines: list[str] = []
     for result, before in zip(outcome.results, (None, *outcome.results), strict=False):
@@ -27,7 +27,7 @@ def as_text(outcome: Outcome) -> str:
     return "\n".join([*lines, last_line(outcome)])
 
 
-def as_data(outcome: Outcome) -> dict[str, Any]:
+def as_data(outcome: RegenerateOutcome) -> dict[str, Any]:
     """Return the outcome as one JSON object, in bytes and microseconds."""
     return {
         "config": str(outcome.config),
@@ -57,7 +57,7 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def as_annotations(outcome: Outcome) -> str:
+def as_annotations(outcome: RegenerateOutcome) -> str:
     """Return workflow commands, which GitHub shows at the files that they name."""
     lines = []
     for result in outcome.results:
@@ -88,7 +88,7 @@ def config_as_annotation(error: InvalidConfig) -> str:
     return _annotation("error", error.file, "invalid settings", error.problem)
 
 
-def last_line(outcome: Outcome) -> str:
+def last_line(outcome: RegenerateOutcome) -> str:
     """Count the verdicts, and say what to do next."""
     counts = dict.fromkeys(Verdict, 0)
     for result in outcome.results:
@@ -99,13 +99,13 @@ def last_line(outcome: Outcome) -> str:
     return f"{text} {_advice(outcome)}" if outcome.drifted else text
 
 
-def _advice(outcome: Outcome) -> str:
+def _advice(outcome: RegenerateOutcome) -> str:
     config = "" if outcome.config == Path("autoac.toml") else f" --config {outcome.config}"
     prune = " --prune" if outcome.prune else ""
     return f"Run `autoac regenerate{config}{prune}` and commit {outcome.folder}."
 
 
-def _stale_lines(outcome: Outcome) -> list[str]:
+def _stale_lines(outcome: RegenerateOutcome) -> list[str]:
     if not outcome.stale:
         return []
     names = ", ".join(path.name for path in outcome.stale)

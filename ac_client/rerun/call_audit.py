@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ac_client.rerun.recorded_call import CallSite, arguments_of
-from ac_client.runtime.nodes import StorageVersion, UnsupportedTensor
+from ac_client.runtime.nodes import NodeVersion, UnsupportedTensor
 from ac_client.runtime.region import Region
 from autoac.profiler.restore.module_state import ModuleState
 from autoac.profiler.torch_facts import private
@@ -138,7 +138,7 @@ class CallAudit(TorchDispatchMode):
     def _is_saved(self, leaf: Any) -> bool:
         if not isinstance(leaf, Tensor) or not has_storage(leaf):
             return False
-        return type(self._region.storages.origin(leaf)) is not StorageVersion
+        return type(self._region.storages.origin(leaf)) is not NodeVersion
 
 
 def _address(tensor: Tensor) -> int:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ac_client.runtime.nodes import CallNode, StorageVersion, UnsupportedTensor
+from ac_client.runtime.nodes import CallNode, NodeVersion, UnsupportedTensor
 from ac_client.runtime.region import Region
 from ac_client.runtime.replay import recording_off
 from ac_client.runtime.saved_handles import RecomputedHandle, handle_for
@@ -113,14 +113,14 @@ class RecordedCall:
         tensors = self._arguments.tensors
         self._arguments.release()
         self._namespaces, self._tensors = _state_of(site)
-        reads: dict[StorageVersion, None] = {}
+        reads: dict[NodeVersion, None] = {}
         stand_ins = region.storages.arguments(tensors, reads)
         self._outside = {storage for _, _, storage in self._tensors}
         self._outside.update(tensor.untyped_storage()._cdata for tensor in tensors)
         self._ambient = AmbientState(tensors[0].device if tensors else torch.device("cpu"))
         self._packs: list[tuple[int, Recipe] | None] = []  # slot and recipe; None: a tensor from outside
         self._slots: dict[int, int] = {}  # by serial of the version
-        self._outs: list[weakref.ref[StorageVersion]] = []
+        self._outs: list[weakref.ref[NodeVersion]] = []
         self._last_pack: dict[int, int] = {}  # by slot: position of its last pack
         self._out_slots: dict[int, int] = {}  # by slot: leaf of the output
         self.node = CallNode(f"the call of {site.path}", stand_ins, tuple(reads), self.run_again)
@@ -138,7 +138,7 @@ class RecordedCall:
         if version is None and has_storage(tensor) and tensor.untyped_storage()._cdata not in self._outside:
             # Not in the region's table, which is for tensors that outlive the call.
             version = entries[self._key] = self._add(tensor)
-        if type(version) is not StorageVersion or version.node is not self.node:
+        if type(version) is not NodeVersion or version.node is not self.node:
             packs.append(None)
             return None
         slot, recipe = self._slots[version.serial], recipe_of(tensor)
@@ -146,8 +146,8 @@ class RecordedCall:
         packs.append((slot, recipe))
         return handle_for(tensor, version, recipe, self._graph)
 
-    def _add(self, tensor: Tensor) -> StorageVersion:
-        version = StorageVersion(self.node, tensor, raw=True)
+    def _add(self, tensor: Tensor) -> NodeVersion:
+        version = NodeVersion(self.node, tensor, raw=True)
         self._slots[version.serial] = len(self._outs)
         self._outs.append(weakref.ref(version))
         return version
@@ -168,7 +168,7 @@ class RecordedCall:
             saved = i >= len(self._site.saved) or self._site.saved[i]
             if version is None and storage._cdata not in self._outside and not saved:
                 version = self._add(leaf)
-            if type(version) is StorageVersion and version.node is node:
+            if type(version) is NodeVersion and version.node is node:
                 storages.enter(storage, version)
                 version.tensor_ref, version.recipe = weakref.ref(leaf), None
                 version.first_counter = version_counter(leaf)

@@ -126,7 +126,7 @@ next_order: Callable[[], int] = itertools.count().__next__  # of nodes: forward 
 
 
 @final
-class StorageVersion:
+class NodeVersion:
     """One version of a storage that a recorded op made.
 
     Invariant: `uses` is the number of live handles on it, plus the number of nodes that read it and have an
@@ -158,7 +158,7 @@ class StorageVersion:
         self.uses = 0
         self.handles: list[weakref.ref[Any]] = []  # every RecomputedHandle made for it, alive or not
         # With use groups: the versions that other runs of the op make, last first, each with its group.
-        self.later_runs: tuple[tuple[UseGroup, StorageVersion], ...] = ()
+        self.later_runs: tuple[tuple[UseGroup, NodeVersion], ...] = ()
         self.counter: int | None = None  # version counter of the tensor, noted before the mode pauses
         self.first_counter = -1 if raw else 0  # the counter when this version was made; -1 if unknown
         self.suspect = False  # readers must first compare: an unseen kernel may have written it
@@ -174,21 +174,21 @@ class StorageVersion:
             self.counter = self.first_counter  # nothing has written to it
         return self.counter >= 0
 
-    def serving(self, position: float) -> StorageVersion:
+    def serving(self, position: float) -> NodeVersion:
         """Return the version that serves a use at `position`; see NOTE [ Use groups ] in the planner."""
         for group, version in self.later_runs:
             if position <= group.latest:
                 return version
         return self
 
-    def add_later_run(self, group: UseGroup, node: Node, tensor: Tensor) -> StorageVersion:
+    def add_later_run(self, group: UseGroup, node: Node, tensor: Tensor) -> NodeVersion:
         """Add the version that `node`, a later run of the op, makes of the same tensor; return it."""
-        later = StorageVersion(node, tensor, raw=self.raw)
+        later = NodeVersion(node, tensor, raw=self.raw)
         self.later_runs = ((group, later), *self.later_runs)
         return later
 
     @property
-    def runs(self) -> tuple[StorageVersion, ...]:
+    def runs(self) -> tuple[NodeVersion, ...]:
         """Return this version, and the version of each later run if the op has use groups."""
         return (self, *(version for _, version in self.later_runs))
 
@@ -206,7 +206,7 @@ class StorageVersion:
 class VersionView(NamedTuple):
     """A tensor on a StorageVersion, other than the one that the op returned, as an argument of a node."""
 
-    version: StorageVersion
+    version: NodeVersion
     recipe: Recipe
 
 
@@ -248,7 +248,7 @@ class Node:
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        reads: tuple[StorageVersion, ...],
+        reads: tuple[NodeVersion, ...],
         rng_state: GeneratorState | None,
         stream: int = 0,
     ) -> None:
@@ -261,9 +261,9 @@ class Node:
         self.rng_state = rng_state
         self.stream = stream  # that it ran on in forward
         self.flags = current_flags()
-        self.outs: tuple[weakref.ref[StorageVersion] | None, ...] = ()  # one for each output tensor
+        self.outs: tuple[weakref.ref[NodeVersion] | None, ...] = ()  # one for each output tensor
         # Of an in-place op: the version that it reads and, weakly, the version that it makes.
-        self.rewrites: tuple[tuple[StorageVersion, Callable[[], StorageVersion | None]], ...] = ()
+        self.rewrites: tuple[tuple[NodeVersion, Callable[[], NodeVersion | None]], ...] = ()
         self.forced_by = ""  # the policy that said MUST_RECOMPUTE, if any
         self.writes_sources = False  # replay must run it on copies of its sources
         self.used_outs = 0  # number of outputs with a use
@@ -278,7 +278,7 @@ class CallNode(Node):
         self,
         name: str,
         args: tuple[Any, ...],
-        reads: tuple[StorageVersion, ...],
+        reads: tuple[NodeVersion, ...],
         rerun: Callable[[list[Any], list[bool]], list[Tensor | None]],
     ) -> None:
         super().__init__(next_order(), name, rerun, args, {}, reads, None)
@@ -317,7 +317,7 @@ class FixedShapeOp:
         return out
 
 
-def add_use(version: StorageVersion) -> None:
+def add_use(version: NodeVersion) -> None:
     """Count one more use of `version`; if its node had none, also of each version that the node reads.
 
     The recording forward calls this without a lock, while a backward on another thread may remove uses. That
@@ -339,7 +339,7 @@ def add_use(version: StorageVersion) -> None:
                         stack.append(read)
 
 
-def remove_use(version: StorageVersion) -> None:
+def remove_use(version: NodeVersion) -> None:
     """Remove a use of `version`. If its op is then not needed, remove the uses of what the op reads."""
     stack = [version]
     while stack:
@@ -352,7 +352,7 @@ def remove_use(version: StorageVersion) -> None:
                 stack.extend(node.reads)
 
 
-def pin_version(version: StorageVersion, tensor: Tensor, order: int) -> Source:
+def pin_version(version: NodeVersion, tensor: Tensor, order: int) -> Source:
     """Hold `tensor` as the contents of `version`, so that its node no longer has to make them."""
     before, uses = version.node, version.uses
     if uses:
@@ -370,10 +370,10 @@ def pin_version(version: StorageVersion, tensor: Tensor, order: int) -> Source:
     return source
 
 
-def held_version(tensor: Tensor) -> StorageVersion:
+def held_version(tensor: Tensor) -> NodeVersion:
     """Return a version whose contents are those of `tensor`, which it holds, also after unseen writes."""
     node = _pinned_node(Source(tensor), tensor, next_order())
-    version = StorageVersion(node, tensor, raw=True)
+    version = NodeVersion(node, tensor, raw=True)
     node.outs = (weakref.ref(version),)
     return version
 
@@ -391,7 +391,7 @@ def _nothing() -> None:
     """Stand in for a weak reference to a version that the node no longer makes."""
 
 
-def live_versions(node: Node) -> list[StorageVersion]:
+def live_versions(node: Node) -> list[NodeVersion]:
     """Return the versions that `node` makes and that something still refers to."""
     versions = [ref() for ref in node.outs if ref is not None] + [new() for _, new in node.rewrites]
     return [version for version in versions if version is not None]

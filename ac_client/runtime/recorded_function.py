@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.nested_policies import Grouping
-from ac_client.runtime.nodes import FunctionNode, StorageVersion, UnsupportedTensor, next_order, pin_version
+from ac_client.runtime.nodes import FunctionNode, NodeVersion, UnsupportedTensor, next_order, pin_version
 from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.saved_handles import SavedHandle, handle_for
 from ac_client.runtime.tracked_storages import TrackedStorages
@@ -48,7 +48,7 @@ class RecordedFunction:
         self.saved = saved or bool(call.reason) or call.rerun is None
         self._node: FunctionNode | None = None
         self._later_runs: list[tuple[UseGroup, FunctionNode]] = []
-        self._versions: list[StorageVersion] = []  # by slot
+        self._versions: list[NodeVersion] = []  # by slot
         self._copies: dict[int, torch.UntypedStorage] | None = None
         tensors = call.arguments.tensors
         if not self.saved:
@@ -69,7 +69,7 @@ class RecordedFunction:
             storages.before_silent_write(call.written)
 
     def _make_node(self, stream: int) -> FunctionNode:
-        reads: dict[StorageVersion, None] = {}
+        reads: dict[NodeVersion, None] = {}
         args = self._storages.arguments(self.call.arguments.tensors, reads)
         assert self.call.rerun is not None
         return FunctionNode(
@@ -95,10 +95,10 @@ class RecordedFunction:
             self._storages.after_unseen_write(self.call.written, copies)
         self.saved = self.saved or bool(self.call.reason)
 
-    def _version(self, slot: int, tensor: Tensor) -> StorageVersion:
+    def _version(self, slot: int, tensor: Tensor) -> NodeVersion:
         if slot == len(self._versions):
             assert self._node is not None
-            version = StorageVersion(self._node, tensor, raw=True)
+            version = NodeVersion(self._node, tensor, raw=True)
             version.first_counter = version_counter(tensor)
             for group, node in self._later_runs:
                 version.add_later_run(group, node, tensor)

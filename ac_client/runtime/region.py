@@ -62,7 +62,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ac_client.runtime.cursor import UseGroup
 from ac_client.runtime.nested_policies import SAVES, PlannedPolicy, PolicyConflict, PolicyFrame, PolicyStack
-from ac_client.runtime.nodes import FixedShapeOp, Node, StorageVersion, UnsupportedTensor, next_order
+from ac_client.runtime.nodes import FixedShapeOp, Node, NodeVersion, UnsupportedTensor, next_order
 from ac_client.runtime.recorded_function import RecordedFunction
 from ac_client.runtime.replay import EventLog, RegionGraph, recording_off
 from ac_client.runtime.saved_tensor_hooks import RegionHooks
@@ -245,7 +245,7 @@ class Region(RecordingMode):
             RuntimeError: "must_recompute" for a tensor that was saved when it was made.
         """
         origin = self.storages.origin(tensor) if has_storage(tensor) else None
-        if type(origin) is not StorageVersion:
+        if type(origin) is not NodeVersion:
             if decision is CheckpointPolicy.MUST_RECOMPUTE:
                 raise RuntimeError(
                     "a tensor tagged must_recompute must be the output of a recomputed op, got a "
@@ -380,13 +380,13 @@ class Region(RecordingMode):
 
     def _stand_ins(
         self, args: Sequence[Any], kwargs: dict[str, Any] | None, unread: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[StorageVersion, ...]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[NodeVersion, ...]]:
         """Return the arguments of a node with the stand-ins of their tensors, and the versions among them.
 
         Raises:
             UnsupportedTensor: a tensor is not described by its storage and recipe.
         """
-        reads: dict[StorageVersion, None] = {}
+        reads: dict[NodeVersion, None] = {}
         stand_ins = self.storages.arguments(args, reads, unread)
         if not kwargs:
             return stand_ins, _NO_KWARGS, tuple(reads)
@@ -426,12 +426,12 @@ class Region(RecordingMode):
         if self._module is not None:
             self.graph.modules[node.order] = self._module()
         written: Sequence[Tensor] = ()
-        rewritten: Sequence[tuple[StorageVersion, Tensor]] = ()
+        rewritten: Sequence[tuple[NodeVersion, Tensor]] = ()
         if facts.mutates and replayed_args is args:
             written = list(written_tensors(facts, args, kwargs or {}))
             rewritten = storages.versions_among(written)
             node.writes_sources = len(rewritten) < len(written)
-        later_runs: list[tuple[UseGroup, Node, Sequence[tuple[StorageVersion, Tensor]]]] = []
+        later_runs: list[tuple[UseGroup, Node, Sequence[tuple[NodeVersion, Tensor]]]] = []
         for group in groups[1:]:
             storages.position = group.latest
             parts = self._stand_ins(replayed_args, kwargs, unread)

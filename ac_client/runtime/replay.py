@@ -20,9 +20,9 @@ from torch import Tensor
 from ac_client.runtime.nodes import (
     CallNode,
     Node,
+    NodeVersion,
     Source,
     SourceView,
-    StorageVersion,
     VersionView,
     live_versions,
     next_order,
@@ -63,14 +63,14 @@ class Pass:
         # Tensors on cached versions that backward received, with their version counters then, by serial.
         self.handed_out: dict[int, list[tuple[Tensor, int]]] = {}
 
-    def remaining_uses(self, version: StorageVersion) -> int:
+    def remaining_uses(self, version: NodeVersion) -> int:
         """Return the uses of `version` that this pass has not consumed."""
         uses = self.uses.get(version.serial)
         if uses is None:
             uses = self.uses[version.serial] = version.uses
         return uses
 
-    def consume_use(self, version: StorageVersion) -> None:
+    def consume_use(self, version: NodeVersion) -> None:
         """Consume one use of `version`; free its tensor at the last one."""
         serial = version.serial
         uses = self.uses.get(serial, version.uses) - 1  # as `remaining_uses`; a call would cost as much
@@ -80,12 +80,12 @@ class Pass:
             if self.handed_out:
                 self.handed_out.pop(serial, None)
 
-    def track_handed_out(self, version: StorageVersion, tensor: Tensor) -> None:
+    def track_handed_out(self, version: NodeVersion, tensor: Tensor) -> None:
         """Note that backward received `tensor`, if its memory stays cached and other ops will read it."""
         if version.serial in self.cache:
             self.handed_out.setdefault(version.serial, []).append((tensor, tensor._version))
 
-    def check_handed_out(self, version: StorageVersion, reader: str) -> None:
+    def check_handed_out(self, version: NodeVersion, reader: str) -> None:
         """Check that backward did not write to the tensors on `version` that it received.
 
         Raises:
@@ -98,7 +98,7 @@ class Pass:
                     "has modified by an inplace operation after unpacking it. Write to a clone() of it there"
                 )
 
-    def drop_use(self, version: StorageVersion) -> None:
+    def drop_use(self, version: NodeVersion) -> None:
         """Consume the use of a handle that died without having been unpacked in this pass (rule f).
 
         Call it before the use is removed from `StorageVersion.uses`.
@@ -244,7 +244,7 @@ class _PassOwner:
         self._graph.suspend(self._owned)
 
 
-def view_of(version: StorageVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
+def view_of(version: NodeVersion, recomputed: Tensor, recipe: Recipe) -> Tensor:
     """Return the view that autograd saved, on recomputed memory.
 
     Args:
@@ -262,7 +262,7 @@ def view_of(version: StorageVersion, recomputed: Tensor, recipe: Recipe) -> Tens
         return make_view(recomputed.untyped_storage(), recipe)
 
 
-def recompute(target: StorageVersion, running: Pass, graph: RegionGraph) -> Tensor:
+def recompute(target: NodeVersion, running: Pass, graph: RegionGraph) -> Tensor:
     """Recompute `target`: run, in forward order, the ops since the nearest saved tensors."""
     burst: set[Node] = set()
     stack = [target]
@@ -297,9 +297,7 @@ def _order(node: Node) -> int:
     return node.order
 
 
-def _rerun(
-    node: Node, running: Pass, graph: RegionGraph, target: StorageVersion, flags: FlagSwitcher
-) -> None:
+def _rerun(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:
     """Run the module of `node` again, cache the versions that backward needs, and consume what it read."""
     assert isinstance(node, CallNode)
     cache = running.cache
@@ -325,9 +323,7 @@ def _rerun(
             running.consume_use(version)
 
 
-def _replay(
-    node: Node, running: Pass, graph: RegionGraph, target: StorageVersion, flags: FlagSwitcher
-) -> None:
+def _replay(node: Node, running: Pass, graph: RegionGraph, target: NodeVersion, flags: FlagSwitcher) -> None:
     """Run `node` again, cache its outputs, and consume the uses that it has of others."""
     cache = running.cache
     if running.handed_out:
@@ -370,7 +366,7 @@ def _replay(
             _hold_recomputed(version, cache)
 
 
-def _hold_recomputed(version: StorageVersion, cache: Mapping[int, Tensor]) -> None:
+def _hold_recomputed(version: NodeVersion, cache: Mapping[int, Tensor]) -> None:
     """Hold `version` for autograd's handles as if it were saved, and release what its node read.
 
     torch's selective checkpoint releases a saved tensor when the recompute has read it. A backward that does
@@ -388,8 +384,8 @@ def _argument(
 ) -> Any:
     """Return an argument of `node` with tensors in place of their stand-ins."""
     kind = type(arg)
-    if kind is StorageVersion or kind is VersionView:
-        version, recipe = (arg, arg.recipe) if kind is StorageVersion else arg
+    if kind is NodeVersion or kind is VersionView:
+        version, recipe = (arg, arg.recipe) if kind is NodeVersion else arg
         buffer = buffers.get(id(version)) if buffers else None
         if buffer is not None:
             return make_view(buffer, recipe)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ac_client.runtime.nodes import StorageVersion, add_use, remove_use
+from ac_client.runtime.nodes import NodeVersion, add_use, remove_use
 from ac_client.runtime.replay import RegionGraph, handle_of_key, recompute, recording_off, view_of
 from ac_client.runtime.split_backward import leaves_gradients
 from ac_client.runtime.view_recipes import Recipe
@@ -38,7 +38,7 @@ class RecomputedHandle:
     )
 
     def __init__(
-        self, version: StorageVersion, recipe: Recipe, graph: RegionGraph, device: torch.device
+        self, version: NodeVersion, recipe: Recipe, graph: RegionGraph, device: torch.device
     ) -> None:
         self._version = version
         self.recipe = recipe
@@ -101,7 +101,7 @@ class RecomputedHandle:
                 self._last = weakref.ref(tensor)
             return tensor
 
-    def move_to(self, newer: StorageVersion) -> None:
+    def move_to(self, newer: NodeVersion) -> None:
         """Recompute from `newer`, a later version with the same contents in all that this handle views."""
         with self.graph.lock:
             add_use(newer)
@@ -131,9 +131,7 @@ class RecomputedHandle:
                 remove_use(version)
 
 
-def handle_for(
-    tensor: Tensor, version: StorageVersion, recipe: Recipe, graph: RegionGraph
-) -> RecomputedHandle:
+def handle_for(tensor: Tensor, version: NodeVersion, recipe: Recipe, graph: RegionGraph) -> RecomputedHandle:
     """Return a handle for `tensor`, a view of `version`, with a fingerprint where backward compares."""
     handle = RecomputedHandle(version, recipe, graph, tensor.device)
     if graph.weights is not None and can_compare(tensor) and version.node.name not in LEAVE_BYTES_UNWRITTEN:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ac_client.runtime.nested_policies import Grouping, Packing
-from ac_client.runtime.nodes import StorageVersion
+from ac_client.runtime.nodes import NodeVersion
 from ac_client.runtime.replay import RegionGraph
 from ac_client.runtime.saved_handles import OuterHookHandle, SavedHandle, handle_for, unpack
 from ac_client.runtime.tracked_storages import TrackedStorages
@@ -70,13 +70,13 @@ class RegionHooks:
             version = tensor.untyped_storage().__dict__.get(self._key)
             if (
                 streams_seen.several
-                and type(version) is StorageVersion
+                and type(version) is NodeVersion
                 and version.node.stream != private.current_stream()
             ):
                 self._storages.save(tensor)
                 version = None
             if (
-                type(version) is StorageVersion
+                type(version) is NodeVersion
                 and (version.counter is None or not self._storages.written_unseen(version))
                 and not (version.suspect and not self._storages.as_written(version, tensor))
             ):

@@ -15,9 +15,9 @@ from torch.nn import Parameter
 
 from ac_client.runtime.nodes import (
     Node,
+    NodeVersion,
     Source,
     SourceView,
-    StorageVersion,
     UnsupportedTensor,
     VersionView,
     held_version,
@@ -35,7 +35,7 @@ from autoac.profiler.unseen.fingerprints import (
 )
 from autoac.profiler.unseen.last_look import LastLook
 
-Origin = StorageVersion | Callable[[], Source | None]
+Origin = NodeVersion | Callable[[], Source | None]
 """Where the contents of a storage are from: a recorded op, or outside."""
 
 _STRIDED = torch.strided
@@ -70,14 +70,14 @@ class TrackedStorages:
         self.orphans = 0
         self.compares_reads = False
         self.watches_code = False
-        self._last_look = LastLook[StorageVersion]()
+        self._last_look = LastLook[NodeVersion]()
         self._had_pause = False
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
     def origin(self, tensor: Tensor) -> Origin | None:
         """Return the origin of `tensor`'s storage; drop it first if the storage was written unseen."""
         origin = self._table.get(tensor)
-        if type(origin) is StorageVersion and origin.counter is not None and self.written_unseen(origin):
+        if type(origin) is NodeVersion and origin.counter is not None and self.written_unseen(origin):
             self._table.drop(tensor)
             return None
         return origin
@@ -106,7 +106,7 @@ class TrackedStorages:
         for ref in self._since_pause:
             storage = ref()
             origin = self._table.of(storage) if storage is not None else None
-            if origin is not None and type(origin) is not StorageVersion:
+            if origin is not None and type(origin) is not NodeVersion:
                 source = origin()
                 if source is not None and source.guard is not None:
                     source.guard.renew()
@@ -121,7 +121,7 @@ class TrackedStorages:
         for ref in self._since_pause:
             storage = ref()
             origin = self._table.of(storage) if storage is not None else None
-            if type(origin) is StorageVersion and not origin.note_counter():
+            if type(origin) is NodeVersion and not origin.note_counter():
                 unreadable.append(ref)
         self._since_pause = unreadable
         return not unreadable
@@ -130,7 +130,7 @@ class TrackedStorages:
         """Expect writes that the mode does not see. Call `note_counters` first."""
         self._had_pause = True
 
-    def written_unseen(self, version: StorageVersion) -> bool:
+    def written_unseen(self, version: NodeVersion) -> bool:
         """Return True if an op may have written to `version` during a pause, when nothing is recorded."""
         tensor = version.tensor_ref()
         if tensor is None:  # only views of it are left
@@ -141,7 +141,7 @@ class TrackedStorages:
     def pin(self, tensor: Tensor) -> None:
         """Hold the contents of `tensor`'s storage from here on, so that backward need not recompute them."""
         origin = self.origin(tensor) if has_storage(tensor) else None
-        if type(origin) is StorageVersion:
+        if type(origin) is NodeVersion:
             with self._graph.lock:
                 for version in origin.runs:
                     pin_version(version, tensor, next_order())
@@ -150,7 +150,7 @@ class TrackedStorages:
     def save(self, tensor: Tensor) -> None:
         """Hold the contents of `tensor`'s storage, as if the op that made them were saved."""
         origin = self.origin(tensor)
-        if type(origin) is StorageVersion:
+        if type(origin) is NodeVersion:
             with self._graph.lock:
                 for version in origin.runs:
                     source = pin_version(version, tensor, next_order())
@@ -168,7 +168,7 @@ class TrackedStorages:
             if origin is None:
                 continue
             self.writes += 1
-            if type(origin) is not StorageVersion:
+            if type(origin) is not NodeVersion:
                 source = origin()
                 if source is not None:
                     source.keep_copy()
@@ -185,7 +185,7 @@ class TrackedStorages:
         """
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None
-            if type(origin) is StorageVersion:
+            if type(origin) is NodeVersion:
                 for version in origin.runs:
                     move_handles(version, held_version(tensor), None)
         self.before_write(tensors, untrack=True)
@@ -196,7 +196,7 @@ class TrackedStorages:
         if origin is None:
             return
         self.writes += 1
-        if type(origin) is not StorageVersion:
+        if type(origin) is not NodeVersion:
             source = origin()
             if source is not None and source.guard is not None:
                 source.guard.reject_writes()  # ops that read it before cannot be replayed
@@ -205,20 +205,20 @@ class TrackedStorages:
     def writes_a_version(self, facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
         """Return True if this call writes a storage whose contents a recorded op made."""
         written = [t for t in written_tensors(facts, args, kwargs or {}) if has_storage(t)]
-        return any(type(self.origin(t)) is StorageVersion for t in written)
+        return any(type(self.origin(t)) is NodeVersion for t in written)
 
-    def versions_among(self, tensors: Iterable[Tensor]) -> list[tuple[StorageVersion, Tensor]]:
+    def versions_among(self, tensors: Iterable[Tensor]) -> list[tuple[NodeVersion, Tensor]]:
         """Return the distinct versions on which `tensors` are, each with one of the tensors."""
-        found: list[tuple[StorageVersion, Tensor]] = []
+        found: list[tuple[NodeVersion, Tensor]] = []
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None
-            if type(origin) is StorageVersion:
+            if type(origin) is NodeVersion:
                 origin = origin.serving(self.position)
                 if all(origin is not version for version, _ in found):
                     found.append((origin, tensor))
         return found
 
-    def note_contents(self, version: StorageVersion, tensor: Tensor) -> None:
+    def note_contents(self, version: NodeVersion, tensor: Tensor) -> None:
         """Note the contents that a recorded op has given to `version`, the storage of `tensor`."""
         weights = self._graph.weights
         if self.compares_reads and weights is not None and can_compare(tensor):
@@ -238,11 +238,11 @@ class TrackedStorages:
     def note_blank(self, tensor: Tensor) -> None:
         """Note that an op has allocated the storage of `tensor` and left it to others to write it."""
         version = self._table.get(tensor)
-        if type(version) is StorageVersion and tensor.numel():
+        if type(version) is NodeVersion and tensor.numel():
             version.suspect = True
             version.contents = None
 
-    def as_written(self, version: StorageVersion, tensor: Tensor) -> bool:
+    def as_written(self, version: NodeVersion, tensor: Tensor) -> bool:
         """Return True if the storage of `tensor` has the contents that a recorded op gave to `version`.
 
         If not, an unseen kernel has written it, and its contents are from outside from here on.
@@ -257,7 +257,7 @@ class TrackedStorages:
         self._written_by_others(version, tensor)
         return False
 
-    def _written_by_others(self, version: StorageVersion, tensor: Tensor) -> None:
+    def _written_by_others(self, version: NodeVersion, tensor: Tensor) -> None:
         """Drop `version` as the origin of a storage, which what autograd saved of it reads from now on."""
         self.writes += 1
         for run in version.runs:
@@ -270,7 +270,7 @@ class TrackedStorages:
         copies = {}
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None
-            if origin is not None and type(origin) is not StorageVersion and origin() is not None:
+            if origin is not None and type(origin) is not NodeVersion and origin() is not None:
                 storage = tensor.untyped_storage()
                 copies[storage._cdata] = storage.clone()
         return copies
@@ -281,7 +281,7 @@ class TrackedStorages:
         """Drop the origins of storages that a kernel may have written; `copies` have them as they were."""
         for tensor in tensors:
             origin = self.origin(tensor) if has_storage(tensor) else None
-            if type(origin) is StorageVersion:
+            if type(origin) is NodeVersion:
                 self._written_by_others(origin, tensor)
             elif origin is not None:
                 self.writes += 1
@@ -291,7 +291,7 @@ class TrackedStorages:
                 self._table.drop(tensor)
 
     def arguments(
-        self, args: Iterable[Any], reads: dict[StorageVersion, None], unread: Any = None
+        self, args: Iterable[Any], reads: dict[NodeVersion, None], unread: Any = None
     ) -> tuple[Any, ...]:
         """Return `args` with the stand-ins of their tensors; add the versions among them to `reads`.
 
@@ -317,9 +317,9 @@ class TrackedStorages:
             if not strided:
                 raise UnsupportedTensor
             origin = arg.untyped_storage().__dict__.get(key)
-            if type(origin) is StorageVersion and origin.counter is not None and self.written_unseen(origin):
+            if type(origin) is NodeVersion and origin.counter is not None and self.written_unseen(origin):
                 origin = None
-            if type(origin) is StorageVersion:
+            if type(origin) is NodeVersion:
                 if origin.suspect and arg is not unread and not self.as_written(origin, arg):
                     stand_ins.append(self._read_source(arg, None))
                     continue
@@ -368,7 +368,7 @@ class TrackedStorages:
 
     def output(
         self, tensor: Tensor, node: Node, written: Sequence[Tensor]
-    ) -> weakref.ref[StorageVersion] | None:
+    ) -> weakref.ref[NodeVersion] | None:
         """Track an output of `node`; return its version, or None if it is not on a new storage."""
         if not has_storage(tensor):
             return None
@@ -377,13 +377,13 @@ class TrackedStorages:
             return None  # the storage of an argument
         if written and any(has_storage(old) and old.untyped_storage() is storage for old in written):
             return None  # from outside: its origin was dropped before the write
-        version = StorageVersion(node, tensor)
+        version = NodeVersion(node, tensor)
         self.enter(storage, version)
         if self.compares_reads:
             self.note_contents(version, tensor)
         return weakref.ref(version)
 
-    def rewrite(self, rewritten: Iterable[tuple[StorageVersion, Tensor]], node: Node) -> list[StorageVersion]:
+    def rewrite(self, rewritten: Iterable[tuple[NodeVersion, Tensor]], node: Node) -> list[NodeVersion]:
         """Track the versions that the in-place op of `node` made, and return them.
 
         Args:
@@ -391,7 +391,7 @@ class TrackedStorages:
         """
         made, rewrites = [], []
         for old, tensor in rewritten:
-            new = StorageVersion(node, tensor, raw=True)
+            new = NodeVersion(node, tensor, raw=True)
             made.append(new)
             rewrites.append((old, weakref.ref(new)))
             self.enter(tensor.untyped_storage(), new)
@@ -400,7 +400,7 @@ class TrackedStorages:
         return made
 
 
-def move_handles(old: StorageVersion, new: StorageVersion, written: Window | None) -> None:
+def move_handles(old: NodeVersion, new: NodeVersion, written: Window | None) -> None:
     """Move the handles on `old` that view nothing of what was `written` to `new`; with None, all handles."""
     staying = []
     for ref in old.handles:

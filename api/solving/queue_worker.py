@@ -48,7 +48,7 @@ SILENT_LEASES = 8  # without a sign of life, until the worker counts as deaf
 QUEUE_AWAY = (ConnectorException, AppNotOpen, psycopg.Error)
 
 
-class Stopped(Exception):
+class WorkerStopped(Exception):
     """The worker stops; the job was given back and is to be delivered again at once."""
 
 
@@ -60,7 +60,7 @@ class _DeliverAgain(procrastinate.BaseRetryStrategy):
     ) -> procrastinate.RetryDecision | None:
         if isinstance(exception, asyncio.CancelledError):
             return None
-        seconds = 0 if isinstance(exception, Stopped) else LATER_S
+        seconds = 0 if isinstance(exception, WorkerStopped) else LATER_S
         return procrastinate.RetryDecision(retry_in={"seconds": seconds})
 
 
@@ -222,7 +222,7 @@ class QueueWorker:
         except asyncio.CancelledError:
             if context.abort_reason() is AbortReason.USER_REQUEST:
                 raise
-            raise Stopped from None
+            raise WorkerStopped from None
 
     async def _rescue(self, app: procrastinate.App) -> None:
         """Deliver the jobs of dead workers once more: first a new entry, then the old one goes."""

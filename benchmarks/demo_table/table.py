@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ac_client.demo.comparison import CHECKPOINT, PLAIN, Check, Comparison, Line, OnRow, checks_of_ours
+from ac_client.demo.comparison import CHECKPOINT, PLAIN, Check, DemoComparison, Line, OnRow, checks_of_ours
 from ac_client.demo.rows import Measured, Row, Trainee
 from ac_client.demo.rows import measure as measure_row
 from ac_client.demo.setting import Setting, block_paths
@@ -44,7 +44,7 @@ class Replanned:
 class FullTable:
     """The rows, with what the parent process finds out about them."""
 
-    comparison: Comparison
+    comparison: DemoComparison
     recompute_us: Mapping[str, float]  # by row
     replanned: Mapping[str, Replanned]  # by row of ours
     minimum: MinimumPeak
@@ -101,7 +101,7 @@ def run(setting: Setting = GPT2_SMALL, *, pairs: int = 7, on_row: OnRow | None =
         *checks_of_ours([line for line in lines if line.row.method == "ours"]),
         *_checks(lines, replanned),
     )
-    comparison = Comparison(setting, tuple(lines), checks, time.monotonic() - start)
+    comparison = DemoComparison(setting, tuple(lines), checks, time.monotonic() - start)
     return FullTable(comparison, recompute, replanned, minimum, bounds(graph).ceiling)
 
 
@@ -189,7 +189,7 @@ def markdown(table: FullTable) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{minimum}"
 
 
-def render_checks(comparison: Comparison) -> str:
+def render_checks(comparison: DemoComparison) -> str:
     """Format the promises as a Markdown list."""
     marks = {True: "kept", False: "**missed**"}
     return "\n".join(f"- {marks[check.kept]}: {check.promise}: {check.found}" for check in comparison.checks)

@@ -31,7 +31,7 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph, OpId, SaveSet
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import UseGroups, later_runs, with_use_groups
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
 from benchmarks.fuzzers.expected_log import expected_log
@@ -136,7 +136,9 @@ def tried(make: Callable[[], nn.Module], batch: Tensor, seed: int) -> Tried:
     probability, others = chance.choice(CHANCES_TO_SAVE), later_runs(graph)
     drawn = (op.id for op in graph.ops if op.id not in others and chance.random() < probability)
     save_set = with_forced_saves(graph, frozenset(drawn))
-    policy = Policy.from_json(plan_of(Problem(graph, AS_IT_IS), found, 1 << 40, save_set).policy().to_json())
+    policy = Policy.from_json(
+        plan_of(SearchProblem(graph, AS_IT_IS), found, 1 << 40, save_set).policy().to_json()
+    )
     again = sum(isinstance(event, Recompute) and event.op in others for event in schedule(graph, save_set))
     return Tried(seed, again, difference(make, batch, policy, graph, save_set))
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from autoac.planner import Plan, PlannerError, Profile, build, plan
 from autoac.planner.minimum_peak import WORK_LIMIT, MinimumPeak, search_minimum_peak
 from autoac.planner.plan import DEFAULT_TIME_LIMIT_S
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 from autoac.planner.solver.variables import Options, options_for
 from autoac.planner.units import GIB, format_bytes
@@ -39,12 +39,12 @@ FRONTIER_HEAD = (
 TIMES_HEAD = ("model", "ops with use groups", "CPU s, once", "with use groups", "median ratio")
 
 
-def problem_of(profile: Profile, use_groups: bool) -> Problem:
+def problem_of(profile: Profile, use_groups: bool) -> SearchProblem:
     """Return the problem of `profile` with or without use groups."""
-    return Problem(build(profile), options_for(profile, Options(use_groups=use_groups)))
+    return SearchProblem(build(profile), options_for(profile, Options(use_groups=use_groups)))
 
 
-def smallest(problem: Problem) -> MinimumPeak:
+def smallest(problem: SearchProblem) -> MinimumPeak:
     """Search for the minimum peak as `find_minimum_peak` does."""
     return search_minimum_peak(problem, Allowance(WORK_LIMIT, Stopwatch(DEFAULT_TIME_LIMIT_S, None), None))
 

@@ -18,7 +18,7 @@ from typing import TypedDict, Unpack
 from autoac.planner.errors import InfeasibleBudget, InvalidConstraints, InvalidPipeline
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.profile import Profile
-from autoac.planner.pipeline.schedules import Cost, Kind, Schedule, Times, stage_loads, times
+from autoac.planner.pipeline.schedules import Cost, PipelineTimes, Schedule, WorkKind, stage_loads, times
 from autoac.planner.plan import Plan, plan
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph
@@ -57,8 +57,8 @@ class Stages:
     schedule: Schedule
     n_microbatches: int
     stages: tuple[Stage, ...]
-    times: Times  # with what the plans recompute
-    plain: Times  # with nothing recomputed
+    times: PipelineTimes  # with what the plans recompute
+    plain: PipelineTimes  # with nothing recomputed
 
     @property
     def slowdown(self) -> float:
@@ -187,8 +187,8 @@ def plan_stages(
         loads = stage_loads(schedule, s, p, n_microbatches, chunks=chunks)
         n_chunks = len(loads[0].backward)
         n, waiting_bytes = max(load.total for load in loads), 0
-        if weight_half_bytes is not None and any(load.action.kind is Kind.WEIGHT for load in loads):
-            forwards = (load for load in loads if load.action.kind is Kind.FORWARD)
+        if weight_half_bytes is not None and any(load.action.kind is WorkKind.WEIGHT for load in loads):
+            forwards = (load for load in loads if load.action.kind is WorkKind.FORWARD)
             fullest = max(forwards, key=lambda load: (load.total, sum(load.backward)))
             n, waiting_bytes = sum(fullest.backward), sum(fullest.weights) * weight_half_bytes[s]
         try:

@@ -37,7 +37,7 @@ class Schedule(StrEnum):
     ZB_V = "zb-v"  # two chunks for each stage, down and up again
 
 
-class Kind(Enum):
+class WorkKind(Enum):
     """A kind of work that a stage does for a microbatch."""
 
     FORWARD = auto()
@@ -50,7 +50,7 @@ class Kind(Enum):
 class Action:
     """One piece of work of a stage, for one microbatch of one chunk."""
 
-    kind: Kind
+    kind: WorkKind
     chunk: int
     microbatch: int
 
@@ -79,7 +79,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class PipelineTimes:
     """The time of one step of the pipeline, in microseconds; tuples are by stage."""
 
     step_us: float  # from the first action to the end of the last
@@ -122,18 +122,18 @@ def stage_loads(
     backward, weights = [0] * n_chunks, [0] * n_chunks
     loads = []
     for action in order:
-        if action.kind is Kind.FORWARD:
+        if action.kind is WorkKind.FORWARD:
             backward[action.chunk] += 1
         loads.append(StageLoad(action, tuple(backward), tuple(weights)))
         match action.kind:
-            case Kind.BACKWARD:
+            case WorkKind.BACKWARD:
                 backward[action.chunk] -= 1
-            case Kind.INPUT:
+            case WorkKind.INPUT:
                 backward[action.chunk] -= 1
                 weights[action.chunk] += 1
-            case Kind.WEIGHT:
+            case WorkKind.WEIGHT:
                 weights[action.chunk] -= 1
-            case Kind.FORWARD:
+            case WorkKind.FORWARD:
                 pass
     return tuple(loads)
 
@@ -159,7 +159,7 @@ def actions(
             return _zb_v(stage, p, m)
 
 
-def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatches: int) -> Times:
+def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatches: int) -> PipelineTimes:
     """Replay the schedule on all stages and return how long a step takes when sending costs nothing.
 
     Args:
@@ -188,14 +188,14 @@ def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatc
                 cost = costs[stage][chunk]
                 needs: list[tuple[bool, int, int]] = []
                 match action.kind:
-                    case Kind.FORWARD:
+                    case WorkKind.FORWARD:
                         needs, us = [(True, position - 1, microbatch)] if position else [], cost.forward_us
-                    case Kind.WEIGHT:
+                    case WorkKind.WEIGHT:
                         us = cost.weight_us
-                    case Kind.INPUT | Kind.BACKWARD:
+                    case WorkKind.INPUT | WorkKind.BACKWARD:
                         last = position == p * v - 1
                         needs = [(True, position, microbatch) if last else (False, position + 1, microbatch)]
-                        us = cost.input_us + (cost.weight_us if action.kind is Kind.BACKWARD else 0.0)
+                        us = cost.input_us + (cost.weight_us if action.kind is WorkKind.BACKWARD else 0.0)
                 if any(need not in done for need in needs):
                     break
                 start = max([clock[stage], *(done[need] for need in needs)])
@@ -203,13 +203,13 @@ def times(schedule: Schedule | str, costs: Sequence[Sequence[Cost]], n_microbatc
                     begin[stage] = start
                 clock[stage] = start + us
                 busy[stage] += us
-                if action.kind is not Kind.WEIGHT:
-                    done[action.kind is Kind.FORWARD, position, microbatch] = clock[stage]
+                if action.kind is not WorkKind.WEIGHT:
+                    done[action.kind is WorkKind.FORWARD, position, microbatch] = clock[stage]
                 at[stage] += 1
                 moved = True
     assert all(at[stage] == len(orders[stage]) for stage in range(p)), "the orders wait for one another"
     idle = [clock[stage] - begin[stage] - busy[stage] for stage in range(p)]
-    return Times(max(clock), tuple(busy), tuple(idle))
+    return PipelineTimes(max(clock), tuple(busy), tuple(idle))
 
 
 def _checked(
@@ -242,11 +242,11 @@ def _one_by_one(m: int, warmup: int) -> tuple[Action, ...]:
     """Return `warmup` forwards, then a backward for each forward."""
     order: list[Action] = []
     forward = min(warmup, m)
-    order += [Action(Kind.FORWARD, 0, k) for k in range(forward)]
+    order += [Action(WorkKind.FORWARD, 0, k) for k in range(forward)]
     for k in range(m):
-        order.append(Action(Kind.BACKWARD, 0, k))
+        order.append(Action(WorkKind.BACKWARD, 0, k))
         if forward < m:
-            order.append(Action(Kind.FORWARD, 0, forward))
+            order.append(Action(WorkKind.FORWARD, 0, forward))
             forward += 1
     return tuple(order)
 
@@ -255,16 +255,16 @@ def _split(m: int, warmup: int, waiting: int) -> tuple[Action, ...]:
     """Return the order of `_one_by_one` with up to `waiting` weight halves that wait for the next forward."""
     order: list[Action] = []
     forward, weight = min(warmup, m), 0
-    order += [Action(Kind.FORWARD, 0, k) for k in range(forward)]
+    order += [Action(WorkKind.FORWARD, 0, k) for k in range(forward)]
     for k in range(m):
-        order.append(Action(Kind.INPUT, 0, k))
+        order.append(Action(WorkKind.INPUT, 0, k))
         if k + 1 - weight > waiting:
-            order.append(Action(Kind.WEIGHT, 0, weight))
+            order.append(Action(WorkKind.WEIGHT, 0, weight))
             weight += 1
         if forward < m:
-            order.append(Action(Kind.FORWARD, 0, forward))
+            order.append(Action(WorkKind.FORWARD, 0, forward))
             forward += 1
-    return tuple(order + [Action(Kind.WEIGHT, 0, k) for k in range(weight, m)])
+    return tuple(order + [Action(WorkKind.WEIGHT, 0, k) for k in range(weight, m)])
 
 
 def _interleaved(stage: int, p: int, m: int, v: int) -> tuple[Action, ...]:
@@ -277,9 +277,9 @@ def _interleaved(stage: int, p: int, m: int, v: int) -> tuple[Action, ...]:
 
     total = m * v
     warmup = min((p - stage - 1) * 2 + (v - 1) * p, total)
-    forwards = [Action(Kind.FORWARD, *pair(i)) for i in range(total)]
+    forwards = [Action(WorkKind.FORWARD, *pair(i)) for i in range(total)]
     backwards = [
-        Action(Kind.BACKWARD, v - 1 - chunk, microbatch) for chunk, microbatch in map(pair, range(total))
+        Action(WorkKind.BACKWARD, v - 1 - chunk, microbatch) for chunk, microbatch in map(pair, range(total))
     ]
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
@@ -291,31 +291,33 @@ def _zb_v(stage: int, p: int, m: int) -> tuple[Action, ...]:
     """Return ZB-V for halves that take equally long, laid out for 2p - 1 microbatches or more."""
     laid_out = max(2 * p - 1, m)
     order: list[Action] = []
-    done = {(kind, chunk): 0 for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) for chunk in (0, 1)}
+    done = {
+        (kind, chunk): 0 for kind in (WorkKind.FORWARD, WorkKind.INPUT, WorkKind.WEIGHT) for chunk in (0, 1)
+    }
 
-    def do(chunk: int, *kinds: Kind) -> None:
+    def do(chunk: int, *kinds: WorkKind) -> None:
         for kind in kinds:
             order.append(Action(kind, chunk, done[kind, chunk]))
             done[kind, chunk] += 1
 
     for _ in range(2 * (p - stage) - 1):
-        do(0, Kind.FORWARD)
+        do(0, WorkKind.FORWARD)
     for _ in range(stage):
-        do(1, Kind.FORWARD)
-        do(0, Kind.FORWARD)
+        do(1, WorkKind.FORWARD)
+        do(0, WorkKind.FORWARD)
     for _ in range(p - stage):
-        do(1, Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
-    while done[Kind.FORWARD, 1] < laid_out:
-        if done[Kind.FORWARD, 0] < laid_out:
-            do(0, Kind.FORWARD)
-        do(0, Kind.INPUT, Kind.WEIGHT)
-        do(1, Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+        do(1, WorkKind.FORWARD, WorkKind.INPUT, WorkKind.WEIGHT)
+    while done[WorkKind.FORWARD, 1] < laid_out:
+        if done[WorkKind.FORWARD, 0] < laid_out:
+            do(0, WorkKind.FORWARD)
+        do(0, WorkKind.INPUT, WorkKind.WEIGHT)
+        do(1, WorkKind.FORWARD, WorkKind.INPUT, WorkKind.WEIGHT)
     for _ in range(stage):
-        do(0, Kind.INPUT)
-        do(1, Kind.INPUT)
+        do(0, WorkKind.INPUT)
+        do(1, WorkKind.INPUT)
     for _ in range(p - stage):
-        do(0, Kind.INPUT, Kind.WEIGHT)
+        do(0, WorkKind.INPUT, WorkKind.WEIGHT)
     for chunk in (1, 0):
-        while done[Kind.WEIGHT, chunk] < laid_out:
-            do(chunk, Kind.WEIGHT)
+        while done[WorkKind.WEIGHT, chunk] < laid_out:
+            do(chunk, WorkKind.WEIGHT)
     return tuple(action for action in order if action.microbatch < m)

@@ -36,7 +36,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DecisionChange:
     """Modules in which the second plan decides otherwise than the first, on the same ops of each."""
 
     name: str  # "layers.0-11.mlp"
@@ -54,7 +54,7 @@ class Difference:
 
     before: Side
     after: Side
-    changes: tuple[Change, ...]
+    changes: tuple[DecisionChange, ...]
     only_before: tuple[str, ...]  # ops that the second does not have at all
     only_after: tuple[str, ...]
 
@@ -103,7 +103,7 @@ def difference(
         pairs = [pair for path in paths for pair in modules[path]]
         of_one = modules[paths[0]]
         changes.append(
-            Change(
+            DecisionChange(
                 name=name,
                 modules=paths,
                 gained=tuple(names[new.key] for change, _, new in of_one if change == "gained"),

@@ -28,7 +28,7 @@ from autoac.planner.problem.use_groups import with_use_groups
 from autoac.planner.report.by_module import Decision, op_decisions
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.recompute_windows import Role, find_windows
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 from autoac.planner.units import GIB, format_bytes, format_us
 
@@ -264,7 +264,7 @@ def carried(policy: Policy, profile: Profile) -> Plan:
     )
     known = policy.stopped in {stopped.value for stopped in Stopped}
     stopped = Stopped(policy.stopped) if known else Stopped.TIME_LIMIT
-    problem = Problem(graph, Options(use_groups=False))  # the graph has those of the policy
+    problem = SearchProblem(graph, Options(use_groups=False))  # the graph has those of the policy
     plan = plan_of(problem, profile, policy.budget_bytes, saved, stopped=stopped, constraints=rules)
     return replace(plan, bound_us=0.0)
 

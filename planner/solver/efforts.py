@@ -20,7 +20,7 @@ from autoac.planner.solver.highs import Outcome, Stopped
 from autoac.planner.solver.incumbent import SHARE, Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import UNDECIDED, BuiltProgram, assignment, build_program
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance
 from autoac.planner.solver.variables import Options
 
@@ -41,7 +41,7 @@ DEAR = 5.0  # units of work for a relaxation: with dearer ones, neighborhoods do
 class Round:
     """Holds what an effort knows: the program with the rows so far, its relaxation, and the best save set."""
 
-    problem: Problem
+    problem: SearchProblem
     budget: int | None  # bytes; None to minimise the peak
     moments: frozenset[ConstrainedMoment]  # with rows
     options: Options
@@ -62,7 +62,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EffortResult:
     """A candidate, and what is proven for all save sets."""
 
     save_set: SaveSet | None = None
@@ -72,7 +72,7 @@ class Answer:
     is_solution: bool = False  # of the program: if it has all rows, it is ruled out
 
 
-Effort = Callable[[Round], Iterator[Answer]]
+Effort = Callable[[Round], Iterator[EffortResult]]
 
 
 def efforts(now: Round, *, is_first: bool) -> list[Effort]:
@@ -88,7 +88,7 @@ def efforts(now: Round, *, is_first: bool) -> list[Effort]:
     return [*first, *near, full_program]
 
 
-def rounded(now: Round) -> Iterator[Answer]:
+def rounded(now: Round) -> Iterator[EffortResult]:
     """Round the relaxation's decisions: seldom a plan, but they show where rows are missing.
 
     If that takes too much memory and there is a budget, two other ways to round are tried. Without what the
@@ -100,14 +100,14 @@ def rounded(now: Round) -> Iterator[Answer]:
     decisions = built.decisions(now.relaxed.values)
     candidate = built.rounded(decisions)
     if now.budget is not None and not fits(graph, candidate, now.budget):
-        yield Answer(built.rounded(decisions, 1 - UNDECIDED))
+        yield EffortResult(built.rounded(decisions, 1 - UNDECIDED))
         parts = built.rounded(decisions, UNDECIDED)
         candidate = min(candidate, parts, key=lambda save_set: peak_bytes(graph, save_set))
     is_useful = now.budget is None or now.n_open < MANY_UNDECIDED
-    yield Answer(candidate, objective=_cost(now, now.relaxed), adds_rows=is_useful)
+    yield EffortResult(candidate, objective=_cost(now, now.relaxed), adds_rows=is_useful)
 
 
-def lowered_limits(now: Round) -> Iterator[Answer]:
+def lowered_limits(now: Round) -> Iterator[EffortResult]:
     """Round relaxations for lower limits up until one fits, if the best plan is far from the bound.
 
     Where thousands of ops form a chain, as in a recurrent network, the relaxation saves some of them by a
@@ -125,7 +125,7 @@ def lowered_limits(now: Round) -> Iterator[Answer]:
             save_set = without_cost_free_recomputes(graph, built.rounded(decisions, UNDECIDED))
             over = peak_bytes(graph, save_set) - now.budget
             if over <= 0:
-                yield Answer(save_set)
+                yield EffortResult(save_set)
                 return
             halfway = (limit + now.problem.bounds.floor) // 2
             limit, too_much = max(limit - 2 * over, halfway), limit
@@ -135,7 +135,7 @@ def lowered_limits(now: Round) -> Iterator[Answer]:
         relaxed = now.allowance.solve(built.program, built.cost_scale, relaxed=True)
 
 
-def neighborhood(share: float, reach: float, now: Round) -> Iterator[Answer]:
+def neighborhood(share: float, reach: float, now: Round) -> Iterator[EffortResult]:
     """Look for a candidate without changes that are expensive by themselves.
 
     The slack is the distance from the relaxation to the target (for the peak: to the best). One change
@@ -163,7 +163,7 @@ def neighborhood(share: float, reach: float, now: Round) -> Iterator[Answer]:
     yield _solution(now, outcome)
 
 
-def blocks(now: Round) -> Iterator[Answer]:
+def blocks(now: Round) -> Iterator[EffortResult]:
     """Answer with plans and bounds of the dynamic program over blocks, which no relaxation changes."""
     blockwise, allowance, best = now.problem.blockwise, now.allowance, now.best
     if blockwise is None or now.budget is None:
@@ -176,10 +176,10 @@ def blocks(now: Round) -> Iterator[Answer]:
     proven = 0.0 if best.save_set is None else best.bound
     plans = blockwise.plans(now.budget, min(best.cost, now.all_us), may_go_on, proven_us=proven)
     for bound, save_set in plans:
-        yield Answer(save_set, bound)
+        yield EffortResult(save_set, bound)
 
 
-def full_program(now: Round) -> Iterator[Answer]:
+def full_program(now: Round) -> Iterator[EffortResult]:
     """Solve the program with all its columns: find a candidate up to a cutoff, or prove that none exists.
 
     The cutoff starts at the target and moves away twice as far each time, up to the best cost. For the
@@ -215,15 +215,15 @@ def full_program(now: Round) -> Iterator[Answer]:
         if outcome.stopped is not Stopped.INFEASIBLE:
             return
         if is_up_to_best:
-            yield Answer(bound=math.inf)
+            yield EffortResult(bound=math.inf)
             return
 
 
-def _solution(now: Round, outcome: Outcome, bound: float = -math.inf) -> Answer:
+def _solution(now: Round, outcome: Outcome, bound: float = -math.inf) -> EffortResult:
     if outcome.values is None:
-        return Answer(bound=bound)
+        return EffortResult(bound=bound)
     save_set = now.built.save_set(outcome.values)
-    return Answer(save_set, bound, _cost(now, outcome), adds_rows=True, is_solution=True)
+    return EffortResult(save_set, bound, _cost(now, outcome), adds_rows=True, is_solution=True)
 
 
 def _cost(now: Round, outcome: Outcome) -> float:

@@ -22,13 +22,13 @@ from autoac.planner.memory.simulate import peak_bytes, simulate
 from autoac.planner.problem.graph import SaveSet
 from autoac.planner.problem.save_sets import without_cost_free_recomputes
 from autoac.planner.solver.constrained_moments import first_moments, moments_over_budget
-from autoac.planner.solver.efforts import Answer, Effort, Round, blocks, efforts, lowered_limits
+from autoac.planner.solver.efforts import Effort, EffortResult, Round, blocks, efforts, lowered_limits
 from autoac.planner.solver.highs import Stopped
 from autoac.planner.solver.incumbent import Goal, Incumbent
 from autoac.planner.solver.moments import ConstrainedMoment
 from autoac.planner.solver.program import build_program
 from autoac.planner.solver.start.fill import filled
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance
 
 ONCE = {blocks, lowered_limits}  # efforts that later rounds would hardly help
@@ -48,7 +48,7 @@ class Search:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: SearchProblem,
         budget: int | None,
         *,
         goal: Goal,
@@ -111,7 +111,7 @@ class Search:
             return self._nothing_better()
         if now.relaxed.stopped is not Stopped.OPTIMAL:
             return None if self.allowance.over else Stopped.FAILED
-        answer = Answer()
+        answer = EffortResult()
         for effort in efforts(now, is_first=self.rounds == 1):
             if effort in self._done:
                 continue
@@ -148,7 +148,7 @@ class Search:
         self.best.bound = self.best.cost
         return Stopped.OPTIMAL
 
-    def _take(self, answer: Answer) -> bool:
+    def _take(self, answer: EffortResult) -> bool:
         """Take what `answer` finds and proves; return True if the program changes with it."""
         self.best.raise_bound(answer.bound)
         if answer.save_set is None:

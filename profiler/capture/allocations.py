@@ -17,7 +17,7 @@ from autoac.profiler.torch_facts.torch_trace import AllocationEvent, MarkEvent, 
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class AllocatedBlock:
     """One allocation on the profiled device."""
 
     address: int
@@ -30,7 +30,7 @@ class Block:
 class Change:
     """A change of the allocated bytes: one allocation, or one free."""
 
-    block: Block
+    block: AllocatedBlock
     nbytes: int  # negative: a free
 
 
@@ -43,7 +43,7 @@ class Allocations(Protocol):
 
     def mark(self) -> int: ...
 
-    def block_at(self, address: int, mark: int) -> Block | None: ...
+    def block_at(self, address: int, mark: int) -> AllocatedBlock | None: ...
 
 
 class AllocationRecord:
@@ -66,7 +66,7 @@ class AllocationRecord:
         self.changes: list[Change] = []
         self.positions: list[int] = []
         self.times_ns: list[int] = []
-        self._blocks: dict[int, list[Block]] = {}  # by address, in order
+        self._blocks: dict[int, list[AllocatedBlock]] = {}  # by address, in order
 
     def __enter__(self) -> AllocationRecord:
         self._trace.__enter__()
@@ -89,13 +89,13 @@ class AllocationRecord:
             assert len(self.positions) == self._marks == len(self.times_ns), "the profiler lost a mark"
 
     def _read(self) -> None:
-        open_blocks: dict[int, Block] = {}
+        open_blocks: dict[int, AllocatedBlock] = {}
         for event in self._trace.events():
             match event:
                 case AllocationEvent(_, address, nbytes, device) if device.type == self._device_type:
                     position = len(self.changes)
                     if nbytes > 0:
-                        block = open_blocks[address] = Block(address, nbytes, position)
+                        block = open_blocks[address] = AllocatedBlock(address, nbytes, position)
                         self._blocks.setdefault(address, []).append(block)
                         self.changes.append(Change(block, nbytes))
                     elif (freed := open_blocks.pop(address, None)) is not None:
@@ -108,13 +108,13 @@ class AllocationRecord:
         """Raise CannotProfile if torch.profiler left some allocations of `where` out of the record."""
         self._trace.check_complete(where)
 
-    def freed_between(self, first: int, last: int) -> list[Block]:
+    def freed_between(self, first: int, last: int) -> list[AllocatedBlock]:
         """Return the blocks that are live at mark `first` and no longer at mark `last`."""
         begin, end = self.positions[first], self.positions[last]
         freed = (change.block for change in self.changes[begin:end] if change.nbytes < 0)
         return [block for block in freed if block.allocated_at < begin]
 
-    def block_at(self, address: int, mark: int) -> Block | None:
+    def block_at(self, address: int, mark: int) -> AllocatedBlock | None:
         """Return the block at `address` that is live at `mark`."""
         position = self.positions[mark]
         blocks = self._blocks.get(address, [])

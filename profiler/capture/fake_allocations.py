@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autoac.planner.units import rounded_bytes
-from autoac.profiler.capture.allocations import Block, Change
+from autoac.profiler.capture.allocations import AllocatedBlock, Change
 from autoac.profiler.errors import CannotFake
 from autoac.profiler.torch_facts import private
 from autoac.profiler.torch_facts.op_facts import OpFacts, facts_of, written_tensors
@@ -80,10 +80,10 @@ class FakeAllocations(TorchDispatchMode):
         self._runtime_us = runtime_us
         self._kernels = kernels
         self._now_us = 0.0
-        self._blocks: list[Block] = []  # by address, which counts from 1
-        self._block_of_storage: StorageTable[Block] = StorageTable()
+        self._blocks: list[AllocatedBlock] = []  # by address, which counts from 1
+        self._block_of_storage: StorageTable[AllocatedBlock] = StorageTable()
         self._known: StorageTable[bool] = StorageTable()  # floating-point tensors computed from known ones
-        self._gradient_sum: tuple[Block | None, Block | None] = (None, None)  # see _settle
+        self._gradient_sum: tuple[AllocatedBlock | None, AllocatedBlock | None] = (None, None)  # see _settle
         self._deaths: set[weakref.ref[torch.UntypedStorage]] = set()
 
     @classmethod
@@ -102,7 +102,7 @@ class FakeAllocations(TorchDispatchMode):
         block = self._block_of_storage.of(storage)
         return block.address if block is not None else 0
 
-    def block_at(self, address: int, mark: int) -> Block | None:
+    def block_at(self, address: int, mark: int) -> AllocatedBlock | None:
         """Return the block at `address`. No address is used twice."""
         return self._blocks[address - 1]
 
@@ -154,12 +154,12 @@ class FakeAllocations(TorchDispatchMode):
     def _is_known(self, tensor: Tensor) -> bool:
         return _is_real(tensor) and (_is_integral(tensor) or self._known.get(tensor) is not None)
 
-    def _block_of(self, tensor: Any) -> Block | None:
+    def _block_of(self, tensor: Any) -> AllocatedBlock | None:
         if not isinstance(tensor, Tensor) or not has_storage(tensor):
             return None
         return self._block_of_storage.get(tensor)
 
-    def _unshared_block_of(self, gradient: Any) -> Block | None:
+    def _unshared_block_of(self, gradient: Any) -> AllocatedBlock | None:
         """Return the block to which autograd would add in place if no one else held it; see `_settle`."""
         if isinstance(gradient, Tensor) and not gradient._is_view():  # a view's base holds its storage too
             return self._block_of(gradient)
@@ -193,7 +193,7 @@ class FakeAllocations(TorchDispatchMode):
         if any(has_storage(t) and t.untyped_storage() is storage for t in tensors_in(args, kwargs)):
             return
         nbytes = rounded_bytes(storage.nbytes(), self._rounding)
-        block = Block(len(self._blocks) + 1, nbytes, len(self.changes))
+        block = AllocatedBlock(len(self._blocks) + 1, nbytes, len(self.changes))
         self._blocks.append(block)
         self.changes.append(Change(block, nbytes))
         self._block_of_storage.put(storage, block)

@@ -27,14 +27,14 @@ from autoac.profiler.torch_facts.module_paths import ROOT
 
 
 @dataclass(frozen=True, slots=True)
-class Buckets:
+class GradientBuckets:
     """The memory through which DistributedDataParallel reduces gradients."""
 
     nbytes: int = 0
     holds_gradients: bool = False  # gradients are views of the buckets (gradient_as_bucket_view=True)
 
 
-def buckets_of(model: nn.Module, device: torch.device | None) -> Buckets:
+def buckets_of(model: nn.Module, device: torch.device | None) -> GradientBuckets:
     """Return the buckets of the wrappers in `model`, and of a wrapper whose forward is running.
 
     Buckets are as large as the parameters, also with a single rank. Count parameters on `device`; None stands
@@ -54,7 +54,7 @@ def buckets_of(model: nn.Module, device: torch.device | None) -> Buckets:
             if device is None or parameter.device.type == device.type:
                 counted[id(parameter)] = parameter.nbytes
     views = any(w.gradient_as_bucket_view for w in wrappers) and mine <= counted.keys()
-    return Buckets(sum(counted.values()), views)
+    return GradientBuckets(sum(counted.values()), views)
 
 
 def build_replicating(model: nn.Module) -> None:

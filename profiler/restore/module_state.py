@@ -40,11 +40,11 @@ from autoac.profiler.restore.object_holders import (
     ClosureCells,
     FixedParts,
     Holder,
-    Kind,
     NumpyArray,
     PythonArray,
     RandomState,
     Slots,
+    Treatment,
     attributes_of,
     kind_of,
     top_package,
@@ -76,7 +76,7 @@ class ModuleState:
         self._with_threads: list[tuple[Attributes, Holder, Any]] = []  # not restored; owner and key
         self._iterators: list[tuple[Holder, Any, Any]] = []  # owner, key, iterator
         self._tensors: list[tuple[Tensor, Tensor, int]] = []  # tensor, copy, version counter
-        self._kinds: dict[type, tuple[Kind, Callable[[Any], Holder] | None]] = {}
+        self._kinds: dict[type, tuple[Treatment, Callable[[Any], Holder] | None]] = {}
         self._slots: dict[type, Sequence[Any]] = {}
         self._seen: set[int] = set()
         modules = dict(model.named_modules())
@@ -104,7 +104,7 @@ class ModuleState:
         for key, value in holder.items():
             cls = type(value)
             kind, hold = kinds.get(cls) or kinds.setdefault(cls, kind_of(cls))
-            if kind is Kind.PLAIN or id(value) in seen:
+            if kind is Treatment.PLAIN or id(value) in seen:
                 continue
             if len(self._holders) > MOST_HOLDERS:
                 return
@@ -113,9 +113,9 @@ class ModuleState:
                 self._add(hold(value), holder, key)
                 if cls.__module__ not in ("builtins", "collections"):
                     self._add_object(value, holder, key)  # a derived class may add attributes
-            elif kind is Kind.OBJECT:
+            elif kind is Treatment.OBJECT:
                 self._add_object(value, holder, key)
-            elif kind is Kind.FUNCTION:
+            elif kind is Treatment.FUNCTION:
                 self._add_function(value, holder, key)
             else:
                 self._iterators.append((holder, key, value))

@@ -308,7 +308,7 @@ class NumpyArray(Holder):
         return self._copy is None and self._sum() != self._checksum
 
 
-class Kind(enum.Enum):
+class Treatment(enum.Enum):
     """Treatment of the objects of one type by the walk."""
 
     PLAIN = enum.auto()
@@ -358,21 +358,21 @@ NOT_FOLLOWED = (sys.stdlib_module_names - {"types", "argparse", "collections"}) 
 THREADS = (threading.Thread, Executor)
 
 
-def kind_of(cls: type) -> tuple[Kind, Callable[[Any], Holder] | None]:
+def kind_of(cls: type) -> tuple[Treatment, Callable[[Any], Holder] | None]:
     """Return how the walk treats objects of `cls`, and how a container of that type is held."""
     if issubclass(cls, _PLAIN) or cls is type(None) or issubclass(cls, numpy.memmap):
-        return Kind.PLAIN, None
+        return Treatment.PLAIN, None
     for base, holder in _CONTAINERS:
         if issubclass(cls, base):
-            return Kind.CONTAINER, holder
+            return Treatment.CONTAINER, holder
     root = top_package(cls)
     if issubclass(cls, types.FunctionType):
-        return Kind.FUNCTION, None
+        return Treatment.FUNCTION, None
     if issubclass(cls, Iterator) and root in ("builtins", "itertools", "torch"):
-        return Kind.ITERATOR, None
+        return Treatment.ITERATOR, None
     if root in NOT_FOLLOWED and not issubclass(cls, nn.Module):
-        return Kind.PLAIN, None
-    return Kind.OBJECT, None
+        return Treatment.PLAIN, None
+    return Treatment.OBJECT, None
 
 
 def top_package(thing: Any) -> str:

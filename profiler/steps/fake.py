@@ -29,7 +29,7 @@ from autoac.profiler.gpu_dispatch.gpu_kernels import gpu_kernels
 from autoac.profiler.joint_graph.hollow_part import HollowParts
 from autoac.profiler.restore.isolated_call import Call, isolated_call
 from autoac.profiler.restore.module_state import modules_restored
-from autoac.profiler.steps.hollow import HollowStep, ProfiledStep, runs_compiled, take_step
+from autoac.profiler.steps.hollow import HollowStep, PreparedStep, runs_compiled, take_step
 from autoac.profiler.steps.training_loop import TrainingStep
 from autoac.profiler.timing.on_device import OpTimesOnDevice
 from autoac.profiler.timing.op_timer import median_and_spread
@@ -94,7 +94,7 @@ def run(
         ) as (call, leaves),
         carried_by(HollowParts()) if runs_compiled(compiled) else contextlib.nullcontext(),
     ):
-        step = ProfiledStep(model, call, leaves, subject.loss, CPU, subject.loop)
+        step = PreparedStep(model, call, leaves, subject.loss, CPU, subject.loop)
         try:
             if runs_compiled(compiled):
                 _compile(call)

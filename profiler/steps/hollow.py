@@ -52,7 +52,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from autoac.planner.formats.profile import CROSSES
-from autoac.profiler.capture.allocations import AllocationRecord, Allocations, Block
+from autoac.profiler.capture.allocations import AllocatedBlock, AllocationRecord, Allocations
 from autoac.profiler.capture.op_recorder import ForwardRecord, OpRecorder
 from autoac.profiler.capture.saved_tensor_recorder import SavedTensorRecorder
 from autoac.profiler.compiler.second_stage import carried_by
@@ -103,7 +103,7 @@ def _no_known_times(_signatures: Set[Hashable]) -> Mapping[Hashable, OpTime]:
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledStep:
+class PreparedStep:
     """A training step that is ready to run."""
 
     model: nn.Module
@@ -130,7 +130,7 @@ class HollowStep:
     backward_begin: int  # mark
     graph_end: int  # mark: backward is over, and the graph ends
     backward_end: int  # mark
-    workspaces: Sequence[Block] = ()  # allocated in this step, and there in the whole of the next
+    workspaces: Sequence[AllocatedBlock] = ()  # allocated in this step, and there in the whole of the next
     op_times: Mapping[Hashable, OpTime] = field(default_factory=dict)  # by signature, or BETWEEN_OPS
     timing_note: str = ""  # on times that may include time of the host
     unplanned: Sequence[str] = ()  # messages on what decides itself what autograd holds
@@ -195,7 +195,7 @@ def run(
         ) as (call, leaves),
         carried_by(HollowParts(watch=watch)) if runs_compiled(compiled) else nullcontext(),
     ):
-        step = ProfiledStep(model, call, leaves, subject.loss, device, subject.loop, backlog, watch)
+        step = PreparedStep(model, call, leaves, subject.loss, device, subject.loop, backlog, watch)
         saved.can_run = shards.is_gathered
         try:
             warm_up = _prepare(step, shards)
@@ -212,7 +212,7 @@ def run(
             recorder.generators.restore()
 
 
-def _prepare(step: ProfiledStep, shards: Shards) -> _WarmUp:
+def _prepare(step: PreparedStep, shards: Shards) -> _WarmUp:
     """Run one forward to warm up, and a whole step on devices whose first backward is special."""
     now_ns = host_clock(step.device)
     begin = now_ns()
@@ -228,7 +228,7 @@ def _prepare(step: ProfiledStep, shards: Shards) -> _WarmUp:
     return _WarmUp(samples, forward_ns, begin)
 
 
-def _find_unseen_writes(step: ProfiledStep) -> list[tuple[int, OpFacts, str]]:
+def _find_unseen_writes(step: PreparedStep) -> list[tuple[int, OpFacts, str]]:
     """Run a forward that compares contents; return the ops to be saved by position, each with the reason."""
     if not Comparison.enabled or is_called_compiled(step.call.entry):
         return []
@@ -261,7 +261,7 @@ def _save_unseen(record: ForwardRecord, unseen: Sequence[tuple[int, OpFacts, str
                     op.force_save(reason)
 
 
-def _run_unrecorded(step: ProfiledStep) -> None:
+def _run_unrecorded(step: PreparedStep) -> None:
     """Run a hollow step without a record. Leaves gradients."""
     recorder = OpRecorder(lambda: 0)
     saved = SavedTensorRecorder(recorder, lambda: 0)
@@ -273,13 +273,13 @@ def _run_unrecorded(step: ProfiledStep) -> None:
         recorder.generators.restore()
 
 
-def _clear_gradients(step: ProfiledStep, shards: Shards) -> None:
+def _clear_gradients(step: PreparedStep, shards: Shards) -> None:
     for leaf in (*step.leaves, *shards.aliases):
         leaf.grad = None
 
 
 def _trace(
-    step: ProfiledStep,
+    step: PreparedStep,
     shards: Shards,
     recorder: OpRecorder,
     saved: SavedTensorRecorder,
@@ -321,7 +321,7 @@ def _force_saves_of_units(record: ForwardRecord, shards: Shards, out_of_reach: S
 
 
 def _time(
-    step: ProfiledStep, traced: HollowStep, warm_up: _WarmUp, known: KnownTimes, time_ops: bool
+    step: PreparedStep, traced: HollowStep, warm_up: _WarmUp, known: KnownTimes, time_ops: bool
 ) -> Mapping[Hashable, OpTime]:
     """Return the run time of each kind of op: from `known`, from the trace, or from further forwards."""
     ops, at = traced.forward.ops, traced.times_ns
@@ -351,7 +351,7 @@ def _time(
 
 
 def take_step(
-    step: ProfiledStep, recorder: OpRecorder, saved: SavedTensorRecorder, mark: Callable[[], int]
+    step: PreparedStep, recorder: OpRecorder, saved: SavedTensorRecorder, mark: Callable[[], int]
 ) -> tuple[int, int, int]:
     """Run forward under the recorder, then backward. Return the marks where backward, graph and step end.
 
@@ -392,7 +392,7 @@ def take_step(
     return begin, graph_end, end
 
 
-def _leaves_made(step: ProfiledStep, recorder: OpRecorder, roots: Sequence[Tensor]) -> list[Tensor]:
+def _leaves_made(step: PreparedStep, recorder: OpRecorder, roots: Sequence[Tensor]) -> list[Tensor]:
     """Return the leaves that forward itself made, as `x.requires_grad_()` does to differentiate by `x`.
 
     Backward gives them gradients in training. Other leaves that are not in `step.leaves` are the user's own.
@@ -411,7 +411,7 @@ def _leaves_made(step: ProfiledStep, recorder: OpRecorder, roots: Sequence[Tenso
 
 
 def _forward(
-    step: ProfiledStep, recorder: OpRecorder, saved: SavedTensorRecorder
+    step: PreparedStep, recorder: OpRecorder, saved: SavedTensorRecorder
 ) -> tuple[list[Any], list[Tensor]]:
     """Run the forwards of the loop. Return the outputs on storages that they did not make, and the roots.
 

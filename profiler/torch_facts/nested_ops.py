@@ -73,7 +73,7 @@ class NestedOp:
         """Return a function that calls the op in backward under the autocast of now. Call it in a mode."""
         excluded = private.keys_excluded_by_caller()
         casting = self._casting(excluded) if excluded is not None else []
-        return _Rerun(self._call, casting) if casting else self._call
+        return _ReplayUnderAutocast(self._call, casting) if casting else self._call
 
     def _casting(self, excluded: Any) -> list[str]:
         """Return the autocast keys under which the kernel runs."""
@@ -90,7 +90,7 @@ class NestedOp:
         return not any(private.has_kernel(self._name, key) for key in _AUTOGRAD_KERNELS)
 
 
-class _Rerun:
+class _ReplayUnderAutocast:
     """Call an op in backward under the autocast that was on in forward."""
 
     __slots__ = ("_call", "_dtypes", "_keys")

@@ -23,7 +23,7 @@ from autoac.planner.plan import plan, plan_of
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.use_groups import later_runs, with_use_groups
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("pauses")]
@@ -160,7 +160,7 @@ def test_policy_with_use_groups_is_judged_with_them(step: Profile) -> None:
     graph = with_use_groups(build(step), {OpId(1): (OpId(2), OpId(1))})
     peaks, judged = set(), 0
     for saved in map(frozenset, subsets(op.id for op in graph.ops if op.id not in later_runs(graph))):
-        made = plan_of(Problem(graph, Options(use_groups=False)), step, GIB, saved)
+        made = plan_of(SearchProblem(graph, Options(use_groups=False)), step, GIB, saved)
         twice, once = made.policy(), {**made.policy().decisions, step.keys()[1]: "recompute"}
         if "recompute@2" not in twice.decisions.values():
             continue

@@ -1,7 +1,7 @@
 """Compare the bounds of the program over blocks with brute force: `make bench-block-bounds`.
 
-Each graph is small and random. Half of the graphs have versions that can be packed. The sizes at which the
-program cuts blocks and at which it decides ops are random, too: they may weaken a bound but never break it.
+Each graph is small and random. The sizes at which the program cuts blocks and at which it decides ops are
+random, too: they may weaken a bound but never break it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import oracles
 from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import Graph
 from autoac.planner.solver.chain import blocks, blockwise, menus, one_op_at_a_time
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 
 ONCE = Options(use_groups=False)
@@ -58,7 +58,7 @@ def random_sizes(rng: random.Random) -> Iterator[None]:
 
 def wrong_bounds(step: Graph) -> list[str]:
     """Return the bounds of the program over blocks that some save set of `step` beats."""
-    problem = Problem(step, ONCE)
+    problem = SearchProblem(step, ONCE)
     timed, untimed = problem.blockwise, problem.blockwise_peak
     assert timed is not None
     assert untimed is not None

@@ -43,7 +43,7 @@ from autoac.planner.problem.save_sets import recomputed_by_backward, with_forced
 from autoac.planner.solver import search as search_module
 from autoac.planner.solver.efforts import Round
 from autoac.planner.solver.start.fill import filled
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.variables import Options
 
 seeds = st.integers(0, 2**32 - 1)
@@ -463,7 +463,7 @@ def test_known_save_set_is_used_as_a_start() -> None:
 @given(seeds)
 def test_filled_save_set_fits_and_recomputes_no_more(seed: int) -> None:
     graph, budget, _ = problem(seed)
-    for save_set in (frozenset[OpId](), graph.everything, Problem(graph).segments.within(budget)):
+    for save_set in (frozenset[OpId](), graph.everything, SearchProblem(graph).segments.within(budget)):
         if save_set is not None and fits(graph, save_set, budget):
             more = filled(graph, save_set, budget)
             assert fits(graph, more, budget)
@@ -587,7 +587,7 @@ def test_policy_saves_every_op_that_must_be_saved(seed: int) -> None:
     """The runtime knows only some of the reasons by itself, and a program decides the other ops only."""
     found = graphs.random_profile(random.Random(seed), 6)
     graph = build(found)
-    made = plan_of(Problem(graph), found, 1 << 40, frozenset())
+    made = plan_of(SearchProblem(graph), found, 1 << 40, frozenset())
     decisions = list(made.policy().decisions.values())
     assert {decisions[op] for op in graph.must_save} <= {"save"}
 

@@ -7,23 +7,19 @@ from types import ModuleType
 
 import pytest
 import torch
+from checkpoints import checkpoint_each
 from torch import Tensor, nn
 
 import ac_client
 from benchmarks.unseen_kernels.layers import KINDS, Unseen, affine, batch, network
-from benchmarks.unseen_kernels.library import NoCompiler, compiled, seed_noise
+from benchmarks.unseen_kernels.library import seed_noise
 
-pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),
+    pytest.mark.usefixtures("unseen_kernels"),
+]
 
 Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kernels() -> None:
-    try:
-        compiled()
-    except NoCompiler as error:
-        pytest.skip(str(error))
 
 
 def loss_of(y: Tensor) -> Tensor:
@@ -48,13 +44,6 @@ def plainly(net: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def in_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(net, nn.Sequential)
-    for block in net:
-        x = ac_client.checkpoint(block, x, use_reentrant=False)
-    return x
-
-
 def in_a_region(net: nn.Module, x: Tensor) -> Tensor:
     with ac_client.save_recompute_policy("recompute_all"):
         return plainly(net, x)
@@ -73,7 +62,7 @@ def test_all_ways_have_the_plain_gradients(gpu: ModuleType, kind: str) -> None:
         loss_of(ours(batch().cuda().requires_grad_())).backward()
     ways = {
         "apply": (ours, plainly),
-        "checkpoint": (network(kind).cuda(), in_checkpoints),
+        "checkpoint": (network(kind).cuda(), checkpoint_each),
         "save_recompute_policy": (network(kind).cuda(), in_a_region),
     }
     wrong = [way for way, (net, run) in ways.items() if not all(map(torch.equal, plain, steps(net, run)))]
@@ -92,7 +81,7 @@ def test_autocast_has_the_plain_gradients(gpu: ModuleType, kind: str) -> None:
 
     plain = steps(network(kind).cuda(), cast(plainly))
     pinned = planned(network(kind).cuda())
-    for net, run in ((pinned, plainly), (network(kind).cuda(), in_checkpoints)):
+    for net, run in ((pinned, plainly), (network(kind).cuda(), checkpoint_each)):
         assert all(map(torch.equal, plain, steps(net, cast(run))))
 
 
@@ -122,6 +111,6 @@ def test_kernel_on_a_side_stream_has_the_plain_gradients(gpu: ModuleType, way: s
         torch.manual_seed(0)
         return nn.Sequential(OnSideStream(), OnSideStream()).cuda()
 
-    run = {"apply": plainly, "checkpoint": in_checkpoints, "save_recompute_policy": in_a_region}[way]
+    run = {"apply": plainly, "checkpoint": checkpoint_each, "save_recompute_policy": in_a_region}[way]
     ours = planned(net()) if way == "apply" else net()
     assert all(map(torch.equal, steps(net(), plainly), steps(ours, run)))

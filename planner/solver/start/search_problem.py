@@ -19,7 +19,7 @@ from autoac.planner.solver.start.segments import Segments
 from autoac.planner.solver.variables import Options
 
 
-class Problem:
+class SearchProblem:
     """A graph, with everything that a search derives from it and that does not depend on a budget.
 
     Each property is computed when it is first read, and kept.
@@ -32,10 +32,10 @@ class Problem:
         self.graph = with_use_groups(graph, use_groups)
 
     @cached_property
-    def without_groups(self) -> Problem:
+    def without_groups(self) -> SearchProblem:
         """Return the problem of the step as it was given: without use groups of ours."""
         has_ours = self.graph is not self.step
-        return Problem(self.step, replace(self.options, use_groups=False)) if has_ours else self
+        return SearchProblem(self.step, replace(self.options, use_groups=False)) if has_ours else self
 
     def to_step(self, save_set: SaveSet) -> SaveSet:
         """Return the save set of `step` that saves what `save_set` of `graph` does."""

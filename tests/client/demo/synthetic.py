@@ -1,6 +1,6 @@
 """Results of the demo written by hand, for tests of the code that reads them."""
 
-from ac_client.demo.comparison import CHECKPOINT, OURS, PLAIN, Comparison, Line, checks
+from ac_client.demo.comparison import CHECKPOINT, OURS, PLAIN, DemoComparison, Line, checks
 from ac_client.demo.rows import Measured, Row
 from ac_client.demo.setting import TINY
 from autoac.planner.formats.policy import Policy, Predicted
@@ -35,4 +35,4 @@ def comparison(ours=None):
         Line(Row(CHECKPOINT, "checkpoint"), measured(40, slowdown=1.4)),
         Line(Row(OURS, "ours", 40 * MIB), ours),
     ]
-    return Comparison(TINY, tuple(lines), tuple(checks(lines)), 50.0)
+    return DemoComparison(TINY, tuple(lines), tuple(checks(lines)), 50.0)

@@ -18,7 +18,7 @@ from ac_client.planning import choose_policy, plan_batch
 from ac_client.planning.batch_shape import key_of, shape_of
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.options import Shapes
-from ac_client.planning.shape_buckets import Buckets
+from ac_client.planning.shape_buckets import ShapeBuckets
 from ac_client.planning.trained_parameters import SAMPLED_PER_FORWARD
 from autoac.planner import bounds, build, find_minimum_peak, plan
 from autoac.planner.units import GIB
@@ -323,7 +323,7 @@ def test_bucket_covers_a_batch_whose_arguments_come_in_another_order(first: int)
     """Dimensions are compared leaf by leaf, also where their number is the same."""
     policy = plan(profile(nn.Linear(4, 4), torch.randn(2, 4)), budget_gb=1.0).policy()
     long, wide = torch.empty(2, 48), torch.empty(48, 2)
-    buckets = Buckets()
+    buckets = ShapeBuckets()
     shape = shape_of((), {"long": long, "wide": wide, "boxes": [{"b": wide, "a": long}]})
     bucket = PlannedBucket(shape, LoadedPolicy(policy))
     buckets.add(bucket)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ac_client
-from ac_client.runtime.nodes import StorageVersion
+from ac_client.runtime.nodes import NodeVersion
 from ac_client.runtime.policy_context import active, save_recompute_policy
 from ac_client.runtime.replay import EventLog
 from autoac.planner import Policy, plan
@@ -162,7 +162,7 @@ def test_uses_are_counted_correctly_while_other_threads_run_backward() -> None:
             base = x.sin().exp()
             assert active.region is not None
             value = active.region.storages.origin(base)
-            assert isinstance(value, StorageVersion)
+            assert isinstance(value, NodeVersion)
             before = value.uses, value.node.used_outs
             running = []
             for _ in range(100):

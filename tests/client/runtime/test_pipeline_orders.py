@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from autoac.planner.pipeline.schedules import Kind, Schedule, actions
+from autoac.planner.pipeline.schedules import Schedule, WorkKind, actions
 
 KINDS = {
-    theirs.FORWARD: Kind.FORWARD,
-    theirs.FULL_BACKWARD: Kind.BACKWARD,
-    theirs.BACKWARD_INPUT: Kind.INPUT,
-    theirs.BACKWARD_WEIGHT: Kind.WEIGHT,
+    theirs.FORWARD: WorkKind.FORWARD,
+    theirs.FULL_BACKWARD: WorkKind.BACKWARD,
+    theirs.BACKWARD_INPUT: WorkKind.INPUT,
+    theirs.BACKWARD_WEIGHT: WorkKind.WEIGHT,
 }
 
 
-def of_torch(schedule: Any, p: int, m: int, v: int, rank: int) -> list[tuple[Kind, int, int]]:
+def of_torch(schedule: Any, p: int, m: int, v: int, rank: int) -> list[tuple[WorkKind, int, int]]:
     """Return torch's order for one rank, as (kind, chunk, microbatch)."""
     rounds = max(1, m // p)
     fields = SimpleNamespace(

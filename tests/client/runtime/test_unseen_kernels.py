@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from checkpoints import checkpoint_each
 from torch import Tensor, nn
 
 import ac_client
@@ -21,20 +22,14 @@ from ac_client.runtime.replay import EventLog
 from autoac.planner import ConflictingPins, InfeasibleBudget, find_minimum_peak
 from autoac.profiler import profile
 from benchmarks.unseen_kernels.layers import FUNCTIONS, KINDS, batch, network
-from benchmarks.unseen_kernels.library import NoCompiler, compiled, seed_noise
+from benchmarks.unseen_kernels.library import seed_noise
+
+pytestmark = pytest.mark.usefixtures("unseen_kernels")
 
 STEPS = 3
 ROOT = Path(__file__).parents[3]
 
 Run = Callable[[nn.Module, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kernels() -> None:
-    try:
-        compiled()
-    except NoCompiler as error:
-        pytest.skip(str(error))
 
 
 def loss_of(y: Tensor) -> Tensor:
@@ -134,19 +129,12 @@ def test_budgets_have_the_plain_gradients(kind: str, share: float) -> None:
         assert kind == "swiglu over saved, read before", "its backward writes over what a plan may save"
 
 
-def in_checkpoints(net: nn.Module, x: Tensor) -> Tensor:
-    assert isinstance(net, nn.Sequential)
-    for block in net:
-        x = ac_client.checkpoint(block, x, use_reentrant=False)
-    return x
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_per_block_has_the_plain_gradients(kind: str) -> None:
     log = EventLog()
     logging = partial(save_recompute_policy, log=log)
     with mock.patch("ac_client.runtime.checkpoint.save_recompute_policy", logging):
-        assert_plain(kind, network(kind), in_checkpoints)
+        assert_plain(kind, network(kind), checkpoint_each)
     recomputed = [name for event, name in log.events if event == "recompute"]
     assert len(recomputed) >= 2 * STEPS, "the visible layers are recomputed"
 
@@ -183,7 +171,7 @@ def test_autocast_in_bfloat16_has_the_plain_gradients(kind: str) -> None:
     pinned = network(kind)
     ac_client.pin(pinned, "must_recompute")
     ac_client.apply(pinned, budget_gb=1.0, loss=loss_of)
-    for model, how in ((network(kind), in_checkpoints), (pinned, lambda net, x: net(x))):
+    for model, how in ((network(kind), checkpoint_each), (pinned, lambda net, x: net(x))):
         assert all(map(torch.equal, plain, steps(model, partial(cast, how=how))))
 
 

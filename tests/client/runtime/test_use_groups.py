@@ -27,7 +27,7 @@ from autoac.planner.problem.build import build
 from autoac.planner.problem.graph import OpId
 from autoac.planner.problem.save_sets import with_forced_saves
 from autoac.planner.problem.use_groups import later_runs, with_use_groups
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 from autoac.planner.solver.variables import Options
 from autoac.profiler import profile
@@ -72,7 +72,7 @@ def images() -> torch.Tensor:
 
 def test_unet_trains_below_the_smallest_peak_that_it_has_without_use_groups(images: torch.Tensor) -> None:
     found = profile(unet(), images)
-    once = Problem(build(found), Options(use_groups=False))
+    once = SearchProblem(build(found), Options(use_groups=False))
     least_once = search_minimum_peak(once, Allowance(WORK_LIMIT, Stopwatch(60.0, None), None))
     planned = plan(found, budget_bytes=least_once.proven - 1, gap=0.2)  # infeasible without use groups
     policy = Policy.from_json(planned.policy().to_json())

@@ -17,7 +17,7 @@ from autoac.planner.memory.lifetimes import live_at_peak
 from autoac.planner.memory.schedule import Backward, Compute, Free, Recompute, recompute_us, schedule
 from autoac.planner.memory.simulate import peak_bytes, waiting_bytes
 from autoac.planner.pipeline.plan_stages import plan_stage, plan_stages, stage_graph
-from autoac.planner.pipeline.schedules import Kind, Schedule, actions, in_flight
+from autoac.planner.pipeline.schedules import Schedule, WorkKind, actions, in_flight
 from autoac.planner.problem.graph import SaveSet, chain
 from autoac.planner.solver.arrays import as_arrays
 from autoac.planner.solver.moments import DuringBurst, DuringForward, DuringStep
@@ -35,9 +35,9 @@ class Microbatch:
         self.graph, self.live = graph, 0
         events = list(schedule(graph, save_set))
         begins = next((i for i, e in enumerate(events) if isinstance(e, (Backward, Recompute))), len(events))
-        self.halves = {Kind.FORWARD: events[:begins], Kind.BACKWARD: events[begins:]}
+        self.halves = {WorkKind.FORWARD: events[:begins], WorkKind.BACKWARD: events[begins:]}
 
-    def run(self, kind: Kind, held_by_others: int) -> int:
+    def run(self, kind: WorkKind, held_by_others: int) -> int:
         """Return the most bytes live during a half."""
         graph, most = self.graph, 0
         for event in self.halves[kind]:

@@ -10,8 +10,8 @@ from autoac.planner.errors import InvalidPipeline
 from autoac.planner.pipeline.schedules import (
     Action,
     Cost,
-    Kind,
     Schedule,
+    WorkKind,
     actions,
     in_flight,
     stage_loads,
@@ -33,14 +33,14 @@ def test_each_microbatch_goes_once_forward_and_once_back_in_order(schedule: Sche
         assert len(set(order)) == len(order)
         at = {action: i for i, action in enumerate(order)}
         for chunk, k in itertools.product(range(chunks_of(schedule)), range(m)):
-            forward = at[Action(Kind.FORWARD, chunk, k)]
-            if Action(Kind.BACKWARD, chunk, k) in at:
-                assert forward < at[Action(Kind.BACKWARD, chunk, k)]
+            forward = at[Action(WorkKind.FORWARD, chunk, k)]
+            if Action(WorkKind.BACKWARD, chunk, k) in at:
+                assert forward < at[Action(WorkKind.BACKWARD, chunk, k)]
             else:
-                assert forward < at[Action(Kind.INPUT, chunk, k)] < at[Action(Kind.WEIGHT, chunk, k)]
+                assert forward < at[Action(WorkKind.INPUT, chunk, k)] < at[Action(WorkKind.WEIGHT, chunk, k)]
         last = stage_loads(schedule, stage, p, m)[-1]
         assert last.total == 1
-        assert last.action.kind in (Kind.BACKWARD, Kind.WEIGHT)
+        assert last.action.kind in (WorkKind.BACKWARD, WorkKind.WEIGHT)
 
 
 @pytest.mark.parametrize("schedule", Schedule)
@@ -69,7 +69,7 @@ def test_in_flight_equals_the_published_forms(p: int, m: int) -> None:
             ("zb-h1", p - i + 1, i - 1),
             ("zb-h2", 2 * p - 2 * i + 1, 2 * i - 2),
         ):
-            forwards = [now for now in stage_loads(schedule, s, p, m) if now.action.kind is Kind.FORWARD]
+            forwards = [now for now in stage_loads(schedule, s, p, m) if now.action.kind is WorkKind.FORWARD]
             fullest = max(forwards, key=lambda now: (now.total, sum(now.weights)))
             assert (sum(fullest.backward), sum(fullest.weights)) == (full, waiting)
 
@@ -94,8 +94,8 @@ def test_forward_and_backward_both_meet_the_fullest_moment(schedule: Schedule, p
         during = stage_loads(schedule, stage, p, m)
         most = max(now.total for now in during)
         kinds = {now.action.kind for now in during if now.total == most}
-        assert Kind.FORWARD in kinds
-        assert kinds & {Kind.BACKWARD, Kind.INPUT}
+        assert WorkKind.FORWARD in kinds
+        assert kinds & {WorkKind.BACKWARD, WorkKind.INPUT}
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), (4, 12), (8, 32)])

@@ -18,11 +18,11 @@ from autoac.planner.solver.chain import blocks, menus
 from autoac.planner.solver.chain import blockwise as blockwise_file
 from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.highs import Stopped
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 
 
 def blockwise(graph: Graph, *, timed: bool = True) -> Blockwise:
-    problem = Problem(graph)
+    problem = SearchProblem(graph)
     return Blockwise(problem.arrays, problem.ceiling, timed=timed)
 
 
@@ -57,7 +57,7 @@ def test_blocks_that_differ_in_run_times_share_a_list(monkeypatch: pytest.Monkey
     monkeypatch.setattr(blockwise_file, "unpriced_menu", noted)
     rng = random.Random(0)
     graph = chain(*[1] * 8, runtime_us=[rng.uniform(1, 9) for _ in range(8)])
-    problem = Problem(graph)
+    problem = SearchProblem(graph)
     assert problem.blockwise is not None
     of_chain = blocks.chain_of_blocks(problem.arrays, problem.ceiling, timed=True)
     assert len(listed) < 2 * len({placed.block for placed in of_chain})
@@ -74,7 +74,7 @@ def test_smallest_peak_of_a_chain_is_proven() -> None:
 
 def test_smallest_peak_of_residual_blocks_is_nearly_proven() -> None:
     graph = build(graphs.gpt2(6))
-    problem = Problem(graph)
+    problem = SearchProblem(graph)
     known = min(peak_bytes(graph, save_set) for save_set in problem.segments.smallest())
     found = list(
         blockwise(graph, timed=False).smallest_peak(problem.bounds.floor, known, block_bounds.without_limit)
@@ -89,7 +89,7 @@ def test_plans_of_blocks_fit_and_cost_no_less_than_the_bound() -> None:
     graph = build(graphs.gpt2(4))
     of_blocks = blockwise(graph)
     ceiling = peak_bytes(graph, graph.everything)
-    smallest = min(peak_bytes(graph, save_set) for save_set in Problem(graph).segments.smallest())
+    smallest = min(peak_bytes(graph, save_set) for save_set in SearchProblem(graph).segments.smallest())
     everything_us = sum(op.recompute_us for op in graph.ops)
     for budget in range(smallest + (ceiling - smallest) // 10, ceiling, (ceiling - smallest) // 4):
         least = of_blocks.within(budget)

@@ -28,7 +28,7 @@ from autoac.planner.solver.chain.blockwise import Blockwise
 from autoac.planner.solver.chain.menus import Menu, listed, menu_of
 from autoac.planner.solver.chain.one_op_at_a_time import menu_in_turn
 from autoac.planner.solver.recompute_windows import NEVER
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 
 ALL_MOMENTS = -np.inf, -np.inf
 # Random blocks; for each part of the interface, two or more need it.
@@ -36,7 +36,7 @@ SEEDS = (84, 109, 141, 207, 210, 326, *range(90, 100))
 
 
 def blocks_of(graph: Graph) -> list[Block]:
-    problem = Problem(graph, block_bounds.ONCE)
+    problem = SearchProblem(graph, block_bounds.ONCE)
     return [placed.block for placed in chain_of_blocks(problem.arrays, problem.ceiling, timed=True)]
 
 
@@ -121,7 +121,7 @@ def test_every_save_set_is_worse_than_one_that_is_decided_in_turn(
 def test_plans_of_ops_decided_in_turn_fit_and_are_nearly_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     """With two ops of each block decided, the rest would take no bytes and no time."""
     graph = build(graphs.gpt2(6))
-    problem = Problem(graph)
+    problem = SearchProblem(graph)
     everything_us = sum(op.recompute_us for op in graph.ops)
     smallest = min(peak_bytes(graph, save_set) for save_set in problem.segments.smallest())
     budget = smallest + (problem.ceiling - smallest) // 8
@@ -142,7 +142,7 @@ def test_plans_of_ops_decided_in_turn_fit_and_are_nearly_proven(monkeypatch: pyt
 def test_work_of_menus_in_turn_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(menus, "MOST_DECISIONS", 2)
     graph = build(graphs.gpt2(4))
-    problem = Problem(graph)
+    problem = SearchProblem(graph)
     spent: list[float] = []
 
     def once(work: float) -> bool:
@@ -159,7 +159,7 @@ def test_proof_ends_with_too_many_labels(monkeypatch: pytest.MonkeyPatch) -> Non
     """Then labels that hold nearly as much are one, and the prices still give a bound."""
     monkeypatch.setattr(menus, "MOST_DECISIONS", 2)
     graph = build(graphs.gpt2(4))
-    problem = Problem(graph)
+    problem = SearchProblem(graph)
     few = Blockwise(problem.arrays, problem.ceiling, timed=True)
     budget = problem.bounds.floor + (problem.ceiling - problem.bounds.floor) // 3
     proven = list(few.plans(budget, 1e6, block_bounds.without_limit))

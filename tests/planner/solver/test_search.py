@@ -20,8 +20,8 @@ from autoac.planner.solver.constrained_moments import CELLS, FIRST_STRETCHES, fi
 from autoac.planner.solver.efforts import (
     FAR,
     LIMITS,
-    Answer,
     Effort,
+    EffortResult,
     Round,
     efforts,
     full_program,
@@ -34,7 +34,7 @@ from autoac.planner.solver.moments import DuringStep
 from autoac.planner.solver.program import UNDECIDED
 from autoac.planner.solver.recompute_windows import find_windows
 from autoac.planner.solver.search import Search
-from autoac.planner.solver.start.search_problem import Problem
+from autoac.planner.solver.start.search_problem import SearchProblem
 from autoac.planner.solver.time_limit import Allowance, Stopwatch
 
 ROUNDING = 1 + 1e-6
@@ -56,11 +56,11 @@ def test_the_first_program_of_a_large_graph_has_fewer_moments() -> None:
 
 def search_of(graph: Graph, budget: int, gap: float, **options: Any) -> Search:
     allowance = Allowance(60.0, Stopwatch(60.0), None)
-    return Search(Problem(graph), budget, goal=Goal(gap), allowance=allowance, **options)
+    return Search(SearchProblem(graph), budget, goal=Goal(gap), allowance=allowance, **options)
 
 
 def budget_of(graph: Graph, share: float) -> int:
-    bounds = Problem(graph).bounds
+    bounds = SearchProblem(graph).bounds
     return int(bounds.floor + share * (bounds.ceiling - bounds.floor))
 
 
@@ -119,7 +119,7 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
     only(monkeypatch, full_program)
     allowance = Recorded(60.0, Stopwatch(60.0), None)
     start = [known.best.save_set or frozenset()]
-    found = Search(Problem(graph), budget, goal=Goal(0.02), allowance=allowance, start=start)
+    found = Search(SearchProblem(graph), budget, goal=Goal(0.02), allowance=allowance, start=start)
     assert found.run() is Stopped.OPTIMAL
     assert asked
     assert max(asked) <= known.best.cost * (1 - 0.019) * (1 + 1e-9)
@@ -129,9 +129,9 @@ def test_a_good_enough_plan_is_proven_so_without_a_search_for_better_ones(
 def test_an_effort_that_later_rounds_do_not_help_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def once(now: Round) -> Iterator[Answer]:
+    def once(now: Round) -> Iterator[EffortResult]:
         asked.append(len(now.moments))
-        yield Answer()
+        yield EffortResult()
 
     monkeypatch.setattr(search, "ONCE", {once})
     only(monkeypatch, once, rounded, full_program)

@@ -19,7 +19,7 @@ from autoac.profiler.compiler.private_compiler import compiler_cache_dir
 log = logging.getLogger("ac_client")
 
 
-class StoredPolicy:
+class PolicyFile:
     """The file of the policy for a profile under some terms. Other terms, or another planner, give another.
 
     Args:
