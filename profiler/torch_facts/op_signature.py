@@ -59,4 +59,11 @@ def flops_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     count = flop_registry.get(packet)
     if count is None:
         return 0
+    if packet is torch.ops.aten.convolution_backward and args[9] > 1:
+        # torch counts the gradient of the weight as if there were one group
+        of_input, of_weight = (
+            count(*args[:10], [i == j and wanted for j, wanted in enumerate(args[10])], out_val=out)
+            for i in (0, 1)
+        )
+        return int(of_input + of_weight / args[9])
     return int(count(*args, **kwargs, out_val=out))

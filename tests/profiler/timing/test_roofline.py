@@ -69,6 +69,17 @@ def test_op_is_slower_by_the_efficiency_of_its_kind_alone(kind: KernelKind, func
     assert kind_of(func, str(func).rpartition(".")[0], flops_of(func, args, {}, out)) is kind
 
 
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_convolution_does_twice_the_work_in_backward_for_any_groups(groups: int) -> None:
+    """The flop counter of torch forgets the groups in the gradient of the weight."""
+    x, weight = on_meta(2, 8, 16, 16), on_meta(8, 8 // groups, 3, 3)
+    layout = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups)
+    func, out = aten.convolution.default, on_meta(2, 8, 16, 16)
+    forward = flops_of(func, (x, weight, None, *layout), {}, out)
+    backward_args = (out, x, weight, None, *layout, [True, True, False])
+    assert flops_of(aten.convolution_backward.default, backward_args, {}, (x, weight, None)) == 2 * forward
+
+
 @pytest.mark.parametrize("name", DATASHEETS)
 def test_datasheet_has_an_efficiency_for_each_kind(name: str) -> None:
     sheet = DATASHEETS[name]
