@@ -6,8 +6,8 @@ and outputs at the device's bandwidth, whichever is longer, plus the launch. Pea
 *efficiency*, which depends on the kind of kernel (`KernelKind`) and is the same for both peaks.
 
 For example, `x @ w` of two bf16 matrices of 4096 rows and columns on an H100 is 137 GFLOP, or 0.139 ms at
-989.4 TFLOP/s. Moving 100 MB takes 0.030 ms. A product reaches 0.7 of the peak, so the op takes
-0.139 / 0.7 ms + 4 us = 0.202 ms.
+989.4 TFLOP/s. Moving 100 MB takes 0.030 ms. A product reaches 0.5 of the peak, so the op takes
+0.139 / 0.5 ms + 4 us = 0.282 ms.
 
 Source of the model: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model",
 CACM 52(4), 2009. Sources of the efficiencies are given where they are defined.
@@ -72,7 +72,7 @@ def _efficiencies(product: float, attention: float, cudnn_attention: float) -> M
             KernelKind.PRODUCT: product,
             KernelKind.ATTENTION: attention,
             KernelKind.CUDNN_ATTENTION: cudnn_attention,
-            KernelKind.NORM: 0.65,
+            KernelKind.NORM: 0.35,
             KernelKind.POINTWISE: 0.85,
             KernelKind.OTHER: 0.6,
         }
@@ -80,17 +80,17 @@ def _efficiencies(product: float, attention: float, cudnn_attention: float) -> M
 
 
 # Sources, for large operands:
-# - Products: the largest rate found over many shapes is 0.87 of the peak on A100, 0.80 on H100, and 0.51 on
-#   MI300X in bf16, and 0.71 on H100 in float8 (Bekman, "Machine Learning Engineering", table of "maximum
-#   achievable matmul FLOPS"). The shapes of a model reach less than the best shape.
+# - Products and norms are fitted to published training throughput (benchmarks/published.py). On the best
+#   shapes, products reach 0.87 of the peak on A100, 0.80 on H100 (0.71 in float8) and 0.51 on MI300X (Bekman,
+#   "Machine Learning Engineering", table of "maximum achievable matmul FLOPS"); in a training step, 0.7 on
+#   A100 and 0.5 on H100. Norms read their operands twice, which `bytes_moved` counts once.
 # - Attention, forward and head sizes 64 to 128: FlashAttention-2 reaches 0.5 to 0.73 on A100 (Dao,
 #   arXiv:2307.08691). On H100 the same kernel reaches 0.33 to 0.37 and cuDNN's 0.42 to 0.6 (Shah et al.,
 #   arXiv:2407.08608, figure 5). MI300X has no such table, so it gets H100's number.
-# - Norms: 2.0 to 2.2 of 3.35 TB/s on H100 by generated kernels (Dao et al., "QuACK", 2025).
 # - Pointwise: a copy reaches 0.9 of the bandwidth of an H100; kernels with several operands reach less.
 # - Other kernels are too diverse for a source. 0.6 is an assumption.
 AMPERE = _efficiencies(0.7, 0.6, 0.6)
-HOPPER = _efficiencies(0.7, 0.35, 0.5)
+HOPPER = _efficiencies(0.5, 0.35, 0.5)
 CDNA3 = _efficiencies(0.5, 0.35, 0.35)
 
 
