@@ -7,6 +7,13 @@
 // certain to be over. Waiting for an event joins the clock that the event was recorded with; waiting on the host
 // joins the host's clock, which all later work starts from. What is not certain to be over counts as late: reading
 // its results gives NaN, and is a race (memory.h).
+//
+// NOTE [ The engine's own race ]
+//
+// One gradient may go to nodes on two streams. If one of them has more gradients to add, torch's engine adds in place
+// once it holds the last reference (`can_accumulate_inplace` in input_buffer.cpp, torch 2.13). References are those of
+// the host: the other stream may still read. The engine waits for the stream that made the gradient, not for that one.
+// So a plain model that reads a tensor on two streams can race; whoever holds the gradient, as a hook can, prevents it.
 #pragma once
 
 #include <c10/core/Stream.h>
