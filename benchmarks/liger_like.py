@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.measure.recording_overhead import replay_us
+from ac_client.measure.recording_overhead import host_times
 from autoac.planner import InfeasibleBudget, Plan, find_minimum_peak, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
@@ -95,7 +95,7 @@ def measure(rounds: int) -> tuple[str, bool]:
     """Return the tables, and True if the limits hold. Runs in a process of its own."""
     keep_freed_memory()
     torch.set_num_threads(1)
-    found = profile(make(), tokens()).model_copy(update={"replay_us": replay_us()})
+    found = profile(make(), tokens()).model_copy(update={"replay_us": host_times().replay_us})
     plain_peak, their_peak = peak_of(lambda model: None), peak_of(in_checkpoints)
     minimum = find_minimum_peak(found)
     smallest = plan(found, budget_bytes=minimum.found)

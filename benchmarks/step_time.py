@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.measure.recording_overhead import replay_us
+from ac_client.measure.recording_overhead import host_times
 from autoac.planner import plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
@@ -150,7 +150,7 @@ def measure_model(name: str, samples: int, rounds: int, clock: str) -> list[Row]
     keep_freed_memory()
     torch.set_num_threads(1)
     model, batch = build(name, samples)
-    taken = profile(model, **batch).model_copy(update={"replay_us": replay_us()})
+    taken = profile(model, **batch).model_copy(update={"replay_us": host_times().replay_us})
     paths = block_paths(name, model)
     del model
     result: list[Row] = []

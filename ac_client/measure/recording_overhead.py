@@ -7,6 +7,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 
@@ -66,12 +67,19 @@ CHAIN = 64  # ops in one recompute burst
 ROUNDS = 5
 
 
-def replay_us(rounds: int = ROUNDS) -> float:
-    """Return the time that recomputing an op adds to its run time on the CPU, in whole microseconds.
+class HostTimes(NamedTuple):
+    """Times that an op takes on the host: a CPU, forward and backward together, in whole microseconds."""
 
-    It covers recording the op, holding the record, and replaying it. Plans include it, so that they do not
-    recompute ops for which it outweighs the memory. The measurement runs a chain of tiny ops, recomputed and
-    saved, for about ten milliseconds with warm caches; in a training step the time is longer.
+    plain_us: float  # without a plan
+    replay_us: float  # that recording and replaying the op add
+
+
+def host_times(rounds: int = ROUNDS) -> HostTimes:
+    """Return the times that the host takes for an op without a plan, and to recompute it.
+
+    The latter covers recording the op, holding the record, and replaying it. Plans include it, so that they
+    do not recompute ops for which it outweighs the memory. The measurement runs a chain of tiny ops, plain,
+    recomputed and saved, for about ten milliseconds with warm caches; a training step takes longer.
     """
 
     def step_us(policy: str | None) -> float:
@@ -86,27 +94,30 @@ def replay_us(rounds: int = ROUNDS) -> float:
 
     with torch.enable_grad():
         pairs = [(step_us("recompute_all"), step_us("must_save_all")) for _ in range(rounds)]
+        plain = min(step_us(None) for _ in range(rounds))
     recomputed, saved = (min(column) for column in zip(*pairs, strict=True))
-    return float(max(0, round((recomputed - saved) / CHAIN)))
+    return HostTimes(float(round(plain / CHAIN)), float(max(0, round((recomputed - saved) / CHAIN))))
 
 
-def is_host_bound(profile: Profile, us: float) -> bool:
-    """Return True if the host takes longer to record and replay every op than the device to compute the step.
+def host_us(profile: Profile, times: HostTimes) -> float:
+    """Return the time that the host takes for the step of `profile` if it records and replays every op."""
+    return len(profile.ops) * (times.plain_us + times.replay_us)
+
+
+def is_host_bound(profile: Profile, times: HostTimes) -> bool:
+    """Return True if the host takes longer for the step than the device.
 
     On a CPU the time always adds to the step. A device that runs behind its host hides it otherwise.
-
-    Args:
-        us: the time that recording and replaying an op takes, in microseconds.
     """
     device_us = sum(profile.ops.runtime_us) + sum(profile.backward.runtime_us)
-    return profile.environment.device_type != "cpu" and len(profile.ops) * us > device_us
+    return profile.environment.device_type != "cpu" and host_us(profile, times) > device_us
 
 
 @functools.cache
-def replay_us_of_process() -> float:
-    """Return `replay_us`, measured at the first call and cached.
+def host_times_of_process() -> HostTimes:
+    """Return `host_times`, measured at the first call and cached.
 
     The measurement runs on a new thread, where no mode, hook or region of the caller is in force.
     """
     with ThreadPoolExecutor(1) as alone:
-        return alone.submit(replay_us).result()
+        return alone.submit(host_times).result()

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from ac_client.compiled.policy_file import PolicyFile, is_compiled
-from ac_client.measure.recording_overhead import is_host_bound, replay_us_of_process
+from ac_client.measure.recording_overhead import host_times_of_process, host_us, is_host_bound
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
@@ -133,10 +133,10 @@ class BatchPlanner:
                     )
             if is_compiled(profile):
                 return profile  # compiled code records and replays nothing
-            us = replay_us_of_process()
-            if profile.environment.device_type != "cpu" and not is_host_bound(profile, us):
+            times = host_times_of_process()
+            if profile.environment.device_type != "cpu" and not is_host_bound(profile, times):
                 return profile  # the device runs behind its host, whose time does not count
-            return profile.model_copy(update={"replay_us": us})
+            return profile.model_copy(update={"replay_us": times.replay_us})
         finally:
             self._thread.profiling = False
 
@@ -352,13 +352,14 @@ class BatchPlanner:
             loaded: the policy for it.
             rank_nbytes: held by the neediest rank beyond what the profile counts.
         """
-        if is_host_bound(profile, profile.replay_us) and "recompute" in loaded.policy.decisions.values():
-            replay_us, step_us = len(profile.ops) * profile.replay_us, loaded.policy.predicted.step_us
+        on_host = profile.replay_us and is_host_bound(profile, host_times_of_process())
+        if on_host and "recompute" in loaded.policy.decisions.values():
+            took_us, step_us = host_us(profile, host_times_of_process()), loaded.policy.predicted.step_us
             self.warn_once(
                 "host",
-                f"the step is bound by the host, which takes about {format_us(replay_us)} to record and "
-                f"replay {len(profile.ops)} ops, while the device computes for {format_us(step_us)}. Compile "
-                "the blocks of the model before ac_client.apply (for block in model.layers: "
+                f"the step is bound by the host, which takes about {format_us(took_us)} to launch, record "
+                f"and replay {len(profile.ops)} ops, while the device computes for {format_us(step_us)}. "
+                "Compile the blocks of the model before ac_client.apply (for block in model.layers: "
                 "block.compile()), or train larger batches",
             )
         skipped = skipped_modules(call.model, profile)

@@ -37,7 +37,7 @@ from ac_client.doctor.sample_models import FULL, SAMPLES, Sample
 from ac_client.doctor.sample_training import release_memory
 from ac_client.measure.forked_call import run_in_child
 from ac_client.measure.memory_timeline import AllocatorTimeline
-from ac_client.measure.recording_overhead import replay_us
+from ac_client.measure.recording_overhead import host_times
 from autoac.planner import InfeasibleBudget, Policy, plan
 from autoac.planner.units import format_bytes
 from autoac.profiler import profile
@@ -174,7 +174,7 @@ def measure_case(case: TrainingCase, machine: Machine, rounds: int) -> list[Trai
     plain = trainee(leave_plain)
     taken = profile(plain.model, **plain.batch)
     if machine.device.type == "cpu":
-        taken = taken.model_copy(update={"replay_us": replay_us()})
+        taken = taken.model_copy(update={"replay_us": host_times().replay_us})
     plain.step()
     expected = plain.gradients()
     rows = []

@@ -11,7 +11,7 @@ from torch import nn
 
 import ac_client
 from ac_client.measure import recording_overhead as recording
-from ac_client.measure.recording_overhead import recording_us, replay_us, replay_us_of_process
+from ac_client.measure.recording_overhead import HostTimes, host_times, host_times_of_process, recording_us
 from ac_client.planning import plan_batch
 from ac_client.runtime import replay
 from ac_client.runtime.policy_context import active
@@ -131,11 +131,11 @@ def test_replay_time_is_the_time_that_the_runtime_adds(monkeypatch: pytest.Monke
     monkeypatch.setattr(Region, "_run_recorded", recorded)
     monkeypatch.setattr(replay, "_replay", replayed)
     monkeypatch.setattr(recording.time, "thread_time_ns", lambda: us * 1000)
-    assert replay_us(rounds=2) == 3
+    assert host_times(rounds=2) == (0, 3)
 
 
 def test_replay_time_is_measured_unseen_by_the_hooks_of_the_caller() -> None:
-    replay_us_of_process.cache_clear()
+    host_times_of_process.cache_clear()
     packed = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,24 +144,25 @@ def test_replay_time_is_measured_unseen_by_the_hooks_of_the_caller() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert replay_us_of_process() >= 0
+        assert min(host_times_of_process()) >= 0
     assert packed == 0
 
 
 def on_gpu(taken: Profile, us: float) -> Profile:
-    """Return `taken` as a GPU's profile, on which each op and each step of backward takes `us`."""
+    """Return `taken` as a GPU's profile, on which each op takes `us`, its backward included."""
     environment = taken.environment.model_copy(update={"device_type": "cuda"})
     ops = taken.ops.model_copy(update={"runtime_us": (us,) * len(taken.ops)})
-    backward = taken.backward.model_copy(update={"runtime_us": (us,) * len(taken.backward)})
+    backward = taken.backward.model_copy(update={"runtime_us": (0.0,) * len(taken.backward)})
     return taken.model_copy(update={"environment": environment, "ops": ops, "backward": backward})
 
 
-@pytest.mark.parametrize(("us", "counts"), [(1.0, True), (100.0, False)])
+@pytest.mark.parametrize(("us", "counts"), [(1.0, True), (10.0, True), (13.0, False), (100.0, False)])
 def test_gpu_step_counts_replay_time_if_the_host_is_slower(
     us: float, counts: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The host takes 5 us for an op without a plan, and 7 us more to record and replay it."""
     observe = plan_batch.observe
-    monkeypatch.setattr(plan_batch, "replay_us_of_process", lambda: 7.0)
+    monkeypatch.setattr(plan_batch, "host_times_of_process", lambda: HostTimes(5.0, 7.0))
     monkeypatch.setattr(plan_batch, "observe", lambda *args, **kwargs: on_gpu(observe(*args, **kwargs), us))
     graph = build(profile(Transformer(), X))
     budget = peak_bytes(graph, graph.everything) - 2000
@@ -176,7 +177,7 @@ def test_gpu_step_counts_replay_time_if_the_host_is_slower(
 
 
 def test_apply_includes_replay_time_in_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_batch, "replay_us_of_process", lambda: 7.0)
+    monkeypatch.setattr(plan_batch, "host_times_of_process", lambda: HostTimes(5.0, 7.0))
     model = ac_client.apply(Transformer(), 10.0)
     step(model)
     made = ac_client.applied(model).plan
