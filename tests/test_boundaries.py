@@ -93,7 +93,8 @@ ac_client:              base entry
 ac_client/integrations: base planning entry planner ac_client
 ac_client/regenerate:   base planner planner/base planner/formats planner/report profiler
 ac_client/demo:         measure planner planner/report ac_client
-ac_client/doctor:       base measure planner planner/base profiler profiler/timing ac_client
+ac_client/doctor:       base measure planner planner/base profiler profiler/timing profiler/torch_facts
+                        ac_client
 ac_client/cli:          base regenerate demo doctor planner planner/base planner/formats planner/problem
                         planner/report profiler ac_client api/cli
 api/base:               planner/base planner/formats planner/solver planner/plans

@@ -8,24 +8,27 @@ findings that follow name the same error.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ac_client
 from ac_client.doctor.device_facts import datasheet_like
 from ac_client.doctor.gpu_report import GpuFinding, Result, finding_of_error
-from ac_client.doctor.sample_models import SAMPLES, Size
+from ac_client.doctor.sample_models import CARD, FULL, LAYER, SAMPLES, Size
 from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, release_memory, train
 from ac_client.doctor.two_ranks import check_two_ranks
 from ac_client.measure.memory_timeline import AllocatorTimeline
 from ac_client.measure.recording_overhead import host_times, recording_us
 from autoac.planner import Policy, Profile, bounds, build, plan
-from autoac.planner.units import format_bytes
-from autoac.profiler import Device, KernelKind, observe
+from autoac.planner.units import GIB, format_bytes
+from autoac.profiler import CannotProfile, Device, KernelKind, observe
 from autoac.profiler.timing.roofline import kind_of
+from autoac.profiler.torch_facts import private
 
 BUDGET = 0.5  # of the way from the smallest peak found to the one with nothing recomputed
 PEAK_TOLERANCE = 0.01  # of the predicted peak
@@ -34,6 +37,8 @@ HOST_BOUND = 1.2  # wall time to device time
 NOISE = 4.0  # a planned step may differ from a plain one by this factor of what two plain ones differ
 SHOWN = 5  # differing ops
 SOLVE_S = 60.0
+PART_OF_CARD = 0.95  # of the free memory, as a budget
+STEPS_ON_CARD = 5
 
 Findings = Iterator[GpuFinding]
 Check = Callable[[], Findings]
@@ -42,11 +47,22 @@ Check = Callable[[], Findings]
 def checks_of(device: torch.device, size: Size) -> dict[str, Check]:
     """Return what `autoac doctor --gpu` checks, as functions by name, in the order in which they run."""
     cases = [Case(sample, precision, size, device) for sample in SAMPLES for precision in PRECISIONS]
+    llama = next(case for case in cases if case.name == "Llama-like, bf16")
+    layer = replace(llama.sample, name="wide layer")
+    wide = replace(llama, sample=layer, size=LAYER if size is FULL else size)
     return {
         "event tree": partial(check_event_tree, cases[0]),
         "attention": partial(check_attention, device),
         **{case.name: partial(check_case, case) for case in cases},
+        "cudnn.benchmark": partial(check_cudnn_benchmark, next(c for c in cases if "ResNet" in c.name)),
+        "wide layer": partial(check_profile, wide),
+        "graph capture": partial(check_capture, cases[0]),
+        "profiler": partial(check_profiler, cases[0]),
         "overhead": check_overhead,
+        **{
+            f"whole card, {segments} segments": partial(check_whole_card, replace(llama, size=CARD), segments)
+            for segments in (("fixed", "expandable") if size is FULL else ())
+        },
         "two GPUs": partial(check_two_ranks, device),
     }
 
@@ -132,8 +148,8 @@ def check_attention(device: torch.device) -> Findings:
             yield _ops_finding(check, real, fake)
 
 
-def check_case(case: Case) -> Findings:
-    """Profile, plan and train one model: its ops, peaks, times and gradients."""
+def check_profile(case: Case) -> Generator[GpuFinding, None, Profile]:
+    """Compare the profile of a model here with that of a fake step, and return it."""
     profile = case.profiled()
     sheet = datasheet_like(case.device)
     fake = case.faked(sheet)
@@ -141,6 +157,12 @@ def check_case(case: Case) -> Findings:
     yield _fake_peak_finding(f"{case.name}: peak of the fake step", profile, fake)
     if profile.keys() == fake.keys():
         yield _kinds_finding(f"{case.name}: roofline", profile, fake, sheet)
+    return profile
+
+
+def check_case(case: Case) -> Findings:
+    """Profile, plan and train one model: its ops, peaks, times and gradients."""
+    profile = yield from check_profile(case)
     known = bounds(build(profile))
     budget = int(known.floor + BUDGET * (known.ceiling - known.floor))
     policy = plan(profile, budget_bytes=budget, time_limit_s=SOLVE_S).policy()
@@ -158,6 +180,78 @@ def check_case(case: Case) -> Findings:
     planned_ms = step_ms + policy.predicted.recompute_us / 1e3
     yield _time_finding(f"{case.name}: planned time", planned_ms, planned, profile)
     yield _numbers_finding(f"{case.name}: gradients", plain, train(case), planned)
+
+
+def check_cudnn_benchmark(case: Case) -> Findings:
+    """Train a model whose convolutions run each algorithm of cuDNN once, with workspaces of their own."""
+    named = replace(case.sample, name=f"{case.sample.name}, cudnn.benchmark")
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        yield from check_case(replace(case, sample=named))
+
+
+def _planned(case: Case, budget_bytes: int | None = None) -> Callable[[], None]:
+    """Apply a budget, by default the whole memory, and return a function that takes one training step."""
+    model, optimizer, batch = case.made()
+    memory = torch.cuda.get_device_properties(case.device).total_memory
+    ac_client.apply(model, (budget_bytes or memory) / GIB, optimizer=optimizer)
+
+    def step() -> None:
+        with case.autocast():
+            loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def check_capture(case: Case) -> Findings:
+    """Capture a first step into a CUDA graph, which must be refused: profiling waits for the device."""
+    step = _planned(case)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step()
+    except CannotProfile as error:
+        yield GpuFinding("graph capture", Result.OK, f"first step refused: {error}")
+    else:
+        yield GpuFinding("graph capture", Result.WRONG, "a first step was profiled while it was captured")
+
+
+def check_profiler(case: Case) -> Findings:
+    """Profile a planned step with the user's own profiler, after ours has run."""
+    step = _planned(case)
+    step()
+    activities = torch.profiler.supported_activities()
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        step()
+    events = profiler.events() or ()
+    kernels = sum(event.device_type.name == "CUDA" for event in events)
+    text = f"{len(events)} events of a planned step, {kernels} of them on the device"
+    yield GpuFinding("profiler", Result.OK if events else Result.WRONG, text, {"kernels": kernels})
+
+
+def check_whole_card(case: Case, segments: str) -> Findings:
+    """Train a model that plain training has no room for, within 95 % of the free memory."""
+    release_memory()
+    free, sheet = torch.cuda.mem_get_info(case.device)[0], datasheet_like(case.device)
+    while (plain := bounds(build(case.faked(sheet))).ceiling) <= free:
+        case = replace(case, size=replace(case.size, batch=2 * case.size.batch))
+    release_memory()
+    private.set_allocator_settings(f"expandable_segments:{segments == 'expandable'}")
+    try:
+        budget = int(PART_OF_CARD * free)
+        step = _planned(case, budget)
+        torch.cuda.reset_peak_memory_stats(case.device)
+        for _ in range(STEPS_ON_CARD):
+            step()
+    finally:
+        private.set_allocator_settings("expandable_segments:False")
+    allocated = torch.cuda.max_memory_allocated(case.device)
+    figures = {"plain": plain, "free": free, "budget": budget, "allocated": allocated}
+    figures["reserved"] = torch.cuda.max_memory_reserved(case.device)
+    text = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in figures.items())
+    verdict = Result.OK if allocated <= budget else Result.WRONG
+    yield GpuFinding(f"whole card, {segments} segments", verdict, text, figures)
 
 
 def _attention_ops(profile: Profile) -> str:

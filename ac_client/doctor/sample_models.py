@@ -1,4 +1,4 @@
-"""Define the four models that the doctor trains: two decoders, a vision transformer and a ResNet.
+"""Define the models that the doctor trains: two decoders, a vision transformer, a ResNet, and custom parts.
 
 They are written here so that a machine needs nothing but torch. Between them they have what differs most
 between devices: causal and full attention, grouped heads, dropout, three kinds of norm, convolution with
@@ -8,7 +8,8 @@ batch norm, writes in place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,12 @@ FULL = Size(12, 768, 12, 1024, 32_000, batch=4, image=224, images=32, stages=(3,
 """Steps with a few GB of activations."""
 
 SIZES = {"tiny": TINY, "full": FULL}
+
+CARD = Size(24, 2048, 16, 2048, 32_000, batch=1, image=224, images=1, stages=(1,), channels=64)
+"""A decoder of 1.3 billion parameters; its batch is doubled until plain training exceeds the card."""
+
+LAYER = replace(CARD, layers=1, width=4096, heads=32, tokens=8192)
+"""One layer as wide as that of an 8B Llama: its run times are those of large kernels."""
 
 
 class Attention(nn.Module):
@@ -176,6 +183,41 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))).float(), labels)
 
 
+class FusedLoss(torch.autograd.Function):
+    """Cross-entropy of a linear head that computes its gradients in forward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        chances = (x @ weight.t()).float().log_softmax(-1)
+        loss = F.nll_loss(chances, labels)
+        slopes = (chances.exp() - F.one_hot(labels, len(weight))) / len(labels)
+        ctx.save_for_backward(slopes.to(x.dtype) @ weight, slopes.t().to(x.dtype) @ x)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        of_x, of_weight = ctx.saved_tensors
+        return of_x * gradient, of_weight * gradient, None
+
+
+class CustomParts(nn.Module):
+    """Blocks with a frozen 8-bit weight, and a fused loss."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        codes = torch.arange(size.width**2, dtype=torch.uint8).reshape(size.width, size.width)
+        self.frozen = nn.Parameter(codes, requires_grad=False)
+        self.blocks = nn.ModuleList(nn.Linear(size.width, size.width) for _ in range(size.layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids[:, :-1])
+        for block in self.blocks:
+            x = x + F.gelu(F.linear(block(x), self.frozen.to(x.dtype) / (255 * len(self.frozen))))
+        labels = ids[:, 1:].flatten()
+        return FusedLoss.apply(x.flatten(0, 1), self.tokens.weight, labels)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _ids(size: Size) -> dict[str, Tensor]:
     ids = torch.arange(size.batch * size.tokens) * 7919 % size.vocabulary
     return {"ids": ids.reshape(size.batch, size.tokens)}
@@ -204,4 +246,5 @@ SAMPLES = (
     Sample("Llama-like", lambda size: Decoder(size, lambda: SwigluBlock(size)), _ids),
     Sample("ViT-like", VisionTransformer, _images),
     Sample("ResNet-50-like", ResNet, _images),
+    Sample("Custom parts", CustomParts, _ids),
 )
