@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autoac.planner.formats.profile import (
     BackwardSteps,
@@ -24,8 +24,6 @@ from autoac.profiler.capture.allocations import AllocatedBlock, Allocations
 from autoac.profiler.capture.op_recorder import RecordedStorage
 from autoac.profiler.steps.hollow import HollowStep
 from autoac.profiler.timing.op_timer import BETWEEN_OPS
-
-GRADIENT = "backward returns it as a gradient"
 
 
 def assemble(
@@ -65,17 +63,12 @@ def assemble(
     for j, backward_step in enumerate(steps):
         for h in backward_step.drops:
             dropped[h] = n + j + 1
-    gradients = _returned_as_gradients(step)
+    other = other.with_late(_returned_as_gradients(step, steps, ends))
     freed = [block.freed_at if block is not None else None for block in blocks]
-    for v, position in gradients.items():
-        storage = forward.versions[v].storage
-        freed[storage] = _later(freed[storage], position)
     released = tuple(
         moments.after(position) if position is not None else n + len(steps) for position in freed
     )
     must_save = [op.must_save for op in forward.ops]
-    for v in gradients:
-        must_save[forward.versions[v].op] = must_save[forward.versions[v].op] or GRADIENT
     rows = [(position, storage) for position, storage in forward.outputs if blocks[storage] is not None]
     modules = _Names(["."])
     overloads, nodes, reasons = _Names(), _Names(), _Names()
@@ -95,7 +88,7 @@ def assemble(
         inputs=tuple(inputs),
         environment=environment,
         static=static,
-        gradient_nbytes=other.at[at[step.backward_end]],
+        gradient_nbytes=other.as_begins(at[step.backward_end]),
         kept_nbytes=-sum(
             change.nbytes for change in record.changes[at[step.graph_end] : at[step.backward_end]]
         ),
@@ -142,7 +135,7 @@ def assemble(
                 (step.times_ns[end] - step.times_ns[s.begin_mark]) / 1e3
                 for s, end in zip(steps, end_marks, strict=True)
             ),
-            other_nbytes=tuple(other.at[s.begin] for s in steps),
+            other_nbytes=tuple(other.as_begins(s.begin) for s in steps),
             peak_nbytes=tuple(
                 other.peak(s.work if s.work >= 0 else s.begin, end)
                 for s, end in zip(steps, ends, strict=True)
@@ -167,17 +160,18 @@ def _block_of(record: Allocations, storage: RecordedStorage) -> AllocatedBlock |
     return record.block_at(storage.address, storage.mark) if storage.address else None
 
 
-def _returned_as_gradients(step: HollowStep) -> dict[int, int | None]:
-    """Return the versions that backward returned as gradients: where each is freed, None if it outlived all.
+def _returned_as_gradients(
+    step: HollowStep, steps: Sequence[_BackwardStep], ends: Sequence[int]
+) -> list[tuple[AllocatedBlock, int]]:
+    """Return the saved tensors that backward returned as gradients, each with where it becomes one.
 
     A Function may return a saved tensor as a gradient, as Liger's fused cross-entropy does. In training the
-    storage then lives on as the gradient after autograd has dropped the saved tensor. In the hollow step the
-    stand-in does, which is not counted.
+    storage then lives on as the gradient after autograd has dropped the saved tensor, whether it was saved or
+    recomputed. In the hollow step its stand-in does.
     """
     record, versions = step.allocations, step.forward.versions
-    at = record.positions
-    dropped = {event.saved: at[event.mark] for event in step.saved.events if event.kind == "drop"}
-    found: dict[int, int | None] = {}
+    dropped = {h: end for backward_step, end in zip(steps, ends, strict=True) for h in backward_step.drops}
+    found: dict[int, tuple[AllocatedBlock, int]] = {}  # by version, whose saved tensors share a storage
     for event in step.saved.events:
         if event.stand_in is None or event.saved not in dropped or event.mark < step.backward_begin:
             continue
@@ -185,14 +179,10 @@ def _returned_as_gradients(step: HollowStep) -> dict[int, int | None]:
         block = _block_of(record, event.stand_in)
         if block is None or step.forward.ops[versions[version].op].compiled:
             continue  # compiled code frees what it unpacks where it likes, and returns none of it
-        if block.freed_at is None or block.freed_at >= dropped[event.saved]:
-            found[version] = _later(found.get(version, 0), block.freed_at)
-    return found
-
-
-def _later(a: int | None, b: int | None) -> int | None:
-    """Return the later of two positions; None is the end."""
-    return None if a is None or b is None else max(a, b)
+        begin = max(dropped[event.saved], found[version][1] if version in found else 0)
+        if block.freed_at is None or block.freed_at > begin:
+            found[version] = block, begin
+    return list(found.values())
 
 
 def _temporaries(record: Allocations, begin: int, end: int) -> list[AllocatedBlock]:
@@ -232,6 +222,7 @@ class _LiveBytes:
 
     at: list[int]  # by position
     positions: list[int]  # of the changes that count, ascending
+    added: Mapping[int, int] = field(default_factory=dict)  # as a step begins, to what the one before had
 
     @classmethod
     def of(
@@ -248,9 +239,22 @@ class _LiveBytes:
             at.append(live)
         return cls(at, positions)
 
+    def with_late(self, blocks: Sequence[tuple[AllocatedBlock, int]]) -> _LiveBytes:
+        """Count these blocks too, each from the step that begins at a position until it is freed."""
+        at, added = list(self.at), dict[int, int]()
+        for block, begin in blocks:
+            added[begin] = added.get(begin, 0) + block.nbytes
+            for position in range(begin + 1, len(at) if block.freed_at is None else block.freed_at + 1):
+                at[position] += block.nbytes
+        return replace(self, at=at, added=added)
+
+    def as_begins(self, position: int) -> int:
+        """Return the bytes live as the step that begins at `position` does."""
+        return self.at[position] + self.added.get(position, 0)
+
     def peak(self, begin: int, end: int) -> int:
         """Return the most bytes live between two positions."""
-        return max(self.at[begin : end + 1])
+        return max(self.as_begins(begin), *self.at[begin : end + 1])
 
     def workspace(self, begin: int, end: int, outputs: Sequence[AllocatedBlock]) -> int:
         """Return the most bytes that an op between two positions holds in addition to all of its outputs.

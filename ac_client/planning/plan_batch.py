@@ -206,7 +206,7 @@ class BatchPlanner:
                         f"{error}. require_service=True forbids planning in this process: start the service, "
                         "or leave require_service out"
                     ) from error
-                log.warning("planning in-process, because %s", error)
+                self.warn_once("service", f"planning in-process, because {error}")
             else:
                 return policy, as_planned(policy, profile)
         stored = PolicyFile(profile, (budget, headroom, constraints))

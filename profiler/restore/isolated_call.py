@@ -80,6 +80,7 @@ def isolated_call(
         if parameter in excluded:
             continue
         aliases[name] = nn.Parameter(of_parameter(parameter), requires_grad=parameter.requires_grad)
+        vars(aliases[name]).update(vars(parameter))  # attributes, such as the scales of a quantized weight
         originals.share(parameter, aliases[name])
         if parameter.requires_grad:
             leaves.append(aliases[name])

@@ -107,8 +107,13 @@ def test_step_that_runs_out_of_memory_is_retried_under_a_tighter_plan(gpu: Modul
     ac_client.apply(model, known.ceiling * 1.2 / GIB, optimizer=optimizer)
     at, done = ac_client.applied(model), Training(None)
 
+    other: list[Tensor] = []
+
     def backward() -> dict[str, Tensor]:
         out = model(**batch)
+        if i == 2 and not other:
+            nbytes = segment - int(known.ceiling * 0.98)  # something else takes a part of the only segment
+            other.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda:1"))
         out["loss"].backward()
         return {"loss": out["loss"].detach()}
 
@@ -117,16 +122,15 @@ def test_step_that_runs_out_of_memory_is_retried_under_a_tighter_plan(gpu: Modul
         if i == 2:
             assert at.report().recomputed == 0
             torch.cuda.empty_cache()
-            segment = torch.cuda.memory_reserved(1)  # the only one, and something else takes a part of it
+            segment = torch.cuda.memory_reserved(1)
             gpu.set_limit(1, segment)
-            other = torch.empty(segment - int(known.ceiling * 0.98), dtype=torch.uint8, device="cuda:1")
         out = at.step(backward, retry_oom=True)
         gpu.set_limit(1, 1 << 50)
         done.losses.append(out["loss"].cpu())
         done.gradients.append([p.grad.cpu().clone() for p in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
-    del other
+    other.clear()
     report = at.report()
     assert report.retries == 1
     assert report.recomputed > 0
