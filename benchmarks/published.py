@@ -59,13 +59,12 @@ RTX_3090 = Device(  # NVIDIA Ampere GA102 white paper, appendix A: float32 accum
 STATE_BYTES = {"AdamW": 28, "SGD": 20}
 """Bytes that a step of the optimizer reads and writes for each float32 parameter."""
 
+# torchtitan's: all but attention and every second product
 _PART = {KernelKind.ATTENTION: 0.0, KernelKind.CUDNN_ATTENTION: 0.0, KernelKind.PRODUCT: 0.5}
 RECOMPUTED: Mapping[str, Callable[[KernelKind], float]] = {
     "": lambda kind: 0.0,
     "every second layer": lambda kind: 0.5,
-    "selective ops": lambda kind: _PART.get(
-        kind, 1.0
-    ),  # torchtitan's: all but attention and every second product
+    "selective ops": lambda kind: _PART.get(kind, 1.0),
 }
 """By way of checkpointing, the part of each kind of op that runs again."""
 

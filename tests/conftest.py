@@ -56,7 +56,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def unseen_kernels() -> None:
-    """Build the kernels that PyTorch does not dispatch, or skip the test where there is no compiler."""
+    """Build the kernels that PyTorch does not dispatch. Without a compiler, skip the test."""
     from benchmarks.unseen_kernels.library import NoCompiler, compiled
 
     try:

@@ -1,4 +1,4 @@
-"""Run all checks on the current GPU. The report is written after each finding, so a crash leaves the rest."""
+"""Run all checks on the current GPU. The report is written after each finding, so a crash loses none."""
 
 from __future__ import annotations
 

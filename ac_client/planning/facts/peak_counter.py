@@ -103,8 +103,7 @@ def reserved_for(allocated: int, blocks: Sequence[int]) -> int:
     """Return how many bytes the allocator reserves to hand out `allocated`, in blocks of about these sizes.
 
     Segments are filled with blocks of one size each (tests/standin/caching_allocator.py has the rules).
-    Measured on the stand-in, four models of 165 to 520 MiB at two budgets each: 6 to 26 % too much. With 40
-    MiB for the last segments, an MLP ran out of memory on a device that was full to 95 %.
+    That is rather too much than too little, since a step may run out of memory before it shows the fragments.
     """
     return round(allocated * _reserved_per_byte(blocks)) + LAST_SEGMENTS
 
