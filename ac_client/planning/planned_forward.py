@@ -127,9 +127,6 @@ class PlannedForward(threading.local):
         cursor, self._cursor = self._cursor, None
         route, self._route = self._route, None
         if region is not None:
-            if active.region is not None and active.region.storages.orphans and route is not None:
-                route.quiet_calls.clear()
-                route.call_sites = dict.fromkeys(route.reruns)
             region.__exit__(None, None, None)
         bucket, self._bucket = self._bucket, None
         if whole and route is not None:
@@ -157,10 +154,7 @@ class PlannedForward(threading.local):
         begin = self._cursor.enter(path)
         if begin is not None and not self._options.strict:
             end = self._route.quiet_calls.get((path, begin))
-            if end is None:
-                if self._cursor.saves_all((begin, begin + 1)):
-                    region.storages.note_counters()  # for `orphans` to count from the first step on
-            elif region.pause():
+            if end is not None and region.pause():
                 self._unrecorded_depth = 1
                 self._unrecorded += end - begin
                 self._cursor.jump_to(end)
@@ -188,7 +182,6 @@ class PlannedForward(threading.local):
                     self._unrecorded += end - begin
                     cursor.jump_to(end)
             elif begin not in route.call_sites and self._audit is None:
-                region.storages.note_counters()  # for `orphans` to count, as above
                 self._audit = CallAudit(path, module, args, kwargs, region), begin
         except UnsupportedTensor:
             if site is None:

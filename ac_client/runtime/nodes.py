@@ -174,6 +174,15 @@ class NodeVersion:
             self.counter = self.first_counter  # nothing has written to it
         return self.counter >= 0
 
+    def written_in_pause(self, view: Tensor) -> bool:
+        """Return True if an op may have written to the storage since `note_counter`.
+
+        Args:
+            view: of the storage. Where the tensor that the op returned is gone, its counter shows writes.
+        """
+        tensor = self.tensor_ref()
+        return version_counter(tensor if tensor is not None else view) != self.counter
+
     def serving(self, position: float) -> NodeVersion:
         """Return the version that serves a use at `position`; see NOTE [ Use groups ] in the planner."""
         for group, version in self.later_runs:

@@ -209,7 +209,6 @@ class Region(RecordingMode):
         ):
             return False
         self._paused = True
-        self.storages.begin_pause()
         private.pop_dispatch_stack(None)
         return True
 

@@ -77,7 +77,7 @@ class RegionHooks:
                 version = None
             if (
                 type(version) is NodeVersion
-                and (version.counter is None or not self._storages.written_unseen(version))
+                and (version.counter is None or not version.written_in_pause(tensor))
                 and not (version.suspect and not self._storages.as_written(version, tensor))
             ):
                 if version.later_runs and self.grouping is not None:

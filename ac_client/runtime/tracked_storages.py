@@ -55,8 +55,6 @@ class TrackedStorages:
         key: name of the attribute that holds a storage's origin.
         position: of the op that reads now, in a plan with use groups.
         writes: number of writes to tracked storages.
-        orphans: number of versions that were read after a pause through a view only, so that writes during
-            the pause could not be detected.
         compares_reads: True if what is read is compared with what a recorded op has written.
         watches_code: True outside of plans: new code and new parameters switch the comparison on.
     """
@@ -67,17 +65,15 @@ class TrackedStorages:
         self.key = self._table.name
         self.position: float = 0
         self.writes = 0
-        self.orphans = 0
         self.compares_reads = False
         self.watches_code = False
         self._last_look = LastLook[NodeVersion]()
-        self._had_pause = False
         self._since_pause: list[weakref.ref[torch.UntypedStorage]] = []  # entered since the last pause
 
     def origin(self, tensor: Tensor) -> Origin | None:
         """Return the origin of `tensor`'s storage; drop it first if the storage was written unseen."""
         origin = self._table.get(tensor)
-        if type(origin) is NodeVersion and origin.counter is not None and self.written_unseen(origin):
+        if type(origin) is NodeVersion and origin.counter is not None and origin.written_in_pause(tensor):
             self._table.drop(tensor)
             return None
         return origin
@@ -125,18 +121,6 @@ class TrackedStorages:
                 unreadable.append(ref)
         self._since_pause = unreadable
         return not unreadable
-
-    def begin_pause(self) -> None:
-        """Expect writes that the mode does not see. Call `note_counters` first."""
-        self._had_pause = True
-
-    def written_unseen(self, version: NodeVersion) -> bool:
-        """Return True if an op may have written to `version` during a pause, when nothing is recorded."""
-        tensor = version.tensor_ref()
-        if tensor is None:  # only views of it are left
-            self.orphans += 1
-            return self._had_pause
-        return tensor._version != version.counter
 
     def pin(self, tensor: Tensor) -> None:
         """Hold the contents of `tensor`'s storage from here on, so that backward need not recompute them."""
@@ -317,7 +301,7 @@ class TrackedStorages:
             if not strided:
                 raise UnsupportedTensor
             origin = arg.untyped_storage().__dict__.get(key)
-            if type(origin) is NodeVersion and origin.counter is not None and self.written_unseen(origin):
+            if type(origin) is NodeVersion and origin.counter is not None and origin.written_in_pause(arg):
                 origin = None
             if type(origin) is NodeVersion:
                 if origin.suspect and arg is not unread and not self.as_written(origin, arg):
