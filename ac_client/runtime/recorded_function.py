@@ -31,6 +31,7 @@ class RecordedFunction:
     Attributes:
         call: what the profiler sees of it, too.
         saved: True if the call is saved. Final once `forward` is over.
+        is_known: True if the call is saved whatever it does: then nothing is noted of it.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class RecordedFunction:
                     self._later_runs.append((group, self._make_node(stream)))
             except UnsupportedTensor:
                 self.saved = True
+        self.is_known = self.saved and not call.examined
         if call.examined:
             self._copies = storages.copies_of_sources(tensors)
         else:
@@ -81,6 +83,8 @@ class RecordedFunction:
         if not self.call.is_forward_over(2):
             return SavedHandle(tensor, self._graph)  # a graph inside of forward
         self._end_forward()
+        if self.is_known:
+            return None
         slot = self.call.saved_slot(tensor)
         if slot is None or self.saved:
             return None
@@ -110,6 +114,9 @@ class RecordedFunction:
     def end(self, out: Any) -> None:
         """Note what the call returned."""
         self._end_forward()
+        if self.is_known:
+            self.call.finish()
+            return
         slots = list(self.call.returned_slots(out))
         if not self.saved and self._node is not None:
             for slot, tensor in slots:

@@ -341,6 +341,8 @@ class Region(RecordingMode):
         kwargs: dict[str, Any] | None,
     ) -> Any:
         """Run an op inside of a Function, which is recorded as a whole."""
+        if function.is_known and not self._asks_inside:
+            return self._run_saved(func, facts, args, kwargs)
         function.call.note_op(facts, args, kwargs or {})
         out = self._run_saved(func, facts, args, kwargs)
         function.call.note_outputs(args, kwargs or {}, out)

@@ -186,8 +186,8 @@ class FunctionCall:
         reason: why the call must be saved; "" if it may run again. Final after `run`, and for all that the
             call saves.
         written: the arguments that an unseen kernel writes, known when `reason` is.
-        examined: True if this is the first call of its kind.
         made: the storages that visible ops inside have made, by address.
+        rerun: runs the call again; None if it must be saved, which was known before.
     """
 
     def __init__(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -197,19 +197,19 @@ class FunctionCall:
         self.arguments = CallArguments(args, kwargs)
         self.made: set[int] = set()
         self.reason = WRAPPED if self.arguments.wrapped else ""
-        self._kind = _kind_of(self.arguments)
-        kinds = _known.setdefault(cls, {})
-        known = kinds.get(self._kind)
+        kind = _kind_of(self.arguments)
+        known = _known.setdefault(cls, {}).get(kind)
         plain = [tensor for tensor in self.arguments.tensors if has_storage(tensor)]
         if len(plain) < len(self.arguments.tensors):
             self.reason = self.reason or WRAPPED
-        self.examined = known is None and not self.reason and Comparison.enabled
-        self.reason = self.reason or (known.reason if known is not None else "")
-        self._contents: list[Tensor] = []  # of the slots, while the call is examined
-        self._storages = list({tensor.untyped_storage()._cdata: tensor for tensor in plain}.values())
-        self.written = [self._storages[i] for i in known.written] if known is not None else []
-        self._before: list[Fingerprint] = []
-        self._weights: KeptWeights | None = None
+        storages = list({tensor.untyped_storage()._cdata: tensor for tensor in plain}.values())
+        self._examination: _Examination | None = None
+        self.written: list[Tensor] = []
+        if known is not None:
+            self.reason = self.reason or known.reason
+            self.written = [storages[i] for i in known.written]
+        elif not self.reason and Comparison.enabled:
+            self._examination = _Examination(kind, storages)
         self.rerun: FunctionRerun | None = None
         if not self.reason:
             device = plain[0].device if plain else torch.device("cpu")
@@ -217,11 +217,15 @@ class FunctionCall:
         self._slots: dict[int, int] = {}
         self._n_saved = 0
 
+    @property
+    def examined(self) -> bool:
+        """Return True if this is the first call of its kind."""
+        return self._examination is not None
+
     def run(self, apply: Apply) -> Any:
         """Call the Function and return what it returned."""
-        if self.examined:
-            self._weights = KeptWeights()
-            self._before = [storage_fingerprint(tensor) for tensor in self._storages]
+        if self._examination is not None:
+            self._examination.begin()
         out = apply(*self._args, **self._kwargs)
         self._conclude()
         self._args, self._kwargs = (), {}
@@ -276,17 +280,14 @@ class FunctionCall:
             slot = self._slots[address] = len(self._slots)
             if self.rerun is not None:
                 self.rerun.slots.append(_Slot(tensor, index, is_saved=is_saved))
-            if self.examined:
-                self._contents.append(tensor.detach())
+            if self._examination is not None:
+                self._examination.contents.append(tensor.detach())
         return slot
 
     def _conclude(self) -> None:
-        """Compare the arguments with what they were before the call."""
-        before, self._before = self._before, []
-        for tensor, value in zip(self._storages if before else (), before, strict=True):
-            if not same_contents(value, storage_fingerprint(tensor)):
-                self.written.append(tensor)
-                self.reason = self.reason or WRITES_ARGUMENTS
+        if self._examination is not None and (written := self._examination.written()):
+            self.written += written
+            self.reason = self.reason or WRITES_ARGUMENTS
 
     def examine(self) -> list[Tensor]:
         """Run the first call of its kind a second time, compare, and remember the result for all calls.
@@ -294,30 +295,62 @@ class FunctionCall:
         Call it after `returned_slots`, where dispatch modes do not record. Return the contents of the slots,
         if this is the first call.
         """
-        if not self.examined:
+        first, self._examination = self._examination, None
+        if first is None:
             return []
-        contents, self._contents = self._contents, []
-        if contents and not self.reason and self.rerun is not None:
+        if first.contents and not self.reason and self.rerun is not None:
             try:
                 again = self.rerun(*self.arguments.tensors)
-                same = _equal([fingerprint(t) for t in contents], [fingerprint(t) for t in again])
+                same = _equal([fingerprint(t) for t in first.contents], [fingerprint(t) for t in again])
             except RuntimeError:  # what it makes has another shape, or it cannot run twice
                 same = False
             if not same:
                 self.reason = DIFFERS
-        written = {id(tensor) for tensor in self.written}
-        positions = tuple(i for i, tensor in enumerate(self._storages) if id(tensor) in written)
-        _known[self._cls][self._kind] = _Kind(self.reason, positions)
-        return contents
+        _known[self._cls][first.kind] = _Kind(self.reason, first.positions(self.written))
+        return first.contents
 
     def finish(self) -> None:
         """Forget the tensors of the call."""
         self.arguments.release()
-        self._storages, self.written = [], []
-        self._weights = None
+        self.written = []
 
 
 _RUN: CodeType = FunctionCall.run.__code__
+
+
+class _Examination:
+    """Compares what the first call of a kind reads and makes: NOTE [ What a Function does unseen ].
+
+    Attributes:
+        kind: of the call.
+        contents: of the slots.
+    """
+
+    def __init__(self, kind: Any, storages: Sequence[Tensor]) -> None:
+        self.kind = kind
+        self.contents: list[Tensor] = []
+        self._storages = storages  # of the arguments: a tensor on each
+        self._before: list[Fingerprint] = []
+        self._weights: KeptWeights | None = None
+
+    def begin(self) -> None:
+        """Take the fingerprints of the arguments."""
+        self._weights = KeptWeights()
+        self._before = [storage_fingerprint(tensor) for tensor in self._storages]
+
+    def written(self) -> list[Tensor]:
+        """Return the arguments that are not as they were when it began; [] from the second time on."""
+        before, self._before = self._before, []
+        return [
+            tensor
+            for tensor, value in zip(self._storages if before else (), before, strict=True)
+            if not same_contents(value, storage_fingerprint(tensor))
+        ]
+
+    def positions(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return which of the storages of the arguments are those of `tensors`."""
+        written = {id(tensor) for tensor in tensors}
+        return tuple(i for i, tensor in enumerate(self._storages) if id(tensor) in written)
 
 
 def _equal(first: Sequence[Fingerprint], second: Sequence[Fingerprint]) -> bool:
