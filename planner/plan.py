@@ -44,7 +44,7 @@ DEFAULT_TIME_LIMIT_S = 600.0
 """Defaults of a plan, also for requests to the service."""
 STEP_SHARE = 0.1  # of the gap: the share of the step's time within which a plan is good enough, too
 GROUPS_GAIN = 0.001  # of the step: use groups are tried where they may save more than this,
-GROUPS_WORK = 3e-4  # with so much work for each pair of an op and a state, of which there are about as many,
+GROUPS_WORK = 1e-4  # with so much work for each pair of an op and a state, of which there are about as many,
 MOST_GROUPS_WORK = 1.4  # and at most so much
 SHARED_WORK = 3.0  # if blocks share compiled code: the best plan has more variants than is allowed
 EVIDENCE_WORK = 10.0  # to find what would fit, once the budget is proven not to
@@ -254,7 +254,7 @@ def _find_save_set(
         problem,
         budget,
         goal=Goal(rule.gap, enough=enough),
-        allowance=allowance.with_work_up_to(min(GROUPS_WORK * len(graph.ops) ** 2, MOST_GROUPS_WORK)),
+        allowance=allowance.with_work_up_to(min(GROUPS_WORK * len(once.graph.ops) ** 2, MOST_GROUPS_WORK)),
         start=(*starts, same),
     )
     grouped.run()
