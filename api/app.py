@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from autoac.api.error_mapping import headers_of, problem_of
+from autoac.api.error_mapping import documented, headers_of, problem_of
 from autoac.api.errors import JobFailed, ServiceError
 from autoac.api.plot_maker import PlotMaker
 from autoac.api.problems import MEDIA_TYPE, URN, ProblemResponse, schemas
@@ -188,6 +188,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
+        responses=documented(),
     )
     app.state.service = service
     for router in ROUTERS:

@@ -10,6 +10,8 @@ from starlette.exceptions import HTTPException
 
 from autoac.api import errors as service
 from autoac.api.problems import (
+    MEDIA_TYPE,
+    REF,
     URN,
     InfeasibleConstraintsProblem,
     InfeasibleProblem,
@@ -76,6 +78,27 @@ _TABLE: tuple[tuple[type[Exception], int, str, type[Problem], str], ...] = (
     (service.SolveTimedOut, 504, "solver-out-of-time", OutOfTimeProblem, "The solver ran out of time"),
 )
 """Error, status, slug of the type, model and title. The first row whose error matches counts."""
+
+
+def documented() -> dict[int | str, dict[str, Any]]:
+    """Return `responses=` of every route, for the OpenAPI document: all errors, by status.
+
+    FastAPI's own `model` entry would declare the media type of the route, application/json.
+    """
+    titles: dict[int, dict[str, None]] = {}
+    models: dict[int, dict[str, None]] = {}
+    for _, status, _, model, title in _TABLE:
+        titles.setdefault(status, {})[title] = None
+        models.setdefault(status, {})[model.__name__] = None
+    return {
+        status: {
+            "description": "; ".join(titles[status]),
+            "content": {
+                MEDIA_TYPE: {"schema": {"anyOf": [{"$ref": REF.format(model=name)} for name in names]}}
+            },
+        }
+        for status, names in models.items()
+    }
 
 
 def problem_of(error: Exception) -> Problem:

@@ -57,7 +57,7 @@ class PlotMaker:
             digest, policy = get_policy(connection, id).profile_digest, read_policy(connection, id)
             if policy is None:  # deleted between the two reads
                 raise NotFound(f"no policy {id}")
-            return None, plot_body(profile_text(connection, digest), policy.text)
+            return None, plot_body(profile_text(connection, digest), policy)
 
     def _store(self, id: str, plot: bytes) -> None:
         with self._database.write() as connection:

@@ -102,25 +102,6 @@ class ProblemResponse(JSONResponse):
         super().__init__(problem.model_dump(mode="json"), problem.status, headers)
 
 
-def documented(answers: dict[int, tuple[str, tuple[type[Problem], ...]]]) -> dict[int | str, dict[str, Any]]:
-    """Return the argument `responses=` of a FastAPI route, which documents the errors of the route.
-
-    FastAPI's own `model` entry would declare the route's media type, application/json.
-
-    Args:
-        answers: by HTTP status, a description and the models of the problems that can occur.
-    """
-    return {
-        status: {
-            "description": description,
-            "content": {
-                MEDIA_TYPE: {"schema": {"anyOf": [{"$ref": REF.format(model=m.__name__)} for m in models]}}
-            },
-        }
-        for status, (description, models) in answers.items()
-    }
-
-
 def schemas(*models: type[BaseModel], serialized: tuple[type[BaseModel], ...] = ()) -> dict[str, Any]:
     """Return JSON schemas for OpenAPI's components: of problems and `models` as they are read, and of
     `serialized` as they are written."""

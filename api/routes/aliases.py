@@ -9,21 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sqlalchemy import Connection
 
 from autoac.api.errors import MalformedRequest, NotFound
-from autoac.api.problems import Problem
 from autoac.api.requests import read_json
 from autoac.api.routes.access import Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
-    BODY,
-    GONE,
     AliasName,
-    Answers,
     body_of,
     etag,
     expected_revision,
     gives,
     json_text,
     matches,
-    problems,
 )
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import AliasView, MoveView
@@ -36,10 +31,6 @@ router = APIRouter(prefix="/v1", tags=["aliases"])
 
 IfMatch = Annotated[str | None, Header(description="The alias's ETag.")]
 IfNoneMatch = Annotated[str | None, Header(description="* to create an alias.")]
-LOST: Answers = {
-    412: ("Another request moved the alias, or it exists already", (Problem,)),
-    428: ("The request must have If-Match or If-None-Match", (Problem,)),
-}
 
 
 class AliasRequest(BaseModel):
@@ -50,7 +41,7 @@ class AliasRequest(BaseModel):
     policy_id: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-@router.get("/aliases", summary="Aliases, by name", responses=problems())
+@router.get("/aliases", summary="Aliases, by name")
 async def get_aliases(
     service: ServiceOf,
     caller: Reader,
@@ -71,7 +62,7 @@ async def get_aliases(
 @router.get(
     "/aliases/{name:path}",
     summary="An alias",
-    responses={304: {"description": "As If-None-Match says"}, **problems(GONE)},
+    responses={304: {"description": "As If-None-Match says"}},
     response_model=AliasView,
 )
 async def get_one_alias(
@@ -95,7 +86,6 @@ async def get_one_alias(
     summary="Point an alias at a policy",
     responses={
         201: {"model": AliasView, "description": "A new alias"},
-        **problems(GONE, BODY, LOST),
     },
     openapi_extra=body_of("AliasRequest"),
 )
@@ -128,9 +118,7 @@ async def put_alias(
     return moved
 
 
-@router.delete(
-    "/aliases/{name:path}", status_code=204, summary="Delete an alias", responses=problems(GONE, LOST)
-)
+@router.delete("/aliases/{name:path}", status_code=204, summary="Delete an alias")
 async def delete_alias(
     request: Request, name: AliasName, service: ServiceOf, caller: Planner, if_match: IfMatch = None
 ) -> Response:
@@ -145,7 +133,7 @@ async def delete_alias(
     return Response(status_code=204)
 
 
-@router.get("/alias-history/{name:path}", summary="The moves of an alias", responses=problems(GONE))
+@router.get("/alias-history/{name:path}", summary="The moves of an alias")
 async def get_history(name: AliasName, service: ServiceOf, caller: Reader, piece: PieceOf) -> Page[MoveView]:
     """List the moves, newest first: who moved the alias, when, and to which policy."""
 
@@ -162,7 +150,6 @@ async def get_history(name: AliasName, service: ServiceOf, caller: Reader, piece
     responses={
         200: gives("Policy", "The policy, in its published form", "ETag", "Content-Location"),
         304: {"description": "As If-None-Match says"},
-        **problems(GONE),
     },
 )
 async def get_named_policy(request: Request, name: AliasName, service: ServiceOf, caller: Reader) -> Response:
@@ -173,7 +160,7 @@ async def get_named_policy(request: Request, name: AliasName, service: ServiceOf
         found = read_policy(connection, id)
         if found is None:
             raise NotFound(f"no alias {name}")
-        return id, found.text
+        return id, found
 
     id, text = await service.read(look)
     headers = {"ETag": etag(id), "Content-Location": f"/v1/policies/{id}", "Cache-Control": "no-cache"}

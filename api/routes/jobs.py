@@ -15,17 +15,13 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
 from autoac.api.errors import Forbidden, NotFound
-from autoac.api.problems import Problem, QueueProblem
 from autoac.api.requests import Kind
 from autoac.api.routes.access import Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
-    GONE,
     gives,
     json_text,
-    problems,
 )
 from autoac.api.routes.pagination import Page, PieceOf
-from autoac.api.routes.solves import SOLVE
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
 from autoac.api.storage.database import AWAY
@@ -39,7 +35,7 @@ JobId = Annotated[str, Path(pattern="^[0-9a-f]{32}$")]
 ALIVE_S = 15.0  # between two comments that keep a quiet stream open
 
 
-@router.get("", summary="Jobs, newest first", responses=problems())
+@router.get("", summary="Jobs, newest first")
 async def get_jobs(
     service: ServiceOf,
     caller: Reader,
@@ -62,7 +58,7 @@ async def get_jobs(
     return await to_thread.run_sync(look)
 
 
-@router.get("/{id}", summary="A job", responses=problems(GONE))
+@router.get("/{id}", summary="A job")
 async def get_job(id: JobId, response: Response, service: ServiceOf, caller: Reader) -> JobView:
     """Get state and progress. Until the job is final, Retry-After says when to poll again."""
 
@@ -82,7 +78,6 @@ async def get_job(id: JobId, response: Response, service: ServiceOf, caller: Rea
     responses={
         200: gives("JobResult", "The policy, frontier or floor"),
         202: {"model": JobView, "description": "The job is not finished"},
-        **problems(GONE, SOLVE),
     },
 )
 async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
@@ -107,7 +102,6 @@ async def get_result(id: JobId, service: ServiceOf, caller: Reader) -> Response:
             "description": "Memory over the step and the decision on each op, for each point",
             "content": {"application/json": {"schema": {"type": "object"}}},
         },
-        **problems(GONE),
     },
 )
 async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: Reader) -> Response:
@@ -119,7 +113,7 @@ async def get_drawing(request: Request, id: JobId, service: ServiceOf, caller: R
     return json_text(await to_thread.run_sync(gzip.decompress, drawn), headers=headers)
 
 
-@router.delete("/{id}", summary="Cancel a job", responses=problems(GONE))
+@router.delete("/{id}", summary="Cancel a job")
 async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Planner) -> JobView:
     """Cancel a job; its runner stops within a second. A final job stays as it is.
 
@@ -149,13 +143,6 @@ async def cancel_job(request: Request, id: JobId, service: ServiceOf, caller: Pl
             "content": {"text/event-stream": {}},
         },
         204: {"description": "The job is final, and Last-Event-ID is its last event"},
-        **problems(
-            GONE,
-            {
-                422: ("A parameter is not valid", (Problem,)),
-                429: ("The key has reached its limit of event streams", (QueueProblem,)),
-            },
-        ),
     },
 )
 async def get_events(

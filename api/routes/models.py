@@ -6,6 +6,7 @@ import json
 from datetime import datetime
 from typing import Annotated, Any
 
+import zstandard
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from sqlalchemy import Connection
@@ -13,7 +14,7 @@ from sqlalchemy import Connection
 from autoac.api.errors import MalformedRequest
 from autoac.api.requests import read_json
 from autoac.api.routes.access import Planner, Reader, ServiceOf
-from autoac.api.routes.openapi_helpers import BODY, GONE, Digest, body_of, problems
+from autoac.api.routes.openapi_helpers import Digest, body_of
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import JsonText, View
 from autoac.api.service import Service
@@ -25,7 +26,7 @@ router = APIRouter(prefix="/v1/models", tags=["models"])
 
 
 def _plans(frontier: bytes | None) -> Any:
-    return None if frontier is None else json.loads(frontier)["plans"]
+    return None if frontier is None else json.loads(zstandard.decompress(frontier))["plans"]
 
 
 class PointView(BaseModel):
@@ -59,7 +60,7 @@ class NameRequest(BaseModel):
     name: Annotated[str, Field(min_length=1, max_length=100)]
 
 
-@router.get("", summary="Models, newest first", responses=problems())
+@router.get("", summary="Models, newest first")
 async def get_models(service: ServiceOf, caller: Reader, piece: PieceOf) -> Page[ModelView]:
     """List the models that have a profile."""
 
@@ -70,7 +71,7 @@ async def get_models(service: ServiceOf, caller: Reader, piece: PieceOf) -> Page
     return await service.read(look)
 
 
-@router.get("/{fingerprint}", summary="A model", responses=problems(GONE))
+@router.get("/{fingerprint}", summary="A model")
 async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader) -> ModelView:
     """Get a model's name and its small frontier."""
 
@@ -80,7 +81,6 @@ async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader)
 @router.put(
     "/{fingerprint}/name",
     summary="Name a model",
-    responses=problems(GONE, BODY),
     openapi_extra=body_of("NameRequest"),
 )
 async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner) -> ModelView:
@@ -95,7 +95,7 @@ async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, ca
     return await _named(service, fingerprint, name, caller, request)
 
 
-@router.delete("/{fingerprint}/name", summary="Delete a model's name", responses=problems(GONE))
+@router.delete("/{fingerprint}/name", summary="Delete a model's name")
 async def delete_name(
     fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner
 ) -> ModelView:

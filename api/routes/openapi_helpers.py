@@ -1,4 +1,4 @@
-"""Helpers of the routes: documented problems, parameters, ETags."""
+"""Helpers of the routes: documented bodies, parameters, ETags."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ from typing import Annotated, Any
 from fastapi import Path, Query, Response
 
 from autoac.api.errors import MalformedRequest, PreconditionRequired
-from autoac.api.problems import (
-    REF,
-    InvalidProblem,
-    LimitProblem,
-    Problem,
-    documented,
-)
-
-Answers = dict[int, tuple[str, tuple[type[Problem], ...]]]
-"""Problems of a route: by status, a description and models."""
+from autoac.api.problems import REF
 
 JSON = "application/json"
 
@@ -79,31 +70,6 @@ def expected_revision(if_match: str | None, if_none_match: str | None) -> int | 
 def json_text(content: bytes | str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a response whose content is JSON already."""
     return Response(content, status, headers, JSON)
-
-
-ANY_ROUTE: Answers = {
-    401: ("The key is missing or unknown", (Problem,)),
-    403: ("The key's scope does not allow this", (Problem,)),
-    421: ("A request without a key names another machine as its host", (Problem,)),
-    422: ("A parameter is not valid", (InvalidProblem,)),
-    500: ("The service failed", (Problem,)),
-    503: ("The database is away; Retry-After says when to retry", (Problem,)),
-}
-BODY: Answers = {
-    400: ("The body is not JSON, or does not match its Content-Encoding", (Problem,)),
-    408: ("The body took too long to arrive", (Problem,)),
-    413: ("The body is too large, as sent or decoded", (LimitProblem,)),
-    415: ("Unsupported Content-Type or Content-Encoding", (Problem,)),
-}
-GONE: Answers = {404: ("Not found", (Problem,))}
-
-
-def problems(*answers: Answers) -> dict[int | str, dict[str, Any]]:
-    """Return `responses=` of a route: the answers of every route, and these."""
-    every = dict(ANY_ROUTE)
-    for more in answers:
-        every |= more
-    return documented(every)
 
 
 def body_of(model: str, *, required: bool = True) -> dict[str, Any]:

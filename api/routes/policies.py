@@ -14,17 +14,14 @@ from sqlalchemy import Connection
 
 from autoac.api.errors import MalformedRequest, NotFound, SolverDied, SolveTimedOut
 from autoac.api.policy_plot import became
-from autoac.api.problems import Problem
 from autoac.api.routes.access import Admin, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
-    GONE,
     Digest,
     Text,
     etag,
     gives,
     json_text,
     matches,
-    problems,
     refuse_nul,
 )
 from autoac.api.routes.pagination import Page, PieceOf
@@ -132,7 +129,6 @@ FilterOf = Annotated[PolicyFilter, Depends(_filter)]
     "/policies",
     summary="Policies, newest first",
     response_model=Page[PolicyView],
-    responses=problems(),
 )
 async def get_policies(
     service: ServiceOf,
@@ -155,9 +151,7 @@ async def get_policies(
     return json_text(await (service.read_on_loop(look) if few else service.read(look)))
 
 
-@router.head(
-    "/policies/{id}", summary="Check that a policy exists", response_class=Response, responses=problems(GONE)
-)
+@router.head("/policies/{id}", summary="Check that a policy exists", response_class=Response)
 @router.get(
     "/policies/{id}",
     summary="A policy",
@@ -165,7 +159,6 @@ async def get_policies(
     responses={
         200: gives("Policy", "The policy, in its published form", "ETag"),
         304: {"description": "As If-None-Match says"},
-        **problems(GONE),
     },
 )
 async def get_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
@@ -184,7 +177,7 @@ async def get_one_policy(request: Request, id: Digest, service: ServiceOf, calle
     return json_text(text, headers=headers)
 
 
-@router.get("/policies/{id}/about", summary="Facts about a policy", responses=problems(GONE))
+@router.get("/policies/{id}/about", summary="Facts about a policy")
 async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyView:
     """Get a policy's version, its predictions, and who requested it when."""
 
@@ -203,14 +196,6 @@ async def get_about(id: Digest, service: ServiceOf, caller: Reader) -> PolicyVie
             "content": {"application/json": {"schema": {"type": "object"}}},
         },
         304: {"description": "As If-None-Match says"},
-        **problems(
-            {
-                404: ("There is no such policy, or its profile was deleted", (Problem,)),
-                500: ("The child that plots died, or the service failed", (Problem,)),
-                503: ("Too many requests wait, or the database is away", (Problem,)),
-                504: ("The plot took too long", (Problem,)),
-            }
-        ),
     },
 )
 async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: Reader) -> Response:
@@ -239,7 +224,6 @@ async def get_drawing(request: Request, id: Digest, service: ServiceOf, caller: 
     "/policies/{id}",
     status_code=204,
     summary="Delete a policy",
-    responses=problems(GONE, {409: ("An alias names it", (Problem,))}),
 )
 async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, caller: Admin) -> Response:
     """Delete a policy, unless an alias names it."""
@@ -253,9 +237,7 @@ async def delete_one_policy(request: Request, id: Digest, service: ServiceOf, ca
     return Response(status_code=204)
 
 
-@router.get(
-    "/differences", summary="The ops that one policy saves and another does not", responses=problems(GONE)
-)
+@router.get("/differences", summary="The ops that one policy saves and another does not")
 async def get_difference(
     request: Request, service: ServiceOf, caller: Reader, before: Name, after: Name
 ) -> DifferenceView:
@@ -307,11 +289,11 @@ def _plain(found: Any) -> dict[str, Any]:
 def _resolved(connection: Connection, name: str) -> str:
     if len(name) == 64 and not set(name) - set("0123456789abcdef"):
         return name
-    return get_alias(connection, name).policy_id
+    return str(get_alias(connection, name).policy_id)
 
 
 def _text(connection: Connection, id: str) -> bytes:
     found = read_policy(connection, id)
     if found is None:
         raise NotFound(f"no policy {id}")
-    return found.text
+    return found

@@ -8,12 +8,9 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.errors import MalformedRequest
-from autoac.api.problems import InvalidProblem, Problem, VersionProblem
 from autoac.api.requests import Kind, ParsedProfile
 from autoac.api.routes.access import Admin, Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
-    BODY,
-    GONE,
     Digest,
     Text,
     body_of,
@@ -21,7 +18,6 @@ from autoac.api.routes.openapi_helpers import (
     gives,
     json_text,
     matches,
-    problems,
     refuse_nul,
 )
 from autoac.api.routes.pagination import Page, PieceOf
@@ -33,22 +29,12 @@ from autoac.api.storage.profile_registry import add_profile, get_profile, list_p
 
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 
-TAKES = problems(
-    BODY,
-    {
-        422: ("Malformed, of an unknown version, or of another digest", (VersionProblem, InvalidProblem)),
-        500: ("The child that reads profiles died, or the service failed", (Problem,)),
-        503: ("Too many requests wait, or the database is away", (Problem,)),
-        504: ("The profile took too long to check", (Problem,)),
-    },
-)
-
 
 @router.post(
     "",
     status_code=201,
     summary="Store a profile",
-    responses={200: {"model": ProfileView, "description": "The profile was stored already"}, **TAKES},
+    responses={200: {"model": ProfileView, "description": "The profile was stored already"}},
     openapi_extra=body_of("Profile"),
 )
 async def post_profile(
@@ -64,7 +50,7 @@ async def post_profile(
     "/{digest}",
     status_code=201,
     summary="Store a profile whose digest is known",
-    responses={200: {"model": ProfileView, "description": "The profile was stored already"}, **TAKES},
+    responses={200: {"model": ProfileView, "description": "The profile was stored already"}},
     openapi_extra=body_of("Profile"),
 )
 async def put_profile(
@@ -99,7 +85,7 @@ async def _store(
     return view
 
 
-@router.get("", summary="Profiles, newest first", responses=problems())
+@router.get("", summary="Profiles, newest first")
 async def get_profiles(
     service: ServiceOf,
     caller: Reader,
@@ -125,9 +111,7 @@ async def get_profiles(
     return await service.read(look)
 
 
-@router.head(
-    "/{digest}", summary="Check that a profile exists", response_class=Response, responses=problems(GONE)
-)
+@router.head("/{digest}", summary="Check that a profile exists", response_class=Response)
 @router.get(
     "/{digest}",
     summary="A profile",
@@ -135,7 +119,6 @@ async def get_profiles(
     responses={
         200: gives("Profile", "The profile, in its published form", "ETag"),
         304: {"description": "As If-None-Match says"},
-        **problems(GONE),
     },
 )
 async def get_one_profile(request: Request, digest: Digest, service: ServiceOf, caller: Reader) -> Response:
@@ -159,7 +142,6 @@ async def get_one_profile(request: Request, digest: Digest, service: ServiceOf, 
     "/{digest}",
     status_code=204,
     summary="Delete a profile",
-    responses=problems(GONE, {409: ("A job needs it", (Problem,))}),
 )
 async def delete_one_profile(request: Request, digest: Digest, service: ServiceOf, caller: Admin) -> Response:
     """Delete a profile and its finished jobs; its policies stay."""

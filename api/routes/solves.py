@@ -12,26 +12,15 @@ from fastapi import APIRouter, Request, Response
 
 from autoac.api.problems import (
     REF,
-    InfeasibleConstraintsProblem,
-    InfeasibleProblem,
-    InvalidProblem,
-    OutOfTimeProblem,
-    Problem,
-    QueueProblem,
-    VersionProblem,
 )
 from autoac.api.requests import Kind
 from autoac.api.routes.access import Planner, ServiceOf
 from autoac.api.routes.openapi_helpers import (
-    BODY,
-    GONE,
     JSON,
-    Answers,
     body_of,
     etag,
     gives,
     json_text,
-    problems,
 )
 from autoac.api.routes.views import JobView
 from autoac.api.service import Service
@@ -40,19 +29,6 @@ from autoac.api.storage.keys import Caller
 
 router = APIRouter(prefix="/v1", tags=["solves"])
 
-SOLVE: Answers = {
-    404: ("No profile has this digest", (Problem,)),
-    409: ("The job was cancelled", (Problem,)),
-    422: (
-        "Malformed request or profile, unknown version, no budget, constraints that cannot be met, "
-        "or no plan fits",
-        (InfeasibleProblem, InfeasibleConstraintsProblem, InvalidProblem, VersionProblem, Problem),
-    ),
-    429: ("The key has reached its limit of queued jobs", (QueueProblem,)),
-    500: ("The solver died, or the service failed", (Problem,)),
-    503: ("Too many requests wait, or the database is away; Retry-After says when to retry", (Problem,)),
-    504: ("The solver ran out of time", (OutOfTimeProblem,)),
-}
 PREFER = [
     {
         "name": "Prefer",
@@ -72,7 +48,6 @@ def _responses(done: int, model: str, description: str) -> dict[int | str, dict[
             "headers": {name: {"schema": {"type": "string"}} for name in ("Location", "Retry-After")},
             "content": {JSON: {"schema": {"$ref": REF.format(model="JobView")}}},
         },
-        **problems(GONE, BODY, SOLVE),
     }
 
 

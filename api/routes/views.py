@@ -7,12 +7,10 @@ from datetime import datetime
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Row, select
 
 from autoac.api.requests import Kind
-from autoac.api.storage.alias_registry import Alias
 from autoac.api.storage.job_store import Job, JobState
-from autoac.api.storage.policy_registry import StoredPolicy
 from autoac.api.storage.tables import audit
 
 JsonText = BeforeValidator(lambda text: text if text is None else json.loads(text))
@@ -65,7 +63,7 @@ class PolicyView(View):
     url: str
 
     @classmethod
-    def of(cls, row: StoredPolicy, **more: Any) -> Self:
+    def of(cls, row: Row[Any], **more: Any) -> Self:
         return super().of(row, url=f"/v1/policies/{row.id}", **more)
 
 
@@ -80,7 +78,7 @@ class AliasView(View):
     policy_url: str
 
     @classmethod
-    def of(cls, row: Alias, **more: Any) -> Self:
+    def of(cls, row: Row[Any], **more: Any) -> Self:
         return super().of(row, policy_url=f"/v1/policies/{row.policy_id}", **more)
 
 

@@ -5,9 +5,10 @@ Functions of a connection, so that several make one transaction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from autoac.api.errors import NotFound, PreconditionFailed
@@ -15,52 +16,22 @@ from autoac.api.storage.database import now
 from autoac.api.storage.policy_registry import get_policy
 from autoac.api.storage.tables import alias_moves, aliases
 
-ANY = "*"
 
-
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A name for a policy. It may move to another policy; `revision` counts its moves."""
-
-    name: str
-    policy_id: str
-    revision: int
-    moved_at: float
-    moved_by: str
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A step in an alias's history; `policy_id` is None where the alias was deleted."""
-
-    number: int
-    revision: int
-    policy_id: str | None
-    moved_at: float
-    moved_by: str
-
-
-_ALIAS = tuple(aliases.c[name] for name in Alias.__slots__)
-
-
-_MOVE = tuple(alias_moves.c[name] for name in Move.__slots__)
-
-
-def get_alias(connection: Connection, name: str) -> Alias:
+def get_alias(connection: Connection, name: str) -> Row[Any]:
     """Return an alias.
 
     Raises:
         NotFound: the alias does not exist.
     """
-    row = connection.execute(select(*_ALIAS).where(aliases.c.name == name)).one_or_none()
+    row = connection.execute(select(aliases).where(aliases.c.name == name)).one_or_none()
     if row is None:
         raise NotFound(f"no alias {name}")
-    return Alias(*row)
+    return row
 
 
 def move_alias(
     connection: Connection, name: str, policy: str, who: str, *, expected: int | None
-) -> tuple[Alias, bool]:
+) -> tuple[Row[Any], bool]:
     """Point an alias at a policy; return the alias, and True if it is new.
 
     Args:
@@ -130,28 +101,28 @@ def _note_move(connection: Connection, name: str, revision: int, policy: str | N
 
 def list_aliases(
     connection: Connection, *, after: str | None = None, policy: str | None = None, limit: int
-) -> list[Alias]:
+) -> Sequence[Row[Any]]:
     """Return aliases in order of their names, starting after the name `after`."""
-    query = select(*_ALIAS).order_by(aliases.c.name).limit(limit)
+    query = select(aliases).order_by(aliases.c.name).limit(limit)
     if after is not None:
         query = query.where(aliases.c.name > after)
     if policy is not None:
         query = query.where(aliases.c.policy_id == policy)
-    return [Alias(*row) for row in connection.execute(query)]
+    return connection.execute(query).all()
 
 
-def alias_history(connection: Connection, name: str, *, before: int | None = None, limit: int) -> list[Move]:
+def alias_history(
+    connection: Connection, name: str, *, before: int | None = None, limit: int
+) -> Sequence[Row[Any]]:
     """Return the moves of an alias, newest first.
 
     Raises:
         NotFound: there never was such an alias.
     """
-    query = select(*_MOVE).where(alias_moves.c.name == name)
+    query = select(alias_moves).where(alias_moves.c.name == name)
     if before is not None:
         query = query.where(alias_moves.c.number < before)
-    found = [
-        Move(*row) for row in connection.execute(query.order_by(alias_moves.c.number.desc()).limit(limit))
-    ]
+    found = connection.execute(query.order_by(alias_moves.c.number.desc()).limit(limit)).all()
     if not found and before is None:
         raise NotFound(f"no alias {name}")
     return found

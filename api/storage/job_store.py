@@ -145,7 +145,7 @@ class JobStore:
                 found = read_policy(connection, job.policy_id)
                 if found is None:
                     raise NotFound(f"the policy of job {job.id} was deleted; ask again to plan it once more")
-                return found.text
+                return found
             content = connection.scalar(select(jobs.c.result).where(jobs.c.id == job.id))
         assert content is not None
         return zstandard.decompress(content)

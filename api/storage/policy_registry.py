@@ -6,7 +6,7 @@ Functions of a connection, so that several make one transaction.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +16,7 @@ import zstandard
 from sqlalchemy import (
     BindParameter,
     Connection,
+    Row,
     Select,
     and_,
     bindparam,
@@ -33,40 +34,6 @@ from autoac.api.storage.database import now
 from autoac.api.storage.tables import aliases, policies, policy_options
 from autoac.planner.formats.constraints import Constraints
 from autoac.planner.formats.policy import Policy
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPolicy:
-    """A policy of the registry, without its content. Bytes and microseconds."""
-
-    number: int
-    id: str
-    model: str
-    fingerprint: str
-    device: str
-    budget_bytes: int
-    version: int  # of the policies of this fingerprint and budget
-    profile_digest: str
-    peak_bytes: int
-    recompute_us: float
-    step_us: float
-    gap: float
-    stopped: str
-    created_at: float
-    created_by: str
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyText:
-    """A policy's id and its published form."""
-
-    id: str
-    content: bytes  # zstd
-
-    @property
-    def text(self) -> bytes:
-        """Return the policy's JSON, decompressed."""
-        return zstandard.decompress(self.content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +61,7 @@ class PolicyFilter:
     options: PolicyOptions | None
 
 
-_POLICY = tuple(policies.c[name] for name in StoredPolicy.__slots__)
+_POLICY = tuple(column for column in policies.c if column is not policies.c.content)
 
 
 def policy_id(text: bytes) -> str:
@@ -162,13 +129,13 @@ def _add_text(connection: Connection, text: str, who: str) -> str:
     raise AssertionError("the policy was not stored: in 100 attempts, another of its model came first")
 
 
-def read_policy(connection: Connection, id: str) -> PolicyText | None:
-    """Return a policy's text, or None if the policy does not exist."""
+def read_policy(connection: Connection, id: str) -> bytes | None:
+    """Return the published form of a policy, or None if the policy does not exist."""
     content = connection.scalar(select(policies.c.content).where(policies.c.id == id))
-    return None if content is None else PolicyText(id, content)
+    return None if content is None else zstandard.decompress(content)
 
 
-def get_policy(connection: Connection, id: str) -> StoredPolicy:
+def get_policy(connection: Connection, id: str) -> Row[Any]:
     """Return a policy without its content.
 
     Raises:
@@ -177,12 +144,12 @@ def get_policy(connection: Connection, id: str) -> StoredPolicy:
     row = connection.execute(select(*_POLICY).where(policies.c.id == id)).one_or_none()
     if row is None:
         raise NotFound(f"no policy {id}")
-    return StoredPolicy(*row)
+    return row
 
 
 def list_policies(
     connection: Connection, wanted: PolicyFilter, *, before: int | None = None, limit: int
-) -> list[StoredPolicy]:
+) -> Sequence[Row[Any]]:
     """Return policies, newest first, starting below the number `before`."""
     matched = {name: getattr(wanted, name) for name in wanted.__slots__ if name != "options"}
     given = {name: value for name, value in (matched | {"before": before}).items() if value is not None}
@@ -191,7 +158,7 @@ def list_policies(
     if options is not None:
         values |= {f"asked_{name}": getattr(options, name) for name in options.__slots__}
     query = _policies_query(frozenset(given), options is not None)
-    return [StoredPolicy(*row) for row in connection.execute(query, values)]
+    return connection.execute(query, values).all()
 
 
 @lru_cache(maxsize=64)  # building such a query takes five times as long as running it

@@ -7,50 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
+from typing import Any
 
 import zstandard
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, Row, Select, delete, func, insert, select
 
 from autoac.api.errors import NotFound
 from autoac.api.requests import ParsedProfile
 from autoac.api.storage.database import now
 from autoac.api.storage.tables import jobs, model_names, profiles
 
-
-@dataclass(frozen=True, slots=True)
-class StoredProfile:
-    """A profile of the registry, without its content."""
-
-    number: int
-    digest: str
-    model: str
-    fingerprint: str
-    device: str
-    ops: int
-    inputs: str  # JSON
-    parameter_bytes: int
-    plain_bytes: int
-    created_at: float
-    created_by: str
-
-
-@dataclass(frozen=True, slots=True)
-class StoredModel:
-    """The profiles of one fingerprint: the name that a person gave them, and their newest frontier."""
-
-    number: int  # of the newest profile
-    fingerprint: str
-    model: str
-    inputs: str  # JSON; this and the next of the newest profile
-    parameter_bytes: int
-    name: str | None  # None: the class's name serves
-    named_at: float | None
-    named_by: str | None
-    frontier: bytes | None  # JSON, as `requests.answer` returns it
-
-
-_PROFILE = tuple(profiles.c[name] for name in StoredProfile.__slots__)
+_PROFILE = tuple(column for column in profiles.c if column is not profiles.c.content)
 
 
 def add_profile(connection: Connection, profile: ParsedProfile, who: str) -> bool:
@@ -63,23 +31,13 @@ def add_profile(connection: Connection, profile: ParsedProfile, who: str) -> boo
         return False
     connection.execute(
         insert(profiles).values(
-            digest=profile.digest,
-            model=profile.model,
-            fingerprint=profile.fingerprint,
-            device=profile.device,
-            ops=profile.ops,
-            inputs=json.dumps(profile.inputs),
-            parameter_bytes=profile.parameter_bytes,
-            plain_bytes=profile.plain_bytes,
-            content=profile.content,
-            created_at=now(),
-            created_by=who,
+            asdict(profile) | {"inputs": json.dumps(profile.inputs), "created_at": now(), "created_by": who}
         )
     )
     return True
 
 
-def get_profile(connection: Connection, digest: str) -> StoredProfile:
+def get_profile(connection: Connection, digest: str) -> Row[Any]:
     """Return a profile without its content.
 
     Raises:
@@ -88,7 +46,7 @@ def get_profile(connection: Connection, digest: str) -> StoredProfile:
     row = connection.execute(select(*_PROFILE).where(profiles.c.digest == digest)).one_or_none()
     if row is None:
         raise NotFound(f"no profile {digest}")
-    return StoredProfile(*row)
+    return row
 
 
 def profile_text(connection: Connection, digest: str) -> bytes:
@@ -111,7 +69,7 @@ def list_profiles(
     device: str | None = None,
     before: int | None = None,
     limit: int,
-) -> list[StoredProfile]:
+) -> Sequence[Row[Any]]:
     """Return profiles, newest first, starting below the number `before`."""
     query = select(*_PROFILE).order_by(profiles.c.number.desc()).limit(limit)
     for column, wanted in (("model", model), ("fingerprint", fingerprint), ("device", device)):
@@ -119,18 +77,35 @@ def list_profiles(
             query = query.where(profiles.c[column] == wanted)
     if before is not None:
         query = query.where(profiles.c.number < before)
-    return [StoredProfile(*row) for row in connection.execute(query)]
+    return connection.execute(query).all()
 
 
 def list_models(
     connection: Connection, *, fingerprint: str | None = None, before: int | None = None, limit: int
-) -> list[StoredModel]:
-    """Return models, newest first, starting below the number `before`."""
+) -> Sequence[Row[Any]]:
+    """Return models, newest first, starting below the number `before`.
+
+    A row has the newest profile, the name that a person gave the model, and its newest frontier (JSON, zstd).
+    """
     newest = select(func.max(profiles.c.number).label("number")).group_by(profiles.c.fingerprint)
     if fingerprint is not None:
         newest = newest.where(profiles.c.fingerprint == fingerprint)
     numbers = newest.subquery()
-    query = (
+    of_model = profiles.alias()
+    frontier = (
+        select(jobs.c.result)
+        .join(of_model, of_model.c.digest == jobs.c.profile_digest)
+        .where(
+            of_model.c.fingerprint == profiles.c.fingerprint,
+            jobs.c.kind == "frontier",
+            jobs.c.state == "succeeded",
+        )
+        .order_by(jobs.c.number.desc())
+        .limit(1)
+        .correlate(profiles)
+        .scalar_subquery()
+    )
+    query: Select[Any] = (
         select(
             profiles.c.number,
             profiles.c.fingerprint,
@@ -140,6 +115,7 @@ def list_models(
             model_names.c.name,
             model_names.c.named_at,
             model_names.c.named_by,
+            frontier.label("frontier"),
         )
         .join(numbers, numbers.c.number == profiles.c.number)
         .outerjoin(model_names, model_names.c.fingerprint == profiles.c.fingerprint)
@@ -148,29 +124,10 @@ def list_models(
     )
     if before is not None:
         query = query.where(profiles.c.number < before)
-    rows = connection.execute(query).all()
-    frontiers = _newest_frontiers(connection, [row.fingerprint for row in rows])
-    return [StoredModel(*row, frontiers.get(row.fingerprint)) for row in rows]
+    return connection.execute(query).all()
 
 
-def _newest_frontiers(connection: Connection, fingerprints: Sequence[str]) -> dict[str, bytes]:
-    newest = (
-        select(func.max(jobs.c.number))
-        .join(profiles, profiles.c.digest == jobs.c.profile_digest)
-        .where(
-            profiles.c.fingerprint.in_(fingerprints), jobs.c.kind == "frontier", jobs.c.state == "succeeded"
-        )
-        .group_by(profiles.c.fingerprint)
-    )
-    found = connection.execute(
-        select(profiles.c.fingerprint, jobs.c.result)
-        .join(profiles, profiles.c.digest == jobs.c.profile_digest)
-        .where(jobs.c.number.in_(newest))
-    )
-    return {row.fingerprint: zstandard.decompress(row.result) for row in found}
-
-
-def get_model(connection: Connection, fingerprint: str) -> StoredModel:
+def get_model(connection: Connection, fingerprint: str) -> Row[Any]:
     """Return a model.
 
     Raises:
@@ -182,7 +139,7 @@ def get_model(connection: Connection, fingerprint: str) -> StoredModel:
     return found[0]
 
 
-def name_model(connection: Connection, fingerprint: str, name: str | None, who: str) -> StoredModel:
+def name_model(connection: Connection, fingerprint: str, name: str | None, who: str) -> Row[Any]:
     """Name a model, or delete its name. The last call wins.
 
     Raises:

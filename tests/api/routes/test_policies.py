@@ -291,7 +291,7 @@ def test_openapi_names_every_model_that_it_refers_to(serve: Serve) -> None:
     assert {"Policy", "PolicyRequest", "Profile", "InfeasibleProblem"} <= set(refs)
     post = document["paths"]["/v1/policies"]["post"]
     assert post["security"] == [{"HTTPBearer": []}]
-    wanted = "201 202 400 401 403 404 408 409 413 415 421 422 429 500 503 504"
+    wanted = "201 202 400 401 403 404 408 409 412 413 415 421 422 428 429 500 503 504"
     assert set(post["responses"]) == set(wanted.split())
     for path, method in (("/v1/profiles", "post"), ("/v1/profiles/{digest}", "put")):
         assert "VersionProblem" in json.dumps(document["paths"][path][method]["responses"]["422"])
