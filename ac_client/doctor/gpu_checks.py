@@ -13,13 +13,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import ac_client
 from ac_client.doctor.device_facts import datasheet_like
 from ac_client.doctor.gpu_report import GpuFinding, Result, finding_of_error
-from ac_client.doctor.sample_models import CARD, FULL, LAYER, SAMPLES, Size
+from ac_client.doctor.sample_models import CARD, FULL, LAYER, SAMPLES, TINY, Attention, Size
 from ac_client.doctor.sample_training import PRECISIONS, Case, Trained, release_memory, train
 from ac_client.doctor.two_ranks import check_two_ranks
 from ac_client.measure.memory_timeline import AllocatorTimeline
@@ -102,25 +100,6 @@ def check_event_tree(case: Case) -> Findings:
     yield GpuFinding("event tree", Result.OK if same else Result.WRONG, text, figures)
 
 
-class Attends(nn.Module):
-    """Attention over projections of its input: the weights of the projections require gradients."""
-
-    def __init__(self, head: int, kv_heads: int, *, causal: bool, dropout: float) -> None:
-        super().__init__()
-        self.q = nn.Linear(8 * head, 8 * head)
-        self.kv = nn.Linear(8 * head, 2 * kv_heads * head)
-        self.head, self.causal, self.dropout, self.grouped = head, causal, dropout, kv_heads < 8
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (
-            t.unflatten(-1, (-1, self.head)).transpose(1, 2)
-            for t in (self.q(x), *self.kv(x).chunk(2, dim=-1))
-        )
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, self.dropout, self.causal, enable_gqa=self.grouped
-        )
-
-
 # Name, head size, heads of keys and values, causal, dropout, masked.
 _ATTENTIONS = (
     ("causal", 64, 8, True, 0.0, False),
@@ -139,7 +118,8 @@ def check_attention(device: torch.device) -> Findings:
     sheet = datasheet_like(device)
     for name, head, kv_heads, causal, dropout, masked in _ATTENTIONS:
         for dtype in (torch.float32, torch.bfloat16):
-            model = Attends(head, kv_heads, causal=causal, dropout=dropout).to(device, dtype)
+            size = replace(TINY, width=8 * head, heads=8)
+            model = Attention(size, causal=causal, dropout=dropout, groups=8 // kv_heads).to(device, dtype)
             x = torch.randn(2, _TOKENS, 8 * head, device=device, dtype=dtype)
             mask = torch.ones(_TOKENS, _TOKENS, device=device, dtype=torch.bool) if masked else None
             batch = (x, mask) if masked else (x,)

@@ -58,13 +58,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(size.width, size.width)
         self.causal, self.dropout, self.grouped = causal, dropout, groups > 1
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         projected = (self.q(x), *self.kv(x).chunk(2, dim=-1))
         q, k, v = (t.unflatten(-1, (-1, self.head)).transpose(1, 2) for t in projected)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            q, k, v, is_causal=self.causal, dropout_p=dropout, enable_gqa=self.grouped
-        )
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, self.causal, enable_gqa=self.grouped)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 
