@@ -81,14 +81,13 @@ def _allowed(path: str) -> set[str]:
 
 
 class _HeadAsGet:
-    """Answer HEAD with the head of the answer to GET, unless the route has a cheaper way. ASGI middleware."""
+    """Answer HEAD with the head of the answer to GET. ASGI middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._cheaper = [route for route in ROUTES if "HEAD" in (route.methods or ())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method") != "HEAD" or any(r.path_regex.match(scope["path"]) for r in self._cheaper):
+        if scope.get("method") != "HEAD":
             await self.app(scope, receive, send)
             return
 

@@ -151,7 +151,6 @@ async def get_policies(
     return json_text(await (service.read_on_loop(look) if few else service.read(look)))
 
 
-@router.head("/policies/{id}", summary="Check that a policy exists", response_class=Response)
 @router.get(
     "/policies/{id}",
     summary="A policy",
@@ -170,8 +169,6 @@ async def get_one_policy(request: Request, id: Digest, service: ServiceOf, calle
         text = await service.read(lambda connection: _text(connection, id))
         with suppress(ValueError):  # larger than the cache
             service.texts[id] = text
-    if request.method == "HEAD":
-        return Response(headers=headers | {"Content-Length": str(len(text))}, media_type="application/json")
     if matches(request.headers.get("if-none-match"), etag(id)):
         return Response(status_code=304, headers=headers)
     return json_text(text, headers=headers)

@@ -111,7 +111,6 @@ async def get_profiles(
     return await service.read(look)
 
 
-@router.head("/{digest}", summary="Check that a profile exists", response_class=Response)
 @router.get(
     "/{digest}",
     summary="A profile",
@@ -122,9 +121,9 @@ async def get_profiles(
     },
 )
 async def get_one_profile(request: Request, digest: Digest, service: ServiceOf, caller: Reader) -> Response:
-    """Get the published form. With HEAD, check that the profile exists, so that it need not be sent again."""
+    """Get the published form. With HEAD, learn that the profile exists, so that it need not be sent again."""
     headers = {"ETag": etag(digest), "Cache-Control": "private, max-age=31536000, immutable"}
-    known = request.method == "HEAD" or matches(request.headers.get("if-none-match"), etag(digest))
+    known = matches(request.headers.get("if-none-match"), etag(digest))
 
     def look(connection: Connection) -> bytes:
         if known:
@@ -134,7 +133,7 @@ async def get_one_profile(request: Request, digest: Digest, service: ServiceOf, 
 
     text = await service.read(look)
     if known:
-        return Response(status_code=200 if request.method == "HEAD" else 304, headers=headers)
+        return Response(status_code=304, headers=headers)
     return json_text(text, headers=headers)
 
 

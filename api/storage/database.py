@@ -254,12 +254,6 @@ def _refuse_unknown(found: str | None) -> None:
     known = {script.revision for script in ScriptDirectory(str(MIGRATIONS)).walk_revisions()}
     if found is None or found in known:
         return
-    if found < min(known):
-        raise DatabaseNotReady(
-            f"the database is at migration {found}, of a version before the first release; "
-            f"this release knows migrations from {min(known)} on",
-            "start with an empty database: point AUTOAC_DATABASE_URL at another one",
-        )
     raise DatabaseNotReady(
         f"the database is at migration {found}, which a newer release made; "
         f"this release knows migrations up to {newest_revision()}",

@@ -257,12 +257,6 @@ class Profile(FrozenModel):
     # If several forwards of the model run before one backward: the number of ops up to the end of each.
     forward_ends: Annotated[tuple[Index, ...], Field(exclude_if=lambda ends: not ends)] = ()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_packable_values(cls, data: Any) -> Any:
-        """Leave out the table in which earlier releases listed dropout masks that could be saved as bits."""
-        return {k: v for k, v in data.items() if k != "packable"} if isinstance(data, dict) else data
-
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
         n, end = len(self.ops), len(self.ops) + len(self.backward)

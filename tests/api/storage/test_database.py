@@ -240,15 +240,6 @@ def test_database_of_a_newer_release_is_refused(database: Database) -> None:
             look()
 
 
-@BOTH
-def test_database_from_before_the_first_release_is_refused(database: Database) -> None:
-    with database.write() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '0003'"))
-    for look in (database.check, database.upgrade, database.refuse_unknown):
-        with pytest.raises(DatabaseNotReady, match=r"0003.*before the first release.*empty database"):
-            look()
-
-
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["worker"]])
 @POSTGRES
 def test_command_refuses_the_database_of_a_newer_release(

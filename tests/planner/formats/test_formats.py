@@ -176,13 +176,6 @@ def test_unknown_version_has_its_own_error() -> None:
         Policy.from_json(json.dumps(policy))
 
 
-def test_profile_that_lists_values_to_pack_is_read_without_them() -> None:
-    profile = graphs.dropout()
-    packable = {"value": [2], "nbytes": [64], "pack_us": [1.0], "unpack_us": [1.0]}
-    older = json.loads(profile.to_json()) | {"packable": packable}
-    assert Profile.from_data(older) == profile
-
-
 def test_policy_that_packs_is_of_an_unknown_version() -> None:
     older = json.loads(recomputing_policy().to_json()) | {"version": 3}
     older["decisions"] |= {next(iter(older["decisions"])): "pack"}
