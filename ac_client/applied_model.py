@@ -21,7 +21,8 @@ from ac_client.measure.measured_steps import MeasuredSteps
 from ac_client.measure.recording_overhead import recording_us_of_process
 from ac_client.measure.report import Report
 from ac_client.planning.batch_shape import ModelCall
-from ac_client.planning.facts.peak_counter import PeakBounds, reserved_for
+from ac_client.planning.facts.peak_counter import PeakBounds
+from ac_client.planning.facts.reserved_memory import reserved_for
 from ac_client.planning.loaded_policy import PlannedBucket
 from ac_client.planning.model_hooks import ModelHooks
 from ac_client.planning.model_planning import ModelPlanning

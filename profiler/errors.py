@@ -71,8 +71,8 @@ class CannotFake(ProfilerError):
     def __init__(self, op: str, why: str) -> None:
         self.op, self.why = op, why
         super().__init__(
-            f"{op} cannot run on tensors without memory: {why}; profile the model on its own device, without "
-            "`on`"
+            f"{op} cannot run on tensors without memory ({why}). Profile the model on its own device, "
+            "without `on`"
         )
 
     def __reduce__(self) -> tuple[type[CannotFake], tuple[str, str]]:

@@ -233,10 +233,10 @@ def _updates_one_by_one(optimizer: torch.optim.Optimizer, group: Mapping[str, An
 
 
 def _chooses_foreach(group: Mapping[str, Any], fakes: Sequence[Tensor]) -> bool:
-    """Return True if torch updates all tensors of `group` at once by default, as on a GPU.
+    """Return True if torch updates all real tensors of `group` at once, which it does on a GPU by default.
 
-    That needs copies of them all. torch never does so for fake tensors, whatever it does for real ones.
-    `fakes` are on the device of the real ones.
+    Such an update holds temporary copies of all tensors. The rule of torch is repeated here because torch
+    itself never chooses it for fake tensors. `fakes` stand for the real ones, and name their device.
 
     Source: `_default_to_fused_or_foreach` in torch/optim/optimizer.py, and `adam` in torch/optim/adam.py.
     """

@@ -145,7 +145,7 @@ class AutoACCallback(TrainerCallback):
 def planned(
     trainer: Trainer, budget_gb: Budget = None, *, measure: bool = False, **options: Unpack[ApplyArguments]
 ) -> Iterator[AutoACCallback]:
-    """Add the callback to `trainer` for a with-block, and leave both as they were however the block ends.
+    """Add the callback to `trainer` for a with-block; at its end, take callback and plan away again.
 
     The callback comes first, so that every reporter (TensorBoard, W&B, ...) logs the report's metrics.
 

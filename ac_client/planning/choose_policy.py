@@ -249,9 +249,9 @@ class PolicyChooser:
     def _warn_of_unknown_ranks(self, reason: str) -> None:
         self._planner.warn_once(
             "ranks",
-            f"it is not known which ranks run each forward together ({reason}). Each rank plans alone, and "
-            "an error of one rank does not reach the others. Pass ac_client.apply(..., group=...) with the "
-            "group of all these ranks, or group=None to plan alone",
+            f"it is not known which ranks run each forward together ({reason}). So each rank plans alone. If "
+            "one fails, others may wait for it forever. Pass ac_client.apply(..., group=...) with the group "
+            "of the ranks that communicate in forward, or group=None if none do",
         )
 
     def _unplanned_now(self, busy: ProfilerBusy) -> PlannedBucket | None:

@@ -22,7 +22,8 @@ from ac_client.measure.recording_overhead import host_times_of_process, host_us,
 from ac_client.planning.batch_shape import ModelCall
 from ac_client.planning.facts.models_on_device import ModelOnDevice
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
-from ac_client.planning.facts.peak_counter import allocator_peak, most_allocated
+from ac_client.planning.facts.peak_counter import allocator_peak
+from ac_client.planning.facts.reserved_memory import most_allocated
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket, ProfiledStep, skipped_modules
 from ac_client.planning.next_action import PlannedFor, of_others
 from ac_client.planning.options import ApplyOptions

@@ -159,7 +159,9 @@ class JobStore:
         with self.database.read() as connection:
             found: bytes | None = connection.scalar(select(jobs.c.drawing).where(jobs.c.id == id))
         if found is None:
-            raise NotFound(f"no drawing of job {id}: only frontiers have one, where AUTOAC_DRAW_AHEAD is set")
+            raise NotFound(
+                f"job {id} has no plot: it must be a finished frontier, and AUTOAC_DRAW_AHEAD must be on"
+            )
         return found
 
     def events(self, id: str, after: int = 0, limit: int = 500) -> list[JobEvent]:

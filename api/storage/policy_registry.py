@@ -126,7 +126,7 @@ def _add_text(connection: Connection, text: str, who: str) -> str:
             return id
         except IntegrityError:  # another transaction took this version, or stored the same text
             continue
-    raise AssertionError("the policy was not stored: in 100 attempts, another of its model came first")
+    raise AssertionError("a policy could not be stored: another one took its version first, 100 times")
 
 
 def read_policy(connection: Connection, id: str) -> bytes | None:

@@ -55,7 +55,7 @@ class Why:
 
     @property
     def fits(self) -> bool:
-        """Return True if the other decision stays within the budget, and within forward's if it has one."""
+        """Return True if the plan with the opposite decision keeps its budget, and forward keeps its own."""
         return self.peak <= self.budget and not self.forward_over
 
 

@@ -98,7 +98,7 @@ def _refusal(name: str) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         if any(_is_fake(leaf) for leaf in tree_leaves(args)):
-            raise CannotFake(f"aten.{name}", "on a GPU it is one op of cuDNN: unroll it, as with nn.LSTMCell")
+            raise CannotFake(f"aten.{name}", "on a GPU it is one op of cuDNN; a loop over nn.LSTMCell can")
         return _composite(op, *args)
 
     return kernel

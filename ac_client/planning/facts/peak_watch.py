@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ac_client.planning.facts.optimizer_steps import ModelOptimizers
-from ac_client.planning.facts.peak_counter import (
-    AllocatorPeak,
-    PeakBounds,
-    allocator_peak,
-)
+from ac_client.planning.facts.peak_counter import AllocatorPeak, PeakBounds, allocator_peak
 from ac_client.planning.loaded_policy import LoadedPolicy, PlannedBucket
 from ac_client.planning.next_action import WATCHED_STEPS, StepFacts
 from ac_client.planning.options import ApplyOptions

@@ -12,7 +12,8 @@ from torch import nn
 
 import ac_client
 from ac_client.planning.facts import peak_watch
-from ac_client.planning.facts.peak_counter import PeakBounds, most_allocated, reserved_for
+from ac_client.planning.facts.peak_counter import PeakBounds
+from ac_client.planning.facts.reserved_memory import most_allocated, reserved_for
 from ac_client.planning.next_action import FAR_UNDER, LAST_MARGIN, MOST_CORRECTIONS, WATCHED_STEPS
 from autoac.planner.units import GIB, format_bytes
 from autoac.profiler import profile
