@@ -147,7 +147,7 @@ def test_prediction_far_too_high_is_corrected_after_whole_steps(
     report = at.report()
     assert report.corrections > 1, "by halves"
     assert -100_000 <= report.corrected_by_bytes < -50_000
-    assert report.recompute_us < before
+    assert report.recompute_us <= before  # equal where one op was timed as slow as all others together
     assert all(peak <= budget for peak in peaks)
     assert 0 <= report.predicted_peak_bytes - peaks[-1] <= FAR_UNDER * budget
 
