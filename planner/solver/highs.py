@@ -144,12 +144,6 @@ class Program:
         )
         return replace(self, rows=more)
 
-    def fixed(self, columns: npt.NDArray[np.intp], values: Floats) -> Program:
-        """Return the program with some columns fixed to `values`."""
-        lower, upper = self.lower.copy(), self.upper.copy()
-        lower[columns] = upper[columns] = values
-        return replace(self, lower=lower, upper=upper)
-
     def priced_out(self, relaxed: Outcome, slack: float) -> Program:
         """Return the program with the columns fixed that cost more than `slack` to move from the relaxation.
 
@@ -161,8 +155,9 @@ class Program:
         dear = slack * (1 + 1e-6) + 1e-9
         low = (relaxed.reduced_costs > dear) & (relaxed.values <= self.lower + 1e-9)
         high = (relaxed.reduced_costs < -dear) & (relaxed.values >= self.upper - 1e-9)
-        columns = np.flatnonzero(low | high)
-        return self.fixed(columns, np.where(low, self.lower, self.upper)[columns])
+        return replace(
+            self, lower=np.where(high, self.upper, self.lower), upper=np.where(low, self.lower, self.upper)
+        )
 
 
 @dataclass(frozen=True, slots=True)

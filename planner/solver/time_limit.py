@@ -114,14 +114,13 @@ class Allowance:
         target: float | None = None,
         relaxed: bool = False,
         start: Floats | None = None,
-        work_limit: float = math.inf,
         options: Mapping[str, Any] | None = None,
     ) -> Outcome:
         """Solve `program` as `highs.solve` does; progress has the objective's units times `scale`."""
         outcome = solve(
             program,
             time_limit_s=self._left_s,
-            work_limit=max(min(self.work_left, work_limit), 0.0),
+            work_limit=max(self.work_left, 0.0),
             gap=gap,
             target=target,
             start=start,
