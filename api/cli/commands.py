@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from sqlalchemy import Row
+
     from autoac.api.settings import Settings
     from autoac.api.solving.child_process import Solver
     from autoac.api.storage.database import Database
-    from autoac.api.storage.keys import Key
 
 OK, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "Exit codes: 0 fine, 1 error, 2 wrong usage or settings, 130 interrupted."
@@ -186,12 +187,12 @@ def create(
 
     with _one_line_errors(), _ready_database(Settings.load()) as database, database.write() as connection:
         key, secret = create_key(connection, name, Scope[scope.upper()])
-        note(connection, OPERATOR, "create key", f"{key.id} ({key.scope.word}) {key.name}")
+        note(connection, OPERATOR, "create key", f"{key.id} ({key.scope}) {key.name}")
     if as_json:
         print(json.dumps(_without_secret(key) | {"key": secret}))
     else:
         print(secret)
-        print(f"key {key.id}, scope {key.scope.word}; it is not shown again", file=sys.stderr)
+        print(f"key {key.id}, scope {key.scope}; it is not shown again", file=sys.stderr)
 
 
 @keys.command("list", epilog=EXIT_CODES)
@@ -207,7 +208,7 @@ def list_all(as_json: AsJson = False) -> None:
         return
     for key in found:
         revoked = "" if key.revoked_at is None else f"  revoked {_timestamp(key.revoked_at)}"
-        print(f"{key.id}  {key.scope.word:<5}  {_timestamp(key.created_at)}  {key.name}{revoked}")
+        print(f"{key.id}  {key.scope:<5}  {_timestamp(key.created_at)}  {key.name}{revoked}")
 
 
 @keys.command(epilog=EXIT_CODES)
@@ -256,14 +257,9 @@ def _ready_database(settings: Settings) -> Iterator[Database]:
         yield database
 
 
-def _without_secret(key: Key) -> dict[str, Any]:
-    return {
-        "id": key.id,
-        "name": key.name,
-        "scope": key.scope.word,
-        "created_at": _timestamp(key.created_at),
-        "revoked_at": None if key.revoked_at is None else _timestamp(key.revoked_at),
-    }
+def _without_secret(key: Row[Any]) -> dict[str, Any]:
+    revoked_at = None if key.revoked_at is None else _timestamp(key.revoked_at)
+    return key._asdict() | {"created_at": _timestamp(key.created_at), "revoked_at": revoked_at}
 
 
 def _timestamp(seconds: float) -> str:

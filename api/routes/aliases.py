@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Connection
 
-from autoac.api.errors import MalformedRequest, NotFound
-from autoac.api.requests import read_json
+from autoac.api.errors import NotFound
 from autoac.api.routes.access import Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
     AliasName,
@@ -25,7 +24,6 @@ from autoac.api.routes.views import AliasView, MoveView
 from autoac.api.storage.alias_registry import alias_history, get_alias, list_aliases, move_alias, remove_alias
 from autoac.api.storage.keys import note
 from autoac.api.storage.policy_registry import read_policy
-from autoac.planner.formats.base import complaints
 
 router = APIRouter(prefix="/v1", tags=["aliases"])
 
@@ -100,11 +98,7 @@ async def put_alias(
 ) -> AliasView:
     """Move the alias only from the revision that the request names; of two moves at once, one gets 412."""
     expected = expected_revision(if_match, if_none_match)
-    data = read_json(await service.reader.small_body(request))
-    try:
-        body = AliasRequest.model_validate(data)
-    except ValidationError as error:
-        raise MalformedRequest(complaints(error)) from None
+    body = await service.reader.small_body(request, AliasRequest)
 
     def move(connection: Connection) -> tuple[AliasView, bool]:
         moved, new = move_alias(connection, name, body.policy_id, caller.name, expected=expected)

@@ -15,7 +15,6 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
 from autoac.api.errors import Forbidden, NotFound
-from autoac.api.requests import Kind
 from autoac.api.routes.access import Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
     gives,
@@ -47,13 +46,10 @@ async def get_jobs(
     ] = None,
 ) -> Page[JobView]:
     """List jobs without their progress."""
-    jobs = service.jobs
+    wanted = {"state": state, "kind": kind, "profile_digest": profile}
 
     def look() -> Page[JobView]:
-        before = piece.before
-        asked = None if kind is None else Kind(kind)
-        found = jobs.page(state=state, kind=asked, profile=profile, before=before, limit=piece.rows)
-        return piece.page(found, JobView.of)
+        return piece.page(service.jobs.page(wanted, before=piece.before, limit=piece.rows), JobView.of)
 
     return await to_thread.run_sync(look)
 

@@ -8,11 +8,10 @@ from typing import Annotated, Any
 
 import zstandard
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from sqlalchemy import Connection
 
 from autoac.api.errors import MalformedRequest
-from autoac.api.requests import read_json
 from autoac.api.routes.access import Planner, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import Digest, body_of
 from autoac.api.routes.pagination import Page, PieceOf
@@ -20,7 +19,6 @@ from autoac.api.routes.views import JsonText, View
 from autoac.api.service import Service
 from autoac.api.storage.keys import Caller, note
 from autoac.api.storage.profile_registry import get_model, list_models, name_model
-from autoac.planner.formats.base import complaints
 
 router = APIRouter(prefix="/v1/models", tags=["models"])
 
@@ -85,11 +83,7 @@ async def get_one_model(fingerprint: Digest, service: ServiceOf, caller: Reader)
 )
 async def put_name(fingerprint: Digest, request: Request, service: ServiceOf, caller: Planner) -> ModelView:
     """Set a name for people, such as `llama-70b, 8k tokens`. Nothing else uses it."""
-    data = read_json(await service.reader.small_body(request))
-    try:
-        name = NameRequest.model_validate(data).name.strip()
-    except ValidationError as error:
-        raise MalformedRequest(complaints(error)) from None
+    name = (await service.reader.small_body(request, NameRequest)).name.strip()
     if not name or not name.isprintable():
         raise MalformedRequest(["body.name: must be printable text that is not blank"])
     return await _named(service, fingerprint, name, caller, request)

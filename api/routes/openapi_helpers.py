@@ -12,7 +12,8 @@ from autoac.api.problems import REF
 
 JSON = "application/json"
 
-Text = Annotated[str | None, Query(max_length=4096)]
+NO_NUL = r"^[^\x00]*$"  # PostgreSQL stores all characters but this one
+Text = Annotated[str | None, Query(max_length=4096, pattern=NO_NUL)]
 Digest = Annotated[str, Path(pattern="^[0-9a-f]{64}$")]
 AliasName = Annotated[
     str,
@@ -22,17 +23,6 @@ AliasName = Annotated[
         description="Such as llama-8b@h100/production.",
     ),
 ]
-
-
-def refuse_nul(**values: str | None) -> None:
-    """Refuse the one character that PostgreSQL does not store.
-
-    Raises:
-        MalformedRequest: a text has the character NUL.
-    """
-    for name, value in values.items():
-        if value is not None and "\0" in value:
-            raise MalformedRequest([f"query.{name}: must not contain the character NUL"])
 
 
 def etag(value: object) -> str:

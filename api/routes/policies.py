@@ -16,13 +16,13 @@ from autoac.api.errors import MalformedRequest, NotFound, SolverDied, SolveTimed
 from autoac.api.policy_plot import became
 from autoac.api.routes.access import Admin, Reader, ServiceOf
 from autoac.api.routes.openapi_helpers import (
+    NO_NUL,
     Digest,
     Text,
     etag,
     gives,
     json_text,
     matches,
-    refuse_nul,
 )
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import PolicyView
@@ -47,7 +47,7 @@ from autoac.planner.units import GIB, bytes_from_gb
 
 router = APIRouter(prefix="/v1", tags=["policies"])
 
-Name = Annotated[str, Query(max_length=200, description="Id of a policy, or an alias.")]
+Name = Annotated[str, Query(max_length=200, pattern=NO_NUL, description="Id of a policy, or an alias.")]
 
 
 class SideView(BaseModel):
@@ -115,7 +115,6 @@ async def _filter(
     budget_gb: Annotated[float | None, Query(gt=0, le=MAX_INT / GIB, allow_inf_nan=False)] = None,
     budget_bytes: Annotated[int | None, Query(gt=0, le=MAX_INT)] = None,
 ) -> PolicyFilter:
-    refuse_nul(model=model, fingerprint=fingerprint, device=device)
     if budget_gb is not None and budget_bytes is not None:
         raise MalformedRequest(["query.budget_gb: give at most one of budget_gb and budget_bytes"])
     budget = bytes_from_gb(budget_gb) if budget_gb is not None else budget_bytes
@@ -239,7 +238,6 @@ async def get_difference(
     request: Request, service: ServiceOf, caller: Reader, before: Name, after: Name
 ) -> DifferenceView:
     """Compare two policies, each named by its id or an alias, by what each really holds."""
-    refuse_nul(before=before, after=after)
 
     def look(connection: Connection) -> tuple[list[str], list[bytes]]:
         ids = [_resolved(connection, name) for name in (before, after)]

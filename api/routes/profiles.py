@@ -18,7 +18,6 @@ from autoac.api.routes.openapi_helpers import (
     gives,
     json_text,
     matches,
-    refuse_nul,
 )
 from autoac.api.routes.pagination import Page, PieceOf
 from autoac.api.routes.views import ProfileView
@@ -95,17 +94,10 @@ async def get_profiles(
     device: Text = None,
 ) -> Page[ProfileView]:
     """List profiles without their content."""
-    refuse_nul(model=model, fingerprint=fingerprint, device=device)
 
     def look(connection: Connection) -> Page[ProfileView]:
-        found = list_profiles(
-            connection,
-            model=model,
-            fingerprint=fingerprint,
-            device=device,
-            before=piece.before,
-            limit=piece.rows,
-        )
+        wanted = {"model": model, "fingerprint": fingerprint, "device": device}
+        found = list_profiles(connection, wanted, before=piece.before, limit=piece.rows)
         return piece.page(found, ProfileView.of)
 
     return await service.read(look)

@@ -6,10 +6,12 @@ import math
 import time
 from bisect import bisect_right
 from operator import attrgetter
+from typing import Any
 
 from anyio import to_thread
+from sqlalchemy import Row
 
-from autoac.api.storage.job_store import JobEvent, JobStore
+from autoac.api.storage.job_store import JobStore
 
 LOOK_S = 0.25  # between two looks for events
 
@@ -19,7 +21,7 @@ class EventFeed:
 
     def __init__(self, jobs: JobStore, id: str) -> None:
         self._jobs, self._id = jobs, id
-        self._events: list[JobEvent] = []
+        self._events: list[Row[Any]] = []
         self._looking, self._looked_at = False, -math.inf
         self.ended = False  # no event will follow
 
@@ -38,7 +40,7 @@ class EventFeed:
         finally:
             self._looking, self._looked_at = False, time.monotonic()
 
-    def after(self, number: int) -> list[JobEvent]:
+    def after(self, number: int) -> list[Row[Any]]:
         """Return the job's events whose number is greater than `number`, in order."""
         return self._events[bisect_right(self._events, number, key=attrgetter("number")) :]
 

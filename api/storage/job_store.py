@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -84,27 +85,16 @@ def job_from(row: Row[Any]) -> Job:
     return Job(**fields)
 
 
-def get_job(connection: Connection, id: str, *, for_update: bool = False) -> Job:
-    """Return a job; `for_update` locks its row until the transaction ends.
+def get_job(connection: Connection, id: str) -> Job:
+    """Return a job.
 
     Raises:
         NotFound: the job does not exist.
     """
-    query = select(*JOB_COLUMNS).where(jobs.c.id == id)
-    row = connection.execute(query.with_for_update() if for_update else query).one_or_none()
+    row = connection.execute(select(*JOB_COLUMNS).where(jobs.c.id == id)).one_or_none()
     if row is None:
         raise NotFound("no such job")
     return job_from(row)
-
-
-@dataclass(frozen=True, slots=True)
-class JobEvent:
-    """A change of a job's state, or progress."""
-
-    number: int
-    at: float
-    kind: str  # "state", "progress"
-    data: str  # JSON
 
 
 def add_event(connection: Connection, id: str, kind: str, data: dict[str, Any]) -> None:
@@ -164,16 +154,15 @@ class JobStore:
             )
         return found
 
-    def events(self, id: str, after: int = 0, limit: int = 500) -> list[JobEvent]:
+    def events(self, id: str, after: int = 0, limit: int = 500) -> Sequence[Row[Any]]:
         """Return the events of a job after the event `after`, in order."""
         with self.database.read() as connection:
-            rows = connection.execute(
-                select(job_events.c.number, job_events.c.at, job_events.c.kind, job_events.c.data)
+            return connection.execute(
+                select(job_events)
                 .where(job_events.c.job_id == id, job_events.c.number > after)
                 .order_by(job_events.c.number)
                 .limit(limit)
-            )
-            return [JobEvent(*row) for row in rows]
+            ).all()
 
     def progress(self, id: str) -> dict[str, Any] | None:
         """Return the latest progress of a job, or None if it has reported none."""
@@ -186,23 +175,15 @@ class JobStore:
             )
         return None if data is None else dict(json.loads(data))
 
-    def page(
-        self,
-        *,
-        state: JobState | None = None,
-        kind: Kind | None = None,
-        profile: str | None = None,
-        before: int | None = None,
-        limit: int,
-    ) -> list[Job]:
-        """Return jobs, newest first, starting below the number `before`."""
+    def page(self, wanted: Mapping[str, str | None], *, before: int | None = None, limit: int) -> list[Job]:
+        """Return jobs, newest first, starting below the number `before`.
+
+        `wanted` has values of columns; None matches all.
+        """
         query = select(*JOB_COLUMNS).order_by(jobs.c.number.desc()).limit(limit)
-        if state is not None:
-            query = query.where(jobs.c.state == state)
-        if kind is not None:
-            query = query.where(jobs.c.kind == kind)
-        if profile is not None:
-            query = query.where(jobs.c.profile_digest == profile)
+        for column, value in wanted.items():
+            if value is not None:
+                query = query.where(jobs.c[column] == value)
         if before is not None:
             query = query.where(jobs.c.number < before)
         with self.database.read() as connection:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import Lock
+from typing import Any
 
 from cachetools import TTLCache
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from autoac.api.errors import NotFound, Unauthorised
 from autoac.api.settings import Settings
@@ -43,21 +45,10 @@ class Caller:
     scope: Scope
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A key, without its secret."""
-
-    id: str
-    name: str
-    scope: Scope
-    created_at: float
-    revoked_at: float | None
-
-
 TOKEN = Caller("token", Scope.ADMIN)
 LOOPBACK = Caller("loopback", Scope.ADMIN)
 
-_COLUMNS = (keys.c.id, keys.c.name, keys.c.scope, keys.c.created_at, keys.c.revoked_at)
+_COLUMNS = tuple(column for column in keys.c if column is not keys.c.digest)
 
 
 def digest_of(secret: str) -> str:
@@ -65,7 +56,7 @@ def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def create_key(connection: Connection, name: str, scope: Scope) -> tuple[Key, str]:
+def create_key(connection: Connection, name: str, scope: Scope) -> tuple[Row[Any], str]:
     """Create a key; return it and its secret, which is not stored anywhere."""
     id, secret = secrets.token_hex(6), PREFIX + secrets.token_urlsafe(32)
     connection.execute(
@@ -74,8 +65,8 @@ def create_key(connection: Connection, name: str, scope: Scope) -> tuple[Key, st
     return get_key(connection, id), secret
 
 
-def get_key(connection: Connection, id: str) -> Key:
-    """Return a key.
+def get_key(connection: Connection, id: str) -> Row[Any]:
+    """Return a key, without its secret.
 
     Raises:
         NotFound: the key does not exist.
@@ -83,15 +74,15 @@ def get_key(connection: Connection, id: str) -> Key:
     row = connection.execute(select(*_COLUMNS).where(keys.c.id == id)).one_or_none()
     if row is None:
         raise NotFound(f"no key {id}; `autoac keys list` shows all keys")
-    return _key(*row)
+    return row
 
 
-def list_keys(connection: Connection) -> list[Key]:
+def list_keys(connection: Connection) -> Sequence[Row[Any]]:
     """Return all keys, revoked ones too, oldest first."""
-    return [_key(*row) for row in connection.execute(select(*_COLUMNS).order_by(keys.c.created_at))]
+    return connection.execute(select(*_COLUMNS).order_by(keys.c.created_at)).all()
 
 
-def revoke_key(connection: Connection, id: str) -> Key:
+def revoke_key(connection: Connection, id: str) -> Row[Any]:
     """Revoke a key.
 
     Raises:
@@ -178,7 +169,3 @@ class Authenticator:
         if row is None or not secrets.compare_digest(row.digest, digest):
             return None
         return Caller(f"key:{row.id}", Scope[row.scope.upper()])
-
-
-def _key(id: str, name: str, scope: str, created_at: float, revoked_at: float | None) -> Key:
-    return Key(id, name, Scope[scope.upper()], created_at, revoked_at)

@@ -6,7 +6,7 @@ Functions of a connection, so that several make one transaction.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -62,19 +62,16 @@ def profile_text(connection: Connection, digest: str) -> bytes:
 
 
 def list_profiles(
-    connection: Connection,
-    *,
-    model: str | None = None,
-    fingerprint: str | None = None,
-    device: str | None = None,
-    before: int | None = None,
-    limit: int,
+    connection: Connection, wanted: Mapping[str, str | None], *, before: int | None = None, limit: int
 ) -> Sequence[Row[Any]]:
-    """Return profiles, newest first, starting below the number `before`."""
+    """Return profiles, newest first, starting below the number `before`.
+
+    `wanted` has values of columns; None matches all.
+    """
     query = select(*_PROFILE).order_by(profiles.c.number.desc()).limit(limit)
-    for column, wanted in (("model", model), ("fingerprint", fingerprint), ("device", device)):
-        if wanted is not None:
-            query = query.where(profiles.c[column] == wanted)
+    for column, value in wanted.items():
+        if value is not None:
+            query = query.where(profiles.c[column] == value)
     if before is not None:
         query = query.where(profiles.c.number < before)
     return connection.execute(query).all()

@@ -48,7 +48,7 @@ class Table:
         """Claim a job as the worker of this database does."""
         if self.database.is_sqlite:
             return self.runs.claim_next()
-        live = [job for job in reversed(self.store.page(limit=10)) if job.state is JobState.QUEUED]
+        live = [job for job in reversed(self.store.page({}, limit=10)) if job.state is JobState.QUEUED]
         for job in live:
             assert job.queue_id is not None
             try:
@@ -172,4 +172,4 @@ def test_final_jobs_are_deleted_after_their_time(database: Database, profile: Pr
     for days, deleted in ((1, 0), (0, 1)):
         with database.write() as connection:
             assert prune_jobs(connection, days) == deleted
-    assert [job.id for job in table.store.page(limit=10)] == [live]
+    assert [job.id for job in table.store.page({}, limit=10)] == [live]
