@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,13 +12,6 @@ from ac_client.cli.options import Json
 from ac_client.cli.output import show_progress
 from ac_client.files import check_writable
 from autoac.api.cli import commands as service_commands
-
-
-class ModelSize(StrEnum):
-    """Sizes of the models that the doctor trains."""
-
-    FULL = "full"
-    TINY = "tiny"
 
 
 def doctor(
@@ -33,8 +25,9 @@ def doctor(
         ),
     ] = Path("autoac-gpu-report.md"),
     size: Annotated[
-        ModelSize, typer.Option(help="With --gpu: models of a few GB, or tiny ones that take seconds.")
-    ] = ModelSize.FULL,
+        Literal["full", "tiny"],
+        typer.Option(help="With --gpu: models of a few GB, or tiny ones that take seconds."),
+    ] = "full",
     only: Annotated[
         list[str] | None,
         typer.Option(
@@ -58,7 +51,7 @@ def doctor(
     check_writable(out)
     with show_progress() as progress:
         report = examine_gpu(
-            size.value,
+            size,
             lambda name, i, n: progress.start(f"check {i + 1} of {n}: {name}", i, n),
             out,
             only or (),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
 from typing import Annotated, NoReturn
 
 import typer
@@ -34,23 +33,14 @@ app = typer.Typer(
 )
 
 
-@dataclass(slots=True)
-class _State:
-    traceback: bool = False
-
-
-_state = _State()
-
-
 @app.callback(epilog=EPILOG, invoke_without_command=True)
 def _common(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Print the traceback of an error in addition to its message.")
-    ] = False,
+    ] = False,  # `_fail` looks for it, as for --json
 ) -> None:
-    _state.traceback = traceback
     if version:
         from importlib.metadata import version as version_of
 
@@ -111,7 +101,7 @@ def _fail(error: BaseException, argv: list[str]) -> NoReturn:
     """Print `error` in one line, and as JSON if `--json` asks for it; exit with its code."""
     from ac_client.cli.output import one_line
 
-    if _state.traceback:
+    if "--traceback" in argv:
         import traceback
 
         traceback.print_exception(error)

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from ac_client.cli.exit_codes import DRIFT, ERROR
 from ac_client.cli.output import show_progress
-
-
-class OutputFormat(StrEnum):
-    """Formats in which `autoac regenerate` can print its results."""
-
-    TEXT = "text"
-    JSON = "json"
-    GITHUB = "github"
 
 
 def regenerate(
@@ -45,9 +36,9 @@ def regenerate(
         ),
     ] = False,
     output_format: Annotated[
-        OutputFormat,
+        Literal["text", "json", "github"],
         typer.Option(help="text; json: one object; github: annotations, and the text as the job's summary."),
-    ] = OutputFormat.TEXT,
+    ] = "text",
 ) -> None:
     """Keep the policies of autoac.toml up to date.
 
@@ -67,7 +58,7 @@ def regenerate(
             f"{config}: no such file; write one (docs/regenerate.md has an example), or pass --config"
         ) from None
     except InvalidConfig as error:
-        if output_format is OutputFormat.GITHUB:
+        if output_format == "github":
             print(formats.config_as_annotation(error))
         raise
     for name in only or []:
@@ -85,13 +76,13 @@ def regenerate(
             progress=progress.solving,
         )
     match output_format:
-        case OutputFormat.JSON:
+        case "json":
             print(json.dumps(formats.as_data(outcome), indent=1))
-        case OutputFormat.GITHUB:
+        case "github":
             print(formats.as_annotations(outcome))
             _append_to("GITHUB_STEP_SUMMARY", f"```text\n{formats.as_text(outcome)}\n```")
             _append_to("GITHUB_OUTPUT", f"drifted={str(outcome.out_of_date).lower()}")
-        case OutputFormat.TEXT:
+        case "text":
             print(formats.as_text(outcome))
     if outcome.failed:
         raise typer.Exit(ERROR)

@@ -16,14 +16,6 @@ from ac_client.doctor.gpu_report import redacted
 from autoac.profiler import DATASHEETS, Device
 from autoac.profiler.timing.backlog import Backlog
 
-_NAMED = {
-    "h100": "H100",
-    "h200": "H200",
-    "a100": "A100",
-    "mi300x": "MI300X",
-    "l40s": "L40S",
-    "rtx4090": "RTX 4090",
-}
 _BY_CAPABILITY = {(8, 0): "a100", (8, 9): "rtx4090"}
 
 
@@ -78,8 +70,8 @@ def datasheet_like(device: torch.device) -> Device:
 
     Which kernels run follows from the former; the rates only serve for a comparison of run times.
     """
-    name = torch.cuda.get_device_name(device)
-    named = next((key for key, word in _NAMED.items() if word in name), None)
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "")
+    named = next((key for key in DATASHEETS if key in name), None)  # "nvidiageforcertx4090"
     if torch.version.hip is not None:
         return DATASHEETS["mi300x"]
     capability = torch.cuda.get_device_capability(device)

@@ -19,14 +19,6 @@ from ac_client.files import write_whole
 LIMIT_S = 30 * 60.0  # no check begins later, so that the run ends within 40 minutes
 
 
-class NoGpu(CommandError):
-    """torch found no GPU."""
-
-
-class NoSuchCheck(CommandError):
-    """A pattern matches no check."""
-
-
 def examine_gpu(
     size: str, on_check: Callable[[str, int, int], object], out: Path, only: Sequence[str] = ()
 ) -> GpuReport:
@@ -39,30 +31,22 @@ def examine_gpu(
         only: patterns of the checks to run, such as `*bf16`; by default all.
 
     Raises:
-        NoGpu: torch found none.
-        NoSuchCheck: a pattern matches no check.
+        CommandError: torch found no GPU, or a pattern matches no check.
         OSError: the report cannot be written.
     """
     if not torch.cuda.is_available():
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
-        reason = (
-            f"built for {built}, sees none"
-            if torch.version.cuda or torch.version.hip
-            else "is built for none"
+        built = torch.version.cuda or torch.version.hip or "no GPU"
+        raise CommandError(
+            f"doctor --gpu needs a GPU, got none: torch {torch.__version__} is built for {built}"
         )
-        raise NoGpu(f"doctor --gpu needs a GPU, got none: torch {torch.__version__} {reason}")
     device = torch.device("cuda", torch.cuda.current_device())
     machine, findings = machine_facts(device), list[GpuFinding]()
     checks = checks_of(device, SIZES[size])
     for pattern in only:
         if not any(fnmatchcase(name, pattern) for name in checks):
-            raise NoSuchCheck(f"--only must match one of: {'; '.join(checks)}; got {pattern!r}")
+            raise CommandError(f"--only must match one of: {'; '.join(checks)}; got {pattern!r}")
     if only:
-        checks = {
-            name: check
-            for name, check in checks.items()
-            if any(fnmatchcase(name, pattern) for pattern in only)
-        }
+        checks = {name: checks[name] for name in checks if any(fnmatchcase(name, one) for one in only)}
     ends = time.monotonic() + LIMIT_S
     for i, (name, check) in enumerate(checks.items()):
         on_check(name, i, len(checks))
