@@ -16,19 +16,16 @@ import anyio
 from anyio import to_thread
 from cachetools import LRUCache
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
-from autoac.api.errors import Busy, MalformedRequest
+from autoac.api.errors import Busy
 from autoac.api.request_body import SMALL, EncodedBody, decode_body, receive_body
-from autoac.api.requests import Kind, ParsedRequest, parse_request, read_json
+from autoac.api.requests import Kind, Model, ParsedRequest, parse_request, read_json, validated
 from autoac.api.settings import Settings
 from autoac.api.solving.child_process import Solver
 from autoac.api.storage.job_store import RETRY_AFTER_S
-from autoac.planner.formats.base import complaints
 
 T = TypeVar("T")
-Model = TypeVar("Model", bound=BaseModel)
 
 REMEMBERED = 256  # parsed requests that are kept: clients repeat theirs
 
@@ -74,17 +71,13 @@ class RequestReader:
         """Return the body of a request that needs few bytes, as a `model`.
 
         Raises:
-            Busy: too many bodies are being read. Also raises what `receive_body`, `decode_body` and
-                `read_json` do.
-            MalformedRequest: the body is not a `model`.
+            Busy: too many bodies are being read. Also raises what `receive_body`, `decode_body`, `read_json`
+                and `validated` do.
         """
         with self.reserve_slot(request):
             body = await receive_body(request, self.settings, SMALL)
             plain = await to_thread.run_sync(decode_body, body, SMALL)
-        try:
-            return model.model_validate(read_json(plain))
-        except ValidationError as error:
-            raise MalformedRequest(complaints(error)) from None
+        return validated(model, read_json(plain))
 
     async def _parse(self, kind: Kind, body: EncodedBody) -> ParsedRequest:
         async with self.checks:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import zstandard
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
@@ -31,6 +31,8 @@ from autoac.planner.solver.time_limit import Clock
 from autoac.planner.units import GIB, bytes_from_gb
 
 DEFAULT_POINTS = 16
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class Kind(StrEnum):
@@ -237,6 +239,18 @@ def read_json(body: bytes) -> Any:
         raise NotJson("the body has a number that cannot be read") from None
 
 
+def validated(model: type[Model], data: Any) -> Model:
+    """Return `data`, as a JSON reader returns it, as a `model`.
+
+    Raises:
+        MalformedRequest: the data is not a `model`.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise MalformedRequest(complaints(error)) from None
+
+
 def read_request(kind: Kind, body: bytes) -> SolveRequest:
     """Return the request in a decoded body.
 
@@ -249,10 +263,7 @@ def read_request(kind: Kind, body: bytes) -> SolveRequest:
     if not isinstance(data, dict):
         members = "a profile and a budget" if kind is Kind.POLICY else "a profile"
         raise MalformedRequest([f"the body must be an object with {members}"])
-    try:
-        return REQUESTS[kind].model_validate(data)
-    except ValidationError as error:
-        raise MalformedRequest(complaints(error)) from None
+    return validated(REQUESTS[kind], data)
 
 
 def parse_request(kind: Kind, body: bytes, most_seconds: float) -> ParsedRequest:
