@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
@@ -13,38 +14,14 @@ from autoac.api.web import HEADERS, assets, shell
 
 router = APIRouter(include_in_schema=False)
 
-Segment = Annotated[str, Path(max_length=200)]
-"""A fingerprint or an id in a page's address. The page itself reports one that does not exist."""
-
-
-@router.get("/")
-async def registry(request: Request) -> Response:
-    """Serve the registry: models, policies, aliases."""
-    return _page(request, "registry.html")
-
-
-@router.get("/models/{fingerprint}")
-async def model(request: Request, fingerprint: Segment) -> Response:
-    """Serve a model's page: its frontier and its policies."""
-    return _page(request, "model.html")
-
-
-@router.get("/policies/{id}")
-async def policy(request: Request, id: Segment) -> Response:
-    """Serve a policy's page: memory over the step and the decision on each op."""
-    return _page(request, "policy.html")
-
-
-@router.get("/difference")
-async def difference(request: Request) -> Response:
-    """Serve the comparison of two policies."""
-    return _page(request, "difference.html")
-
-
-@router.get("/jobs")
-async def jobs(request: Request) -> Response:
-    """Serve the jobs with their progress."""
-    return _page(request, "jobs.html")
+PAGES = {
+    "/": "registry.html",  # models, policies, aliases
+    "/models/{fingerprint}": "model.html",  # its frontier and its policies
+    "/policies/{id}": "policy.html",  # memory over the step, and the decision on each op
+    "/difference": "difference.html",  # of two policies
+    "/jobs": "jobs.html",  # with their progress
+}
+"""The template of each page, by path. The page itself reports a fingerprint or an id that does not exist."""
 
 
 @router.get("/assets/{hash}/{name}")
@@ -57,10 +34,14 @@ async def asset(hash: str, name: Annotated[str, Path(max_length=100)]) -> Respon
     return Response(found.content, media_type=found.media_type, headers=headers | HEADERS)
 
 
-def _page(request: Request, name: str) -> Response:
+async def _page(name: str, request: Request) -> Response:
     content = shell(name)
     tag = etag(hashlib.sha256(content).hexdigest()[:16])
     headers = HEADERS | {"Cache-Control": "no-cache", "ETag": tag}
     if matches(request.headers.get("if-none-match"), tag):
         return Response(status_code=304, headers=headers)
     return Response(content, media_type="text/html; charset=utf-8", headers=headers)
+
+
+for _path, _name in PAGES.items():
+    router.add_api_route(_path, partial(_page, _name))
