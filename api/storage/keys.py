@@ -48,7 +48,8 @@ class Caller:
 TOKEN = Caller("token", Scope.ADMIN)
 LOOPBACK = Caller("loopback", Scope.ADMIN)
 
-_COLUMNS = tuple(column for column in keys.c if column is not keys.c.digest)
+_SHOWN = ("id", "name", "scope", "created_at", "revoked_at")
+_COLUMNS = tuple(keys.c[name] for name in _SHOWN)
 
 
 def digest_of(secret: str) -> str:
